@@ -1,0 +1,53 @@
+"""Exact speculative decoding: your model's own text, faster, with nothing changed.
+
+>>> from foredraft import LLM, SamplingParams
+>>> llm = LLM.load("smollm2-135m-instruct", drafter="ngram")
+>>> llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))[0].text
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from foredraft.version import __version__
+
+if TYPE_CHECKING:
+    from foredraft.core.errors import ForedraftError
+    from foredraft.core.sampling import SamplingParams
+    from foredraft.core.sequence import SpeculationStats
+    from foredraft.custom_generate import custom_generate
+    from foredraft.engine.row import GenerationResult
+    from foredraft.llm import LLM
+
+_PUBLIC = {
+    "LLM": "foredraft.llm",
+    "ForedraftError": "foredraft.core.errors",
+    "GenerationResult": "foredraft.engine.row",
+    "SamplingParams": "foredraft.core.sampling",
+    "SpeculationStats": "foredraft.core.sequence",
+    "custom_generate": "foredraft.custom_generate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: ``import foredraft`` itself loads no torch."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'foredraft' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+__all__ = [
+    "LLM",
+    "ForedraftError",
+    "GenerationResult",
+    "SamplingParams",
+    "SpeculationStats",
+    "__version__",
+    "custom_generate",
+]

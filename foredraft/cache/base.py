@@ -1,0 +1,69 @@
+"""What the engine may ask of a cache. It names slots and tokens, never memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Cache(Protocol):
+    """A store of per-token state for several rows ("slots") of different lengths.
+
+    A forward writes the entries of its pending tokens and tree nodes behind the ones that count,
+    in that order; `keep` then says which of them count from now on.
+    """
+
+    def allocate(self) -> int:
+        """A new empty slot."""
+        ...
+
+    def length(self, slot: int) -> int:
+        """How many entries of ``slot`` count."""
+        ...
+
+    def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
+        """Commit the pending tokens and the tree nodes of ``path`` of the last forward.
+
+        Entries of every other node are gone afterwards.
+        """
+        ...
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all entries from ``length`` on."""
+        ...
+
+    def fork(self, slot: int) -> int:
+        """A new slot with the same entries; the two are independent afterwards."""
+        ...
+
+    def free(self, slot: int) -> None:
+        """Give the slot back; its number may be handed out again."""
+        ...
+
+
+class SlotLengths:
+    """The slot bookkeeping that every cache needs."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}
+
+    def open(self) -> int:
+        slot = next(i for i in range(len(self._lengths) + 1) if i not in self._lengths)
+        self._lengths[slot] = 0
+        return slot
+
+    def close(self, slot: int) -> None:
+        self[slot]  # an unknown slot must not pass silently
+        del self._lengths[slot]
+
+    def __getitem__(self, slot: int) -> int:
+        if slot not in self._lengths:
+            raise KeyError(f"cache slot {slot} is not allocated")
+        return self._lengths[slot]
+
+    def __setitem__(self, slot: int, length: int) -> None:
+        self[slot]
+        self._lengths[slot] = length
+
+    def __len__(self) -> int:
+        return len(self._lengths)

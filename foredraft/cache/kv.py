@@ -1,0 +1,114 @@
+"""The key-value cache: one contiguous stretch per slot, compacted in place after each step.
+
+Shape legend: L layers, S slots, H key-value heads, C capacity (tokens), D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.cache.base import SlotLengths
+
+_BLOCK = 256
+"""Capacity grows in multiples of this many tokens."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one token costs."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values [L, S, H, C, D], grown on demand (see `foredraft.cache.base.Cache`).
+
+    Args:
+        shape: the model's cache shape.
+        dtype: of keys and values.
+        device: where they live.
+        max_length: the most tokens a slot may hold.
+    """
+
+    def __init__(
+        self, shape: KVShape, dtype: torch.dtype, device: torch.device | str, max_length: int
+    ) -> None:
+        self.shape = shape
+        self._max_length = max_length
+        self._lengths = SlotLengths()
+        empty = (shape.num_layers, 0, shape.num_kv_heads, 0, shape.head_dim)
+        self.keys_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
+        self.values_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
+
+    @property
+    def capacity(self) -> int:
+        return self.keys_LSHCD.shape[3]
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.keys_LSHCD.numel() * self.keys_LSHCD.dtype.itemsize
+
+    def allocate(self) -> int:
+        slot = self._lengths.open()
+        self._grow(max(slot + 1, self.keys_LSHCD.shape[1]), self.capacity)
+        return slot
+
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` entries behind the ones that count."""
+        needed = self._lengths[slot] + num_tokens
+        if needed > self.capacity:
+            capacity = max(needed, self.capacity * 3 // 2)
+            self._grow(self.keys_LSHCD.shape[1], -(-capacity // _BLOCK) * _BLOCK)
+
+    def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
+        first = self._lengths[slot] + num_pending
+        if list(path) != list(range(len(path))):
+            source = torch.tensor([first + node for node in path], device=self.keys_LSHCD.device)
+            target = slice(first, first + len(path))
+            for store in (self.keys_LSHCD, self.values_LSHCD):
+                # index_select copies before anything is overwritten, so the ranges may overlap.
+                store[:, slot, :, target] = store[:, slot].index_select(2, source)
+        self._lengths[slot] = first + len(path)
+
+    def truncate(self, slot: int, length: int) -> None:
+        if not 0 <= length <= self._lengths[slot]:
+            raise ValueError(f"cannot truncate {self._lengths[slot]} entries to {length}")
+        self._lengths[slot] = length
+
+    def fork(self, slot: int) -> int:
+        length, copy = self._lengths[slot], self.allocate()
+        for store in (self.keys_LSHCD, self.values_LSHCD):
+            store[:, copy, :, :length] = store[:, slot, :, :length]
+        self._lengths[copy] = length
+        return copy
+
+    def free(self, slot: int) -> None:
+        self._lengths.close(slot)
+        if not len(self._lengths):
+            self._grow(0, 0)
+
+    def _grow(self, slots: int, capacity: int) -> None:
+        if (slots, capacity) == (self.keys_LSHCD.shape[1], self.capacity):
+            return
+        self.keys_LSHCD = _resized(self.keys_LSHCD, slots, capacity)
+        self.values_LSHCD = _resized(self.values_LSHCD, slots, capacity)
+
+
+def _resized(store_LSHCD: Tensor, slots: int, capacity: int) -> Tensor:
+    num_layers, old_slots, num_heads, old_capacity, head_dim = store_LSHCD.shape
+    grown = store_LSHCD.new_zeros((num_layers, slots, num_heads, capacity, head_dim))
+    s, c = min(slots, old_slots), min(capacity, old_capacity)
+    grown[:, :s, :, :c] = store_LSHCD[:, :s, :, :c]
+    return grown

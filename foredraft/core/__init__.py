@@ -1,0 +1,1 @@
+"""Pure data and maths: no model, no cache, no I/O."""

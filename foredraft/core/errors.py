@@ -1,0 +1,51 @@
+"""Errors a person sees: what is wrong, with which value, what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ForedraftError(Exception):
+    """Base of every error foredraft raises on purpose."""
+
+
+class ConfigError(ForedraftError, ValueError):
+    """An option, parameter or name that cannot be used as given."""
+
+
+class PromptError(ForedraftError, ValueError):
+    """A prompt that cannot be generated from (empty, or longer than the context)."""
+
+
+class ModelLoadError(ForedraftError, RuntimeError):
+    """A checkpoint that cannot be loaded safely and completely."""
+
+
+class VocabularyMismatchError(ConfigError):
+    """Target and draft model do not share one vocabulary."""
+
+
+class CapabilityError(ConfigError):
+    """A drafter needs something that the target does not offer."""
+
+
+class MalformedProposalError(ForedraftError, ValueError):
+    """A drafter returned a tree that cannot be scored."""
+
+
+class NonFiniteScoresError(ForedraftError, ArithmeticError):
+    """The target produced NaN or infinite logits where a token must be drawn."""
+
+
+def nearest(name: str, options: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the closest option, or ``""`` when nothing is close."""
+    by_folded = {option.lower(): option for option in options}
+    close = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
+    return f"; did you mean {by_folded[close[0]]!r}?" if close else ""
+
+
+def unknown(kind: str, name: str, options: Iterable[str]) -> ConfigError:
+    """The error for a name that is not among ``options`` (``kind`` says what was named)."""
+    known = sorted(options)
+    return ConfigError(f"unknown {kind} {name!r}{nearest(name, known)} (known: {', '.join(known)})")

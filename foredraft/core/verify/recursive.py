@@ -1,0 +1,41 @@
+"""Recursive rejection sampling over a drawn tree (SpecInfer, arXiv 2305.09781).
+
+At each node the children are tried in drafting order with the token rule; a rejected child leaves
+the residual as the next child's target. Siblings drawn without replacement (Sequoia, arXiv
+2402.12374) also leave the draft distribution, so no token is tried twice.
+"""
+
+from __future__ import annotations
+
+from foredraft.core.choices import VerifyChoices
+from foredraft.core.proposal import Proposal
+from foredraft.core.sampling import NodeProbs
+from foredraft.core.tree import ROOT
+from foredraft.core.verify.maths import normalised, positive_part, residual_or
+from foredraft.core.verify.verdict import Verdict
+
+
+def verify_recursive(
+    proposal: Proposal, target_probs: NodeProbs, choices: VerifyChoices
+) -> Verdict:
+    tree, draft_probs_NV = proposal.tree, proposal.draft_probs_NV
+    assert draft_probs_NV is not None
+    node, path = ROOT, []
+    while node in tree.children:
+        target_V = normalised(target_probs[node])
+        draft_V = normalised(draft_probs_NV[tree.children[node][0]])
+        for child in tree.children[node]:
+            token = tree.tokens[child]
+            if choices.accept(min(1.0, float(target_V[token] / draft_V[token])), child):
+                path.append(child)
+                node = child
+                break
+            residual_V = residual_or(target_V, positive_part(target_V, draft_V))
+            target_V = residual_V / residual_V.sum()
+            if not proposal.replacement:
+                draft_V = draft_V.clone()
+                draft_V[token] = 0.0
+                draft_V = normalised(draft_V)
+        else:
+            return Verdict(tuple(path), choices.draw_residual(target_V), "correction")
+    return Verdict(tuple(path), choices.draw_residual(target_probs[node]), "bonus")

@@ -1,0 +1,95 @@
+"""Prompt lookup: what followed the last few tokens when they occurred before.
+
+Finds the most recent earlier occurrence of the longest suffix of the text and proposes the tokens
+that came after it (Saxena 2023; "prompt lookup decoding"). Costs nothing, and pays where the
+output repeats its input: summaries, edits, quotations, code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foredraft.core.errors import ConfigError
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.tree import TokenTree
+from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, StatelessDrafter
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text was last followed by something.
+
+    An n-gram enters the index when the token after it is known, so the suffix of the text never
+    finds itself. Extending by one token costs one dictionary entry per size.
+    """
+
+    def __init__(self, min_size: int, max_size: int) -> None:
+        self._sizes = range(max_size, min_size - 1, -1)
+        self._next: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
+
+    def lookup(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to ``count`` tokens that followed the longest suffix seen before.
+
+        A copy that runs into the end of the text goes on with what it has copied so far, as a
+        repetition does.
+        """
+        self._extend(tokens)
+        for size in self._sizes:
+            start = self._next.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            if start is not None:
+                period = len(tokens) - start
+                return [tokens[start + i % period] for i in range(count)]
+        return []
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        for follower in range(self._indexed, len(tokens)):
+            for size in self._sizes:
+                if size <= follower:
+                    self._next[tuple(tokens[follower - size : follower])] = follower
+        self._indexed = len(tokens)
+
+
+class NgramDrafter(StatelessDrafter):
+    """See the module docstring.
+
+    Args:
+        max_ngram_size: longest suffix to look for.
+        min_ngram_size: shortest suffix that counts as a match.
+    """
+
+    def __init__(self, max_ngram_size: int = 4, min_ngram_size: int = 2) -> None:
+        if not 1 <= min_ngram_size <= max_ngram_size:
+            raise ConfigError(
+                f"n-gram sizes {min_ngram_size} to {max_ngram_size} make no range; use "
+                "1 <= min_ngram_size <= max_ngram_size"
+            )
+        self._sizes = (min_ngram_size, max_ngram_size)
+        self._indexes: dict[int, NgramIndex] = {}
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        self._indexes[request_id] = NgramIndex(*self._sizes)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [self._propose(row) if row.budget else NO_PROPOSAL for row in rows]
+
+    def _propose(self, row: DraftRow) -> Proposal:
+        found = self._indexes[row.request_id].lookup(row.tokens, row.budget)
+        return Proposal.chosen(TokenTree.chain(found))
+
+    def end(self, request_id: int) -> None:
+        del self._indexes[request_id]
+
+
+def _build(context: DrafterContext) -> NgramDrafter:
+    return NgramDrafter(**context.options)
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="copies what followed the same words earlier in the text (prompt lookup)",
+    options={
+        "max_ngram_size": "longest suffix to look for (4)",
+        "min_ngram_size": "shortest suffix that counts (2)",
+    },
+    num_draft_tokens=6,
+)

@@ -1,0 +1,1 @@
+"""The loop. It knows targets, drafters and controllers by their protocols only."""

@@ -1,0 +1,80 @@
+"""Text from committed tokens, a whole character at a time, cut at the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+TokenDecoder = Callable[[int], str | None]
+"""Feeds one token and returns the text it completes; None while a character is incomplete."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of text and whether the drafter had guessed the token that completed it."""
+
+    text: str
+    drafted: bool
+
+
+class TextAssembler:
+    """Builds a request's text.
+
+    Text that may turn out to be the beginning of a stop string is held back until it is clear, so
+    what `take` has handed out is never taken back. Bytes of an unfinished character at the very
+    end are not part of the text (their tokens are part of the token ids).
+
+    Args:
+        decode: the request's own decoder; None when there is no tokenizer, and no text then.
+        stop: strings that end the text.
+    """
+
+    def __init__(self, decode: TokenDecoder | None, stop: Sequence[str] = ()) -> None:
+        self._decode, self._stop = decode, stop
+        self._longest_stop = max((len(s) for s in stop), default=0)
+        self._pieces: list[Piece] = []
+        self._stopped = False
+        self.text = ""
+
+    def push(self, token: int, drafted: bool) -> bool:
+        """Add a committed token; True when it completes a stop string."""
+        delta = self._decode(token) if self._decode else None
+        if not delta:
+            return False
+        searched = max(0, len(self.text) - self._longest_stop + 1)
+        self.text += delta
+        self._pieces.append(Piece(delta, drafted))
+        found = [at for s in self._stop if (at := self.text.find(s, searched)) >= 0]
+        if found:
+            self._cut(min(found))
+        return bool(found)
+
+    def take(self, final: bool = False) -> list[Piece]:
+        """Pieces that are certain by now and were not taken before; all that is left if final."""
+        held = 0 if final or self._stopped else self._num_held()
+        kept: list[Piece] = []
+        while held and self._pieces:
+            piece = self._pieces.pop()
+            back = min(held, len(piece.text))
+            kept.insert(0, Piece(piece.text[len(piece.text) - back :], piece.drafted))
+            if back < len(piece.text):
+                self._pieces.append(Piece(piece.text[: len(piece.text) - back], piece.drafted))
+            held -= back
+        taken, self._pieces = self._pieces, kept
+        return taken
+
+    def _cut(self, length: int) -> None:
+        surplus = len(self.text) - length
+        self.text, self._stopped = self.text[:length], True
+        while surplus:
+            piece = self._pieces.pop()
+            if len(piece.text) > surplus:
+                self._pieces.append(Piece(piece.text[:-surplus], piece.drafted))
+            surplus -= min(surplus, len(piece.text))
+
+    def _num_held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
+            if any(s.startswith(self.text[-length:]) for s in self._stop):
+                return length
+        return 0

@@ -1,0 +1,211 @@
+"""The engine: requests in, events out. One call to `Engine.step` is one step for every row."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from foredraft.control.base import Controller
+from foredraft.core.errors import ConfigError, PromptError
+from foredraft.core.proposal import Proposal
+from foredraft.core.rng import SEED_BITS
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.sequence import Sequence as TokenSequence
+from foredraft.drafters.base import Drafter
+from foredraft.engine.commit import Commit
+from foredraft.engine.detokenize import Piece, TextAssembler, TokenDecoder
+from foredraft.engine.guard import GuardedDrafter
+from foredraft.engine.row import GenerationResult, Row, Session
+from foredraft.engine.scheduler import Scheduler
+from foredraft.engine.step import Parts, Trace, step
+from foredraft.models.base import Target
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step brought one request.
+
+    Attributes:
+        token_ids: newly committed ids.
+        num_accepted: how many of them were drafted.
+        pieces: text that became certain, marked as drafted or the target's own.
+        result: the final result, on the request's last event.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    pieces: tuple[Piece, ...]
+    result: GenerationResult | None = None
+
+
+def _no_trace(proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
+    pass
+
+
+class Engine:
+    """Runs requests to their end.
+
+    Args:
+        target: the model whose text it is.
+        drafter: guesses ahead; watched, so that its faults cost speed only.
+        controller: how much to draft.
+        max_batch_size: most requests in one step; further ones wait.
+        eos_token_ids: ids that end every request unless it ignores them.
+        new_decoder: makes a token decoder for a request; None when there is no tokenizer.
+        trace: called after each step.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        controller: Controller,
+        *,
+        max_batch_size: int = 8,
+        eos_token_ids: Sequence[int] = (),
+        new_decoder: Callable[[], TokenDecoder] | None = None,
+        trace: Trace = _no_trace,
+    ) -> None:
+        self._target = target
+        self._scheduler = Scheduler(max_batch_size)
+        self._drafter = GuardedDrafter(drafter, target)
+        self._parts = Parts(self._scheduler, controller, self._drafter, target, trace)
+        self._eos = frozenset(eos_token_ids)
+        self._new_decoder = new_decoder
+        self._ids = itertools.count()
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, session: Session | None = None
+    ) -> int:
+        """Queue a request and return its id.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
+            ConfigError: stop strings without a tokenizer, or a session that is already in use.
+        """
+        self._check_prompt(prompt)
+        if params.stop and self._new_decoder is None:
+            raise ConfigError("stop strings need a tokenizer, and this engine has none")
+        if session is not None and session.busy:
+            raise ConfigError("this conversation already has a reply under way")
+        room = self._target.max_context - len(prompt)
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+        sequence = TokenSequence(next(self._ids), -1, list(prompt), len(prompt), params, seed)
+        text = TextAssembler(self._new_decoder() if self._new_decoder else None, tuple(params.stop))
+        eos = frozenset() if params.ignore_eos else self._eos
+        if session is not None:
+            session.busy = True
+        self._scheduler.add(Row(sequence, text, eos | set(params.stop_token_ids), session))
+        return sequence.request_id
+
+    @property
+    def has_work(self) -> bool:
+        return len(self._scheduler) > 0
+
+    def step(self) -> list[Event]:
+        """One step: at least one token for each running request.
+
+        A failure of the target ends the running requests with finish reason "error"; what they
+        had committed is in their results, and the engine goes on.
+        """
+        for row in self._scheduler.admit():
+            self._begin(row)
+        try:
+            commits = step(self._parts)
+        except Exception as error:
+            return [self._fail(row, error) for row in self._scheduler.next_batch()]
+        return [self._event(done) for done in commits]
+
+    def run(self) -> Iterator[Event]:
+        """Step until no request is left."""
+        while self.has_work:
+            yield from self.step()
+
+    def cancel(self, request_id: int) -> GenerationResult | None:
+        """End a request now and return what it has; None when it is already over."""
+        row = self._scheduler.find(request_id)
+        if row is None:
+            return None
+        row.sequence.finish_reason = "cancelled"
+        return self._finish(row)
+
+    def close_session(self, session: Session) -> None:
+        """Give a conversation's cache slot back."""
+        if session.slot is not None:
+            self._target.cache.free(session.slot)
+        session.slot, session.tokens = None, []
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        limit = self._target.max_context
+        if not prompt:
+            raise PromptError("the prompt is empty: there is nothing to continue")
+        if len(prompt) >= limit:
+            raise PromptError(
+                f"the prompt has {len(prompt)} tokens and the context holds {limit}: shorten it "
+                "so that at least one token fits behind it"
+            )
+        for token in prompt:
+            if type(token) is not int or not 0 <= token < self._target.vocab_size:
+                raise PromptError(
+                    f"prompt token {token!r} is not an id below {self._target.vocab_size}"
+                )
+
+    def _begin(self, row: Row) -> None:
+        sequence, session = row.sequence, row.session
+        if session is None or session.slot is None:
+            sequence.slot = self._target.cache.allocate()
+        else:
+            sequence.slot = session.slot
+            sequence.num_cached = _common_prefix(session.tokens, sequence.tokens[:-1])
+            self._target.cache.truncate(sequence.slot, sequence.num_cached)
+        self._drafter.begin(row.request_id, tuple(sequence.tokens))
+
+    def _event(self, done: Commit) -> Event:
+        row, finished = done.row, done.finish_reason is not None
+        pieces = tuple(row.text.take(final=finished))
+        result = self._finish(row) if finished else None
+        return Event(row.request_id, done.tokens, done.num_accepted, pieces, result)
+
+    def _fail(self, row: Row, error: Exception) -> Event:
+        row.error = f"{type(error).__name__}: {error}"
+        row.sequence.finish_reason = "error"
+        pieces = tuple(row.text.take(final=True))
+        return Event(row.request_id, (), 0, pieces, self._finish(row))
+
+    def _finish(self, row: Row) -> GenerationResult:
+        if self._scheduler.remove(row):
+            self._drafter.end(row.request_id)
+            self._release(row)
+        if row.session is not None:
+            row.session.busy = False
+        sequence = row.sequence
+        assert sequence.finish_reason is not None
+        return GenerationResult(
+            request_id=row.request_id,
+            text=row.text.text,
+            token_ids=tuple(sequence.generated),
+            finish_reason=sequence.finish_reason,
+            stats=sequence.stats,
+            seed=sequence.seed,
+            num_prompt_tokens=sequence.num_prompt,
+            error=row.error,
+        )
+
+    def _release(self, row: Row) -> None:
+        sequence = row.sequence
+        if row.session is None:
+            self._target.cache.free(sequence.slot)
+        else:
+            row.session.slot = sequence.slot
+            row.session.tokens = sequence.tokens[: sequence.num_cached]
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    for i, (mine, theirs) in enumerate(zip(left, right, strict=False)):
+        if mine != theirs:
+            return i
+    return min(len(left), len(right))

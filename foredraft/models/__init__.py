@@ -1,0 +1,1 @@
+"""Targets: things that score a draft in one forward."""

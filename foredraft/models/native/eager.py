@@ -1,0 +1,122 @@
+"""The decoder in plain torch: the reference that faster paths must equal, on any device.
+
+Shape legend: T tokens of the forward, R tokens of one row, H query heads, G key-value heads,
+C cache entries a row sees, D head size, E hidden size, V vocabulary, N wanted logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foredraft.cache.kv import KVCache
+from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.plan import ForwardPlan
+from foredraft.models.native.rope import inverse_frequencies, rotate
+from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+
+class EagerDecoder:
+    """Runs a `ForwardPlan` layer by layer."""
+
+    name = "eager"
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
+        self._config, self._weights = config, weights
+        self._inv_freq = inverse_frequencies(config).to(weights.device)
+
+    def forward(
+        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Write the plan's tokens into the cache and score the wanted ones.
+
+        Returns:
+            float32 logits [N, V], and for each tap the output [T, E] of that layer.
+        """
+        device = self._weights.device
+        run = _Run(plan, cache, *self._rotations(plan), [_to(plan.mask(r), device) for r in plan.rows])
+        hidden_TE = F.embedding(plan.token_ids_T.to(device), self._weights.embedding_VE)
+        tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._weights.layers):
+            hidden_TE = hidden_TE + self._attention(run, index, layer, hidden_TE)
+            hidden_TE = hidden_TE + self._mlp(layer, hidden_TE)
+            if index in taps:
+                tapped[index] = hidden_TE
+        wanted_NE = self._norm(hidden_TE[plan.heads], self._weights.final_norm_E)
+        return F.linear(wanted_NE, self._weights.head_VE).float(), tapped
+
+    def _rotations(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+        positions_T = plan.positions_T.to(self._inv_freq.device, torch.float32)
+        angles_TD = torch.outer(positions_T, self._inv_freq).repeat(1, 2)
+        return angles_TD.cos().to(self._weights.dtype), angles_TD.sin().to(self._weights.dtype)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        scaled = x.float() * torch.rsqrt(
+            x.float().square().mean(-1, keepdim=True) + self._config.rms_norm_eps
+        )
+        return weight * scaled.to(x.dtype)
+
+    def _attention(self, run: _Run, index: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
+        config = self._config
+        normed_TE = self._norm(hidden_TE, layer.attention_norm_E)
+        qkv = F.linear(normed_TE, layer.qkv_weight, layer.qkv_bias)
+        heads = qkv.view(len(run.plan), -1, config.head_dim)
+        num_kv = config.num_key_value_heads
+        query_THD, key_TGD, value_TGD = heads.split([config.num_attention_heads, num_kv, num_kv], 1)
+        if layer.query_norm_D is not None and layer.key_norm_D is not None:
+            query_THD = self._norm(query_THD, layer.query_norm_D)
+            key_TGD = self._norm(key_TGD, layer.key_norm_D)
+        query_THD = rotate(query_THD, run.cos_TD, run.sin_TD)
+        key_TGD = rotate(key_TGD, run.cos_TD, run.sin_TD)
+        attended = run.attend(index, query_THD, key_TGD, value_TGD)
+        return F.linear(attended, layer.output_weight, layer.output_bias)
+
+    def _mlp(self, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
+        gate_up = F.linear(self._norm(hidden_TE, layer.mlp_norm_E), layer.gate_up_weight)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, layer.down_weight)
+
+
+class _Run:
+    """What all layers of one forward share."""
+
+    def __init__(
+        self,
+        plan: ForwardPlan,
+        cache: KVCache,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        masks: list[Tensor | None],
+    ) -> None:
+        self.plan, self.cos_TD, self.sin_TD = plan, cos_TD, sin_TD
+        self._cache, self._masks = cache, masks
+
+    def attend(self, index: int, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+        """Store keys and values, then attend row by row; [T, H * D]."""
+        outputs = []
+        for row, mask in zip(self.plan.rows, self._masks, strict=True):
+            tokens, entries = _slice(row.tokens), _slice(row.entries)
+            keys_GCD = self._cache.keys_LSHCD[index, row.slot]
+            values_GCD = self._cache.values_LSHCD[index, row.slot]
+            keys_GCD[:, entries] = key_TGD[tokens].transpose(0, 1)
+            values_GCD[:, entries] = value_TGD[tokens].transpose(0, 1)
+            attended_HRD = F.scaled_dot_product_attention(
+                query_THD[tokens].transpose(0, 1)[None],
+                keys_GCD[None, :, : row.entries.stop],
+                values_GCD[None, :, : row.entries.stop],
+                attn_mask=mask,
+                enable_gqa=True,
+            )[0]
+            outputs.append(attended_HRD.transpose(0, 1).flatten(1))
+        return torch.cat(outputs)
+
+
+def _slice(span: range) -> slice:
+    return slice(span.start, span.stop)
+
+
+def _to(mask: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if mask is None else mask.to(device)

@@ -1,0 +1,125 @@
+"""One forward laid out flat: every row's pending tokens and tree nodes, one after another.
+
+No padding and no per-shape branch: prefill, plain decoding, chains and trees are all tokens that
+see a prefix of their slot's cache entries and, within a tree, their ancestors.
+
+Shape legend: T tokens of the forward, H tokens whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from foredraft.models.base import ScoreRow
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """Where one row lies in the flat forward.
+
+    Attributes:
+        slot: the row's cache slot.
+        tokens: its half-open range among the T tokens.
+        entries: the half-open range of cache entries that it writes. The row's tokens see entries
+            below ``entries.stop`` only.
+        heads: its half-open range among the H wanted logits.
+    """
+
+    slot: int
+    tokens: range
+    entries: range
+    heads: range
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """What each token is, where it goes and what it sees.
+
+    Attributes:
+        token_ids: [T] vocabulary ids.
+        positions: [T] positions for rotary embedding.
+        slots: [T] cache slot.
+        entries: [T] cache entry to write.
+        prefixes: [T] how many leading entries of its slot a token sees, itself included when it
+            is pending.
+        extras: [T] entries seen beyond the prefix, ascending: a tree node's ancestors and itself.
+        heads: [H] tokens whose logits are wanted.
+        rows: one span a row.
+    """
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    entries: list[int]
+    prefixes: list[int]
+    extras: list[tuple[int, ...]]
+    heads: list[int]
+    rows: list[RowSpan]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @cached_property
+    def token_ids_T(self) -> Tensor:
+        return torch.tensor(self.token_ids)
+
+    @cached_property
+    def positions_T(self) -> Tensor:
+        return torch.tensor(self.positions)
+
+    def mask(self, row: RowSpan) -> Tensor | None:
+        """Which entries below ``row.entries.stop`` each token of the row sees; None: all of them.
+
+        Returns:
+            bool [tokens of the row, entries], True where seen.
+        """
+        if len(row.tokens) == 1:
+            return None
+        entry = torch.arange(row.entries.stop)
+        prefixes = torch.tensor(self.prefixes[row.tokens.start : row.tokens.stop])
+        mask = entry[None, :] < prefixes[:, None]
+        for i, token in enumerate(row.tokens):
+            if self.extras[token]:
+                mask[i, list(self.extras[token])] = True
+        return mask
+
+
+def plan_forward(
+    rows: Sequence[ScoreRow], starts: Sequence[int], want_logits: bool = True
+) -> ForwardPlan:
+    """Lay out a forward.
+
+    Args:
+        rows: what to score.
+        starts: for each row, how many entries its slot already holds.
+        want_logits: False for a prefill chunk that is not the last.
+    """
+    plan = ForwardPlan([], [], [], [], [], [], [], [])
+    for row, start in zip(rows, starts, strict=True):
+        _add_row(plan, row, start, want_logits)
+    return plan
+
+
+def _add_row(plan: ForwardPlan, row: ScoreRow, start: int, want_logits: bool) -> None:
+    first, num_pending = len(plan), len(row.pending)
+    root = start + num_pending  # entries from here on belong to tree nodes
+    plan.token_ids.extend((*row.pending, *row.tree.tokens))
+    plan.positions.extend(range(start, root))
+    plan.positions.extend(root - 1 + depth for depth in row.tree.depths)
+    plan.prefixes.extend(range(start + 1, root + 1))
+    plan.prefixes.extend([root] * len(row.tree))
+    plan.extras.extend([()] * num_pending)
+    plan.extras.extend(tuple(root + node for node in path) for path in row.tree.paths)
+    entries = range(start, root + len(row.tree))
+    plan.entries.extend(entries)
+    plan.slots.extend([row.slot] * len(entries))
+    heads = range(len(plan.heads), len(plan.heads))
+    if want_logits:
+        plan.heads.extend(range(first + num_pending - 1, len(plan)))
+        heads = range(heads.start, len(plan.heads))
+    plan.rows.append(RowSpan(row.slot, range(first, len(plan)), entries, heads))

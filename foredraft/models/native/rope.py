@@ -1,0 +1,41 @@
+"""Rotary position embedding (arXiv 2104.09864), rotating the two halves of a head.
+
+Shape legend: T tokens, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from foredraft.models.native.config import DecoderConfig
+
+
+def inverse_frequencies(config: DecoderConfig) -> Tensor:
+    """Rotation speed of each pair of a head, float32 [D / 2]."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    inv_freq = 1.0 / (config.rope_theta**exponent)
+    scaling = config.rope_inv_freq_scaling
+    if scaling is None:
+        return inv_freq
+    if scaling["rope_type"] == "linear":
+        return inv_freq / scaling["factor"]
+    return _llama3(inv_freq, scaling)
+
+
+def _llama3(inv_freq: Tensor, scaling: dict[str, float]) -> Tensor:  # type: ignore[type-arg]
+    """Llama 3.1: slow rotations are slowed by ``factor``, fast ones kept, with a ramp between."""
+    factor = scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    ramp = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return inv_freq / factor * (1 - ramp) + inv_freq * ramp
+
+
+def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotate every head; ``cos`` and ``sin`` repeat their half."""
+    first, second = x_THD.chunk(2, dim=-1)
+    rotated = torch.cat((-second, first), dim=-1)
+    return x_THD * cos_TD[:, None] + rotated * sin_TD[:, None]

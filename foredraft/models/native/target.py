@@ -1,0 +1,141 @@
+"""A native checkpoint as a `Target`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foredraft.cache.kv import KVCache
+from foredraft.core.errors import ConfigError
+from foredraft.models.base import Capabilities, RowScores, ScoreRow
+from foredraft.models.native.config import DecoderConfig, read_config
+from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.plan import ForwardPlan, plan_forward
+from foredraft.models.native.weights import DecoderWeights, load_weights
+
+_PREFILL_CHUNK = 512
+"""Longer prompts are read in pieces: the memory of a forward stays bounded."""
+
+
+class Decoder(Protocol):
+    """Something that runs a forward plan: the eager reference or a faster equal."""
+
+    @property
+    def name(self) -> str: ...
+
+    def forward(
+        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]: ...
+
+
+DecoderFactory = Callable[[DecoderConfig, DecoderWeights], Decoder]
+
+
+class NativeTarget:
+    """See `foredraft.models.base.Target`.
+
+    Args:
+        config: the model's shape.
+        weights: its weights.
+        new_decoder: makes what runs them; the eager reference by default.
+        max_context: most tokens a row may hold; the model's own limit when None.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        new_decoder: DecoderFactory = EagerDecoder,
+        max_context: int | None = None,
+    ) -> None:
+        self.config, self.weights = config, weights
+        self.decoder = new_decoder(config, weights)
+        self._new_decoder = new_decoder
+        self.vocab_size = config.vocab_size
+        self.max_context = min(max_context or config.max_context, config.max_context)
+        self.capabilities = Capabilities(tree_attention=True, taps=True, layer_views=True)
+        self.cache = KVCache(config.kv_shape, weights.dtype, weights.device, self.max_context)
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        new_decoder: DecoderFactory = EagerDecoder,
+        max_context: int | None = None,
+    ) -> NativeTarget:
+        """Load a checkpoint directory.
+
+        Raises:
+            ModelLoadError: the checkpoint is incomplete, damaged or of another kind.
+        """
+        config = read_config(directory)
+        weights = load_weights(directory, config, dtype, device)
+        return cls(config, weights, new_decoder, max_context)
+
+    @torch.inference_mode()
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
+        for row in rows:
+            self.cache.reserve(row.slot, len(row.pending) + len(row.tree))
+        read = [self._prefill(row, taps) for row in rows]
+        rest = [
+            ScoreRow(row.slot, row.pending[done.num_tokens :], row.tree)
+            for row, done in zip(rows, read, strict=True)
+        ]
+        starts = [self.cache.length(row.slot) + done.num_tokens
+                  for row, done in zip(rows, read, strict=True)]
+        plan = plan_forward(rest, starts)
+        logits_HV, tapped = self.decoder.forward(plan, self.cache, taps)
+        return [
+            RowScores(
+                logits_HV[span.heads.start : span.heads.stop],
+                done.joined({i: x[span.tokens.start : span.tokens.stop] for i, x in tapped.items()}),
+            )
+            for span, done in zip(plan.rows, read, strict=True)
+        ]
+
+    def _prefill(self, row: ScoreRow, taps: Sequence[int]) -> _Prefilled:
+        """Read all but the last chunk of a long row; what is left fits one forward."""
+        start, done = self.cache.length(row.slot), 0
+        tapped: dict[int, list[Tensor]] = {i: [] for i in taps}
+        while len(row.pending) - done > _PREFILL_CHUNK:
+            chunk = ScoreRow(row.slot, row.pending[done : done + _PREFILL_CHUNK])
+            plan = plan_forward([chunk], [start + done], want_logits=False)
+            _, states = self.decoder.forward(plan, self.cache, taps)
+            for i, x in states.items():
+                tapped[i].append(x)
+            done += _PREFILL_CHUNK
+        return _Prefilled(done, tapped)
+
+    def layer_view(self, layers: Sequence[int]) -> NativeTarget:
+        """A target of some of the layers, sharing the weights, with a cache of its own.
+
+        Raises:
+            ConfigError: a layer does not exist.
+        """
+        for layer in layers:
+            if not 0 <= layer < self.config.num_hidden_layers:
+                raise ConfigError(
+                    f"layer {layer} does not exist; the model has {self.config.num_hidden_layers}"
+                )
+        config = replace(self.config, num_hidden_layers=len(layers))
+        weights = self.weights.select_layers(layers)
+        return NativeTarget(config, weights, self._new_decoder, self.max_context)
+
+
+@dataclass(frozen=True)
+class _Prefilled:
+    """What the early chunks of a long row left behind."""
+
+    num_tokens: int
+    taps: dict[int, list[Tensor]]
+
+    def joined(self, last: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Tapped states of all chunks; ``last`` are those of the final forward."""
+        return {i: torch.cat([*self.taps[i], x]) if self.taps[i] else x for i, x in last.items()}

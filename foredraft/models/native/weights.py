@@ -1,0 +1,173 @@
+"""Checkpoint to tensors: safetensors only, complete, finite, and fused where that saves reads.
+
+Shape legend: V vocabulary, E hidden size, Q query width, K key-value width, F feed-forward width,
+D head size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from foredraft.core.errors import ModelLoadError
+from foredraft.models.native.config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. Biases and head norms are None for families without them."""
+
+    attention_norm_E: Tensor
+    qkv_weight: Tensor  # [Q + 2K, E]
+    qkv_bias: Tensor | None  # [Q + 2K]
+    query_norm_D: Tensor | None
+    key_norm_D: Tensor | None
+    output_weight: Tensor  # [E, Q]
+    output_bias: Tensor | None  # [E]
+    mlp_norm_E: Tensor
+    gate_up_weight: Tensor  # [2F, E], gate first
+    down_weight: Tensor  # [E, F]
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All weights, in one dtype. ``head_VE`` is ``embedding_VE`` itself when they are tied."""
+
+    embedding_VE: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm_E: Tensor
+    head_VE: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding_VE.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding_VE.device
+
+    def tensors(self) -> list[Tensor]:
+        """Every distinct tensor."""
+        found = [self.embedding_VE, self.final_norm_E]
+        if self.head_VE is not self.embedding_VE:
+            found.append(self.head_VE)
+        for layer in self.layers:
+            found.extend(t for t in vars(layer).values() if t is not None)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.dtype.itemsize for t in self.tensors())
+
+    def select_layers(self, layers: Sequence[int]) -> DecoderWeights:
+        """The same weights with only these layers: a view, nothing is copied."""
+        return replace(self, layers=tuple(self.layers[i] for i in layers))
+
+
+def load_weights(
+    directory: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> DecoderWeights:
+    """Read a checkpoint directory.
+
+    Raises:
+        ModelLoadError: a tensor is missing, has another shape, or holds NaN or infinity.
+            Attention kernels can hide such values, so they are looked for here.
+    """
+    reader = _Reader(directory, dtype, device)
+    weights = _assemble(reader, config)
+    reader.raise_problems()
+    _check_finite(directory, weights)
+    return weights
+
+
+def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
+    vocab, hidden = config.vocab_size, config.hidden_size
+    embedding_VE = reader.take("model.embed_tokens.weight", (vocab, hidden))
+    head_VE = embedding_VE
+    if not config.tie_word_embeddings:
+        head_VE = reader.take("lm_head.weight", (vocab, hidden))
+    layers = [_assemble_layer(reader, config, i) for i in range(config.num_hidden_layers)]
+    final_norm_E = reader.take("model.norm.weight", (hidden,))
+    return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
+
+
+def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> LayerWeights:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    query, key_value = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    feed_forward = config.intermediate_size
+
+    def take(name: str, *shape: int) -> Tensor:
+        return reader.take(f"model.layers.{index}.{name}", shape)
+
+    qkv = (("q", query), ("k", key_value), ("v", key_value))
+    gate_up = ("gate", "up")
+    return LayerWeights(
+        attention_norm_E=take("input_layernorm.weight", hidden),
+        qkv_weight=torch.cat([take(f"self_attn.{n}_proj.weight", w, hidden) for n, w in qkv]),
+        qkv_bias=torch.cat([take(f"self_attn.{n}_proj.bias", w) for n, w in qkv])
+        if config.attention_bias
+        else None,
+        query_norm_D=take("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
+        key_norm_D=take("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
+        output_weight=take("self_attn.o_proj.weight", hidden, query),
+        output_bias=take("self_attn.o_proj.bias", hidden) if config.output_bias else None,
+        mlp_norm_E=take("post_attention_layernorm.weight", hidden),
+        gate_up_weight=torch.cat(
+            [take(f"mlp.{n}_proj.weight", feed_forward, hidden) for n in gate_up]
+        ),
+        down_weight=take("mlp.down_proj.weight", hidden, feed_forward),
+    )
+
+
+class _Reader:
+    """Hands out tensors by name and collects everything that is wrong, to report it at once."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._directory, self._dtype, self._device = directory, dtype, device
+        self._problems: list[str] = []
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            names = sorted(path.name for path in directory.glob("*.safetensors"))
+        self._files = [safe_open(str(directory / name), framework="pt") for name in names]
+        self._where = {key: file for file in self._files for key in file.keys()}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._where:
+            self._problems.append(f"{name} is missing")
+            return torch.zeros(shape, dtype=self._dtype, device="cpu")
+        tensor: Tensor = self._where[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            self._problems.append(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
+            return torch.zeros(shape, dtype=self._dtype, device="cpu")
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def raise_problems(self) -> None:
+        if self._problems:
+            shown = "; ".join(self._problems[:3])
+            more = f" and {len(self._problems) - 3} more" if len(self._problems) > 3 else ""
+            raise ModelLoadError(
+                f"{self._directory} does not hold the model its config.json describes: "
+                f"{shown}{more}. Missing weights are never made up; get the whole checkpoint."
+            )
+
+
+def _check_finite(directory: Path, weights: DecoderWeights) -> None:
+    parts = [("embedding or head", (weights.embedding_VE, weights.head_VE, weights.final_norm_E))]
+    parts += [(f"layer {i}", tuple(vars(layer).values())) for i, layer in enumerate(weights.layers)]
+    for where, tensors in parts:
+        for tensor in tensors:
+            # A sum is one pass without a temporary; it is finite unless an element is not
+            # (or the weights are absurd enough to overflow float32, which is as fatal).
+            if tensor is not None and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+                raise ModelLoadError(
+                    f"{directory}: NaN or infinite weights in {where}; the file is damaged or was "
+                    "saved from a diverged run"
+                )

@@ -1,0 +1,137 @@
+"""Text to token ids and back, from the files of a checkpoint directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import DecodeStream
+
+from foredraft.core.errors import ConfigError, ModelLoadError
+
+Message = Mapping[str, str]
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Args:
+        directory: holds ``tokenizer.json`` and, as far as the model has them,
+            ``tokenizer_config.json``, ``chat_template.jinja`` and ``generation_config.json``.
+
+    Raises:
+        ModelLoadError: there is no readable ``tokenizer.json``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            raise ModelLoadError(
+                f"{directory} has no tokenizer.json; save the tokenizer there with "
+                "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            )
+        try:
+            self._fast = FastTokenizer.from_file(str(path))
+        except Exception as error:
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+        self._config = _read_json(directory / "tokenizer_config.json")
+
+    @property
+    def vocab_size(self) -> int:
+        return self._fast.get_vocab_size()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of ``text``; with the model's own start token, where it has one."""
+        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def new_decoder(self) -> _StreamDecoder:
+        """A decoder for one request, fed token by token."""
+        return _StreamDecoder(self._fast)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation in the model's own format, ready for the assistant's reply.
+
+        Raises:
+            ConfigError: a malformed message, or the model has no chat template.
+        """
+        for message in messages:
+            if message.get("role") not in _ROLES or not isinstance(message.get("content"), str):
+                raise ConfigError(
+                    f"a message needs a role ({', '.join(_ROLES)}) and text content, not {message!r}"
+                )
+        if self.chat_template is None:
+            raise ConfigError(
+                f"{self._directory.name} has no chat template: it is a base model; use generate"
+            )
+        return self.encode(self._render(messages), add_special_tokens=False)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        # transformers renders templates in a sandbox; a plain jinja environment would run
+        # whatever a checkpoint puts into its template.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        special = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (value := self._config.get(name)) is not None
+        }
+        rendered, _ = render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            chat_template=self.chat_template,
+            add_generation_prompt=True,
+            **special,
+        )
+        return str(rendered[0])
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        path = self._directory / "chat_template.jinja"
+        if path.exists():
+            return path.read_text()
+        template = self._config.get("chat_template")
+        return template if isinstance(template, str) else None
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends the model's text."""
+        found: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            value = _read_json(self._directory / name).get("eos_token_id")
+            found |= {value} if isinstance(value, int) else set(value or ())
+        eos = self._config.get("eos_token")
+        eos_id = self._fast.token_to_id(eos["content"] if isinstance(eos, dict) else eos or "")
+        return tuple(sorted(found | ({eos_id} if eos_id is not None else set())))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers exactly when they give ids the same meaning."""
+        vocab = sorted(self._fast.get_vocab(with_added_tokens=True).items())
+        return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
+
+
+class _StreamDecoder:
+    """Feeds one token at a time; None until a character is complete."""
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        self._fast, self._stream = fast, DecodeStream(skip_special_tokens=True)
+
+    def __call__(self, token: int) -> str | None:
+        text: str | None = self._stream.step(self._fast, token)
+        return text
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    return content if isinstance(content, dict) else {}

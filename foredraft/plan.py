@@ -1,0 +1,229 @@
+"""What was asked for, and what it resolved to on this machine.
+
+Two types on purpose: the asked-for one is what users write, the resolved one is what runs, and it
+can be printed before anything heavy is loaded (`foredraft doctor`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from foredraft.core.errors import ConfigError, ModelLoadError, unknown
+
+DTYPES = ("auto", "bfloat16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "native", "hf")
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load a target and a drafter.
+
+    Attributes:
+        model: a built-in name, a local directory, or a hub id ("org/name").
+        drafter: a registered drafter, or "auto": the best that is there.
+        draft_model: name or directory of the draft model, for drafters that use one.
+        num_draft_tokens: most nodes to draft a step; None takes the drafter's own default.
+        drafter_options: the drafter's own options.
+        dtype: "auto" takes bfloat16 where it is fast and float32 elsewhere.
+        device: "auto" takes CUDA when there is one.
+        backend: "auto" takes the native decoder for families it knows, transformers otherwise.
+        threads: CPU threads; None leaves torch's choice.
+        max_context: most tokens of prompt and reply together; None takes the model's limit.
+        max_batch_size: most requests in one step.
+        revision: of a hub id.
+    """
+
+    model: str = DEFAULT_MODEL
+    drafter: str = "auto"
+    draft_model: str | None = None
+    num_draft_tokens: int | None = None
+    drafter_options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "auto"
+    device: str = "auto"
+    backend: str = "auto"
+    threads: int | None = None
+    max_context: int | None = None
+    max_batch_size: int = 8
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("dtype", self.dtype, DTYPES),
+            ("backend", self.backend, BACKENDS),
+        ):
+            if value not in known:
+                raise unknown(name, str(value), known)
+        if self.device.split(":")[0] not in DEVICES:
+            raise unknown("device", self.device, DEVICES)
+        for name in ("threads", "max_context", "max_batch_size", "num_draft_tokens"):
+            value, low = getattr(self, name), 0 if name == "num_draft_tokens" else 1
+            if value is not None and (type(value) is not int or value < low):
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+
+    @classmethod
+    def of(cls, **options: Any) -> LoadOptions:
+        """Build from keyword options; an unknown one is an error naming the nearest."""
+        known = {f.name for f in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise unknown("option", name, known)
+        return cls(**options)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """How one checkpoint will run.
+
+    Attributes:
+        decoder: "fused", "eager" or "transformers".
+        weight_bytes: weights in memory.
+        cache_bytes_per_token: keys and values of one token, in bytes.
+        notes: what is missing for a faster plan, and how to get it.
+    """
+
+    name: str
+    directory: Path
+    backend: str
+    decoder: str
+    device: str
+    dtype: str
+    weight_bytes: int
+    cache_bytes_per_token: int
+    max_context: int
+    notes: tuple[str, ...] = ()
+
+
+def plan_model(name: str, directory: Path, options: LoadOptions) -> ModelPlan:
+    """Resolve how ``directory`` will run. Reads its config, loads no weights.
+
+    Raises:
+        ConfigError: the device is not there, or the backend does not fit the model.
+        ModelLoadError: the directory is not a checkpoint that can be loaded safely.
+    """
+    from foredraft.models.safety import check_checkpoint_dir
+
+    check_checkpoint_dir(directory)
+    raw = json.loads((directory / "config.json").read_text())
+    device = _resolve_device(options.device)
+    if _backend(raw, directory, options) == "hf":
+        return _plan_hf(name, directory, raw, device, options)
+    return _plan_native(name, directory, device, options)
+
+
+def _backend(raw: Mapping[str, Any], directory: Path, options: LoadOptions) -> str:
+    from foredraft.models.native.config import is_native, read_config
+
+    if options.backend == "native":
+        read_config(directory)  # says what is not supported
+        return "native"
+    return "native" if options.backend == "auto" and is_native(raw) else "hf"
+
+
+def _resolve_device(asked: str) -> str:
+    import torch
+
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {asked!r} was asked for and torch {torch.__version__} sees no CUDA device; "
+            "use device 'cpu' or install a CUDA build of torch"
+        )
+    return asked
+
+
+def _plan_native(name: str, directory: Path, device: str, options: LoadOptions) -> ModelPlan:
+    from foredraft.models.native.config import read_config
+
+    config = read_config(directory)
+    kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
+    dtype, notes = options.dtype, []
+    if device == "cpu" and kernel_problem:
+        notes.append(f"no fused CPU kernel: {kernel_problem}")
+    if dtype == "auto":
+        dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
+    size = 2 if dtype == "bfloat16" else 4
+    kv = config.kv_shape
+    return ModelPlan(
+        name=name,
+        directory=directory,
+        backend="native",
+        decoder="eager" if kernel_problem else "fused",
+        device=device,
+        dtype=dtype,
+        weight_bytes=config.num_parameters * size,
+        cache_bytes_per_token=2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * size,
+        max_context=min(options.max_context or config.max_context, config.max_context),
+        notes=tuple(notes),
+    )
+
+
+def _kernel_problem() -> str | None:
+    """Why the fused CPU kernel cannot run here, or None. Compiles it on first use."""
+    from foredraft.models.native.kernels.build import KernelUnavailable, load_library
+
+    try:
+        load_library()
+    except KernelUnavailable as reason:
+        return str(reason)
+    return None
+
+
+def _bf16_is_fast(kernel_problem: str | None) -> bool:
+    """Whether several bfloat16 tokens cost about as much as one.
+
+    Without the fused kernel that takes a CPU with bfloat16 instructions: stock torch needs seven
+    times as long for 8 rows as for 1 on others.
+    """
+    import torch
+
+    return kernel_problem is None or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _plan_hf(
+    name: str, directory: Path, raw: Mapping[str, Any], device: str, options: LoadOptions
+) -> ModelPlan:
+    text = raw.get("text_config") or raw
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
+    size = 2 if dtype == "bfloat16" else 4
+    heads = text.get("num_attention_heads") or text.get("n_head")
+    hidden = text.get("hidden_size") or text.get("n_embd")
+    layers = text.get("num_hidden_layers") or text.get("n_layer")
+    limit = text.get("max_position_embeddings") or text.get("n_positions")
+    if not (heads and hidden and layers and limit):
+        raise ModelLoadError(f"{directory}: config.json does not say how large the model is")
+    kv_width = (text.get("num_key_value_heads") or heads) * (text.get("head_dim") or hidden // heads)
+    return ModelPlan(
+        name=name,
+        directory=directory,
+        backend="hf",
+        decoder="transformers",
+        device=device,
+        dtype=dtype,
+        weight_bytes=_num_parameters(directory) * size,
+        cache_bytes_per_token=2 * layers * kv_width * size,
+        max_context=min(options.max_context or limit, limit),
+    )
+
+
+def _num_parameters(directory: Path) -> int:
+    """Parameters stored in the checkpoint's safetensors files, from their headers."""
+    from safetensors import safe_open
+
+    total = 0
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                count = 1
+                for size in file.get_slice(key).get_shape():
+                    count *= size
+                total += count
+    return total

@@ -1,0 +1,50 @@
+"""A slow reading of the sampling docs in plain Python, for the fast code to agree with."""
+
+from __future__ import annotations
+
+import math
+
+from foredraft.core.sampling import SamplingParams
+
+
+def reference_probs(logits: list[float], params: SamplingParams) -> list[float]:
+    """What `logits_to_probs` promises: temperature, top-k, top-p, min-p, in that order."""
+    if params.temperature == 0:
+        return _one_hot(logits)
+    best = max(logits)
+    weights = [math.exp((logit - best) / params.temperature) for logit in logits]
+    if params.top_k:
+        weights = _keep(weights, at_least=_top_k_cutoff(weights, params.top_k))
+    if params.top_p < 1:
+        weights = _keep(weights, at_least=_top_p_cutoff(weights, params.top_p))
+    if params.min_p:
+        weights = _keep(weights, at_least=params.min_p * max(weights))
+    return _normalise(weights)
+
+
+def _one_hot(logits: list[float]) -> list[float]:
+    best = logits.index(max(logits))
+    return [float(token == best) for token in range(len(logits))]
+
+
+def _top_k_cutoff(weights: list[float], top_k: int) -> float:
+    return sorted(weights, reverse=True)[min(top_k, len(weights)) - 1]
+
+
+def _top_p_cutoff(weights: list[float], top_p: float) -> float:
+    """The weight of the token with which the running mass reaches ``top_p``."""
+    mass, total = 0.0, sum(weights)
+    for weight in sorted(weights, reverse=True):
+        mass += weight / total
+        if mass >= top_p:
+            return weight
+    return min(weights)
+
+
+def _keep(weights: list[float], at_least: float) -> list[float]:
+    return _normalise([weight if weight >= at_least else 0.0 for weight in weights])
+
+
+def _normalise(weights: list[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total for weight in weights]

@@ -1,0 +1,213 @@
+"""From logits to the distribution asked for, and from a distribution to a token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foredraft.core import sampling
+from foredraft.core.errors import NonFiniteScoresError
+from foredraft.core.sampling import SamplingParams, TargetProbs, draw_token, logits_to_probs
+from foredraft.core.tree import ROOT
+from tests.core.reference import reference_probs
+
+LAST_UNIFORM = 1 - 2**-53
+"""The largest number below one that a double with 53 random bits can be."""
+
+
+def probs_of(logits: list[float], dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
+    params = SamplingParams(**{"temperature": 1.0, **options})
+    return logits_to_probs(torch.tensor(logits, dtype=dtype), params)
+
+
+# Quarters make ties common, and never make two different logits almost equal.
+LOGITS = st.lists(st.integers(-16, 16).map(lambda n: n / 4), min_size=1, max_size=9)
+TEMPERATURES = st.sampled_from([0.0, 0.05, 0.5, 1.0, 1.7, 30.0])
+
+
+def no_cutoff_is_close(logits: list[float], **options: float) -> None:
+    """Skip the draws where rounding alone decides whether a token is just in or just out."""
+    full = sorted(reference_probs(logits, SamplingParams(temperature=1.0)), reverse=True)
+    mass = [sum(full[: i + 1]) for i in range(len(full))]
+    assume(all(abs(m - options.get("top_p", 2)) > 1e-9 for m in mass))
+    assume(all(abs(p / full[0] - options.get("min_p", 2)) > 1e-9 for p in full))
+
+
+@given(LOGITS, TEMPERATURES)
+def test_temperature(logits: list[float], temperature: float) -> None:
+    expected = reference_probs(logits, SamplingParams(temperature=temperature))
+    assert probs_of(logits, temperature=temperature).tolist() == pytest.approx(expected, abs=1e-14)
+
+
+@given(LOGITS, st.integers(0, 12))
+def test_top_k(logits: list[float], top_k: int) -> None:
+    expected = reference_probs(logits, SamplingParams(temperature=1.0, top_k=top_k))
+    assert probs_of(logits, top_k=top_k).tolist() == pytest.approx(expected, abs=1e-14)
+
+
+@given(LOGITS, st.floats(1e-6, 1.0))
+def test_top_p(logits: list[float], top_p: float) -> None:
+    no_cutoff_is_close(logits, top_p=top_p)
+    expected = reference_probs(logits, SamplingParams(temperature=1.0, top_p=top_p))
+    assert probs_of(logits, top_p=top_p).tolist() == pytest.approx(expected, abs=1e-14)
+
+
+@given(LOGITS, st.floats(0.0, 1.0))
+def test_min_p(logits: list[float], min_p: float) -> None:
+    no_cutoff_is_close(logits, min_p=min_p)
+    expected = reference_probs(logits, SamplingParams(temperature=1.0, min_p=min_p))
+    assert probs_of(logits, min_p=min_p).tolist() == pytest.approx(expected, abs=1e-14)
+
+
+@given(
+    st.lists(st.floats(-8, 8), min_size=1, max_size=9, unique=True),
+    TEMPERATURES,
+    st.integers(0, 9),
+    st.floats(0.01, 1.0),
+    st.floats(0.0, 0.9),
+)
+@example([0.0, 1.0, 2.0, 3.0], 0.7, 3, 0.8, 0.2)
+def test_all_filters_in_their_order(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = reference_probs(logits, params)
+    nudged = reference_probs(
+        logits,
+        SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=max(top_p - 1e-9, 1e-9), min_p=min_p + 1e-9
+        ),
+    )
+    assume(max(abs(a - b) for a, b in zip(expected, nudged, strict=True)) < 1e-12)
+    actual = logits_to_probs(torch.tensor(logits, dtype=torch.float64), params)
+    assert actual.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@given(LOGITS, TEMPERATURES, st.integers(0, 9), st.floats(0.01, 1.0), st.floats(0.0, 1.0))
+def test_always_a_distribution_in_the_dtype_given(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    for dtype in (torch.float32, torch.float64):
+        probs_V = probs_of(
+            logits, dtype, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        )
+        assert probs_V.dtype == dtype
+        assert float(probs_V.min()) >= 0.0
+        assert float(probs_V.sum()) == pytest.approx(1.0, abs=1e-6)
+        assert probs_V[logits.index(max(logits))] == probs_V.max()
+
+
+@pytest.mark.parametrize("option", [{"top_k": 2}, {"top_p": 0.55}, {"min_p": 0.9}])
+def test_ties_with_the_last_token_kept_are_kept(option: dict[str, Any]) -> None:
+    probs = [0.4, 0.2, 0.2, 0.2] if "min_p" not in option else [0.3, 0.3, 0.3, 0.1]
+    kept = probs_of([math.log(p) for p in probs], **option) > 0
+    assert kept.tolist() == ([True] * 4 if "min_p" not in option else [True, True, True, False])
+
+
+def test_greedy_is_one_hot_on_the_first_of_the_largest() -> None:
+    assert probs_of([1.0, 3.0, 3.0], temperature=0.0).tolist() == [0.0, 1.0, 0.0]
+    assert probs_of([1.0, 3.0, 3.0], temperature=0.0, top_p=0.1, top_k=1).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 1e-50, 1e-300, 5e-324])
+def test_a_tiny_temperature_is_greedy_and_not_nan(dtype: torch.dtype, temperature: float) -> None:
+    logits = [-50.0, 40.0, 39.0, -math.inf]
+    assert probs_of(logits, dtype, temperature=temperature).tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_impossible_tokens_stay_impossible() -> None:
+    logits = [-math.inf, 1.0, -math.inf, 0.0]
+    for options in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.01}, {"temperature": 100.0}):
+        probs_V = probs_of(logits, **options)
+        assert probs_V[0] == probs_V[2] == 0.0
+        assert float(probs_V[3]) > 0.0
+
+
+@pytest.mark.parametrize("bad", [[math.nan, 0.0], [0.0, math.inf], [-math.inf, -math.inf]])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_that_are_not_finite_are_an_error(bad: list[float], temperature: float) -> None:
+    with pytest.raises(NonFiniteScoresError):
+        probs_of(bad, temperature=temperature)
+
+
+@given(
+    st.integers(0, 2**32), st.floats(0.02, 0.999), st.floats(0.1, 4.0), st.integers(1, 40)
+)
+def test_top_p_shortlist_and_full_sort_agree(
+    seed: int, top_p: float, spread: float, shortlist: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits_V = torch.randn(40, generator=generator, dtype=torch.float64) * spread
+    params = SamplingParams(temperature=1.0, top_p=top_p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_SHORTLIST", 40)
+        full_V = logits_to_probs(logits_V, params)
+        patch.setattr(sampling, "_SHORTLIST", shortlist)
+        assert torch.equal(logits_to_probs(logits_V, params), full_V)
+
+
+def test_top_p_on_a_vocabulary_of_real_size() -> None:
+    logits_V = torch.randn(49_152, generator=torch.Generator().manual_seed(1)).double()
+    for spread in (0.1, 6.0):  # a nucleus beyond the shortlist, and one within
+        scaled_V = logits_V * spread
+        params = SamplingParams(temperature=1.0, top_p=0.9)
+        expected = reference_probs(scaled_V.tolist(), params)
+        actual_V = logits_to_probs(scaled_V, params)
+        assert torch.allclose(actual_V, torch.tensor(expected).double(), atol=1e-12)
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    logits_NV = torch.randn(5, 700, generator=torch.Generator().manual_seed(2)) * 3
+    params = SamplingParams(temperature=0.8, top_k=600, top_p=0.9, min_p=0.001)
+    together = TargetProbs(logits_NV, params)
+    for node in range(ROOT, 4):
+        alone = TargetProbs(logits_NV[node + 1 :][:1].clone(), params)
+        assert torch.equal(together[node], alone[ROOT])
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits_V = torch.tensor([0.0, 1.0, 2.0])
+    logits_to_probs(logits_V, SamplingParams(temperature=0.5, top_k=2, top_p=0.9, min_p=0.1))
+    assert logits_V.tolist() == [0.0, 1.0, 2.0]
+
+
+def weights(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 1e-300, 1e-17, 0.1, 1 / 3, 1.0, 7.0]), min_size=1, max_size=8),
+    st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, LAST_UNIFORM])),
+)
+def test_draw_never_gives_a_token_without_probability(values: list[float], u: float) -> None:
+    assume(sum(values) > 0)
+    assert values[draw_token(weights(*values), u)] > 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draw_at_the_ends(dtype: torch.dtype) -> None:
+    probs_V = weights(0.0, 0.3, 0.0, 0.7, 0.0, dtype=dtype)
+    assert draw_token(probs_V, 0.0) == 1
+    assert draw_token(probs_V, LAST_UNIFORM) == 3
+
+
+def test_draw_at_the_ends_of_a_large_vocabulary() -> None:
+    probs_V = torch.rand(50_000, generator=torch.Generator().manual_seed(3)).softmax(0)
+    probs_V[:7], probs_V[-7:] = 0.0, 0.0
+    assert draw_token(probs_V, 0.0) == 7
+    assert float(probs_V[draw_token(probs_V, LAST_UNIFORM)]) > 0.0
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8), st.floats(0.0, LAST_UNIFORM))
+def test_draw_inverts_the_cumulative_distribution(values: list[float], u: float) -> None:
+    token = draw_token(weights(*values), u)
+    total = sum(values)
+    assert sum(values[:token]) <= u * total * (1 + 1e-12) + 1e-12
+    assert u * total <= sum(values[: token + 1]) * (1 + 1e-12)

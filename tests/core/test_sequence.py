@@ -1,0 +1,73 @@
+"""One request's bookkeeping adds up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.sequence import Sequence, SpeculationStats
+
+
+def sequence(prompt: list[int], max_tokens: int = 8) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(0, 0, list(prompt), len(prompt), params, seed=1)
+
+
+def test_a_new_sequence_is_all_pending() -> None:
+    new = sequence([5, 6, 7])
+    assert new.pending == [5, 6, 7]
+    assert new.generated == []
+    assert new.num_remaining == 8
+    new.check()
+
+
+def test_pending_is_what_the_cache_lacks() -> None:
+    one = sequence([5, 6, 7])
+    one.num_cached = 3
+    one.tokens += [8]
+    one.stats.record(drafted=0, verified=0, accepted=0, committed=1)
+    assert one.pending == [8]
+    assert one.generated == [8]
+    assert one.num_remaining == 7
+    one.check()
+
+
+def test_nothing_pending_breaks_the_invariant() -> None:
+    one = sequence([5, 6])
+    one.num_cached = 2
+    with pytest.raises(AssertionError):
+        one.check()
+
+
+def test_tokens_that_no_step_committed_break_the_invariant() -> None:
+    one = sequence([5, 6])
+    one.tokens.append(7)
+    with pytest.raises(AssertionError):
+        one.check()
+
+
+def test_rates_of_nothing_are_zero() -> None:
+    assert SpeculationStats().committed_per_step == 0.0
+    assert SpeculationStats().acceptance_rate == 0.0
+
+
+STEPS = st.lists(st.tuples(*[st.integers(0, 5)] * 3))
+
+
+@given(STEPS)
+def test_stats_add_up(steps: list[tuple[int, int, int]]) -> None:
+    """Whatever is drafted is accepted, rejected, or discarded behind a stop."""
+    stats = SpeculationStats()
+    for rejected, discarded, accepted in steps:
+        verified = discarded + accepted
+        stats.record(rejected + verified, verified, accepted, committed=accepted + 1)
+    assert stats.drafted == stats.accepted + stats.rejected + stats.discarded
+    assert stats.rejected == sum(step[0] for step in steps)
+    assert stats.discarded == sum(step[1] for step in steps)
+    assert stats.accepted == sum(step[2] for step in steps)
+    assert stats.committed == stats.accepted + stats.steps
+    if stats.drafted:
+        assert stats.acceptance_rate == stats.accepted / stats.drafted
+        assert stats.committed_per_step == stats.committed / len(steps)

@@ -1,0 +1,145 @@
+"""Trees: what a parent array means, and which arrays are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foredraft.core.errors import ForedraftError, MalformedProposalError
+from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_size: int = 12) -> TokenTree:
+    size = draw(st.integers(0, max_size))
+    parents = tuple(draw(st.integers(ROOT, node - 1)) for node in range(size))
+    return TokenTree(tuple(draw(st.integers(0, 5)) for _ in range(size)), parents)
+
+
+#        root
+#       /    \
+#      0      1
+#     / \      \
+#    2   3      4
+BRANCHING = TokenTree(tokens=(7, 8, 9, 7, 8), parents=(ROOT, ROOT, 0, 0, 1))
+
+
+def test_an_example() -> None:
+    assert len(BRANCHING) == 5
+    assert BRANCHING.children == {ROOT: (0, 1), 0: (2, 3), 1: (4,)}
+    assert BRANCHING.depths == (1, 1, 2, 2, 2)
+    assert BRANCHING.max_depth == 2
+    assert BRANCHING.paths == ((0,), (1,), (0, 2), (0, 3), (1, 4))
+    assert not BRANCHING.is_chain
+
+
+def test_empty_tree() -> None:
+    assert len(EMPTY_TREE) == 0
+    assert EMPTY_TREE.is_chain
+    assert EMPTY_TREE.max_depth == 0
+    assert EMPTY_TREE.children == {}
+    assert EMPTY_TREE.paths == ()
+    assert EMPTY_TREE.child_with_token(ROOT, 0) is None
+
+
+def test_chain() -> None:
+    chain = TokenTree.chain(iter([5, 6, 7]))
+    assert chain == TokenTree((5, 6, 7), (ROOT, 0, 1))
+    assert chain.is_chain
+    assert chain.paths == ((0,), (0, 1), (0, 1, 2))
+
+
+def test_lists_are_taken_as_tuples() -> None:
+    tree: Any = TokenTree
+    assert tree([5, 6], [ROOT, 0]) == TokenTree.chain([5, 6])
+    assert tree([5, 6], [ROOT, 0]).is_chain
+
+
+def test_child_with_token_finds_the_first_of_equals() -> None:
+    twins = TokenTree((3, 3, 4), (ROOT, ROOT, 1))
+    assert twins.child_with_token(ROOT, 3) == 0
+    assert twins.child_with_token(ROOT, 4) is None
+    assert twins.child_with_token(1, 4) == 2
+    assert twins.child_with_token(2, 4) is None
+
+
+def test_is_path() -> None:
+    assert BRANCHING.is_path(())
+    assert BRANCHING.is_path((1, 4))
+    for wrong in [(4,), (0, 4), (2, 0), (5,), (-1,), (0, 2, 3)]:
+        assert not BRANCHING.is_path(wrong), wrong
+
+
+@given(trees())
+def test_parents_come_first_and_paths_end_at_their_node(tree: TokenTree) -> None:
+    for node, (parent, path, depth) in enumerate(
+        zip(tree.parents, tree.paths, tree.depths, strict=True)
+    ):
+        assert parent < node
+        assert path[-1] == node
+        assert len(path) == depth
+        assert list(path) == sorted(path)
+        assert [tree.parents[i] for i in path] == [ROOT, *path[:-1]]
+        assert tree.is_path(path)
+
+
+@given(trees())
+def test_children_hold_every_node_once_and_agree_with_parents(tree: TokenTree) -> None:
+    listed = [node for nodes in tree.children.values() for node in nodes]
+    assert sorted(listed) == list(range(len(tree)))
+    for parent, nodes in tree.children.items():
+        assert list(nodes) == sorted(nodes)
+        assert all(tree.parents[node] == parent for node in nodes)
+
+
+@given(trees())
+def test_a_chain_is_a_tree_without_siblings(tree: TokenTree) -> None:
+    assert tree.is_chain == all(len(nodes) == 1 for nodes in tree.children.values())
+    assert tree.is_chain == (tree.max_depth == len(tree))
+
+
+@given(trees(), st.integers(-1, 12), st.integers(0, 5))
+def test_child_with_token_agrees_with_a_search(tree: TokenTree, parent: int, token: int) -> None:
+    found = [i for i, p in enumerate(tree.parents) if p == parent and tree.tokens[i] == token]
+    assert tree.child_with_token(parent, token) == (found[0] if found else None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "words"),
+    [
+        ((1,), (), "1 tokens has 0 parents"),
+        ((), (ROOT,), "0 tokens has 1 parents"),
+        ((1,), (0,), "node 0 has parent 0"),
+        ((1, 2), (ROOT, 1), "node 1 has parent 1"),
+        ((1, 2), (1, ROOT), "node 0 has parent 1"),
+        ((1,), (-2,), "node 0 has parent -2"),
+        ((1,), (None,), "node 0 has parent None"),
+        ((1, 2), (ROOT, False), "node 1 has parent False"),
+        ((-1,), (ROOT,), "node 0 has token -1"),
+        ((1, 2.0), (ROOT, 0), "node 1 has token 2.0"),
+        ((True,), (ROOT,), "node 0 has token True"),
+        (("a",), (ROOT,), "node 0 has token 'a'"),
+    ],
+)
+def test_malformed(tokens: tuple[Any, ...], parents: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(MalformedProposalError) as caught:
+        TokenTree(tokens, parents)
+    assert words in str(caught.value)
+    assert isinstance(caught.value, ForedraftError)
+
+
+@given(st.lists(st.integers(-3, 6), max_size=6), st.lists(st.integers(-3, 6), max_size=6))
+def test_any_parent_array_is_a_tree_or_an_error(tokens: list[int], parents: list[int]) -> None:
+    is_tree = (
+        len(tokens) == len(parents)
+        and all(token >= 0 for token in tokens)
+        and all(ROOT <= parent < node for node, parent in enumerate(parents))
+    )
+    if is_tree:
+        assert len(TokenTree(tuple(tokens), tuple(parents)).paths) == len(tokens)
+    else:
+        with pytest.raises(MalformedProposalError):
+            TokenTree(tuple(tokens), tuple(parents))
