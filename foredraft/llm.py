@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, SupportsIndex
 
 import torch
 
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.errors import ConfigError, VocabularyMismatchError
+from foredraft.core.errors import ConfigError, PromptError, VocabularyMismatchError
 from foredraft.core.sampling import SamplingParams
-from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import DrafterContext
+from foredraft.drafters import build_drafter, check_options, drafter_spec, needs_draft_model
+from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.engine.engine import Engine, Event
 from foredraft.engine.row import GenerationResult, Session
+from foredraft.engine.streams import Streams
 from foredraft.models.base import Target
 from foredraft.models.store import resolve_model
 from foredraft.models.tokenizer import Message, Tokenizer
@@ -22,8 +25,12 @@ from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan, plan_model
 Prompt = str | Sequence[int]
 
 
+def _unwrapped(drafter: Drafter) -> Drafter:
+    return drafter
+
+
 class LLM:
-    """A target with its drafter, ready to generate.
+    """A target with its drafter, ready to generate. Use it from one thread at a time.
 
     Load one with `LLM.load`; build one directly only from parts of your own.
 
@@ -42,22 +49,25 @@ class LLM:
         draft_model: Target | None = None,
         plan: ModelPlan | None = None,
         draft_plan: ModelPlan | None = None,
+        wrap_drafter: Callable[[Drafter], Drafter] = _unwrapped,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
+        self._draft_model = draft_model
         self.plan, self.draft_plan = plan, draft_plan
-        self.drafter_name = resolve_drafter(options)
+        self.drafter_name = resolve_drafter(options, draft_model is not None)
         budget = options.num_draft_tokens
         if budget is None:
             budget = drafter_spec(self.drafter_name).num_draft_tokens
         context = DrafterContext(target, draft_model, options.drafter_options)
         self.engine = Engine(
             target,
-            build_drafter(self.drafter_name, context),
+            wrap_drafter(build_drafter(self.drafter_name, context)),
             FixedBudget(budget, target.max_context),
             max_batch_size=options.max_batch_size,
             eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
             new_decoder=tokenizer.new_decoder if tokenizer else None,
         )
+        self._streams = Streams(self.engine)
 
     @classmethod
     def load(cls, model: str = DEFAULT_MODEL, *, progress: Any = None, **options: Any) -> LLM:
@@ -77,13 +87,41 @@ class LLM:
         resolve_drafter(asked)  # a mistyped drafter should not cost a download
         if asked.threads is not None:
             torch.set_num_threads(asked.threads)
-        plan, target, tokenizer = _load_model(model, asked, progress)
+        plan, target, tokenizer = _load_model(asked.model, asked, progress)
         if asked.draft_model is None:
             return cls(target, tokenizer, asked, plan=plan)
-        draft_plan, draft_model, draft_tokenizer = _load_model(asked.draft_model, asked, progress)
+        draft_plan, draft_model, draft_tokenizer = _load_model(
+            asked.draft_model, replace(asked, revision=None), progress
+        )
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
         return cls(
             target, tokenizer, asked, draft_model=draft_model, plan=plan, draft_plan=draft_plan
+        )
+
+    def with_drafter(
+        self,
+        options: LoadOptions,
+        *,
+        target: Target | None = None,
+        wrap_drafter: Callable[[Drafter], Drafter] = _unwrapped,
+    ) -> LLM:
+        """Another LLM on the same loaded models, with the drafter that ``options`` names.
+
+        The two share the target and its cache; neither's requests see the other's.
+
+        Args:
+            options: as for `LoadOptions`; model and dtype stay as they are loaded.
+            target: a stand-in for the loaded target, such as one that measures.
+            wrap_drafter: puts something around the drafter, likewise.
+        """
+        return LLM(
+            target or self.target,
+            self.tokenizer,
+            options,
+            draft_model=self._draft_model if options.draft_model else None,
+            plan=self.plan,
+            draft_plan=self.draft_plan if options.draft_model else None,
+            wrap_drafter=wrap_drafter,
         )
 
     def generate(
@@ -91,28 +129,31 @@ class LLM:
     ) -> list[GenerationResult]:
         """Continue each prompt (text, or token ids); results in the order of the prompts.
 
+        A single text or a single list of ids is a batch of one.
+
         Raises:
             PromptError: a prompt is empty or too long; nothing has been generated then.
         """
-        params = params or SamplingParams()
-        ids = [self._encode(prompt) for prompt in _as_batch(prompts)]
-        return self._run(ids, params)
+        return self._run([self._encode(prompt) for prompt in _as_batch(prompts)], params)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
     ) -> GenerationResult:
         """The assistant's reply to a conversation of ``{"role": …, "content": …}`` messages."""
-        ids = self._tokenizer().encode_chat(messages)
-        return self._run([ids], params or SamplingParams())[0]
+        return self._run([self._tokenizer().encode_chat(messages)], params)[0]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, session: Session | None = None
     ) -> Iterator[Event]:
         """Generate one prompt, an event a step; the last one carries the result.
 
-        Closing the iterator early cancels the request.
+        Closing the iterator early cancels the request. Several streams may be read in turns;
+        whoever reads moves all of them on.
+
+        Raises:
+            PromptError: the prompt is empty or too long.
         """
-        return self._stream(self._encode(prompt), params or SamplingParams(), session)
+        return self._stream(self._encode(prompt), params, session)
 
     def stream_chat(
         self,
@@ -121,8 +162,7 @@ class LLM:
         session: Session | None = None,
     ) -> Iterator[Event]:
         """Like `chat`, streamed. With a session, earlier turns are not read again."""
-        ids = self._tokenizer().encode_chat(messages)
-        return self._stream(ids, params or SamplingParams(), session)
+        return self._stream(self._tokenizer().encode_chat(messages), params, session)
 
     def open_session(self) -> Session:
         """A conversation that keeps its cache between turns; `close_session` frees it."""
@@ -131,33 +171,25 @@ class LLM:
     def close_session(self, session: Session) -> None:
         self.engine.close_session(session)
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[GenerationResult]:
-        ids: list[int] = []
-        results: dict[int, GenerationResult] = {}
-        try:
-            for prompt in prompts:
-                ids.append(self.engine.submit(prompt, params))
-            for event in self.engine.run():
-                if event.result is not None:
-                    results[event.request_id] = event.result
-        finally:
-            for request_id in ids:  # after an interruption; a finished request is not there
-                self.engine.cancel(request_id)
-        return [results[request_id] for request_id in ids]
+    def _run(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | None
+    ) -> list[GenerationResult]:
+        events = self._streams.open(prompts, params or SamplingParams())
+        results = [event.result for event in events if event.result is not None]
+        return sorted(results, key=lambda result: result.request_id)
 
     def _stream(
-        self, prompt: Sequence[int], params: SamplingParams, session: Session | None
+        self, prompt: Sequence[int], params: SamplingParams | None, session: Session | None
     ) -> Iterator[Event]:
-        request_id = self.engine.submit(prompt, params, session)
-        try:
-            for event in self.engine.run():
-                if event.request_id == request_id:
-                    yield event
-        finally:
-            self.engine.cancel(request_id)
+        self.engine.check_prompt(prompt)  # now, and not when the first event is asked for
+        return self._streams.open([prompt], params or SamplingParams(), session)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self._tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self._tokenizer().encode(prompt)
+        if not isinstance(prompt, Iterable):
+            raise PromptError(f"a prompt is text or token ids, not {prompt!r}")
+        return [_token_id(token) for token in prompt]
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -165,21 +197,30 @@ class LLM:
         return self.tokenizer
 
 
-def resolve_drafter(options: LoadOptions) -> str:
+def resolve_drafter(options: LoadOptions, has_draft_model: bool | None = None) -> str:
     """The registered name behind ``options.drafter``; "auto" is the best that is there.
 
+    Args:
+        has_draft_model: None goes by whether ``options`` names one.
+
     Raises:
-        ConfigError: no such drafter, or a draft model for a drafter that uses none.
+        ConfigError: no such drafter or option of it, no draft model where one is needed, or one
+            where none is used.
     """
+    if has_draft_model is None:
+        has_draft_model = options.draft_model is not None
     name = options.drafter
     if name == "auto":
-        name = "ngram" if options.draft_model is None else "draft_model"
+        name = "draft_model" if has_draft_model else "ngram"
     spec = drafter_spec(name)
-    if options.draft_model is not None and not spec.needs_draft_model:
+    if spec.needs_draft_model and not has_draft_model:
+        raise needs_draft_model(name)
+    if has_draft_model and not spec.needs_draft_model:
         raise ConfigError(
-            f"drafter {options.drafter!r} uses no draft model, but {options.draft_model!r} was "
-            "named; use drafter 'draft-model'"
+            f"drafter {name!r} uses no draft model, but "
+            f"{options.draft_model or 'one'!r} was given; use drafter 'draft-model'"
         )
+    check_options(name, options.drafter_options)
     return name.replace("-", "_")
 
 
@@ -222,6 +263,14 @@ def _check_same_vocabulary(
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [list(prompts)]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+    batch = list(prompts)
+    if batch and all(hasattr(item, "__index__") for item in batch):
+        return [batch]  # type: ignore[list-item]  # a single list of ids
+    return batch  # type: ignore[return-value]
+
+
+def _token_id(token: object) -> int:
+    """A plain int from whatever counts as one, such as numpy's."""
+    if isinstance(token, bool) or not isinstance(token, SupportsIndex):
+        raise PromptError(f"prompt token {token!r} is not a token id")
+    return operator.index(token)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from foredraft.cache.base import padded_capacity
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -53,18 +55,31 @@ class LoadOptions:
     revision: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("dtype", self.dtype, DTYPES),
-            ("backend", self.backend, BACKENDS),
-        ):
-            if value not in known:
-                raise unknown(name, str(value), known)
-        if self.device.split(":")[0] not in DEVICES:
-            raise unknown("device", self.device, DEVICES)
+        for name, known in (("dtype", DTYPES), ("backend", BACKENDS)):
+            if getattr(self, name) not in known:
+                raise unknown(name, str(getattr(self, name)), known)
+        if str(self.device).split(":")[0] not in DEVICES:
+            raise unknown("device", str(self.device), DEVICES)
+        self._check_names()
+        if not isinstance(self.drafter_options, Mapping):
+            raise ConfigError(
+                f"drafter_options is {self.drafter_options!r}; it must map names to values"
+            )
         for name in ("threads", "max_context", "max_batch_size", "num_draft_tokens"):
             value, low = getattr(self, name), 0 if name == "num_draft_tokens" else 1
             if value is not None and (type(value) is not int or value < low):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+
+    def _check_names(self) -> None:
+        for name in ("model", "draft_model", "drafter", "revision"):
+            value = getattr(self, name)
+            if isinstance(value, PathLike):
+                value = fspath(value)
+                object.__setattr__(self, name, value)
+            if value is None and name in ("draft_model", "revision"):
+                continue
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"{name} is {value!r}; it must be a name or a path")
 
     @classmethod
     def of(cls, **options: Any) -> LoadOptions:
@@ -97,6 +112,10 @@ class ModelPlan:
     cache_bytes_per_token: int
     max_context: int
     notes: tuple[str, ...] = ()
+
+    def cache_bytes(self, num_tokens: int) -> int:
+        """Keys and values of one row of ``num_tokens``, as the cache allocates them."""
+        return self.cache_bytes_per_token * padded_capacity(num_tokens)
 
 
 def plan_model(name: str, directory: Path, options: LoadOptions) -> ModelPlan:
@@ -200,7 +219,9 @@ def _plan_hf(
     limit = text.get("max_position_embeddings") or text.get("n_positions")
     if not (heads and hidden and layers and limit):
         raise ModelLoadError(f"{directory}: config.json does not say how large the model is")
-    kv_width = (text.get("num_key_value_heads") or heads) * (text.get("head_dim") or hidden // heads)
+    kv_width = (text.get("num_key_value_heads") or heads) * (
+        text.get("head_dim") or hidden // heads
+    )
     return ModelPlan(
         name=name,
         directory=directory,

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+_BLOCK = 256
+
+
+def padded_capacity(num_tokens: int) -> int:
+    """Entries a cache allocates for ``num_tokens``: memory grows in whole blocks."""
+    return -(-num_tokens // _BLOCK) * _BLOCK
+
 
 class Cache(Protocol):
     """A store of per-token state for several rows ("slots") of different lengths.

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import SlotLengths
-
-_BLOCK = 256
-"""Capacity grows in multiples of this many tokens."""
+from foredraft.cache.base import SlotLengths, padded_capacity
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,17 @@ class KVCache:
         return self._lengths[slot]
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        """Make room for ``num_tokens`` entries behind the ones that count."""
+        """Make room for ``num_tokens`` entries behind the ones that count.
+
+        Raises:
+            ValueError: a slot may not hold that many.
+        """
         needed = self._lengths[slot] + num_tokens
+        if needed > self._max_length:
+            raise ValueError(f"{needed} cache entries wanted; a slot holds {self._max_length}")
         if needed > self.capacity:
-            capacity = max(needed, self.capacity * 3 // 2)
-            self._grow(self.keys_LSHCD.shape[1], -(-capacity // _BLOCK) * _BLOCK)
+            capacity = max(needed, min(self.capacity * 3 // 2, self._max_length))
+            self._grow(self.keys_LSHCD.shape[1], padded_capacity(capacity))
 
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
         first = self._lengths[slot] + num_pending

@@ -90,7 +90,7 @@ class DrawnProposalBuilder:
         node = len(self._tokens)
         self._tokens.append(self._choices.draw(remaining_V, node))
         self._parents.append(parent)
-        self._probs.append(draft_probs_V)
+        self._probs.append(draft_probs_V.clone())  # the caller may reuse its buffer
         return node
 
     def token(self, node: int) -> int:

@@ -6,7 +6,7 @@ Shape legend: N nodes (the root and the draft tokens), V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
@@ -67,16 +67,17 @@ class SamplingParams:
         _check_int("max_tokens", self.max_tokens, low=1)
         if self.seed is not None:
             _check_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
+        stop_token_ids = _tuple("stop_token_ids", self.stop_token_ids)
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise ConfigError(f"stop strings must be non-empty text, not {text!r}")
-        for token in self.stop_token_ids:
+        for token in stop_token_ids:
             _check_int("stop_token_ids", token, low=0)
         if self.coupling not in ("seeded", "drawn"):
             raise unknown("coupling", str(self.coupling), ("seeded", "drawn"))
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
 
     @classmethod
     def of(cls, **options: Any) -> SamplingParams:
@@ -89,10 +90,23 @@ class SamplingParams:
 
 
 def _check_real(name: str, value: object, low: float, high: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise ConfigError(f"{name} must be a finite number, not {value!r}")
     if not low <= value <= high:
         raise ConfigError(f"{name} is {value}; it must be {_range(low, high)}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond the largest float
+        return False
+
+
+def _tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise ConfigError(f"{name} must be a list, not {values!r}")
+    return tuple(values)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -129,8 +143,10 @@ def logits_to_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
         )
     if params.temperature == 0.0:
         return torch.zeros_like(logits_V).index_fill_(0, logits_V.argmax(), 1.0)
-    # Subtract before dividing: a tiny temperature must not overflow into NaN.
-    logits_V = (logits_V - best) / params.temperature
+    # Subtract before dividing, and by no less than the dtype can hold: a tiny temperature must
+    # not end in 0/0.
+    smallest = torch.finfo(logits_V.dtype).tiny
+    logits_V = (logits_V - best) / max(params.temperature, smallest)
     if 0 < params.top_k < logits_V.numel():
         kth = logits_V.topk(params.top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < kth, -math.inf)

@@ -27,6 +27,8 @@ class TokenTree:
     parents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", tuple(self.tokens))
+        object.__setattr__(self, "parents", tuple(self.parents))
         if len(self.tokens) != len(self.parents):
             raise MalformedProposalError(
                 f"a tree of {len(self.tokens)} tokens has {len(self.parents)} parents"
@@ -94,9 +96,7 @@ class TokenTree:
 
     def is_path(self, nodes: Sequence[int]) -> bool:
         """Whether ``nodes`` is a root-to-node path of this tree (the empty path is one)."""
-        return not nodes or (
-            0 <= nodes[-1] < len(self) and tuple(nodes) == self.paths[nodes[-1]]
-        )
+        return not nodes or (0 <= nodes[-1] < len(self) and tuple(nodes) == self.paths[nodes[-1]])
 
 
 EMPTY_TREE = TokenTree()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 
 from foredraft.core.errors import CapabilityError, ConfigError, unknown
@@ -39,8 +40,9 @@ def drafter_spec(name: str) -> DrafterSpec:
     else:
         spec = importlib.import_module(f"{__name__}.{key}").DRAFTER
     if not isinstance(spec, DrafterSpec):
-        raise ConfigError(f"drafter {name!r} is registered as {type(spec).__name__}, "
-                          "not as a DrafterSpec")
+        raise ConfigError(
+            f"drafter {name!r} is registered as {type(spec).__name__}, not as a DrafterSpec"
+        )
     return spec
 
 
@@ -52,20 +54,36 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
         CapabilityError: the target lacks something the drafter needs.
     """
     spec = drafter_spec(name)
-    for option in context.options:
-        if option not in spec.options:
-            raise unknown(f"option of drafter {name!r}", option, spec.options)
+    check_options(name, context.options)
     if spec.needs_draft_model and context.draft_model is None:
-        raise ConfigError(
-            f"drafter {name!r} needs a draft model: a smaller model of the same vocabulary "
-            "(draft_model=… or --draft-model …)"
-        )
+        raise needs_draft_model(name)
     offered = context.target.capabilities
-    missing = [need for need, wanted in vars(spec.needs).items()
-               if wanted and not getattr(offered, need)]
+    missing = [
+        need for need, wanted in vars(spec.needs).items() if wanted and not getattr(offered, need)
+    ]
     if missing:
         raise CapabilityError(
             f"drafter {name!r} needs a target with {' and '.join(missing)}, which "
             f"{type(context.target).__name__} does not offer"
         )
     return spec.build(context)
+
+
+def check_options(name: str, options: Iterable[str]) -> None:
+    """Refuse options that the drafter does not declare, naming the nearest.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    known = drafter_spec(name).options
+    for option in options:
+        if option not in known:
+            raise unknown(f"option of drafter {name!r}", option, known)
+
+
+def needs_draft_model(name: str) -> ConfigError:
+    """The error for a drafter whose draft model was not named."""
+    return ConfigError(
+        f"drafter {name!r} needs a draft model: a smaller model of the same vocabulary "
+        "(draft_model=… or --draft-model …)"
+    )

@@ -24,19 +24,25 @@ from foredraft.models.base import ScoreRow, Target
 
 @dataclass
 class _Request:
-    """The draft model's side of one request: which tokens its cache holds."""
+    """The draft model's side of one request.
+
+    Attributes:
+        slot: in the draft model's cache.
+        cached: the tokens whose entries the slot holds.
+        num_confirmed: how many of them are known to be committed.
+    """
 
     slot: int
     cached: list[int] = field(default_factory=list)
+    num_confirmed: int = 0
 
-    def rewind(self, tokens: Sequence[int]) -> int:
-        """How many cached tokens are a prefix of ``tokens``, the last of which stays pending."""
-        agreed = 0
-        for mine, theirs in zip(self.cached, tokens[:-1], strict=False):
-            if mine != theirs:
-                break
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """Forget cached tokens that were not committed; the last of ``tokens`` stays pending."""
+        agreed, limit = self.num_confirmed, min(len(self.cached), len(tokens) - 1)
+        while agreed < limit and self.cached[agreed] == tokens[agreed]:
             agreed += 1
-        return agreed
+        del self.cached[agreed:]
+        self.num_confirmed = agreed
 
 
 class _Chain:
@@ -103,7 +109,7 @@ class DraftModelDrafter(StatelessDrafter):
         self._model.cache.free(self._requests.pop(request_id).slot)
 
     def _has_room(self, row: DraftRow) -> bool:
-        return 0 < row.budget and len(row.tokens) + row.budget <= self._model.max_context
+        return row.budget > 0 and len(row.tokens) + row.budget <= self._model.max_context
 
     def _slot(self, row: DraftRow) -> int:
         return self._requests[row.request_id].slot
@@ -111,10 +117,9 @@ class DraftModelDrafter(StatelessDrafter):
     def _catch_up(self, row: DraftRow) -> list[int]:
         """Drop what was rejected since the last draft; return what the draft model has not read."""
         request = self._requests[row.request_id]
-        agreed = request.rewind(row.tokens)
-        self._model.cache.truncate(request.slot, agreed)
-        del request.cached[agreed:]
-        return list(row.tokens[agreed:])
+        request.rewind(row.tokens)
+        self._model.cache.truncate(request.slot, request.num_confirmed)
+        return list(row.tokens[request.num_confirmed :])
 
     def _keep(self, request_id: int, tokens: Sequence[int]) -> None:
         request = self._requests[request_id]

@@ -58,6 +58,9 @@ class NgramDrafter(StatelessDrafter):
     """
 
     def __init__(self, max_ngram_size: int = 4, min_ngram_size: int = 2) -> None:
+        for name, size in (("max_ngram_size", max_ngram_size), ("min_ngram_size", min_ngram_size)):
+            if type(size) is not int:
+                raise ConfigError(f"{name} is {size!r}; it must be a whole number")
         if not 1 <= min_ngram_size <= max_ngram_size:
             raise ConfigError(
                 f"n-gram sizes {min_ngram_size} to {max_ngram_size} make no range; use "

@@ -46,9 +46,7 @@ def commit(row: Row, proposal: Proposal, verdict: Verdict | NonFiniteScoresError
     path = verdict.path[: min(num_accepted, taken - 1)]
     sequence.num_cached += num_pending + len(path)
     sequence.check()
-    return Commit(
-        row, offered[:taken], num_accepted, num_pending, path, sequence.finish_reason
-    )
+    return Commit(row, offered[:taken], num_accepted, num_pending, path, sequence.finish_reason)
 
 
 def _append(row: Row, offered: tuple[int, ...]) -> int:

@@ -86,7 +86,7 @@ class Engine:
             PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
             ConfigError: stop strings without a tokenizer, or a session that is already in use.
         """
-        self._check_prompt(prompt)
+        self.check_prompt(prompt)
         if params.stop and self._new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
         if session is not None and session.busy:
@@ -106,19 +106,25 @@ class Engine:
     def has_work(self) -> bool:
         return len(self._scheduler) > 0
 
+    def is_live(self, request_id: int) -> bool:
+        """Whether a request is running or waiting."""
+        return self._scheduler.find(request_id) is not None
+
     def step(self) -> list[Event]:
         """One step: at least one token for each running request.
 
         A failure of the target ends the running requests with finish reason "error"; what they
-        had committed is in their results, and the engine goes on.
+        had committed is in their results, and the engine goes on. A request that cannot begin (no
+        memory for its cache, say) fails alone.
         """
-        for row in self._scheduler.admit():
-            self._begin(row)
+        events = [event for row in self._scheduler.admit() if (event := self._begin(row))]
+        if not self._scheduler.next_batch():
+            return events
         try:
             commits = step(self._parts)
         except Exception as error:
-            return [self._fail(row, error) for row in self._scheduler.next_batch()]
-        return [self._event(done) for done in commits]
+            return events + [self._fail(row, error) for row in self._scheduler.next_batch()]
+        return events + [self._event(done.row, done.num_accepted) for done in commits]
 
     def run(self) -> Iterator[Event]:
         """Step until no request is left."""
@@ -134,12 +140,23 @@ class Engine:
         return self._finish(row)
 
     def close_session(self, session: Session) -> None:
-        """Give a conversation's cache slot back."""
+        """Give a conversation's cache slot back.
+
+        Raises:
+            ConfigError: a reply is under way.
+        """
+        if session.busy:
+            raise ConfigError("a reply of this conversation is under way; cancel it first")
         if session.slot is not None:
             self._target.cache.free(session.slot)
         session.slot, session.tokens = None, []
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Refuse what cannot be generated from.
+
+        Raises:
+            PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
+        """
         limit = self._target.max_context
         if not prompt:
             raise PromptError("the prompt is empty: there is nothing to continue")
@@ -154,34 +171,41 @@ class Engine:
                     f"prompt token {token!r} is not an id below {self._target.vocab_size}"
                 )
 
-    def _begin(self, row: Row) -> None:
-        sequence, session = row.sequence, row.session
-        if session is None or session.slot is None:
-            sequence.slot = self._target.cache.allocate()
-        else:
-            sequence.slot = session.slot
-            sequence.num_cached = _common_prefix(session.tokens, sequence.tokens[:-1])
-            self._target.cache.truncate(sequence.slot, sequence.num_cached)
-        self._drafter.begin(row.request_id, tuple(sequence.tokens))
+    def _begin(self, row: Row) -> Event | None:
+        """Give a new row its cache slot; its last event when that fails."""
+        try:
+            self._open_slot(row.sequence, row.session)
+        except Exception as error:
+            return self._fail(row, error)
+        self._drafter.begin(row.request_id, tuple(row.sequence.tokens))
+        return None
 
-    def _event(self, done: Commit) -> Event:
-        row, finished = done.row, done.finish_reason is not None
-        pieces = tuple(row.text.take(final=finished))
+    def _open_slot(self, sequence: TokenSequence, session: Session | None) -> None:
+        cache = self._target.cache
+        if session is None or session.slot is None:
+            sequence.slot = cache.allocate()
+            return
+        sequence.slot = session.slot
+        sequence.num_cached = _common_prefix(session.tokens, sequence.tokens[:-1])
+        cache.truncate(sequence.slot, sequence.num_cached)
+
+    def _event(self, row: Row, num_accepted: int = 0) -> Event:
+        finished = row.sequence.finish_reason is not None
+        token_ids, pieces = row.take_ids(), tuple(row.text.take(final=finished))
         result = self._finish(row) if finished else None
-        return Event(row.request_id, done.tokens, done.num_accepted, pieces, result)
+        return Event(row.request_id, token_ids, num_accepted, pieces, result)
 
     def _fail(self, row: Row, error: Exception) -> Event:
-        row.error = f"{type(error).__name__}: {error}"
-        row.sequence.finish_reason = "error"
-        pieces = tuple(row.text.take(final=True))
-        return Event(row.request_id, (), 0, pieces, self._finish(row))
+        """End a row that an exception cut short, unless it was already complete."""
+        if row.sequence.finish_reason is None:
+            row.sequence.finish_reason = "error"
+            row.error = f"{type(error).__name__}: {error}"
+        return self._event(row)
 
     def _finish(self, row: Row) -> GenerationResult:
-        if self._scheduler.remove(row):
-            self._drafter.end(row.request_id)
-            self._release(row)
-        if row.session is not None:
-            row.session.busy = False
+        self._scheduler.remove(row)
+        self._drafter.end(row.request_id)
+        self._release(row.sequence, row.session)
         sequence = row.sequence
         assert sequence.finish_reason is not None
         return GenerationResult(
@@ -195,13 +219,19 @@ class Engine:
             error=row.error,
         )
 
-    def _release(self, row: Row) -> None:
-        sequence = row.sequence
-        if row.session is None:
-            self._target.cache.free(sequence.slot)
-        else:
-            row.session.slot = sequence.slot
-            row.session.tokens = sequence.tokens[: sequence.num_cached]
+    def _release(self, sequence: TokenSequence, session: Session | None) -> None:
+        cache, slot = self._target.cache, sequence.slot
+        if session is not None:
+            session.busy = False
+        if slot < 0:  # it never began
+            return
+        if session is None:
+            cache.free(slot)
+            return
+        # What the cache counts, not the sequence: an interrupted step leaves it behind. After an
+        # error its entries may be the cause, so the next turn reads everything again.
+        num_kept = 0 if sequence.finish_reason == "error" else cache.length(slot)
+        session.slot, session.tokens = slot, sequence.tokens[:num_kept]
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

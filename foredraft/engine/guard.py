@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
+
+from torch import Tensor
 
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import Drafter, DraftRow, Observation
 from foredraft.models.base import Target
 
@@ -15,7 +19,7 @@ _MAX_FAULTS = 3
 
 
 class GuardedDrafter:
-    """A drafter whose exceptions and malformed trees turn into empty proposals.
+    """A drafter whose exceptions and malformed proposals turn into empty ones.
 
     The requests that were running at a fault are decoded plainly to their end (what the drafter
     remembers of them is no longer trusted) and it is said once. New requests get another chance;
@@ -47,7 +51,7 @@ class GuardedDrafter:
             return [NO_PROPOSAL] * len(rows)
         try:
             proposals = self._drafter.propose(asked)
-            self._check(asked, proposals)
+            check_proposals(proposals, asked, self._target)
         except Exception as error:
             self._fault("propose", error)
             return [NO_PROPOSAL] * len(rows)
@@ -55,8 +59,11 @@ class GuardedDrafter:
         return [by_id.get(row.request_id, NO_PROPOSAL) for row in rows]
 
     def observe(self, observations: Sequence[Observation]) -> None:
+        watched = [o for o in observations if o.request_id in self._live]
+        if not watched:
+            return
         try:
-            self._drafter.observe([o for o in observations if o.request_id in self._live])
+            self._drafter.observe(watched)
         except Exception as error:
             self._fault("observe", error)
 
@@ -75,7 +82,10 @@ class GuardedDrafter:
             _log.warning(
                 "drafter failed in %s (%s: %s); going on with plain decoding, the text is "
                 "unaffected",
-                where, type(error).__name__, error, exc_info=error,
+                where,
+                type(error).__name__,
+                error,
+                exc_info=error,
             )
         abandoned, self._live = self._live, set()
         for request_id in abandoned:
@@ -84,25 +94,52 @@ class GuardedDrafter:
             except Exception as again:  # it already failed once; there is nothing left to save
                 _log.debug("drafter failed to forget request %d: %s", request_id, again)
 
-    def _check(self, rows: Sequence[DraftRow], proposals: Sequence[Proposal]) -> None:
-        if len(proposals) != len(rows):
-            raise MalformedProposalError(f"{len(proposals)} proposals for {len(rows)} rows")
-        for row, proposal in zip(rows, proposals, strict=True):
-            self._check_one(row, proposal)
 
-    def _check_one(self, row: DraftRow, proposal: Proposal) -> None:
-        tree, vocab_size = proposal.tree, self._target.vocab_size
-        if len(tree) > row.budget:
-            raise MalformedProposalError(f"{len(tree)} nodes drafted, {row.budget} allowed")
-        if max(tree.tokens, default=0) >= vocab_size:
-            raise MalformedProposalError(
-                f"token {max(tree.tokens)} drafted; the target's vocabulary has {vocab_size}"
-            )
-        if not tree.is_chain and not self._target.capabilities.tree_attention:
-            raise MalformedProposalError("a branching tree for a target without tree attention")
-        probs = proposal.draft_probs_NV
-        if probs is not None and tuple(probs.shape) != (len(tree), vocab_size):
-            raise MalformedProposalError(
-                f"draft probabilities of shape {tuple(probs.shape)} for {len(tree)} nodes over "
-                f"{vocab_size} tokens"
-            )
+def check_proposals(
+    proposals: Sequence[Proposal], rows: Sequence[DraftRow], target: Target
+) -> None:
+    """Make sure that what a drafter returned can be scored and verified.
+
+    Costs one pass over the draft probabilities, and nothing to speak of for chosen tokens.
+
+    Raises:
+        MalformedProposalError: it cannot.
+    """
+    if len(proposals) != len(rows):
+        raise MalformedProposalError(f"{len(proposals)} proposals for {len(rows)} rows")
+    for proposal, row in zip(proposals, rows, strict=True):
+        if not isinstance(proposal, Proposal) or not isinstance(proposal.tree, TokenTree):
+            raise MalformedProposalError(f"{proposal!r} is not a Proposal of a TokenTree")
+        _check_tree(proposal.tree, row, target)
+        if proposal.draft_probs_NV is not None:
+            _check_draft_probs(proposal.draft_probs_NV, proposal.tree, row, target)
+
+
+def _check_tree(tree: TokenTree, row: DraftRow, target: Target) -> None:
+    if len(tree) > row.budget:
+        raise MalformedProposalError(f"{len(tree)} nodes drafted, {row.budget} allowed")
+    if max(tree.tokens, default=0) >= target.vocab_size:
+        raise MalformedProposalError(
+            f"token {max(tree.tokens)} drafted; the target's vocabulary has {target.vocab_size}"
+        )
+    if not tree.is_chain and not target.capabilities.tree_attention:
+        raise MalformedProposalError("a branching tree for a target without tree attention")
+
+
+def _check_draft_probs(probs_NV: Tensor, tree: TokenTree, row: DraftRow, target: Target) -> None:
+    if row.params.coupling != "drawn":
+        raise MalformedProposalError(
+            "drawn tokens for a request with coupling 'seeded', whose text must not depend on them"
+        )
+    if tuple(probs_NV.shape) != (len(tree), target.vocab_size) or not probs_NV.is_floating_point():
+        raise MalformedProposalError(
+            f"draft probabilities {probs_NV.dtype}{list(probs_NV.shape)} for {len(tree)} nodes "
+            f"over {target.vocab_size} tokens"
+        )
+    # Weights need no normalising: drawing and verification both divide by the sum.
+    least, total = float(probs_NV.min()), float(probs_NV.sum())
+    if not (least >= 0.0 and math.isfinite(total)):
+        raise MalformedProposalError(f"draft probabilities with minimum {least}, sum {total}")
+    drawn_N = probs_NV[range(len(tree)), tree.tokens]
+    if not float(drawn_N.min()) > 0.0:
+        raise MalformedProposalError("a token was drafted that had draft probability 0")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from foredraft.cache.base import Cache
 from foredraft.core.sequence import FinishReason, Sequence, SpeculationStats
 from foredraft.engine.detokenize import TextAssembler
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """A conversation whose cache entries outlive a request.
 
@@ -25,19 +26,43 @@ class Session:
     busy: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
-    """What the scheduler schedules."""
+    """What the scheduler schedules.
+
+    Attributes:
+        num_sent: generated tokens that an event has already carried.
+    """
 
     sequence: Sequence
     text: TextAssembler
     stop_ids: frozenset[int]
     session: Session | None = None
     error: str | None = None
+    num_sent: int = 0
 
     @property
     def request_id(self) -> int:
         return self.sequence.request_id
+
+    def take_ids(self) -> tuple[int, ...]:
+        """Generated ids that were not taken before."""
+        new = self.sequence.tokens[self.sequence.num_prompt + self.num_sent :]
+        self.num_sent += len(new)
+        return tuple(new)
+
+    def check(self, cache: Cache) -> None:
+        """Refuse to go on from a step that was interrupted between its commit and its cache.
+
+        Raises:
+            RuntimeError: sequence and cache disagree; the text would silently be another.
+        """
+        held, counted = cache.length(self.sequence.slot), self.sequence.num_cached
+        if held != counted:
+            raise RuntimeError(
+                f"the cache holds {held} tokens of request {self.request_id} and its sequence "
+                f"counts {counted}: an earlier step was interrupted"
+            )
 
 
 @dataclass(frozen=True)

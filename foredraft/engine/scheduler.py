@@ -17,7 +17,9 @@ class Scheduler:
 
     def __init__(self, max_rows: int) -> None:
         if type(max_rows) is not int or max_rows < 1:
-            raise ConfigError(f"max_batch_size is {max_rows!r}; it must be a whole number, 1 or more")
+            raise ConfigError(
+                f"max_batch_size is {max_rows!r}; it must be a whole number, 1 or more"
+            )
         self._max_rows = max_rows
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
@@ -26,23 +28,18 @@ class Scheduler:
         self._waiting.append(row)
 
     def admit(self) -> list[Row]:
-        """Move waiting rows into the batch while there is room; returns the new ones."""
-        room = self._max_rows - len(self._running)
-        new = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
-        self._running.extend(new)
-        return new
+        """Move waiting rows into the batch while there is room; returns those without a slot."""
+        while self._waiting and len(self._running) < self._max_rows:
+            self._running.append(self._waiting.popleft())
+        return [row for row in self._running if row.sequence.slot < 0]
 
     def next_batch(self) -> list[Row]:
         """The rows of the next step. A row that has not been prefilled has a longer pending."""
         return list(self._running)
 
-    def remove(self, row: Row) -> bool:
-        """Take a row out; True when it had been running."""
-        if row in self._running:
-            self._running.remove(row)
-            return True
-        self._waiting.remove(row)
-        return False
+    def remove(self, row: Row) -> None:
+        """Take a running or waiting row out."""
+        (self._running if row in self._running else self._waiting).remove(row)
 
     def find(self, request_id: int) -> Row | None:
         rows = (*self._running, *self._waiting)

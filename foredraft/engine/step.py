@@ -34,6 +34,8 @@ class Parts:
 def step(parts: Parts) -> list[Commit]:
     """Draft, score in one forward, verify, commit; at least one token for every row."""
     batch = parts.scheduler.next_batch()
+    for row in batch:
+        row.check(parts.target.cache)
     budgets = parts.controller.budget([row.sequence for row in batch])
     proposals = parts.drafter.propose([*map(_draft_row, batch, budgets)])
     scores = parts.target.score([*map(_score_row, batch, proposals)], parts.drafter.taps)
@@ -41,7 +43,7 @@ def step(parts: Parts) -> list[Commit]:
     commits = [*map(commit, batch, proposals, verdicts)]
     for done in commits:
         parts.target.cache.keep(done.row.sequence.slot, done.num_pending, done.path)
-    parts.drafter.observe([*map(_observation, commits, proposals, scores)])
+    parts.drafter.observe(_observations(commits, proposals, scores))
     parts.controller.observe([row.sequence for row in batch])
     parts.trace(proposals, commits)
     return commits
@@ -66,8 +68,19 @@ def _verify_row(row: Row, proposal: Proposal, scores: RowScores) -> Verdict | No
         return error
 
 
-def _observation(done: Commit, proposal: Proposal, scores: RowScores) -> Observation:
-    return Observation(
-        done.row.request_id, done.tokens, done.num_accepted, proposal, done.path,
-        scores.logits_NV, scores.taps,
-    )
+def _observations(
+    commits: Sequence[Commit], proposals: Sequence[Proposal], scores: Sequence[RowScores]
+) -> list[Observation]:
+    return [
+        Observation(
+            request_id=done.row.request_id,
+            committed=done.tokens,
+            num_accepted=done.num_accepted,
+            proposal=proposal,
+            path=done.path,
+            logits_NV=score.logits_NV,
+            taps=score.taps,
+        )
+        for done, proposal, score in zip(commits, proposals, scores, strict=True)
+        if done.tokens  # a row that ended in an error has nothing to learn from
+    ]

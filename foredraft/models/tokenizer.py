@@ -124,9 +124,19 @@ class _StreamDecoder:
 
     def __init__(self, fast: FastTokenizer) -> None:
         self._fast, self._stream = fast, DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []  # tokens whose text is not out yet
 
     def __call__(self, token: int) -> str | None:
-        text: str | None = self._stream.step(self._fast, token)
+        self._held.append(token)
+        try:
+            text: str | None = self._stream.step(self._fast, token)
+        except Exception:
+            # Byte-fallback vocabularies: a stray byte turns the bytes before it, whose text is
+            # out, into replacement characters, and the stream gives up. Decode the rest afresh.
+            text = self._fast.decode(self._held, skip_special_tokens=True)
+            self._stream = DecodeStream([token], skip_special_tokens=True)
+        if text is not None:
+            self._held.clear()
         return text
 
 

@@ -89,8 +89,7 @@ def test_numbers_are_uniform_along_seeds_and_positions(purpose: Purpose) -> None
 def test_purposes_are_uncorrelated(left: Purpose, right: Purpose) -> None:
     count = 3000
     products = [
-        (keyed_uniform(7, i, left) - 0.5) * (keyed_uniform(7, i, right) - 0.5)
-        for i in range(count)
+        (keyed_uniform(7, i, left) - 0.5) * (keyed_uniform(7, i, right) - 0.5) for i in range(count)
     ]
     assert abs(_mean(products)) < 5 / 12 / math.sqrt(count)
 

@@ -20,7 +20,8 @@ def verify_recursive(
 ) -> Verdict:
     tree, draft_probs_NV = proposal.tree, proposal.draft_probs_NV
     assert draft_probs_NV is not None
-    node, path = ROOT, []
+    node = ROOT
+    path: list[int] = []
     while node in tree.children:
         target_V = normalised(target_probs[node])
         draft_V = normalised(draft_probs_NV[tree.children[node][0]])

@@ -18,12 +18,12 @@ def verify_target_only(
     proposal: Proposal, target_probs: NodeProbs, choices: VerifyChoices
 ) -> Verdict:
     tree = proposal.tree
-    node, path = ROOT, []
+    node = ROOT
+    path: list[int] = []
     while True:
         token = choices.draw_target(target_probs[node], len(path))
         child = tree.child_with_token(node, token)
         if child is None:
-            kind = "correction" if node in tree.children else "bonus"
-            return Verdict(tuple(path), token, kind)
+            return Verdict(tuple(path), token, "correction" if node in tree.children else "bonus")
         path.append(child)
         node = child

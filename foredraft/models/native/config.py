@@ -50,7 +50,9 @@ class DecoderConfig:
     @property
     def max_context(self) -> int:
         """Full attention equals sliding-window attention only inside the window."""
-        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+        return min(
+            self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -58,6 +60,8 @@ class DecoderConfig:
         hidden, head = self.hidden_size, self.head_dim
         query, key_value = self.num_attention_heads * head, self.num_key_value_heads * head
         layer = hidden * (2 * query + 2 * key_value + 3 * self.intermediate_size + 2)
+        layer += (query + 2 * key_value) * self.attention_bias + hidden * self.output_bias
+        layer += 2 * head * self.qk_norm
         heads = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         return self.num_hidden_layers * layer + heads + hidden
 
@@ -73,7 +77,7 @@ def read_config(directory: Path) -> DecoderConfig:
     Raises:
         ModelLoadError: the family or one of its features is not implemented here.
     """
-    raw = json.loads((directory / "config.json").read_text())
+    raw = _read_json(directory / "config.json")
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
         raise ModelLoadError(
@@ -82,6 +86,26 @@ def read_config(directory: Path) -> DecoderConfig:
         )
     if reason := _unsupported(raw):
         raise ModelLoadError(f"{directory}: {reason}; load it with backend 'hf'")
+    try:
+        return _parse(raw)
+    except KeyError as missing:
+        raise ModelLoadError(
+            f"{directory / 'config.json'} does not give {missing}, which a {model_type} model needs"
+        ) from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} holds no JSON object")
+    return content
+
+
+def _parse(raw: Mapping[str, Any]) -> DecoderConfig:
+    model_type = raw["model_type"]
     rope = _rope(raw)
     heads = raw["num_attention_heads"]
     bias = bool(raw.get("attention_bias", False))

@@ -37,7 +37,8 @@ class EagerDecoder:
             float32 logits [N, V], and for each tap the output [T, E] of that layer.
         """
         device = self._weights.device
-        run = _Run(plan, cache, *self._rotations(plan), [_to(plan.mask(r), device) for r in plan.rows])
+        masks = [_to(plan.mask(row), device) for row in plan.rows]
+        run = _Run(plan, cache, *self._rotations(plan), masks)
         hidden_TE = F.embedding(plan.token_ids_T.to(device), self._weights.embedding_VE)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self._weights.layers):
@@ -65,7 +66,8 @@ class EagerDecoder:
         qkv = F.linear(normed_TE, layer.qkv_weight, layer.qkv_bias)
         heads = qkv.view(len(run.plan), -1, config.head_dim)
         num_kv = config.num_key_value_heads
-        query_THD, key_TGD, value_TGD = heads.split([config.num_attention_heads, num_kv, num_kv], 1)
+        sizes = [config.num_attention_heads, num_kv, num_kv]
+        query_THD, key_TGD, value_TGD = torch.split(heads, sizes, 1)
         if layer.query_norm_D is not None and layer.key_norm_D is not None:
             query_THD = self._norm(query_THD, layer.query_norm_D)
             key_TGD = self._norm(key_TGD, layer.key_norm_D)

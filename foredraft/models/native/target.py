@@ -79,25 +79,22 @@ class NativeTarget:
         weights = load_weights(directory, config, dtype, device)
         return cls(config, weights, new_decoder, max_context)
 
-    @torch.inference_mode()
+    # Not inference_mode: its tensors could not be compacted or used in place outside of it.
+    @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
         for row in rows:
             self.cache.reserve(row.slot, len(row.pending) + len(row.tree))
-        read = [self._prefill(row, taps) for row in rows]
-        rest = [
-            ScoreRow(row.slot, row.pending[done.num_tokens :], row.tree)
-            for row, done in zip(rows, read, strict=True)
-        ]
-        starts = [self.cache.length(row.slot) + done.num_tokens
-                  for row, done in zip(rows, read, strict=True)]
-        plan = plan_forward(rest, starts)
+        chunks = [self._prefill(row, taps) for row in rows]
+        plan = plan_forward([done.rest for done in chunks], [done.start for done in chunks])
         logits_HV, tapped = self.decoder.forward(plan, self.cache, taps)
         return [
             RowScores(
                 logits_HV[span.heads.start : span.heads.stop],
-                done.joined({i: x[span.tokens.start : span.tokens.stop] for i, x in tapped.items()}),
+                done.joined(
+                    {i: x[span.tokens.start : span.tokens.stop] for i, x in tapped.items()}
+                ),
             )
-            for span, done in zip(plan.rows, read, strict=True)
+            for span, done in zip(plan.rows, chunks, strict=True)
         ]
 
     def _prefill(self, row: ScoreRow, taps: Sequence[int]) -> _Prefilled:
@@ -111,7 +108,8 @@ class NativeTarget:
             for i, x in states.items():
                 tapped[i].append(x)
             done += _PREFILL_CHUNK
-        return _Prefilled(done, tapped)
+        rest = ScoreRow(row.slot, row.pending[done:], row.tree)
+        return _Prefilled(rest, start + done, tapped)
 
     def layer_view(self, layers: Sequence[int]) -> NativeTarget:
         """A target of some of the layers, sharing the weights, with a cache of its own.
@@ -131,9 +129,10 @@ class NativeTarget:
 
 @dataclass(frozen=True)
 class _Prefilled:
-    """What the early chunks of a long row left behind."""
+    """A long row after its early chunks: what is left, where it starts, and what they tapped."""
 
-    num_tokens: int
+    rest: ScoreRow
+    start: int
     taps: dict[int, list[Tensor]]
 
     def joined(self, last: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -10,9 +10,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
@@ -131,13 +132,10 @@ class _Reader:
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device | str) -> None:
         self._directory, self._dtype, self._device = directory, dtype, device
         self._problems: list[str] = []
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            names = sorted(path.name for path in directory.glob("*.safetensors"))
-        self._files = [safe_open(str(directory / name), framework="pt") for name in names]
-        self._where = {key: file for file in self._files for key in file.keys()}
+        self._where: dict[str, Any] = {}
+        for name in _file_names(directory):
+            file = _open(directory / name)
+            self._where |= dict.fromkeys(file.keys(), file)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._where:
@@ -159,8 +157,31 @@ class _Reader:
             )
 
 
+def _file_names(directory: Path) -> list[str]:
+    """The checkpoint's files: those its index lists, or the one that holds everything."""
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return ["model.safetensors"]
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is no index of a sharded checkpoint: {error!r}") from error
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():
+        raise ModelLoadError(f"{path} is missing; get the whole checkpoint")
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(
+            f"{path} cannot be read ({error}); it is damaged or was not downloaded to its end"
+        ) from error
+
+
 def _check_finite(directory: Path, weights: DecoderWeights) -> None:
-    parts = [("embedding or head", (weights.embedding_VE, weights.head_VE, weights.final_norm_E))]
+    outside = {id(t): t for t in (weights.embedding_VE, weights.head_VE, weights.final_norm_E)}
+    parts = [("embedding, head or final norm", tuple(outside.values()))]
     parts += [(f"layer {i}", tuple(vars(layer).values())) for i, layer in enumerate(weights.layers)]
     for where, tensors in parts:
         for tensor in tensors:

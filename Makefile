@@ -1,0 +1,55 @@
+# make demo   the main job on the real model        make test   the tests
+# make test-all, make lint, make types, make example: what CI and contributors run besides
+# Each target makes its own virtual environment in .venv first.
+
+PYTHON ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3.11 || echo python3)
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
+TORCH ?= torch==2.13.*
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint types example clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+demo: $(VENV)/.installed
+	$(BIN)/foredraft demo
+
+test: $(VENV)/.installed-dev example
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: $(VENV)/.installed-dev example
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+# The worked example of docs/add-a-drafter.md is a package of its own; the tests use it.
+example: $(VENV)/.installed-dev
+	$(PIP) --quiet --no-deps --editable examples/foredraft-recall-drafter
+
+# torch goes first and by itself: where pip is set up to find a CPU build, nothing pulls CUDA in.
+$(VENV)/.torch: Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "foredraft needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(PIP) '$(TORCH)'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,162 @@
+"""Contenders against each other on the same prompts, interleaved, each text checked."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from foredraft.bench.contenders import Contender, ContenderRun
+from foredraft.bench.prompts import BenchPrompt
+from foredraft.core.sampling import SamplingParams
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One contender's run on one prompt."""
+
+    prompt: BenchPrompt
+    contender: str
+    temperature: float
+    run: ContenderRun
+    identical: bool
+    """Whether the token ids equal the first contender's."""
+
+
+def run_trials(
+    contenders: Sequence[Contender],
+    prompts: Sequence[tuple[BenchPrompt, Sequence[int]]],
+    params: SamplingParams,
+    temperatures: Sequence[float],
+    advance: Callable[[str], None],
+) -> list[Trial]:
+    """Every contender on every prompt, in rotating order, one after the other.
+
+    Args:
+        contenders: the first is the baseline that texts are compared with.
+        prompts: each with its token ids.
+        params: shared by all; the temperature is replaced.
+        advance: told what has just been run.
+    """
+    trials: list[Trial] = []
+    for temperature in temperatures:
+        at = replace(params, temperature=temperature)
+        for number, (prompt, ids) in enumerate(prompts):
+            runs: dict[str, ContenderRun] = {}
+            start = number % len(contenders)
+            for contender in (*contenders[start:], *contenders[:start]):
+                runs[contender.name] = contender.run(ids, at)
+                advance(f"{prompt.category}: {contender.name}")
+            baseline = runs[contenders[0].name].token_ids
+            trials += [
+                Trial(prompt, c.name, temperature, runs[c.name], runs[c.name].token_ids == baseline)
+                for c in contenders
+            ]
+    return trials
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One contender over some prompts.
+
+    Attributes:
+        tokens_per_s: median decoding speed.
+        speedup: baseline's decoding time over this one's, all prompts together.
+        request_speedup: the same with the reading of the prompt in it.
+        median_speedup: median over prompts of the decoding speed-up.
+        accepted_per_step: draft tokens committed a step.
+        committed_per_step: all tokens committed a step.
+        draft_ms: in the drafter, a step.
+        verify_ms: in the target's forward, a step.
+        num_different: prompts whose text differs from the baseline's.
+    """
+
+    category: str
+    contender: str
+    temperature: float
+    num_prompts: int
+    tokens_per_s: float
+    speedup: float
+    request_speedup: float
+    median_speedup: float
+    accepted_per_step: float
+    committed_per_step: float
+    draft_ms: float
+    verify_ms: float
+    num_different: int
+
+
+def summarise(category: str, trials: Sequence[Trial], baseline: Sequence[Trial]) -> Summary:
+    """Sum up one contender's trials against the baseline's on the same prompts."""
+    ours, theirs = [t.run for t in trials], [t.run for t in baseline]
+    steps = sum(run.stats.steps for run in ours if run.stats)
+    accepted = sum(run.stats.accepted for run in ours if run.stats)
+    committed = sum(run.stats.committed for run in ours if run.stats)
+    return Summary(
+        category=category,
+        contender=trials[0].contender,
+        temperature=trials[0].temperature,
+        num_prompts=len(trials),
+        tokens_per_s=statistics.median(map(_speed, ours)),
+        speedup=_total_speed(ours) / _total_speed(theirs),
+        request_speedup=_request_speed(ours) / _request_speed(theirs),
+        median_speedup=statistics.median(
+            _speed(a) / _speed(b) if _speed(b) else 1.0 for a, b in zip(ours, theirs, strict=True)
+        ),
+        accepted_per_step=accepted / steps if steps else 0.0,
+        committed_per_step=committed / steps if steps else 0.0,
+        draft_ms=1e3 * sum(run.draft_s for run in ours) / steps if steps else 0.0,
+        verify_ms=1e3 * sum(run.verify_s for run in ours) / steps if steps else 0.0,
+        num_different=sum(not t.identical for t in trials),
+    )
+
+
+def summaries(trials: Sequence[Trial], baseline: str) -> list[Summary]:
+    """By temperature, category and contender, then the mean of the categories ("macro")."""
+    found: list[Summary] = []
+    for temperature in _distinct(t.temperature for t in trials):
+        at = [t for t in trials if t.temperature == temperature]
+        for contender in _distinct(t.contender for t in at):
+            rows = []
+            for category in _distinct(t.prompt.category for t in at):
+                group = [t for t in at if t.prompt.category == category]
+                rows.append(
+                    summarise(
+                        category,
+                        [t for t in group if t.contender == contender],
+                        [t for t in group if t.contender == baseline],
+                    )
+                )
+            found += [*rows, _macro(rows)]
+    return found
+
+
+def _macro(rows: Sequence[Summary]) -> Summary:
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(row, name) for row in rows)
+
+    means = ("tokens_per_s", "speedup", "request_speedup", "median_speedup", "accepted_per_step",
+             "committed_per_step", "draft_ms", "verify_ms")  # fmt: skip
+    values: dict[str, Any] = {name: mean(name) for name in means}
+    for name in ("num_prompts", "num_different"):
+        values[name] = sum(getattr(row, name) for row in rows)
+    return replace(rows[0], category="macro", **values)
+
+
+def _speed(run: ContenderRun) -> float:
+    return run.num_decoded / run.decode_s if run.num_decoded and run.decode_s > 0 else 0.0
+
+
+def _total_speed(runs: Sequence[ContenderRun]) -> float:
+    return sum(run.num_decoded for run in runs) / max(1e-9, sum(run.decode_s for run in runs))
+
+
+def _request_speed(runs: Sequence[ContenderRun]) -> float:
+    return sum(len(run.token_ids) for run in runs) / max(1e-9, sum(run.total_s for run in runs))
+
+
+def _distinct(values: Iterable[_T]) -> list[_T]:
+    return list(dict.fromkeys(values))

@@ -1,0 +1,155 @@
+"""Whatever can continue a prompt and be timed: our drafters, plain decoding, and peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from foredraft.bench.timers import TimedDrafter, TimedTarget
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.sequence import SpeculationStats
+from foredraft.drafters import drafter_spec
+from foredraft.drafters.base import Drafter
+from foredraft.llm import LLM
+from foredraft.measure import measure
+from foredraft.plan import LoadOptions
+
+
+@dataclass(frozen=True)
+class ContenderRun:
+    """One timed generation.
+
+    Attributes:
+        first_s: seconds until the first tokens, ``num_first`` of them.
+        total_s: seconds in all.
+        stats: what speculation did; None for peers.
+        draft_s: seconds in the drafter.
+        verify_s: seconds in the target's forwards after the first.
+    """
+
+    token_ids: tuple[int, ...]
+    first_s: float
+    total_s: float
+    num_first: int
+    stats: SpeculationStats | None = None
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+    @property
+    def decode_s(self) -> float:
+        return self.total_s - self.first_s
+
+    @property
+    def num_decoded(self) -> int:
+        return len(self.token_ids) - self.num_first
+
+
+class Contender(Protocol):
+    """Something to time."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun: ...
+
+
+class OurContender:
+    """foredraft with one drafter, on a target that others share.
+
+    Args:
+        llm: holds the loaded models.
+        options: names the drafter.
+    """
+
+    def __init__(self, llm: LLM, options: LoadOptions) -> None:
+        self._target = TimedTarget(llm.target)
+        self._drafters: list[TimedDrafter] = []
+        self._llm = llm.with_drafter(options, target=self._target, wrap_drafter=self._wrap)
+        self.name = self._llm.drafter_name
+
+    def _wrap(self, drafter: Drafter) -> Drafter:
+        self._drafters.append(TimedDrafter(drafter))
+        return self._drafters[-1]
+
+    def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
+        target, (drafter,) = self._target.watch, self._drafters
+        drafter.watch.seconds = target.seconds = 0.0
+        run = measure(self._llm.stream(prompt_ids, params))
+        if run.result.error:
+            raise RuntimeError(f"{self.name}: {run.result.error}")
+        return ContenderRun(
+            run.result.token_ids,
+            run.first_event_s,
+            run.total_s,
+            run.num_first,
+            run.result.stats,
+            drafter.watch.seconds,
+            max(0.0, target.seconds - run.first_event_s),
+        )
+
+
+class TransformersContender:
+    """``generate`` of transformers on the same checkpoint and dtype, greedy.
+
+    Args:
+        assistant: "ngram" for its prompt lookup; None for plain decoding.
+    """
+
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: str, assistant: str | None = None
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.name = "transformers" + (f" {assistant}" if assistant else "")
+        self._options: dict[str, Any] = {"prompt_lookup_num_tokens": 8} if assistant else {}
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+        self._model = model.to(device).eval()
+
+    def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
+        clock = _Clock()
+        ids = torch.tensor([list(prompt_ids)], device=self._model.device)
+        output = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=params.max_tokens,
+            do_sample=False,
+            streamer=clock,
+            **self._options,
+        )
+        total_s = time.perf_counter() - clock.started
+        generated = tuple(output[0, ids.shape[1] :].tolist())
+        return ContenderRun(generated, clock.first_s, total_s, 1)
+
+
+class _Clock:
+    """A streamer that notes when the first token came. The first call carries the prompt."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.first_s = 0.0
+        self._calls = 0
+
+    def put(self, value: object) -> None:
+        self._calls += 1
+        if self._calls == 2:
+            self.first_s = time.perf_counter() - self.started
+
+    def end(self) -> None:
+        pass
+
+
+def our_contenders(llm: LLM, options: LoadOptions, drafters: Sequence[str]) -> list[OurContender]:
+    """One contender a drafter, each with its own default budget unless ``options`` gives one."""
+    found = []
+    for name in drafters:
+        wants_model = drafter_spec(name).needs_draft_model
+        draft_model = options.draft_model if wants_model else None
+        found.append(OurContender(llm, replace(options, drafter=name, draft_model=draft_model)))
+    return found

@@ -1,0 +1,52 @@
+"""Pictures of measurements (extra ``bench``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foredraft.bench.compare import Summary
+from foredraft.core.errors import ConfigError
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'foredraft[bench]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot_speedups(rows: Sequence[Summary], path: str) -> None:
+    """Bars of speed-up over plain decoding, by category and contender."""
+    plt = pyplot()
+    temperatures = list(dict.fromkeys(row.temperature for row in rows))
+    figure, axes = plt.subplots(len(temperatures), 1, squeeze=False, layout="constrained",
+                                figsize=(10, 3.2 * len(temperatures)))  # fmt: skip
+    for axis, temperature in zip(axes[:, 0], temperatures, strict=True):
+        _draw(axis, [row for row in rows if row.temperature == temperature])
+        axis.set_title(f"temperature {temperature:g}", loc="left")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw(axis: Any, rows: Sequence[Summary]) -> None:
+    categories = list(dict.fromkeys(row.category for row in rows))
+    contenders = [n for n in dict.fromkeys(row.contender for row in rows) if n != "none"]
+    width = 0.8 / max(1, len(contenders))
+    for number, contender in enumerate(contenders):
+        heights = {row.category: row.speedup for row in rows if row.contender == contender}
+        places = [i + (number + 0.5) * width - 0.4 for i in range(len(categories))]
+        axis.bar(places, [heights[c] for c in categories], width * 0.92, label=contender)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(categories)), categories, rotation=20, ha="right")
+    axis.set_ylabel("speed-up over plain")
+    axis.legend(fontsize="small", ncols=4)

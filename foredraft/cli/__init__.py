@@ -1,0 +1,1 @@
+"""The command line. Each command is a file; `main.py` names them."""

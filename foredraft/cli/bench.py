@@ -1,0 +1,249 @@
+"""`foredraft bench …`: measurements as commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from foredraft.cli import options as o
+from foredraft.core.errors import ConfigError, unknown
+from foredraft.plan import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from foredraft.bench.compare import Summary, Trial
+    from foredraft.bench.contenders import Contender
+    from foredraft.llm import LLM
+
+app = typer.Typer(no_args_is_help=True, help="Measure on this machine: interleaved, with medians.")
+
+PEERS = ("transformers", "transformers-ngram")
+
+Prompts = Annotated[
+    str | None,
+    typer.Option(help="JSON lines with id, category and turns; a few built-in ones otherwise."),
+]
+Limit = Annotated[int | None, typer.Option(help="At most this many prompts, over all categories.")]
+Temperatures = Annotated[str, typer.Option("--temperature", help="One or more, with commas.")]
+
+
+@app.command()
+def drafters(
+    only: Annotated[
+        str | None, typer.Option("--drafters", help="Names with commas; all that fit otherwise.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help=f"Peers with commas: {', '.join(PEERS)} (greedy only).")
+    ] = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    model: o.Model = DEFAULT_MODEL,
+    draft_model: o.DraftModel = None,
+    num_draft_tokens: o.NumDraftTokens = None,
+    temperature: Temperatures = "0",
+    max_tokens: o.MaxTokens = 128,
+    seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    threads: o.Threads = None,
+    json_file: o.JsonFile = None,
+    plot: Annotated[str | None, typer.Option(help="Draw speed-ups into this PNG.")] = None,
+) -> None:
+    """Every drafter against plain decoding on the same prompts, by category.
+
+    All run in this process on one loaded target, in rotating order; each text is compared with
+    the plain one. Exit status 1 if one of ours differs.
+    """
+    from foredraft.bench.compare import summaries
+    from foredraft.bench.plots import plot_speedups
+    from foredraft.bench.report import write_json
+    from foredraft.core.sampling import SamplingParams
+
+    at = _numbers(temperature)
+    asked = o.load_options(
+        model, drafter="draft_model" if draft_model else "auto", draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens, dtype=dtype, device=device, threads=threads,
+        max_batch_size=1,
+    )  # fmt: skip
+    names = _drafter_names(only, draft_model)
+    peers = _peer_names(against, at)
+    llm = o.load_llm(asked)
+    contenders = _contenders(llm, asked, names, peers)
+    params = SamplingParams.of(max_tokens=max_tokens, seed=seed)
+    trials = _run(llm, contenders, prompts, limit, params, at)
+    rows = summaries(trials, "none")
+    _print_summaries(Console(highlight=False), rows)
+    if json_file:
+        write_json(json_file, _figures(llm, rows, trials), seed)
+    if plot:
+        plot_speedups(rows, plot)
+    if any(not t.identical and t.contender in names for t in trials):
+        raise typer.Exit(1)
+
+
+@app.command()
+def memory(
+    model: o.Model = DEFAULT_MODEL,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    threads: o.Threads = None,
+    tokens: Annotated[int, typer.Option(help="Length of the text in the cache.")] = 1024,
+    json_file: o.JsonFile = None,
+) -> None:
+    """Peak memory of target and cache in a new process, beside what `doctor` predicts."""
+    from foredraft.bench.memory import measure_memory
+    from foredraft.bench.report import write_json
+    from foredraft.models.store import resolve_model
+    from foredraft.plan import plan_model
+
+    asked = o.load_options(model, dtype=dtype, device=device, threads=threads)
+    plan = plan_model(model, resolve_model(model), asked)
+    figure = measure_memory(asked, plan, tokens)
+    Console(highlight=False).print(
+        f"{plan.name}, {plan.dtype}, {tokens} tokens: predicted {figure.predicted / 1e6:.1f} MB, "
+        f"measured {figure.measured / 1e6:.1f} MB ({figure.ratio:.2f}x)"
+    )
+    if json_file:
+        write_json(json_file, vars(figure) | {"ratio": figure.ratio, "tokens": tokens}, 0)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--temperature {text!r} is not one or more numbers") from None
+
+
+def _drafter_names(only: str | None, draft_model: str | None) -> list[str]:
+    """Which drafters run; the baseline is the first of them."""
+    from foredraft.drafters import drafter_names, drafter_spec
+
+    asked = only.split(",") if only else drafter_names()
+    names = [name.strip().replace("-", "_") for name in asked]
+    if only is None:
+        names = [n for n in names if draft_model or not drafter_spec(n).needs_draft_model]
+    for name in names:
+        drafter_spec(name)  # says which name is nearest when it is unknown
+    return ["none", *(name for name in names if name != "none")]
+
+
+def _peer_names(against: str | None, temperatures: Sequence[float]) -> list[str]:
+    peers = [name.strip() for name in against.split(",")] if against else []
+    for name in peers:
+        if name not in PEERS:
+            raise unknown("peer", name, PEERS)
+    if peers and any(temperatures):
+        raise ConfigError("peers draw other random numbers: compare with them at temperature 0")
+    return peers
+
+
+def _contenders(
+    llm: LLM, asked: Any, names: Sequence[str], peers: Sequence[str]
+) -> list[Contender]:
+    import torch
+
+    from foredraft.bench.contenders import TransformersContender, our_contenders
+
+    found: list[Contender] = [*our_contenders(llm, asked, names)]
+    for peer in peers:
+        assert llm.plan is not None
+        dtype = getattr(torch, llm.plan.dtype)
+        assistant = "ngram" if peer.endswith("ngram") else None
+        found.append(TransformersContender(llm.plan.directory, dtype, llm.plan.device, assistant))
+    return found
+
+
+def _run(
+    llm: LLM,
+    contenders: Sequence[Contender],
+    prompts_file: str | None,
+    limit: int | None,
+    params: Any,
+    temperatures: Sequence[float],
+) -> list[Trial]:
+    from dataclasses import replace
+
+    from foredraft.bench.compare import run_trials
+    from foredraft.bench.prompts import load_prompts
+
+    assert llm.tokenizer is not None
+    prompts = [
+        (prompt, llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}]))
+        for prompt in load_prompts(prompts_file, limit)
+    ]
+    room = llm.target.max_context - params.max_tokens
+    prompts = [(prompt, ids) for prompt, ids in prompts if len(ids) <= room]
+    for contender in contenders:  # the first forward of a process is slower
+        contender.run(prompts[0][1][-16:], replace(params, max_tokens=4))
+    with _progress(len(prompts) * len(contenders) * len(temperatures)) as advance:
+        return run_trials(contenders, prompts, params, temperatures, advance)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=total)
+        yield lambda text: progress.update(task, advance=1, description=text)
+
+
+def _print_summaries(console: Console, rows: Sequence[Summary]) -> None:
+    for temperature in dict.fromkeys(row.temperature for row in rows):
+        table = Table(title=f"temperature {temperature:g}", title_justify="left", box=None,
+                      padding=(0, 1, 0, 0))  # fmt: skip
+        for title in ("category", "drafter"):
+            table.add_column(title)
+        for title in ("tok/s", "speed-up", "median", "request", "accepted/step",
+                      "committed/step", "draft ms", "verify ms", "different"):  # fmt: skip
+            table.add_column(title, justify="right")
+        for row in rows:
+            if row.temperature == temperature:
+                table.add_row(*_cells(row), style="bold" if row.category == "macro" else "")
+        console.print(table)
+
+
+def _cells(row: Summary) -> tuple[str, ...]:
+    return (
+        f"{row.category} ({row.num_prompts})",
+        row.contender,
+        f"{row.tokens_per_s:.1f}",
+        f"{row.speedup:.2f}x",
+        f"{row.median_speedup:.2f}x",
+        f"{row.request_speedup:.2f}x",
+        f"{row.accepted_per_step:.2f}",
+        f"{row.committed_per_step:.2f}",
+        f"{row.draft_ms:.2f}",
+        f"{row.verify_ms:.2f}",
+        str(row.num_different),
+    )
+
+
+def _figures(llm: LLM, rows: Sequence[Summary], trials: Sequence[Trial]) -> dict[str, Any]:
+    plan = llm.plan
+    assert plan is not None
+    return {
+        "model": {"name": plan.name, "dtype": plan.dtype, "kernels": plan.decoder},
+        "summaries": [vars(row) for row in rows],
+        "trials": [
+            {
+                "prompt": t.prompt.id,
+                "category": t.prompt.category,
+                "contender": t.contender,
+                "temperature": t.temperature,
+                "identical": t.identical,
+                "num_tokens": len(t.run.token_ids),
+                "first_s": t.run.first_s,
+                "total_s": t.run.total_s,
+                "draft_s": t.run.draft_s,
+                "verify_s": t.run.verify_s,
+                "stats": vars(t.run.stats) if t.run.stats else None,
+            }
+            for t in trials
+        ],
+    }

@@ -1,0 +1,115 @@
+"""`foredraft demo`: the same three replies, plain and speculative, side by side in time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+
+from foredraft.bench.prompts import DEMO, BenchPrompt
+from foredraft.cli import options as o
+from foredraft.cli.display import legend, show_pieces
+from foredraft.plan import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from foredraft.core.sampling import SamplingParams
+    from foredraft.llm import LLM
+    from foredraft.measure import MeasuredRun
+
+_TITLES = {"chat": "open chat", "summarise": "summarise a passage", "edit": "edit a piece of code"}
+
+
+def demo(
+    model: o.Model = DEFAULT_MODEL,
+    drafter: o.Drafter = "auto",
+    draft_model: o.DraftModel = None,
+    num_draft_tokens: o.NumDraftTokens = None,
+    temperature: o.Temperature = 0.0,
+    seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
+    max_tokens: o.MaxTokens = 160,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    threads: o.Threads = None,
+) -> None:
+    """Generate three replies plainly and speculatively, and show that they are identical.
+
+    The exit status is 1 if any text differs.
+    """
+    from foredraft.core.sampling import SamplingParams
+
+    params = SamplingParams.of(temperature=temperature, seed=seed, max_tokens=max_tokens)
+    asked = o.load_options(
+        model, drafter=drafter, draft_model=draft_model, num_draft_tokens=num_draft_tokens,
+        dtype=dtype, device=device, threads=threads, max_batch_size=1,
+    )  # fmt: skip
+    console = Console(highlight=False)
+    speculative = o.load_llm(asked)
+    plain = speculative.with_drafter(replace(asked, drafter="none", draft_model=None))
+    for llm in (plain, speculative):  # the first forward of a process is slower
+        llm.generate("Warm up.", SamplingParams(max_tokens=4))
+    pairs = [(prompt, *_compare(console, plain, speculative, prompt, params)) for prompt in DEMO]
+    _print_table(console, speculative, pairs)
+    if any(left.sha256 != right.sha256 for _, left, right in pairs):
+        raise typer.Exit(1)
+
+
+def _compare(
+    console: Console, plain: LLM, speculative: LLM, prompt: BenchPrompt, params: SamplingParams
+) -> tuple[MeasuredRun, MeasuredRun]:
+    console.print(Rule(f"[bold]{_TITLES[prompt.category]}[/bold]", align="left"))
+    console.print(prompt.text, style="dim", markup=False, soft_wrap=True)
+    runs = []
+    for title, llm in (("plain", plain), ("speculative", speculative)):
+        console.print(Rule(f"{title}, drafter {llm.drafter_name}", align="left", style="dim"))
+        runs.append(_stream(console, llm, prompt, params))
+    return runs[0], runs[1]
+
+
+def _stream(console: Console, llm: LLM, prompt: BenchPrompt, params: SamplingParams) -> MeasuredRun:
+    from foredraft.measure import measure
+
+    events = llm.stream_chat([{"role": "user", "content": prompt.text}], params)
+    run = measure(events, lambda event: show_pieces(console, event.pieces))
+    console.print()
+    return run
+
+
+def _print_table(
+    console: Console, llm: LLM, pairs: list[tuple[BenchPrompt, MeasuredRun, MeasuredRun]]
+) -> None:
+    console.print(Rule("result", align="left"))
+    console.print(legend())
+    table = Table("prompt", box=None, padding=(0, 2, 0, 0))
+    for title in ("plain tok/s", "speculative tok/s", "speed-up", "committed per step"):
+        table.add_column(title, justify="right")
+    for prompt, plain, speculative in pairs:
+        table.add_row(
+            _TITLES[prompt.category],
+            f"{plain.tokens_per_s:.1f}",
+            f"{speculative.tokens_per_s:.1f}",
+            f"{speculative.tokens_per_s / plain.tokens_per_s:.2f}x" if plain.tokens_per_s else "-",
+            f"{speculative.result.stats.committed_per_step:.2f}",
+        )
+    console.print(table)
+    if llm.plan is not None:
+        plan = f"{llm.plan.name}, {llm.plan.dtype}, {llm.plan.decoder} kernels, {llm.plan.device}"
+        console.print(f"({plan}; decoding only, after the first token)", style="dim")
+    for prompt, plain, speculative in pairs:
+        _print_proof(console, _TITLES[prompt.category], plain, speculative)
+
+
+def _print_proof(
+    console: Console, title: str, plain: MeasuredRun, speculative: MeasuredRun
+) -> None:
+    if plain.sha256 == speculative.sha256:
+        console.print(f"identical: sha256 {plain.sha256} ({title})", style="green", soft_wrap=True)
+        return
+    console.print(
+        f"DIFFERENT: {title}: plain sha256 {plain.sha256}, speculative {speculative.sha256}",
+        style="bold red",
+        soft_wrap=True,
+    )

@@ -1,0 +1,141 @@
+"""`foredraft doctor`: how it will run here, before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foredraft.cli import options as o
+from foredraft.plan import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from foredraft.plan import LoadOptions, ModelPlan
+
+
+def doctor(
+    model: o.Model = DEFAULT_MODEL,
+    drafter: o.Drafter = "auto",
+    draft_model: o.DraftModel = None,
+    num_draft_tokens: o.NumDraftTokens = None,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    backend: o.Backend = "auto",
+    threads: o.Threads = None,
+    max_context: o.MaxContext = None,
+    tokens: Annotated[
+        int, typer.Option(help="Predict memory for this many tokens of prompt and reply.")
+    ] = 1024,
+    as_json: o.Json = False,
+) -> None:
+    """Print the resolved plan: device, dtype, kernels, memory, and what is missing."""
+    asked = o.load_options(
+        model, drafter=drafter, draft_model=draft_model, num_draft_tokens=num_draft_tokens,
+        dtype=dtype, device=device, backend=backend, threads=threads, max_context=max_context,
+    )  # fmt: skip
+    report = examine(asked, tokens)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _show(Console(highlight=False), report)
+
+
+def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
+    """The resolved plan as plain data.
+
+    Args:
+        options: what was asked for.
+        tokens: length of the text that memory is predicted for.
+    """
+    import torch
+
+    from foredraft.cli.progress import RichProgress
+    from foredraft.drafters import drafter_spec
+    from foredraft.llm import resolve_drafter
+    from foredraft.machine import describe_machine
+    from foredraft.models.store import resolve_model
+    from foredraft.plan import plan_model
+
+    name = resolve_drafter(options)
+    spec = drafter_spec(name)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    budget = options.num_draft_tokens
+    plans = {}
+    with RichProgress() as progress:
+        for role, which in (("target", options.model), ("draft model", options.draft_model)):
+            if which is not None:
+                directory = resolve_model(which, revision=options.revision, progress=progress)
+                plans[role] = plan_model(which, directory, options)
+    return {
+        "machine": describe_machine(),
+        "drafter": name,
+        "num_draft_tokens": spec.num_draft_tokens if budget is None else budget,
+        "drafter_summary": spec.summary,
+        "tokens": tokens,
+        "models": {role: _model_report(plan, tokens) for role, plan in plans.items()},
+    }
+
+
+def _model_report(plan: ModelPlan, tokens: int) -> dict[str, Any]:
+    length = min(tokens, plan.max_context)
+    cache_bytes = plan.cache_bytes(length)
+    return {
+        "name": plan.name,
+        "directory": str(plan.directory),
+        "backend": plan.backend,
+        "kernels": plan.decoder,
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "max_context": plan.max_context,
+        "weight_bytes": plan.weight_bytes,
+        "cache_bytes": cache_bytes,
+        "total_bytes": plan.weight_bytes + cache_bytes,
+        "notes": list(plan.notes),
+    }
+
+
+def _show(console: Console, report: dict[str, Any]) -> None:
+    machine = report["machine"]
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("machine", f"{machine['cpu']}, {machine['threads']} threads")
+    table.add_row("accelerator", machine["gpu"] or "none")
+    table.add_row("versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()))
+    table.add_row(
+        "drafter",
+        f"{report['drafter']} ({report['drafter_summary']}), "
+        f"up to {report['num_draft_tokens']} draft tokens a step",
+    )
+    for role, model in report["models"].items():
+        table.add_row("", "")
+        for label, value in _model_lines(model, report["tokens"]):
+            table.add_row(f"{role}: {label}" if label == "name" else label, value)
+    console.print(table, soft_wrap=True)
+    notes = [note for model in report["models"].values() for note in model["notes"]]
+    console.print()
+    for note in notes:
+        console.print(f"missing: {note}", style="yellow", markup=False)
+    if not notes:
+        console.print("nothing is missing", style="green")
+
+
+def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
+    return [
+        ("name", model["name"]),
+        ("directory", model["directory"]),
+        ("runs on", f"{model['device']}, {model['dtype']}"),
+        ("kernels", f"{model['kernels']} ({model['backend']})"),
+        ("context", f"{model['max_context']} tokens"),
+        ("weights", _megabytes(model["weight_bytes"])),
+        ("KV cache", f"{_megabytes(model['cache_bytes'])} at {tokens} tokens"),
+        ("memory", f"{_megabytes(model['total_bytes'])} for weights and cache"),
+    ]
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"

@@ -1,0 +1,68 @@
+"""Slow work shown on the terminal: a bar that comes and goes, or plain lines in a log."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import TaskProgressColumn as PercentColumn
+
+
+class RichProgress:
+    """Shows the stages of slow work on stderr; a `foredraft.models.store.Progress`.
+
+    On a terminal each stage is a line with a spinner, and a bar as soon as its share is known; the
+    line disappears on exit. Anywhere else a stage is one printed line and shares are left out.
+
+    Args:
+        console: where to draw; stderr by default, so that stdout stays clean.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> RichProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        self._progress = self._task = None
+
+    def stage(self, text: str) -> None:
+        """A new piece of work begins."""
+        if not self._console.is_terminal:
+            self._console.print(f"{text} …", markup=False, highlight=False, soft_wrap=True)
+            return
+        progress = self._display()
+        if self._task is not None:
+            progress.remove_task(self._task)
+        self._task = progress.add_task(text, total=None)
+
+    def advance(self, fraction: float) -> None:
+        """The share of the current stage that is done, 0 to 1."""
+        if self._progress is not None and self._task is not None:
+            share = min(max(fraction, 0.0), 1.0)
+            self._progress.update(self._task, total=1.0, completed=share)
+
+    def _display(self) -> Progress:
+        """Started by the first stage: nothing slow, nothing drawn."""
+        if self._progress is None:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                PercentColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._progress.start()
+        return self._progress

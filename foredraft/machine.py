@@ -1,0 +1,47 @@
+"""What runs here: for `doctor`, and for the record of every measurement."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from foredraft.version import __version__
+
+_PACKAGES = ("torch", "transformers", "tokenizers")
+
+
+def describe_machine() -> dict[str, Any]:
+    """CPU, accelerator, threads and versions."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "versions": {"foredraft": __version__, "python": platform.python_version()}
+        | {name: found for name in _PACKAGES if (found := package_version(name))},
+    }
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    """The CPU as its maker calls it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

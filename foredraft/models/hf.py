@@ -1,0 +1,252 @@
+"""Any causal language model of transformers as a `Target`: slower than native, and general.
+
+Rows are read one by one, each with a cache of its own, so a row's numbers cannot depend on its
+neighbours. Chains go through the model's own causal mask; trees through an explicit one.
+
+Shape legend: T tokens of one row in one forward, C cache entries they see, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.models.base import Capabilities, RowScores, ScoreRow
+from foredraft.models.hf_cache import HFCache, layer_factory
+from foredraft.models.native.plan import ForwardPlan, plan_forward
+
+_NO_LIMIT = 1 << 30
+"""Context of models whose config names no limit (positions by attention bias)."""
+
+
+class HFTarget:
+    """See `foredraft.models.base.Target`.
+
+    Args:
+        model: a causal language model of transformers, in eval mode; used as it is, wherever
+            its weights are.
+        max_context: most tokens a row may hold; the model's own limit when None.
+        trees: find out by trying whether the model scores trees. That takes three short forwards;
+            False saves them and allows chains only.
+
+    Raises:
+        CapabilityError: the model is no causal language model, or its past cannot be rolled back.
+        ConfigError: the model is in training mode.
+    """
+
+    def __init__(self, model: Any, max_context: int | None = None, *, trees: bool = True) -> None:
+        _check_model(model)
+        config = model.config.get_text_config(decoder=True)
+        self.model = model
+        self.vocab_size: int = _vocab_size(model, config)
+        self.max_context = min(max_context or _NO_LIMIT, _context_limit(config))
+        self.cache = HFCache(layer_factory(config))
+        self._num_layers: int = config.num_hidden_layers
+        self._arguments = frozenset(inspect.signature(model.forward).parameters)
+        self._mask = _TreeMask(config, model.dtype, model.device)
+        may_try = trees and "position_ids" in self._arguments and _windows_are_known(config)
+        self.capabilities = Capabilities(tree_attention=may_try and self._scores_trees(), taps=True)
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_context: int | None = None,
+    ) -> HFTarget:
+        """Load a checkpoint directory: safetensors only, and no code out of the directory.
+
+        Raises:
+            ModelLoadError: the checkpoint is incomplete, damaged, or of a kind that transformers
+                itself does not know.
+            CapabilityError: see the class.
+        """
+        model = _load_model(directory, dtype)
+        _check_finite(directory, model)
+        return cls(model.to(device), max_context)
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
+        for layer in taps:
+            # transformers applies the final norm to the last state it hands out.
+            if not 0 <= layer < self._num_layers - 1:
+                raise ConfigError(
+                    f"layer {layer} cannot be tapped: a transformers model of {self._num_layers} "
+                    f"layers hands out layers 0 to {self._num_layers - 2}"
+                )
+        return [self._score_row(row, taps) for row in rows]
+
+    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> RowScores:
+        plan = plan_forward([row], [self.cache.length(row.slot)])
+        if plan.rows[0].entries.stop > self.max_context:
+            raise ValueError(
+                f"{plan.rows[0].entries.stop} cache entries wanted; a slot holds {self.max_context}"
+            )
+        output = self.model(**self._inputs(row, plan), output_hidden_states=bool(taps))
+        written = self.cache.num_written(row.slot)
+        if written != {plan.rows[0].entries.stop}:
+            raise CapabilityError(
+                f"{type(self.model).__name__} left {sorted(written)} entries in its cache where "
+                f"{plan.rows[0].entries.stop} were due; it cannot be rolled back"
+            )
+        logits_NV = output.logits[0, -len(plan.heads) :].float()
+        return RowScores(logits_NV, {i: output.hidden_states[i + 1][0] for i in taps})
+
+    def _inputs(self, row: ScoreRow, plan: ForwardPlan) -> dict[str, Any]:
+        device = self.model.device
+        inputs: dict[str, Any] = {
+            "input_ids": plan.token_ids_T[None].to(device),
+            "past_key_values": self.cache.open(row.slot),
+            "use_cache": True,
+            "return_dict": True,
+        }
+        if "position_ids" in self._arguments:
+            inputs["position_ids"] = plan.positions_T[None].to(device)
+        if "logits_to_keep" in self._arguments:
+            inputs["logits_to_keep"] = len(plan.heads)
+        if not row.tree.is_chain:
+            inputs["attention_mask"] = self._mask.of(plan)
+        return inputs
+
+    def _scores_trees(self) -> bool:
+        """Score a small tree, and its two deepest paths alone, and compare.
+
+        Six siblings lie between each leaf and its parent: a model that takes positions from the
+        order of the tokens, or does not take the mask, gives itself away.
+        """
+        first, second, leaf, *others = _distinct_tokens(self.vocab_size)
+        prompt, siblings = others[:3], others[3:]
+        top = (first, second, *siblings)
+        tree = TokenTree((*top, leaf, leaf), (*[ROOT] * len(top), 0, 1))
+        try:
+            in_tree = self._logits_once(prompt, tree)[-2:]
+            alone = torch.stack(
+                [self._logits_once(prompt, TokenTree.chain((t, leaf)))[-1] for t in (first, second)]
+            )
+        except Exception:  # whatever a model's code does with a mask it was not made for
+            return False
+        noise = 0.01 if self.model.dtype in (torch.float32, torch.float64) else 0.1
+        effect = (alone[0] - alone[1]).abs().max()
+        return bool((in_tree - alone).abs().max() <= noise * effect)
+
+    def _logits_once(self, pending: Sequence[int], tree: TokenTree) -> Tensor:
+        slot = self.cache.allocate()
+        try:
+            return self.score([ScoreRow(slot, pending, tree)])[0].logits_NV
+        finally:
+            self.cache.free(slot)
+
+
+class _TreeMask:
+    """Additive masks [1, 1, T, C] that let each token see its prefix and its ancestors.
+
+    Layers with a sliding window get a mask of their own. Models with several kinds of layers take
+    a mask for each, by the name of the kind.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
+        self._window: int | None = getattr(config, "sliding_window", None)
+        self._dtype, self._device = dtype, device
+
+    def of(self, plan: ForwardPlan) -> Tensor | dict[str, Tensor]:
+        seen_TC = plan.mask(plan.rows[0])
+        assert seen_TC is not None  # only a single token needs none, and a tree has siblings
+        if len(self._kinds) < 2:
+            all_slide = self._kinds != ("full_attention",)
+            return self._additive(self._in_window(seen_TC, plan) if all_slide else seen_TC)
+        return {
+            kind: self._additive(
+                self._in_window(seen_TC, plan) if kind == "sliding_attention" else seen_TC
+            )
+            for kind in self._kinds
+        }
+
+    def _in_window(self, seen_TC: Tensor, plan: ForwardPlan) -> Tensor:
+        if self._window is None:
+            return seen_TC
+        start = plan.rows[0].entries.start
+        entry_positions_C = torch.cat([torch.arange(start), plan.positions_T])
+        return seen_TC & (entry_positions_C[None] > plan.positions_T[:, None] - self._window)
+
+    def _additive(self, seen_TC: Tensor) -> Tensor:
+        mask_TC = torch.zeros(seen_TC.shape, dtype=self._dtype)
+        mask_TC.masked_fill_(~seen_TC, torch.finfo(self._dtype).min)
+        return mask_TC[None, None].to(self._device)
+
+
+def _distinct_tokens(vocab_size: int) -> list[int]:
+    """Twelve ids spread over the vocabulary."""
+    return [(i + 1) * vocab_size // 13 for i in range(12)]
+
+
+def _check_model(model: Any) -> None:
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder or not model.can_generate():
+        raise CapabilityError(f"{name} is not a causal language model with a text head")
+    if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
+        raise CapabilityError(
+            f"{name} carries a state from token to token instead of one cache entry a token: a "
+            "rejected token cannot be taken out of it again, so it cannot be speculated with"
+        )
+    if model.training:
+        raise ConfigError(f"{name} is in training mode, where dropout is random; call model.eval()")
+
+
+def _vocab_size(model: Any, config: Any) -> int:
+    head = model.get_output_embeddings()
+    return int(getattr(head, "out_features", None) or config.vocab_size)
+
+
+def _context_limit(config: Any) -> int:
+    limit = getattr(config, "max_position_embeddings", None) or _NO_LIMIT
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        limit = min(limit, config.attention_chunk_size)  # inside one chunk it is full attention
+    return int(limit)
+
+
+def _windows_are_known(config: Any) -> bool:
+    """False for models (GPT-Neo) that window their attention by order in the cache, unasked."""
+    return getattr(config, "window_size", None) is None
+
+
+def _load_model(directory: Path, dtype: torch.dtype) -> Any:
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises many kinds here, all of them fatal
+        raise ModelLoadError(f"{directory} cannot be loaded by transformers: {error}") from error
+    missing = sorted(str(key) for key in info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelLoadError(
+            f"{directory} does not hold the model its config.json describes: "
+            f"{', '.join(missing[:3])}{more} missing. Missing weights are never made up; get the "
+            "whole checkpoint."
+        )
+    return model.eval()
+
+
+def _check_finite(directory: Path, model: Any) -> None:
+    for name, weight in model.named_parameters():
+        # One pass without a temporary; see foredraft.models.native.weights.
+        if weight.is_floating_point() and not torch.isfinite(weight.sum(dtype=torch.float32)):
+            raise ModelLoadError(
+                f"{directory}: NaN or infinite weights in {name}; the file is damaged or was "
+                "saved from a diverged run"
+            )

@@ -1,0 +1,115 @@
+"""Models from the Hugging Face hub: data that is parsed, never code and never a pickle."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
+
+if TYPE_CHECKING:
+    from foredraft.models.store import Progress
+
+FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# Folders hold other formats; "consolidated" is Mistral's second copy of the same weights.
+FILES_LEFT_OUT = ("*/*", "consolidated*.safetensors")
+
+
+def fetch(name: str, revision: str | None, local_files_only: bool, progress: Progress) -> Path:
+    """The hub's own snapshot directory of ``name`` ("org/name"), downloaded if need be.
+
+    What is in the hub's cache already is not downloaded again, and serves without a network.
+
+    Raises:
+        ConfigError: no such repository or revision.
+        ModelLoadError: the hub cannot be reached or refuses, or there are no safetensors weights.
+    """
+    from huggingface_hub import snapshot_download
+
+    progress.stage(f"fetching {name} from the Hugging Face hub")
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=list(FILES),
+            ignore_patterns=list(FILES_LEFT_OUT),
+            local_files_only=local_files_only,
+            tqdm_class=_bars_reporting_to(progress),
+        )
+    except Exception as error:  # the hub client lets errors of its http library through
+        raise _explain(name, revision, local_files_only, error) from error
+    directory = Path(folder)
+    if not any(directory.glob("*.safetensors")):
+        raise ModelLoadError(
+            f"{name!r} has no *.safetensors weights; other formats are not fetched, because a "
+            "pickle can run code when it is read. Look for a safetensors copy on the hub"
+        )
+    return directory
+
+
+def _explain(
+    name: str, revision: str | None, local_files_only: bool, error: Exception
+) -> ForedraftError:
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{name}"
+    match error:
+        case errors.GatedRepoError():
+            return ModelLoadError(
+                f"{name!r} is gated: accept its terms at {page}, then log in with `hf auth login`"
+            )
+        case errors.RepositoryNotFoundError():
+            return ConfigError(
+                f"the hub has no model {name!r}, or it is private, and there is no such directory. "
+                f"Check the spelling at {page}; for a private model log in with `hf auth login`"
+            )
+        case errors.RevisionNotFoundError():
+            return ConfigError(f"{name!r} has no revision {revision!r}; see {page}/tree/main")
+        case errors.HFValidationError():
+            return ConfigError(f"{name!r} is not a valid hub id ('org/name'): {error}")
+        case errors.LocalEntryNotFoundError() if local_files_only:
+            return ModelLoadError(
+                f"{name!r} is not (completely) in the hub's cache, and downloads are off; allow "
+                f"them once, or run `hf download {name}` first"
+            )
+    reason = _root_cause(error)
+    return ModelLoadError(
+        f"cannot fetch {name!r} from the hub: {type(reason).__name__}: {reason}. Check the network "
+        "(a proxy is set with HTTPS_PROXY, a mirror with HF_ENDPOINT, HF_HUB_OFFLINE forbids it); "
+        f"or run `hf download {name}` elsewhere and give the directory as the model"
+    )
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _bars_reporting_to(progress: Progress) -> type[Any]:
+    """A stand-in for the hub's progress bars that draws nothing and reports the bytes instead."""
+    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+    class Bar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"file": io.StringIO(), "disable": False}))
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if self.unit == "B" and self.total:
+                progress.advance(min(1.0, self.n / self.total))
+
+    return Bar

@@ -1,0 +1,246 @@
+"""The fused CPU decoder: one call into compiled code runs a whole forward.
+
+A token's logits do not depend on what else is in the forward: they are equal bit for bit whether
+it is scored alone, in a chain, as a tree node, in a batch or in a prefill chunk, with any number
+of threads. `foredraft.models.native.eager.EagerDecoder` says what is computed; here activations
+are float32 throughout, while weights and cache keep their dtype.
+
+Shape legend: T tokens of the forward, N wanted logits, R rows, L layers, E hidden size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Sequence
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from foredraft.cache.kv import KVCache
+from foredraft.core.errors import ConfigError
+from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.kernels.build import load_library
+from foredraft.models.native.plan import ForwardPlan
+from foredraft.models.native.rope import inverse_frequencies
+from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+
+class _Layer(ctypes.Structure):
+    """``ForedraftLayer`` of decoder.cpp."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in (
+            *("attention_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "output"),
+            *("output_bias", "mlp_norm", "gate_up", "down"),
+        )
+    ]
+
+
+class _Model(ctypes.Structure):
+    """``ForedraftModel`` of decoder.cpp."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("hidden", "feed_forward", "num_layers", "num_heads")),
+        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "is_bf16")),
+        ("norm_eps", c_double),
+        ("layers", POINTER(_Layer)),
+        *((name, c_void_p) for name in ("embedding", "head", "final_norm", "inv_freq")),
+    ]
+
+
+class _Row(ctypes.Structure):
+    """``ForedraftRow`` of decoder.cpp."""
+
+    _fields_ = [("first_token", c_int64), ("end_token", c_int64)]
+
+
+class _Forward(ctypes.Structure):
+    """``ForedraftForward`` of decoder.cpp."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_tokens", "num_wanted", "num_rows", "max_entries")),
+        *((name, POINTER(c_int32)) for name in ("token_ids", "positions", "slots", "entries")),
+        *((name, POINTER(c_int32)) for name in ("prefixes", "extra_starts", "extras", "wanted")),
+        ("rows", POINTER(_Row)),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int64) for name in ("layer_stride", "slot_stride", "head_stride")),
+        ("logits", c_void_p),
+        ("taps", POINTER(c_void_p)),
+        ("workspace", c_void_p),
+        ("num_threads", c_int64),
+    ]
+
+
+class FusedDecoder:
+    """Runs a `ForwardPlan` in compiled code. One forward at a time; others wait.
+
+    Args:
+        config: the model's shape.
+        weights: its weights, on CPU, bfloat16 or float32; read in place, never copied.
+        num_threads: threads of a forward; None asks torch each time.
+
+    Raises:
+        ConfigError: the weights are on another device or of another dtype.
+        KernelUnavailable: the kernel cannot be compiled here (see `kernels.build`).
+    """
+
+    name = "fused"
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None
+    ) -> None:
+        _check(config, weights)
+        self._config, self._weights = config, weights
+        self._num_threads = num_threads
+        self._kept: list[Tensor] = []  # what the pointers of `_model` point to
+        self._layers = (_Layer * len(weights.layers))(*map(self._layer, weights.layers))
+        self._model = self._describe_model()
+        self._workspace = torch.empty(0)
+        self._lock = threading.Lock()
+        library = load_library()
+        self._forward = library.foredraft_forward
+        self._forward.argtypes, self._forward.restype = [POINTER(_Model), POINTER(_Forward)], None
+        self._workspace_size = library.foredraft_workspace_size
+        self._workspace_size.argtypes = [POINTER(_Model), *[c_int64] * 4]
+        self._workspace_size.restype = c_int64
+
+    def forward(
+        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Write the plan's tokens into the cache and score the wanted ones.
+
+        Returns:
+            float32 logits [N, V], and for each tap the output [T, E] of that layer, in the
+            weights' dtype.
+
+        Raises:
+            IndexError: a token id outside the vocabulary, or an entry outside the cache.
+        """
+        self._check_plan(plan, cache)
+        logits_NV = torch.empty(len(plan.heads), self._config.vocab_size)
+        hidden = self._config.hidden_size
+        tapped = {i: torch.empty(len(plan), hidden) for i in taps if 0 <= i < len(self._layers)}
+        with self._lock:
+            self._forward(self._model, self._describe_forward(plan, cache, logits_NV, tapped))
+        return logits_NV, {i: x.to(self._weights.dtype) for i, x in tapped.items()}
+
+    def _describe_forward(
+        self, plan: ForwardPlan, cache: KVCache, logits_NV: Tensor, tapped: dict[int, Tensor]
+    ) -> _Forward:
+        threads = self._num_threads or torch.get_num_threads()
+        max_entries = max(row.entries.stop for row in plan.rows)
+        keys, values = cache.keys_LSHCD, cache.values_LSHCD
+        extra_starts = [0]
+        for extras in plan.extras:
+            extra_starts.append(extra_starts[-1] + len(extras))
+        return _Forward(
+            num_tokens=len(plan),
+            num_wanted=len(plan.heads),
+            num_rows=len(plan.rows),
+            max_entries=max_entries,
+            token_ids=_ints(plan.token_ids),
+            positions=_ints(plan.positions),
+            slots=_ints(plan.slots),
+            entries=_ints(plan.entries),
+            prefixes=_ints(plan.prefixes),
+            extra_starts=_ints(extra_starts),
+            extras=_ints([entry for extras in plan.extras for entry in extras]),
+            wanted=_ints(plan.heads),
+            rows=(_Row * len(plan.rows))(*((r.tokens.start, r.tokens.stop) for r in plan.rows)),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            layer_stride=keys.stride(0),
+            slot_stride=keys.stride(1),
+            head_stride=keys.stride(2),
+            logits=logits_NV.data_ptr(),
+            taps=(c_void_p * len(self._layers))(
+                *(tapped[i].data_ptr() if i in tapped else None for i in range(len(self._layers)))
+            ),
+            workspace=self._work_memory(len(plan), len(plan.heads), max_entries, threads),
+            num_threads=threads,
+        )
+
+    def _work_memory(self, *sizes: int) -> int:
+        """Address of enough work memory; it only ever grows."""
+        needed = self._workspace_size(self._model, *sizes)
+        if needed > self._workspace.numel():
+            self._workspace = torch.empty(needed, dtype=torch.float32)
+        return self._workspace.data_ptr()
+
+    def _check_plan(self, plan: ForwardPlan, cache: KVCache) -> None:
+        if not 0 <= min(plan.token_ids) <= max(plan.token_ids) < self._config.vocab_size:
+            raise IndexError(
+                f"token ids {min(plan.token_ids)} to {max(plan.token_ids)} do not fit a "
+                f"vocabulary of {self._config.vocab_size}"
+            )
+        if max(plan.entries) >= cache.capacity or max(plan.slots) >= cache.keys_LSHCD.shape[1]:
+            raise IndexError(
+                f"entry {max(plan.entries)} of slot {max(plan.slots)} lies outside a cache of "
+                f"{cache.keys_LSHCD.shape[1]} slots of {cache.capacity} entries; reserve it first"
+            )
+
+    def _describe_model(self) -> _Model:
+        config, weights = self._config, self._weights
+        return _Model(
+            hidden=config.hidden_size,
+            feed_forward=config.intermediate_size,
+            num_layers=len(weights.layers),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            vocab=config.vocab_size,
+            is_bf16=weights.dtype == torch.bfloat16,
+            norm_eps=config.rms_norm_eps,
+            layers=self._layers,
+            embedding=self._matrix(weights.embedding_VE),
+            head=self._matrix(weights.head_VE),
+            final_norm=self._vector(weights.final_norm_E),
+            inv_freq=self._vector(inverse_frequencies(config)),
+        )
+
+    def _layer(self, layer: LayerWeights) -> _Layer:
+        return _Layer(
+            attention_norm=self._vector(layer.attention_norm_E),
+            qkv=self._matrix(layer.qkv_weight),
+            qkv_bias=self._vector(layer.qkv_bias),
+            query_norm=self._vector(layer.query_norm_D),
+            key_norm=self._vector(layer.key_norm_D),
+            output=self._matrix(layer.output_weight),
+            output_bias=self._vector(layer.output_bias),
+            mlp_norm=self._vector(layer.mlp_norm_E),
+            gate_up=self._matrix(layer.gate_up_weight),
+            down=self._matrix(layer.down_weight),
+        )
+
+    def _matrix(self, tensor: Tensor) -> int:
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _vector(self, tensor: Tensor | None) -> int | None:
+        """Vectors are small: a float32 copy spares the kernel a second type."""
+        if tensor is None:
+            return None
+        self._kept.append(tensor.to(torch.float32).contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _ints(values: Iterable[int]) -> ctypes.Array[c_int32]:
+    values = list(values)
+    return (c_int32 * len(values))(*values)
+
+
+def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
+    if weights.device.type != "cpu":
+        raise ConfigError(f"the fused decoder runs on cpu, and the weights are on {weights.device}")
+    if weights.dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"the fused decoder takes bfloat16 or float32 weights, not {weights.dtype}")
+    if config.head_dim % 2 or config.num_attention_heads % config.num_key_value_heads:
+        raise ConfigError(
+            f"head_dim {config.head_dim} must be even, and {config.num_attention_heads} heads a "
+            f"multiple of {config.num_key_value_heads} key-value heads"
+        )

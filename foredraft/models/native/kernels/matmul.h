@@ -1,0 +1,144 @@
+// Products of a weight matrix with a few to a few hundred activation rows.
+//
+// Shape legend: T tokens (activation rows), K inputs of a product, R weight rows of a block.
+//
+// The promise everything else rests on: an output element is the sum over K in one fixed order,
+// kLanes running sums filled from left to right and added up by the tree of `sum_lanes`, whatever
+// the number of tokens, the block that computes it or the thread. So a token has the same values,
+// bit for bit, alone and among others.
+//
+// Speed comes from reading each weight once from memory. Weight rows are taken in panels small
+// enough to stay in the nearest caches while all tokens pass over them, and the next panel is
+// prefetched meanwhile. Within a panel a block of rows meets a block of tokens in registers.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "simd.h"
+#include "team.h"
+
+namespace foredraft {
+
+// Row blocks of every height below divide a panel.
+constexpr int64_t kPanelRows = 12;
+constexpr int64_t kLargePanelRows = 4 * kPanelRows;
+constexpr int64_t kManyTokens = 48;  // from here on larger panels: activations outweigh weights
+constexpr int kBlockTokens = 4;
+
+// Rows that meet a block of so many tokens; rows * tokens running sums stay in registers.
+constexpr int block_rows(int num_tokens) { return kPanelRows / num_tokens > 6 ? 6 : kPanelRows / num_tokens; }
+
+// A matrix [rows, K], rows one after another.
+template <class Weight>
+struct Matrix {
+  const Weight* data;
+  int64_t K;
+
+  const Weight* row(int64_t index) const { return data + index * K; }
+};
+
+// Activation rows in lane order, each padded with zeros to whole pairs.
+struct Activations {
+  const float* data;
+  int64_t stride;
+
+  const float* row(int64_t token) const { return data + token * stride; }
+};
+
+// sums[r * T + t] = <row r of weights, row t of x>. The same number of rows at `ahead` is pulled
+// towards the core meanwhile.
+template <int R, int T, class Weight>
+inline void dot_block(const Weight* weights, int64_t K, const float* x, int64_t x_stride,
+                      const Weight* ahead, float* sums) {
+  constexpr int64_t kLine = 64 / sizeof(Weight);
+  Vec sum[R][T] = {};
+  const auto step = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
+    Pair w[R];
+    for (int r = 0; r < R; ++r) w[r] = load_pair(weights + r * K + k, count);
+    for (int t = 0; t < T; ++t) {
+      const Vec first = load(x + t * x_stride + k);
+      for (int r = 0; r < R; ++r) sum[r][t] = fma(w[r].first, first, sum[r][t]);
+    }
+    for (int t = 0; t < T; ++t) {
+      const Vec second = load(x + t * x_stride + k + kLanes);
+      for (int r = 0; r < R; ++r) sum[r][t] = fma(w[r].second, second, sum[r][t]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + kPair <= K; k += kPair) {
+    if (k % kLine == 0)
+      for (int r = 0; r < R; ++r) __builtin_prefetch(ahead + r * K + k, 0, 2);
+    step(k, kPair);
+  }
+  if (k < K) step(k, K - k);
+  constexpr int kSums = R * T;
+  const Vec* flat = &sum[0][0];
+  for (int i = 0; i < kSums; i += 4) {
+    const auto at = [&](int j) { return i + j < kSums ? flat[i + j] : Vec{}; };
+    const Quad quad = sum_lanes(at(0), at(1), at(2), at(3));
+    std::memcpy(sums + i, &quad, sizeof quad);
+  }
+}
+
+// Weight rows [begin, end) against T tokens; calls put(token, row, value).
+template <int R, int T, class Weight, class Put>
+inline void row_blocks(const Matrix<Weight>& weights, int64_t begin, int64_t end, const float* x,
+                       int64_t x_stride, int64_t token, int64_t ahead, const Put& put) {
+  float sums[(R * T + 3) / 4 * 4];
+  int64_t row = begin;
+  for (; row + R <= end; row += R) {
+    const int64_t next = row + ahead;
+    dot_block<R, T>(weights.row(row), weights.K, x, x_stride, weights.row(next), sums);
+    for (int r = 0; r < R; ++r)
+      for (int t = 0; t < T; ++t) put(token + t, row + r, sums[r * T + t]);
+  }
+  if constexpr (R > 1)
+    row_blocks<1, T>(weights, row, end, x, x_stride, token, ahead, put);
+}
+
+template <class Weight, class Put>
+inline void panel(const Matrix<Weight>& weights, Range rows, Activations x, int64_t token,
+                  int64_t num_tokens, int64_t ahead, const Put& put) {
+  const auto blocks = [&](auto tokens) {
+    constexpr int T = decltype(tokens)::value;
+    row_blocks<block_rows(T), T>(weights, rows.begin, rows.end, x.row(token), x.stride, token,
+                                 ahead, put);
+  };
+  switch (num_tokens) {
+    case 1: return blocks(std::integral_constant<int, 1>{});
+    case 2: return blocks(std::integral_constant<int, 2>{});
+    case 3: return blocks(std::integral_constant<int, 3>{});
+    default: return blocks(std::integral_constant<int, 4>{});
+  }
+}
+
+// Weight rows `rows` against all tokens, in blocks of tokens as even as they come.
+template <class Weight, class Put>
+inline void all_tokens(const Matrix<Weight>& weights, Range rows, Activations x,
+                       int64_t num_tokens, int64_t ahead, const Put& put) {
+  const int64_t blocks = (num_tokens + kBlockTokens - 1) / kBlockTokens;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t token = num_tokens * b / blocks, stop = num_tokens * (b + 1) / blocks;
+    panel(weights, rows, x, token, stop - token, ahead, put);
+  }
+}
+
+inline int64_t panel_rows(int64_t num_tokens) {
+  return num_tokens < kManyTokens ? kPanelRows : kLargePanelRows;
+}
+
+// All of `rows`: put(token, row, value) for each output.
+template <class Weight, class Put>
+inline void matmul(const Matrix<Weight>& weights, Range rows, Activations x, int64_t num_tokens,
+                   const Put& put) {
+  const int64_t step = panel_rows(num_tokens);
+  for (int64_t row = rows.begin; row < rows.end; row += step) {
+    const int64_t end = std::min(row + step, rows.end);
+    const int64_t ahead = end < rows.end ? end - row : 0;
+    all_tokens(weights, Range{row, end}, x, num_tokens, ahead, put);
+  }
+}
+
+}  // namespace foredraft

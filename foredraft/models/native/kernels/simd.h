@@ -1,0 +1,195 @@
+// Vectors of floats: the only file that knows an instruction set.
+//
+// Everything is written against `Vec`, a GCC/Clang vector of kLanes floats. Multiply-adds are
+// always explicit (`fma`) and the build forbids the compiler to make its own, so an expression has
+// the same value wherever it is inlined. That is what makes a result independent of the shape of
+// the block that computed it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace foredraft {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+// Weights and activations are read two vectors at a time; see `load_pair`.
+constexpr int kPair = 2 * kLanes;
+
+typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(float))));
+typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(float))));
+typedef float Quad __attribute__((vector_size(16)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline Vec load(const float* source) {
+  Vec v;
+  std::memcpy(&v, source, sizeof v);
+  return v;
+}
+
+inline void store(float* target, Vec v) { std::memcpy(target, &v, sizeof v); }
+
+inline Vec broadcast(float x) { return x - Vec{}; }
+
+// a * b + c, rounded once where the machine can.
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+// ---- sums over lanes: one fixed tree for every vector -------------------------------------------
+
+#if defined(__AVX__)
+inline __m128 pair_sums(__m128 a, __m128 b) {
+  return _mm_add_ps(_mm_shuffle_ps(a, b, 0x88), _mm_shuffle_ps(a, b, 0xdd));
+}
+#endif
+#if defined(__AVX512F__)
+inline __m256 folded(Vec v) {
+  const __m512 x = (__m512)v;
+  const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
+  return _mm256_add_ps(_mm512_castps512_ps256(x), high);
+}
+#elif defined(__AVX__)
+inline __m256 folded(Vec v) { return (__m256)v; }
+#endif
+
+// The sums of four vectors' lanes.
+inline Quad sum_lanes(Vec a, Vec b, Vec c, Vec d) {
+#if defined(__AVX__)
+  const auto pairs = [](__m256 x, __m256 y) {
+    return _mm256_add_ps(_mm256_shuffle_ps(x, y, 0x88), _mm256_shuffle_ps(x, y, 0xdd));
+  };
+  const __m256 halves = pairs(pairs(folded(a), folded(b)), pairs(folded(c), folded(d)));
+  return (Quad)_mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  const auto pairs = [](float32x4_t x, float32x4_t y) { return vpaddq_f32(x, y); };
+  return (Quad)pairs(pairs((float32x4_t)a, (float32x4_t)b), pairs((float32x4_t)c, (float32x4_t)d));
+#else
+  const auto sum = [](Vec v) { return (v[0] + v[1]) + (v[2] + v[3]); };
+  return Quad{sum(a), sum(b), sum(c), sum(d)};
+#endif
+}
+
+inline float sum_lanes(Vec v) { return sum_lanes(v, Vec{}, Vec{}, Vec{})[0]; }
+
+inline float max_lanes(Vec v) {
+  float most = v[0];
+  for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+}
+
+// ---- weights ------------------------------------------------------------------------------------
+
+struct Pair {
+  Vec first, second;
+};
+
+// kPair weights as two vectors. A bfloat16 is the upper half of a float, so of each 32-bit word the
+// low half is shifted up and the high half is masked: `first` holds the even elements and `second`
+// the odd ones. Activations are stored in that order (`lane_order`), which costs nothing per
+// weight. Elements of float weights stay in place.
+inline Pair load_pair(const bf16* source) {
+  Bits words;
+  std::memcpy(&words, source, sizeof words);
+  return {(Vec)(words << 16), (Vec)(words & 0xffff0000u)};
+}
+
+inline Pair load_pair(const float* source) { return {load(source), load(source + kLanes)}; }
+
+// The same with only the leading `count` elements there; zeros stand for the rest.
+template <class Weight>
+inline Pair load_pair(const Weight* source, int64_t count) {
+  if (count >= kPair) return load_pair(source);
+  Weight padded[kPair] = {};
+  std::memcpy(padded, source, count * sizeof(Weight));
+  return load_pair(padded);
+}
+
+// Where element i of an activation row is stored for weights of this type.
+template <class Weight>
+inline int64_t lane_order(int64_t i);
+
+template <>
+inline int64_t lane_order<float>(int64_t i) {
+  return i;
+}
+
+template <>
+inline int64_t lane_order<bf16>(int64_t i) {
+  const int64_t within = i % kPair;
+  return i - within + within / 2 + (within % 2) * kLanes;
+}
+
+inline int64_t padded(int64_t size) { return (size + kPair - 1) / kPair * kPair; }
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bf16 x) {
+  const uint32_t word = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+inline void from_float(float x, float& out) { out = x; }
+
+// Round to nearest, ties to even; a NaN stays one.
+inline void from_float(float x, bf16& out) {
+  uint32_t word;
+  std::memcpy(&word, &x, sizeof word);
+  const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
+  out.bits = uint16_t(is_nan ? (word >> 16) | 0x40u : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
+}
+
+// ---- exp ----------------------------------------------------------------------------------------
+
+// e^x to about 1 ulp for x <= 88; 0 below -87; NaN of NaN. x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its
+// Taylor series of degree 7, whose remainder is below half an ulp there.
+inline Vec exp(Vec x) {
+  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec bounded = x > -87.0f ? x : broadcast(-87.0f);
+  const Vec shifted = fma(bounded, broadcast(1.44269504f), magic);
+  const Vec n = shifted - magic;
+  Vec r = fma(n, broadcast(-0.693359375f), bounded);  // ln 2 in two parts
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  Vec e = broadcast(1.0f / 5040);
+  for (float coefficient : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    e = fma(e, r, broadcast(coefficient));
+  const Ints power = ((Ints)shifted - (Ints)magic) << 23;
+  const Vec scaled = (Vec)((Ints)e + power);
+  return x > -87.0f ? scaled : x == x ? Vec{} : x;
+}
+
+// x * sigmoid(x)
+inline Vec silu(Vec x) {
+  const Vec floor = x > -80.0f ? x : broadcast(-80.0f);  // e^80 is finite; silu is 0 below
+  return x / (1.0f + exp(-floor));
+}
+
+}  // namespace foredraft

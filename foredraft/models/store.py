@@ -1,0 +1,172 @@
+"""From the name of a model to a local directory that holds it.
+
+A name is one of: the built-in model, a directory, a hub id ("org/name"). The built-in model is
+converted once into foredraft's cache; models of the hub stay in the hub's own cache, which other
+programs share.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from foredraft.core.errors import ConfigError, ModelLoadError, unknown
+from foredraft.models import smollm2
+from foredraft.models.manifest import find_damage, write_manifest
+
+BUILT_IN = (smollm2.NAME,)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+_LOG = logging.getLogger("foredraft")
+
+
+class Progress(Protocol):
+    """Told about slow work: what is being done, and how much of it is done."""
+
+    def stage(self, text: str) -> None:
+        """A new piece of work begins; ``text`` names it in a few words."""
+
+    def advance(self, fraction: float) -> None:
+        """The share of the current stage that is done, 0 to 1."""
+
+
+class SilentProgress:
+    """A `Progress` that says nothing."""
+
+    def stage(self, text: str) -> None:
+        pass
+
+    def advance(self, fraction: float) -> None:
+        pass
+
+
+def resolve_model(
+    name: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """The directory of a model, which is obtained first if need be.
+
+    Args:
+        name: a built-in name (case and ``-``/``_`` do not matter), a directory, or a hub id.
+        revision: branch, tag or commit of a hub id.
+        local_files_only: never use the network.
+        progress: told about downloads and conversions.
+
+    Raises:
+        ConfigError: no such name or directory, or a revision of something that has none.
+        ModelLoadError: the model cannot be obtained; the message says what to do.
+    """
+    name, progress = os.fspath(name), progress or SilentProgress()
+    built_in = _built_in_name(name)
+    path = Path(os.path.expanduser(name))  # pathlib's own raises for an unknown user
+    is_hub_id = built_in is None and not path.exists() and _is_hub_id(name)
+    if revision is not None and not is_hub_id:
+        raise ConfigError(f"revision {revision!r} was given, but {name!r} is not a hub id")
+    if built_in is not None:
+        return _resolve_built_in(built_in, local_files_only, progress)
+    if is_hub_id:
+        from foredraft.models.hub import fetch
+
+        return fetch(name, revision, local_files_only, progress)
+    return _existing_directory(name, path)
+
+
+def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where foredraft keeps what it makes.
+
+    The first of ``$FOREDRAFT_CACHE``, ``$XDG_CACHE_HOME/foredraft`` and ``~/.cache/foredraft``.
+    """
+    if own := environment.get("FOREDRAFT_CACHE"):
+        return Path(own).expanduser()
+    if shared := environment.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "foredraft"
+    return Path.home() / ".cache" / "foredraft"
+
+
+def _built_in_name(name: str) -> str | None:
+    folded = name.lower().replace("_", "-")
+    return folded if folded in BUILT_IN else None
+
+
+def _is_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and not name.startswith((".", "~"))
+
+
+def _existing_directory(name: str, path: Path) -> Path:
+    if name and path.is_dir():  # an empty name would be the working directory
+        return path
+    if name and path.exists():
+        raise ConfigError(f"{name!r} is a file; name the directory that holds the model")
+    if os.sep in name or name.startswith(("~", ".")):
+        raise ConfigError(f"no such directory: {name!r} (looked for {path.absolute()})")
+    raise ConfigError(
+        f"{unknown('model', name, BUILT_IN)}; a model can also be a local directory or a hub id "
+        "such as 'org/name'"
+    )
+
+
+# ------------------------------------------------------------------------------------- built-in
+
+
+def _resolve_built_in(name: str, local_files_only: bool, progress: Progress) -> Path:
+    directory = cache_root() / "models" / name
+    if find_damage(directory, smollm2.RECIPE) is None:
+        return directory
+    try:
+        return _make_alone(directory, local_files_only, progress)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot keep {name} in {directory.parent}: {error}. Free some space (about 0.5 GB) or "
+            "set FOREDRAFT_CACHE to a directory that can be written"
+        ) from error
+
+
+def _make_alone(directory: Path, local_files_only: bool, progress: Progress) -> Path:
+    """Make the directory unless another process has done so while this one waited."""
+    from filelock import FileLock, Timeout
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory.with_name(f".{directory.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        progress.stage(f"waiting for another process that is preparing {directory.name}")
+        lock.acquire()
+    try:
+        damage = find_damage(directory, smollm2.RECIPE)
+        if damage is not None:
+            if directory.exists():
+                _LOG.warning("the cached model %s is made anew: %s", directory, damage)
+            _make(directory, local_files_only, progress)
+    finally:
+        lock.release()
+    return directory
+
+
+def _make(directory: Path, local_files_only: bool, progress: Progress) -> None:
+    """Convert in a scratch folder beside ``directory``, then rename: whole, or not there."""
+    prefix = f".{directory.name}.partial-"
+    for left_behind in directory.parent.glob(f"{prefix}*"):  # by a process that was killed
+        shutil.rmtree(left_behind, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
+    try:
+        made, download = scratch / "model", scratch / "download"
+        made.mkdir()
+        download.mkdir()
+        gguf = smollm2.obtain_gguf(download, progress, allow_download=not local_files_only)
+        smollm2.convert(gguf, made, progress)
+        write_manifest(made, smollm2.RECIPE)
+        if directory.exists():
+            directory.rename(scratch / "replaced")
+        made.rename(directory)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,225 @@
+"""Both caches obey one contract: they hold what a plain list would hold.
+
+`KVCache` stores tensors and `TokenCache` tokens. A probe writes token t as the value t everywhere
+in the token's entry, so what a cache holds can be read back as tokens and compared with a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foredraft.cache.base import Cache, padded_capacity
+from foredraft.cache.kv import KVCache, KVShape
+from foredraft.core.tree import TokenTree
+from foredraft.models.table import TokenCache
+
+SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=4)
+
+
+class Probe(Protocol):
+    """A cache, and the means to write and read its entries as tokens."""
+
+    @property
+    def cache(self) -> Cache: ...
+
+    def write(self, slot: int, tokens: Sequence[int]) -> None:
+        """What a forward does: entries behind the ones that count."""
+        ...
+
+    def read(self, slot: int) -> list[int]:
+        """The entries that count."""
+        ...
+
+
+class TokenProbe:
+    def __init__(self) -> None:
+        self.cache = TokenCache()
+
+    def write(self, slot: int, tokens: Sequence[int]) -> None:
+        self.cache.write(slot, tokens)
+
+    def read(self, slot: int) -> list[int]:
+        return list(self.cache.context(slot))
+
+
+class KVProbe:
+    """Keys hold the token plus a share that tells layers and heads apart; values its negative."""
+
+    def __init__(self, max_length: int = 2000) -> None:
+        self.cache = KVCache(SHAPE, torch.float32, "cpu", max_length)
+        layers, heads = torch.arange(SHAPE.num_layers), torch.arange(SHAPE.num_kv_heads)
+        self._share_LH = (layers[:, None] * 8 + heads[None, :]) / 64
+
+    def write(self, slot: int, tokens: Sequence[int]) -> None:
+        self.cache.reserve(slot, len(tokens))
+        first = self.cache.length(slot)
+        entries = slice(first, first + len(tokens))
+        value_LHT1 = (torch.tensor(tokens) + self._share_LH[..., None])[..., None]
+        self.cache.keys_LSHCD[:, slot, :, entries] = value_LHT1
+        self.cache.values_LSHCD[:, slot, :, entries] = -value_LHT1
+
+    def read(self, slot: int) -> list[int]:
+        entries = slice(0, self.cache.length(slot))
+        keys = self.cache.keys_LSHCD[:, slot, :, entries]
+        values = self.cache.values_LSHCD[:, slot, :, entries]
+        tokens = keys[0, 0, :, 0].round()
+        assert torch.equal(keys, (tokens + self._share_LH[..., None])[..., None].expand_as(keys))
+        assert torch.equal(values, -keys)
+        return [int(token) for token in tokens]
+
+
+@pytest.fixture(params=[TokenProbe, KVProbe])
+def probe(request: pytest.FixtureRequest) -> Probe:
+    new: Callable[[], Probe] = request.param
+    return new()
+
+
+def test_keeps_pending_tokens_and_forgets_an_unkept_draft(probe: Probe) -> None:
+    slot = probe.cache.allocate()
+    probe.write(slot, [1, 2, 3, 90, 91])
+    probe.cache.keep(slot, 3, ())
+    assert probe.read(slot) == [1, 2, 3]
+    probe.write(slot, [4])
+    probe.cache.keep(slot, 1, ())
+    assert probe.read(slot) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [((), []), ((0,), [50]), ((0, 1), [50, 51]), ((1,), [51]), ((2, 4), [52, 54]), ((4,), [54])],
+)
+def test_keeps_a_path_through_a_tree(probe: Probe, path: Sequence[int], kept: list[int]) -> None:
+    slot = probe.cache.allocate()
+    probe.write(slot, [7, 8, 50, 51, 52, 53, 54])
+    probe.cache.keep(slot, 2, path)
+    assert probe.read(slot) == [7, 8, *kept]
+
+
+def test_rows_of_different_lengths_do_not_touch_each_other(probe: Probe) -> None:
+    first, second = probe.cache.allocate(), probe.cache.allocate()
+    probe.write(first, [1, 2, 60, 61])
+    probe.write(second, [3])
+    probe.cache.keep(second, 1, ())
+    probe.cache.keep(first, 2, (1,))
+    assert (probe.read(first), probe.read(second)) == ([1, 2, 61], [3])
+
+
+def test_truncates(probe: Probe) -> None:
+    slot = probe.cache.allocate()
+    probe.write(slot, [1, 2, 3])
+    probe.cache.keep(slot, 3, ())
+    probe.cache.truncate(slot, 1)
+    probe.write(slot, [9])
+    probe.cache.keep(slot, 1, ())
+    assert probe.read(slot) == [1, 9]
+    for length in (3, -1):
+        with pytest.raises(ValueError, match="cannot truncate 2 entries"):
+            probe.cache.truncate(slot, length)
+
+
+def test_a_fork_is_independent(probe: Probe) -> None:
+    slot = probe.cache.allocate()
+    probe.write(slot, [1, 2])
+    probe.cache.keep(slot, 2, ())
+    copy = probe.cache.fork(slot)
+    probe.write(copy, [3])
+    probe.cache.keep(copy, 1, ())
+    probe.cache.truncate(slot, 1)
+    assert (probe.read(slot), probe.read(copy)) == ([1], [1, 2, 3])
+    probe.cache.free(slot)
+    assert probe.read(copy) == [1, 2, 3]
+
+
+def test_a_freed_slot_comes_back_empty(probe: Probe) -> None:
+    slot, other = probe.cache.allocate(), probe.cache.allocate()
+    probe.write(slot, [1, 2])
+    probe.cache.keep(slot, 2, ())
+    probe.cache.free(slot)
+    assert probe.cache.allocate() == slot
+    assert (probe.read(slot), probe.read(other)) == ([], [])
+
+
+def test_a_slot_that_is_not_allocated_is_an_error(probe: Probe) -> None:
+    cache, slot = probe.cache, probe.cache.allocate()
+    cache.free(slot)
+    for use in (
+        lambda: cache.length(slot),
+        lambda: cache.keep(slot, 0, ()),
+        lambda: cache.truncate(slot, 0),
+        lambda: cache.fork(slot),
+        lambda: cache.free(slot),
+    ):
+        with pytest.raises(KeyError, match="not allocated"):
+            use()
+
+
+def test_grows_without_losing_entries_and_shrinks_to_nothing() -> None:
+    probe = KVProbe()
+    slot, other = probe.cache.allocate(), probe.cache.allocate()
+    expected: list[int] = []
+    for start in range(0, 1200, 100):
+        probe.write(slot, range(start, start + 100))
+        probe.cache.keep(slot, 100, ())
+        expected.extend(range(start, start + 100))
+        assert probe.read(slot) == expected
+    assert probe.cache.capacity >= 1200
+    num_slots = 2
+    expected_bytes = num_slots * probe.cache.capacity * SHAPE.bytes_per_token(torch.float32)
+    assert probe.cache.num_bytes == expected_bytes
+    probe.cache.free(slot)
+    probe.cache.free(other)
+    assert probe.cache.num_bytes == 0
+
+
+def test_reserves_up_to_its_limit_and_not_beyond() -> None:
+    probe = KVProbe(max_length=300)
+    slot = probe.cache.allocate()
+    probe.cache.reserve(slot, 300)
+    assert probe.cache.capacity == padded_capacity(300)
+    with pytest.raises(ValueError, match="301 cache entries wanted; a slot holds 300"):
+        probe.cache.reserve(slot, 301)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TokenTree:
+    parents = [draw(st.integers(-1, i - 1)) for i in range(draw(st.integers(0, 6)))]
+    return TokenTree(tuple(range(500, 500 + len(parents))), tuple(parents))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), new=st.sampled_from([TokenProbe, KVProbe]))
+def test_holds_what_a_list_would_hold(data: st.DataObject, new: Callable[[], Probe]) -> None:
+    probe, lists = new(), dict[int, list[int]]()
+    for step in range(data.draw(st.integers(1, 25), label="steps")):
+        actions = ["allocate"] + (["forward"] * 4 + ["truncate", "fork", "free"]) * bool(lists)
+        action = data.draw(st.sampled_from(actions), label="action")
+        if action == "allocate":
+            slot = probe.cache.allocate()
+            assert slot not in lists
+            lists[slot] = []
+            continue
+        slot = data.draw(st.sampled_from(sorted(lists)), label="slot")
+        if action == "forward":
+            pending = [step * 8 + i for i in range(data.draw(st.integers(0, 5), label="pending"))]
+            tree = data.draw(trees(), label="tree")
+            path = data.draw(st.sampled_from([(), *tree.paths]), label="path")
+            probe.write(slot, [*pending, *tree.tokens])
+            probe.cache.keep(slot, len(pending), path)
+            lists[slot] += [*pending, *(tree.tokens[node] for node in path)]
+        elif action == "truncate":
+            length = data.draw(st.integers(0, len(lists[slot])), label="length")
+            probe.cache.truncate(slot, length)
+            del lists[slot][length:]
+        elif action == "fork":
+            lists[probe.cache.fork(slot)] = list(lists[slot])
+        else:
+            probe.cache.free(slot)
+            del lists[slot]
+        assert {slot: probe.read(slot) for slot in lists} == lists
+        assert all(probe.cache.length(slot) == len(held) for slot, held in lists.items())

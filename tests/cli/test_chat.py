@@ -1,0 +1,74 @@
+"""A conversation: what it remembers, and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from foredraft.cli.chat import Conversation
+from foredraft.core.sampling import SamplingParams
+from foredraft.engine.engine import Event
+from foredraft.llm import LLM
+
+
+@pytest.fixture
+def llm(checkpoint: Path) -> LLM:
+    return LLM.load(str(checkpoint), dtype="float32", drafter="ngram")
+
+
+def conversation(llm: LLM, **options: object) -> Conversation:
+    params = SamplingParams.of(**{"max_tokens": 8, "ignore_eos": True, **options})
+    return Conversation(llm, params, Console(file=io.StringIO()))
+
+
+def test_a_second_turn_reads_only_what_is_new(llm: LLM) -> None:
+    talk = conversation(llm)
+    talk.answer("The ferry crosses the river.")
+    held = len(talk._session.tokens)
+    talk.answer("And then?")
+    assert held > 20
+    assert len(talk._session.tokens) > held
+    fresh = llm.chat(talk.messages[:3], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert talk.messages[3]["content"] == fresh.text
+
+
+def test_ctrl_c_stops_the_reply_and_not_the_conversation(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = conversation(llm, max_tokens=200)
+    whole = llm.stream_chat
+
+    def interrupted(*arguments: object) -> object:
+        for number, event in enumerate(whole(*arguments)):  # type: ignore[arg-type]
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            assert isinstance(event, Event)
+            yield event
+
+    monkeypatch.setattr(llm, "stream_chat", interrupted)
+    talk.answer("Talk for a long time.")
+    assert talk.messages[-1]["role"] == "assistant"
+    assert not talk._session.busy
+    monkeypatch.undo()
+    talk.answer("Still there?")
+    assert len(talk.messages) == 4
+
+
+def test_a_message_that_does_not_fit_is_refused_and_forgotten(llm: LLM) -> None:
+    talk = conversation(llm)
+    talk.answer("word " * 3000)
+    assert talk.messages == []
+    talk.answer("Hello")
+    assert len(talk.messages) == 2
+
+
+def test_reset_keeps_the_system_message(llm: LLM) -> None:
+    talk = Conversation(llm, SamplingParams(max_tokens=2), Console(file=io.StringIO()), "Be brief.")
+    talk.answer("Hello")
+    talk.reset()
+    assert talk.messages == [{"role": "system", "content": "Be brief."}]

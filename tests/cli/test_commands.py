@@ -1,0 +1,125 @@
+"""The commands, run on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from foredraft.cli import demo as demo_module
+from foredraft.cli.main import app
+from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
+from foredraft.measure import MeasuredRun
+from tests.cli.conftest import Run
+
+
+def test_generate_streams_the_text(run: Run) -> None:
+    plain = run("generate", "The ferry", "--max-tokens", "12", "--drafter", "none")
+    drafted = run("generate", "The ferry", "--max-tokens", "12", "--drafter", "ngram")
+    assert plain.exit_code == drafted.exit_code == 0
+    assert plain.stdout == drafted.stdout
+    assert "12 tokens in 12 steps" in plain.stderr
+
+
+def test_generate_json_holds_everything(run: Run) -> None:
+    result = run("generate", "a b a b a b", "--max-tokens", "9", "--seed", "3", "--json")
+    report = json.loads(result.stdout)
+    assert report["drafter"] == "ngram"
+    assert report["seed"] == 3
+    stats = report["stats"]
+    assert stats["committed"] == len(report["token_ids"])
+    assert stats["drafted"] == stats["accepted"] + stats["rejected"] + stats["discarded"]
+
+
+def test_generate_reads_standard_input(run: Run) -> None:
+    piped = run("generate", "-", "--max-tokens", "4", "--json", input="The ferry")
+    given = run("generate", "The ferry", "--max-tokens", "4", "--json")
+    assert json.loads(piped.stdout)["token_ids"] == json.loads(given.stdout)["token_ids"]
+
+
+def test_generate_passes_drafter_options_on(run: Run) -> None:
+    assert run("generate", "x", "--max-tokens", "3", "--drafter-option", "max-ngram-size=3").exit_code == 0
+    wrong = run("generate", "x", "--drafter-option", "max_ngram_sise=3")
+    assert isinstance(wrong.exception, ConfigError)
+    assert "max_ngram_size" in str(wrong.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected", "message"),
+    [
+        (("--temperature", "-1"), ConfigError, "temperature is -1.0"),
+        (("--temperature", "nan"), ConfigError, "finite"),
+        (("--top-p", "0"), ConfigError, "top_p"),
+        (("--stop", ""), ConfigError, "non-empty"),
+        (("--num-draft-tokens", "-1"), ConfigError, "num_draft_tokens"),
+        (("--drafter", "ngrm"), ConfigError, "did you mean 'ngram'"),
+        (("--dtype", "bfloat"), ConfigError, "did you mean 'bfloat16'"),
+        (("--drafter-option", "x"), ConfigError, "NAME=VALUE"),
+        (("--max-context", "2", "--max-tokens", "3"), ForedraftError, "context"),
+    ],
+)
+def test_generate_explains_bad_values(
+    run: Run, arguments: tuple[str, ...], expected: type[Exception], message: str
+) -> None:
+    result = run("generate", "The ferry crosses", *arguments)
+    assert isinstance(result.exception, expected)
+    assert message in str(result.exception)
+
+
+def test_unknown_options_and_commands_name_the_nearest() -> None:
+    option = CliRunner().invoke(app, ["generate", "x", "--temprature", "1"])
+    assert option.exit_code == 2
+    assert "--temperature" in option.output
+    command = CliRunner().invoke(app, ["generat"])
+    assert command.exit_code == 2
+    assert "generate" in command.output
+
+
+def test_no_such_model_directory() -> None:
+    result = CliRunner().invoke(app, ["generate", "x", "--model", "./no/such/place"])
+    assert isinstance(result.exception, ConfigError | ModelLoadError)
+    assert "./no/such/place" in str(result.exception)
+
+
+def test_doctor_prints_the_plan(run: Run) -> None:
+    report = json.loads(run("doctor", "--json", "--tokens", "100").stdout)
+    target = report["models"]["target"]
+    assert target["dtype"] == "float32"
+    assert target["total_bytes"] == target["weight_bytes"] + target["cache_bytes"]
+    shown = run("doctor").stdout
+    assert "target: name" in shown
+    assert "MB" in shown
+
+
+def test_doctor_describes_the_draft_model(run: Run, checkpoint: Path) -> None:
+    report = json.loads(run("doctor", "--json", "--draft-model", str(checkpoint)).stdout)
+    assert report["drafter"] == "draft_model"
+    assert set(report["models"]) == {"target", "draft model"}
+
+
+def test_demo_proves_that_texts_are_identical(run: Run) -> None:
+    result = run("demo", "--max-tokens", "6")
+    assert result.exit_code == 0
+    assert result.stdout.count("identical: sha256") == 3
+
+
+def test_demo_fails_when_a_text_differs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = iter("abcdefghijklmnopqrstuvwxyz")
+    monkeypatch.setattr(MeasuredRun, "sha256", property(lambda run: next(digests)))
+    result = run("demo", "--max-tokens", "4")
+    assert result.exit_code == 1
+    assert "DIFFERENT" in result.stdout
+    assert demo_module.DEMO
+
+
+def test_help_of_every_command_teaches() -> None:
+    for command in ("generate", "chat", "doctor", "demo", "bench"):
+        result = CliRunner().invoke(app, [command, "--help"])
+        assert result.exit_code == 0
+        assert len(result.output) > 300
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output.startswith("foredraft ")

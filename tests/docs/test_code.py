@@ -1,0 +1,66 @@
+"""Code in the pages runs and prints what the pages say; commands have the options they show."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, blocks, code_spans, page_id
+
+WITH_PYTHON = [page for page in PAGES if any(language == "python" for language, _ in blocks(page))]
+LOADS_A_MODEL = re.compile(r"LLM\.load|from_pretrained")
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=page_id)
+def test_python_runs_and_prints_what_follows(
+    page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The blocks of a page are one script; a text block right after one is its output.
+
+    From the first block that loads a real model on, blocks are only compiled.
+    """
+    script, expected, runs, previous = "", "", True, ""
+    for language, content in blocks(page):
+        if language == "python":
+            compile(content, page_id(page), "exec")
+            runs = runs and not LOADS_A_MODEL.search(content)
+            script += content if runs else ""
+        elif language == "text" and previous == "python" and runs:
+            expected += content
+        previous = language
+    path = tmp_path / "page.py"
+    path.write_text(script)
+    runpy.run_path(str(path))
+    assert capsys.readouterr().out == expected
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each `foredraft …` command line on a page."""
+    shell = "\n".join(
+        content for language, content in blocks(page) if language in ("sh", "console")
+    )
+    lines = [*shell.replace("\\\n", " ").splitlines(), *code_spans(page)]
+    for line in lines:
+        words = line.removeprefix("$ ").split()
+        if len(words) > 1 and words[0] == "foredraft":
+            yield words[1:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_and_their_options_exist(page: Path) -> None:
+    typer = pytest.importorskip("typer")
+    app = pytest.importorskip("foredraft.cli.main", exc_type=ImportError).app
+    for words in commands(page):
+        command = typer.main.get_command(app)
+        while hasattr(command, "commands") and words and not words[0].startswith("-"):
+            assert words[0] in command.commands, words
+            command = command.commands[words.pop(0)]
+        known = {name for parameter in command.params for name in parameter.opts}
+        known |= {"--help", "-h"}
+        for word in words:
+            if re.match(r"--?[a-z]", word):
+                assert word.partition("=")[0] in known, word

@@ -1,0 +1,37 @@
+"""Every drafter has a page that agrees with its spec; the worked example is the real package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import foredraft.drafters
+from foredraft.drafters import drafter_names, drafter_spec
+from tests.docs.pages import REPO, blocks
+
+EXAMPLE = REPO / "examples" / "foredraft-recall-drafter"
+HERE = Path(foredraft.drafters.__file__).parent
+BUILT_IN = [
+    name for name in drafter_names() if (HERE / f"{name}.py").exists() or (HERE / name).is_dir()
+]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_page_agrees_with_the_spec(name: str) -> None:
+    text, spec = (REPO / "docs" / "drafters" / f"{name}.md").read_text(), drafter_spec(name)
+    table = re.search(r"^\| option .*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)`", table[1], re.MULTILINE) if table else []
+    assert sorted(listed) == sorted(spec.options)
+    assert f"Default draft tokens: {spec.num_draft_tokens}." in text
+
+
+def test_every_page_is_of_a_drafter() -> None:
+    assert sorted(path.stem for path in (REPO / "docs" / "drafters").glob("*.md")) == BUILT_IN
+
+
+def test_add_a_drafter_shows_the_example_as_it_is() -> None:
+    shown = blocks(REPO / "docs" / "add-a-drafter.md")
+    assert ("python", (EXAMPLE / "foredraft_recall.py").read_text()) in shown
+    assert ("toml", (EXAMPLE / "pyproject.toml").read_text()) in shown

@@ -1,0 +1,100 @@
+"""One step's verdict becomes committed tokens; what stops cuts tokens, path and counts alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import pytest
+
+from foredraft.core.errors import NonFiniteScoresError
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.sequence import Sequence
+from foredraft.core.tree import TokenTree
+from foredraft.core.verify import Verdict
+from foredraft.engine.commit import commit
+from foredraft.engine.detokenize import TextAssembler
+from foredraft.engine.row import Row
+from tests.engine.helpers import letters
+
+PROMPT = [9, 9, 9]
+
+
+def new_row(stop_ids: Many[int] = (), stop: Many[str] = (), max_tokens: int = 100) -> Row:
+    params = SamplingParams(max_tokens=max_tokens, stop=stop, seed=0)
+    sequence = Sequence(0, 0, list(PROMPT), len(PROMPT), params, seed=0)
+    return Row(sequence, TextAssembler(letters(), stop), frozenset(stop_ids))
+
+
+CHAIN = Proposal.chosen(TokenTree.chain([0, 1, 2, 3]))
+ALL = Verdict((0, 1, 2, 3), 4, "bonus")
+
+
+@pytest.mark.parametrize(
+    ("row", "tokens", "reason", "num_accepted", "path", "discarded", "text"),
+    [
+        (new_row(), (0, 1, 2, 3, 4), None, 4, (0, 1, 2, 3), 0, "abcde"),
+        (new_row(stop_ids=[0]), (0,), "stop", 1, (), 3, ""),
+        (new_row(stop_ids=[2]), (0, 1, 2), "stop", 3, (0, 1), 1, "ab"),
+        (new_row(stop_ids=[3]), (0, 1, 2, 3), "stop", 4, (0, 1, 2), 0, "abc"),
+        (new_row(stop_ids=[4]), (0, 1, 2, 3, 4), "stop", 4, (0, 1, 2, 3), 0, "abcd"),
+        (new_row(stop=["bc"]), (0, 1, 2), "stop", 3, (0, 1), 1, "a"),
+        (new_row(stop=["e"]), (0, 1, 2, 3, 4), "stop", 4, (0, 1, 2, 3), 0, "abcd"),
+        (new_row(max_tokens=2), (0, 1), "length", 2, (0,), 2, "ab"),
+        (new_row(max_tokens=5), (0, 1, 2, 3, 4), "length", 4, (0, 1, 2, 3), 0, "abcde"),
+        (new_row(stop_ids=[1], max_tokens=2), (0, 1), "stop", 2, (0,), 2, "a"),
+    ],
+)
+def test_what_stops_cuts_everything_at_one_token(
+    row: Row,
+    tokens: tuple[int, ...],
+    reason: str | None,
+    num_accepted: int,
+    path: tuple[int, ...],
+    discarded: int,
+    text: str,
+) -> None:
+    done = commit(row, CHAIN, ALL)
+    assert (done.tokens, done.finish_reason, done.num_accepted) == (tokens, reason, num_accepted)
+    assert (done.path, done.num_pending) == (path, len(PROMPT))
+    assert row.sequence.generated == list(tokens)
+    assert row.sequence.pending == [tokens[-1]]
+    assert row.text.text == text
+    stats = row.sequence.stats
+    assert (stats.steps, stats.drafted, stats.committed) == (1, 4, len(tokens))
+    assert (stats.accepted, stats.rejected, stats.discarded) == (num_accepted, 0, discarded)
+
+
+def test_a_correction_commits_the_path_and_one_more() -> None:
+    row = new_row()
+    done = commit(row, CHAIN, Verdict((0, 1), 7, "correction"))
+    assert (done.tokens, done.path, done.num_accepted) == ((0, 1, 7), (0, 1), 2)
+    assert (row.sequence.stats.accepted, row.sequence.stats.rejected) == (2, 2)
+
+
+def test_a_path_through_a_tree() -> None:
+    tree = TokenTree((0, 5, 1, 6), (-1, -1, 0, 1))
+    row = new_row()
+    done = commit(row, Proposal.chosen(tree), Verdict((1, 3), 7, "bonus"))
+    assert (done.tokens, done.path) == ((5, 6, 7), (1, 3))
+    assert row.sequence.num_cached == len(PROMPT) + 2
+
+
+def test_without_a_draft_it_is_plain_decoding() -> None:
+    row = new_row()
+    for token in (3, 4):
+        done = commit(row, NO_PROPOSAL, Verdict((), token, "bonus"))
+        assert (done.tokens, done.path, done.num_accepted) == ((token,), (), 0)
+    assert row.sequence.stats.steps == row.sequence.stats.committed == 2
+    assert row.sequence.pending == [4]
+
+
+def test_a_row_without_a_verdict_ends_in_an_error_and_keeps_what_it_had() -> None:
+    row = new_row()
+    commit(row, CHAIN, ALL)
+    done = commit(row, CHAIN, NonFiniteScoresError("the largest logit is nan"))
+    assert (done.tokens, done.path, done.num_pending) == ((), (), 0)
+    assert done.finish_reason == row.sequence.finish_reason == "error"
+    assert row.error == "the largest logit is nan"
+    assert row.sequence.generated == [0, 1, 2, 3, 4]
+    assert row.sequence.stats.steps == 1

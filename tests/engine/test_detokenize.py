@@ -1,0 +1,243 @@
+"""Text comes out a whole character at a time, cut at the first stop string, never taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from foredraft.engine.detokenize import Piece, TextAssembler, TokenDecoder
+from foredraft.models.tokenizer import Tokenizer
+
+WORDS = ["ab", "c", "abc", "stop", "st", "op", "o", " ", "xx", "é", "\n"]
+
+
+def of_words(token: int) -> str | None:
+    """A decoder for tokens that are whole words."""
+    return WORDS[token]
+
+
+def ids(*words: str) -> list[int]:
+    return [WORDS.index(word) for word in words]
+
+
+def assemble(
+    tokens: Sequence[int], stop: Sequence[str] = (), decode: TokenDecoder = of_words
+) -> tuple[str, list[str], bool]:
+    """Push until something stops; the text, what `take` gave each time, and whether it stopped."""
+    assembler = TextAssembler(decode, stop)
+    taken = []
+    stopped = False
+    for token in tokens:
+        stopped = assembler.push(token, drafted=False)
+        taken.append("".join(piece.text for piece in assembler.take(final=stopped)))
+        if stopped:
+            break
+    else:
+        taken.append("".join(piece.text for piece in assembler.take(final=True)))
+    assert "".join(taken) == assembler.text
+    return assembler.text, taken, stopped
+
+
+def byte_level_tokenizer() -> FastTokenizer:
+    """One token a byte, and the two halves of the euro sign's three bytes as further tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    first, second, third = (_symbol(byte) for byte in "€".encode())
+    for merged in (first + second, first + second + third):
+        vocab[merged] = len(vocab)
+    merges = [(first, second), (first + second, third)]
+    tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _symbol(byte: int) -> str:
+    """The printable character by which a byte-level vocabulary spells ``byte``."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return chr(byte) if byte in printable else chr(256 + others.index(byte))
+
+
+def byte_fallback_tokenizer() -> FastTokenizer:
+    """Words with a leading space, and bytes for everything else (as in Llama 2 and Mistral)."""
+    vocab = {"<unk>": 0, "▁the": 1, "▁ship": 2, "s": 3}
+    vocab |= {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    bpe = models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
+    tokenizer = FastTokenizer(bpe)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+BYTE_LEVEL, BYTE_FALLBACK = byte_level_tokenizer(), byte_fallback_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return _loaded(BYTE_LEVEL, tmp_path_factory.mktemp("byte-level"))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return _loaded(BYTE_FALLBACK, tmp_path_factory.mktemp("byte-fallback"))
+
+
+def _loaded(tokenizer: FastTokenizer, directory: Path) -> Tokenizer:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return Tokenizer(directory)
+
+
+def bytes_of(text: str) -> list[int]:
+    """Token ids of the byte-level tokenizer, one a byte, merges unused."""
+    return [BYTE_LEVEL.token_to_id(_symbol(byte)) for byte in text.encode()]
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve café", "東京 €5", "🦊🌊 done", "e\u0301"])
+def test_never_hands_out_half_a_character(byte_level: Tokenizer, text: str) -> None:
+    decode = byte_level.new_decoder()
+    got, taken, _ = assemble(bytes_of(text), decode=decode)
+    assert got == text
+    assert "\ufffd" not in "".join(taken)
+
+
+def test_a_split_character_belongs_to_the_token_that_completes_it(byte_level: Tokenizer) -> None:
+    half = BYTE_LEVEL.token_to_id(_symbol(0xE2) + _symbol(0x82))
+    last = BYTE_LEVEL.token_to_id(_symbol(0xAC))
+    assembler = TextAssembler(byte_level.new_decoder())
+    assembler.push(half, drafted=False)
+    assert assembler.take() == []
+    assembler.push(last, drafted=True)
+    assert assembler.take() == [Piece("€", drafted=True)]
+
+
+def test_bytes_of_an_unfinished_last_character_are_not_text(byte_level: Tokenizer) -> None:
+    decode = byte_level.new_decoder()
+    assert assemble(bytes_of("ok €")[:-1], decode=decode)[0] == "ok "
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=st.text(max_size=12),
+    stops=st.lists(st.text(min_size=1, max_size=3), max_size=2),
+)
+def test_any_text_survives_bytewise(byte_level: Tokenizer, text: str, stops: list[str]) -> None:
+    text = text.encode(errors="ignore").decode()
+    stops = [s for stop in stops if (s := stop.encode(errors="ignore").decode())]
+    decode = byte_level.new_decoder()
+    got, _, stopped = assemble(bytes_of(text), stops, decode)
+    assert text.startswith(got)
+    if stopped:
+        assert any(text[len(got) :].startswith(stop) for stop in stops)
+    elif "\ufffd" not in text:
+        assert got == text
+        assert not any(stop in text for stop in stops)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.lists(st.one_of(st.integers(1, 3), st.integers(0, 259)), max_size=30))
+def test_stray_bytes_never_stop_a_stream(byte_fallback: Tokenizer, tokens: list[int]) -> None:
+    """A model may emit any token at a high temperature; the decoder has to live with it."""
+    text, _, _ = assemble(tokens, decode=byte_fallback.new_decoder())
+    whole = byte_fallback.decode(tokens)
+    if "\ufffd" not in whole:
+        assert text == whole
+
+
+def test_words_after_a_stray_byte_keep_their_space(byte_fallback: Tokenizer) -> None:
+    byte = 4  # the id of byte 0
+    tokens = [1, byte + ord("A"), byte + 0xE2, 2, 2]
+    decode = byte_fallback.new_decoder()
+    assert assemble(tokens, decode=decode)[0] == "theA\ufffd ship ship"
+
+
+@pytest.mark.parametrize(
+    ("words", "stop", "text"),
+    [
+        (["xx", "stop", "c"], ["stop"], "xx"),
+        (["xx", "st", "op", "c"], ["stop"], "xx"),
+        (["xx", "st", "o", "xx"], ["stop"], "xxstoxx"),
+        (["abc", "c"], ["b"], "a"),
+        (["ab", "c"], ["abc", "bc"], ""),
+        (["ab", "c"], ["bc", "c"], "a"),
+        (["ab", "ab", "c"], ["abc"], "ab"),
+        (["st", "st", "op"], ["stop"], "st"),
+        (["xx", "\n", "\n", "c"], ["\n\n"], "xx"),
+        (["stop"], ["stop"], ""),
+        (["c", "é", "c"], ["é"], "c"),
+    ],
+)
+def test_cuts_at_the_first_stop_string(words: list[str], stop: list[str], text: str) -> None:
+    got, _, stopped = assemble(ids(*words), stop)
+    assert got == text
+    assert stopped == (text != "".join(words))
+
+
+def test_holds_back_what_may_begin_a_stop_string_and_no_more() -> None:
+    _, taken, _ = assemble(ids("xx", "st", "o", "xx", "st"), ["stop"])
+    assert taken == ["xx", "", "", "stoxx", "", "st"]
+
+
+def test_holds_back_inside_a_piece() -> None:
+    _, taken, _ = assemble(ids("abc", "ab"), ["cd"])
+    assert taken == ["ab", "cab", ""]
+
+
+def test_pieces_say_which_token_was_drafted() -> None:
+    assembler = TextAssembler(of_words, ["zz"])
+    for word, drafted in (("ab", True), ("c", True), ("xx", False)):
+        assembler.push(*ids(word), drafted)
+    assert assembler.take() == [Piece("ab", True), Piece("c", True), Piece("xx", False)]
+
+
+def test_held_back_text_keeps_its_flags() -> None:
+    assembler = TextAssembler(of_words, ["cstopx"])
+    for word, drafted in (("ab", False), ("c", True), ("stop", False)):
+        assembler.push(*ids(word), drafted)
+        assert assembler.take() == ([Piece("ab", False)] if word == "ab" else [])
+    assembler.push(*ids(" "), True)
+    assert assembler.take() == [Piece("c", True), Piece("stop", False), Piece(" ", True)]
+
+
+def test_a_cut_goes_through_several_pieces() -> None:
+    assembler = TextAssembler(of_words, ["bcst"])
+    for word, drafted in (("ab", True), ("c", False), ("st", True)):
+        stopped = assembler.push(*ids(word), drafted)
+    assert stopped
+    assert assembler.take(final=True) == [Piece("a", True)]
+    assert assembler.text == "a"
+
+
+def test_no_decoder_no_text() -> None:
+    assembler = TextAssembler(None)
+    assert not assembler.push(0, drafted=False)
+    assert (assembler.text, assembler.take(final=True)) == ("", [])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, len(WORDS) - 1), max_size=15),
+    stops=st.lists(st.sampled_from(["st", "stop", "cab", "xxx", "b", " o"]), max_size=3),
+)
+def test_agrees_with_a_search_of_the_whole_text(tokens: list[int], stops: list[str]) -> None:
+    """The slow reading: after each token look for every stop string in all of the text."""
+    text, stopped = "", False
+    for token in tokens:
+        text += WORDS[token]
+        if hits := [text.index(stop) for stop in stops if stop in text]:
+            text, stopped = text[: min(hits)], True
+            break
+    got, _, did_stop = assemble(tokens, stops)
+    assert (got, did_stop) == (text, stopped)

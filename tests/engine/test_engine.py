@@ -1,0 +1,311 @@
+"""The engine end to end, on tables: what comes out, when it stops, and that nothing leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from foredraft.core.errors import ConfigError, PromptError
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters.base import Drafter, DraftRow
+from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.none import NoDrafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.row import Session
+from foredraft.models.base import RowScores, ScoreRow
+from foredraft.models.table import TableModel
+from tests.engine.helpers import (
+    ScriptedDrafter,
+    counting_drafter,
+    counting_model,
+    finish,
+    generate,
+    new_engine,
+)
+
+
+def results_from_here(engine: Engine) -> dict[int, tuple[int, ...]]:
+    """Ids of every request that ends from here on."""
+    results = [event.result for event in engine.run() if event.result is not None]
+    return {result.request_id: result.token_ids for result in results}
+
+
+PROMPTS = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 9], [0, 1, 2]]
+
+
+@pytest.fixture(params=["none", "always right", "wrong at times", "ngram"])
+def drafter(request: pytest.FixtureRequest) -> Drafter:
+    made: dict[str, Drafter] = {
+        "none": NoDrafter(),
+        "always right": counting_drafter(),
+        "wrong at times": counting_drafter(wrong_every=3),
+        "ngram": NgramDrafter(min_ngram_size=1),
+    }
+    return made[request.param]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("max_batch_size", [1, 3, 8])
+def test_text_does_not_depend_on_drafter_or_company(
+    drafter: Drafter, temperature: float, max_batch_size: int
+) -> None:
+    target = counting_model()
+    params = SamplingParams(temperature=temperature, seed=11, max_tokens=25)
+    alone = [generate(new_engine(target), [prompt], params)[0] for prompt in PROMPTS]
+    engine = new_engine(target, drafter, max_batch_size=max_batch_size)
+    together = generate(engine, PROMPTS, params)
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert [r.text for r in together] == [r.text for r in alone]
+    assert target.cache.entries == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "token_ids", "text"),
+    [
+        ({"max_tokens": 3}, "length", (2, 3, 4), "cde"),
+        ({"stop_token_ids": [4]}, "stop", (2, 3, 4), "cd"),
+        ({"stop": "ef"}, "stop", (2, 3, 4, 5), "cd"),
+        ({"stop": ["hi", "gh"]}, "stop", (2, 3, 4, 5, 6, 7), "cdef"),
+        ({"stop": "ja"}, "stop", (2, 3, 4, 5, 6, 7, 8, 9, 0), "cdefghi"),
+        ({"stop": "zz", "max_tokens": 2}, "length", (2, 3), "cd"),
+        ({"stop": "de", "max_tokens": 2}, "length", (2, 3), "cd"),
+        ({"stop": "e", "max_tokens": 3}, "stop", (2, 3, 4), "cd"),
+        ({}, "stop", (2, 3, 4, 5, 6, 7, 8), "cdefgh"),
+        ({"ignore_eos": True, "max_tokens": 8}, "length", (2, 3, 4, 5, 6, 7, 8, 9), "cdefghij"),
+    ],
+)
+def test_what_ends_a_request_cuts_text_ids_and_counts_alike(
+    drafter: Drafter, options: dict[str, object], reason: str, token_ids: tuple[int, ...], text: str
+) -> None:
+    ignores_eos = "stop" in options or "stop_token_ids" in options
+    params = SamplingParams.of(**{"ignore_eos": ignores_eos, **options})
+    engine = new_engine(counting_model(), drafter, eos_token_ids=[8])
+    (result,) = generate(engine, [[1]], params)
+    assert (result.finish_reason, result.token_ids, result.text) == (reason, token_ids, text)
+    assert result.stats.committed == len(token_ids)
+
+
+def test_a_right_guess_saves_steps_and_a_wrong_one_costs_none() -> None:
+    params = SamplingParams(max_tokens=20)
+    right = generate(new_engine(counting_model(), counting_drafter()), [[1]], params)[0]
+    assert (right.stats.steps, right.stats.accepted, right.stats.rejected) == (4, 16, 0)
+    wrong = generate(new_engine(counting_model(), counting_drafter(1)), [[1]], params)[0]
+    assert (wrong.stats.steps, wrong.stats.accepted) == (20, 0)
+
+
+def test_accepted_tokens_past_the_stop_are_discarded() -> None:
+    params = SamplingParams(stop_token_ids=[3])
+    (result,) = generate(new_engine(counting_model(), counting_drafter()), [[1]], params)
+    assert result.token_ids == (2, 3)
+    assert (result.stats.drafted, result.stats.accepted, result.stats.discarded) == (4, 2, 2)
+
+
+def test_pieces_tell_drafted_text_from_the_targets_own() -> None:
+    engine = new_engine(counting_model(), counting_drafter(wrong_every=3), num_draft_tokens=2)
+    engine.submit([1], SamplingParams(max_tokens=4))
+    pieces = [piece for event in engine.run() for piece in event.pieces]
+    # Position 3 is drafted wrong, and the last token of a request is never drafted.
+    assert [(piece.text, piece.drafted) for piece in pieces] == [
+        ("c", True),
+        ("d", True),
+        ("e", False),
+        ("f", False),
+    ]
+
+
+def test_the_seed_is_drawn_when_none_is_given_and_repeats_the_text() -> None:
+    target = TableModel.random(10, seed=4)
+    first = generate(new_engine(target), [[1]], SamplingParams(temperature=1.0, max_tokens=40))[0]
+    again = SamplingParams(temperature=1.0, max_tokens=40, seed=first.seed)
+    assert generate(new_engine(target), [[1]], again)[0].token_ids == first.token_ids
+    other = generate(new_engine(target), [[1]], SamplingParams(temperature=1.0, max_tokens=40))[0]
+    assert other.seed != first.seed
+
+
+def test_later_requests_wait_for_room_in_the_order_they_came() -> None:
+    target = counting_model()
+    engine = new_engine(target, max_batch_size=2)
+    request_ids = [engine.submit([i], SamplingParams(max_tokens=i + 1)) for i in range(5)]
+    ended = []
+    while engine.has_work:
+        events = engine.step()
+        assert len(events) <= 2
+        assert len(target.cache.entries) <= 2
+        ended += [event.request_id for event in events if event.result is not None]
+    assert ended == request_ids
+
+
+def test_a_request_joins_a_running_batch() -> None:
+    engine = new_engine(counting_model(), counting_drafter(wrong_every=4))
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=30)
+    alone = generate(new_engine(counting_model()), [[3]], params)[0]
+    engine.submit([7, 7], SamplingParams(max_tokens=60))
+    for _ in range(5):
+        engine.step()
+    late = engine.submit([3], params)
+    assert results_from_here(engine)[late] == alone.token_ids
+
+
+def test_cancelled_requests_keep_their_tokens_and_free_their_slot() -> None:
+    target = counting_model()
+    engine = new_engine(target, max_batch_size=2)
+    running, staying, waiting = (engine.submit([i], SamplingParams(max_tokens=9)) for i in range(3))
+    for _ in range(3):
+        engine.step()
+    cancelled = engine.cancel(running)
+    assert cancelled is not None
+    assert (cancelled.finish_reason, cancelled.token_ids) == ("cancelled", (1, 2, 3))
+    never_began = engine.cancel(waiting)
+    assert never_began is not None
+    assert (never_began.finish_reason, never_began.token_ids) == ("cancelled", ())
+    assert results_from_here(engine) == {staying: tuple(range(2, 10)) + (0,)}
+    assert engine.cancel(running) is None
+    assert not engine.has_work
+    assert target.cache.entries == {}
+
+
+def test_the_context_is_filled_to_the_last_token_and_no_further() -> None:
+    for drafter in (None, counting_drafter(), counting_drafter(wrong_every=3)):
+        target = counting_model()
+        target.max_context = 12
+        (result,) = generate(new_engine(target, drafter), [[1, 2, 3]], SamplingParams())
+        assert (result.finish_reason, len(result.token_ids)) == ("length", 9)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        (list(range(10)), "the prompt has 10 tokens and the context holds 10"),
+        ([1, 10], "prompt token 10 is not an id below 10"),
+        ([-1], "prompt token -1"),
+        ([True], "prompt token True"),
+        ([1.0], "prompt token 1.0"),
+    ],
+)
+def test_a_bad_prompt_is_refused(prompt: list[int], message: str) -> None:
+    target = counting_model()
+    target.max_context = 10
+    engine = new_engine(target)
+    with pytest.raises(PromptError, match=message):
+        engine.submit(prompt, SamplingParams())
+    assert not engine.has_work
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    engine = new_engine(counting_model(), new_decoder=None)
+    with pytest.raises(ConfigError, match="stop strings need a tokenizer"):
+        engine.submit([1], SamplingParams(stop="a"))
+    assert generate(engine, [[1]], SamplingParams(max_tokens=2))[0].text == ""
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, None])
+def test_the_batch_size_must_be_a_positive_whole_number(size: object) -> None:
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        new_engine(counting_model(), max_batch_size=size)
+
+
+def test_a_session_reads_only_what_is_new() -> None:
+    read: list[int] = []
+
+    class Watched(TableModel):
+        def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
+            read.extend(len(row.pending) for row in rows)
+            return super().score(rows, taps)
+
+    target = Watched.random(10, seed=3)
+    engine, session = new_engine(target), Session()
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=4)
+
+    def turn(prompt: list[int]) -> tuple[int, ...]:
+        read.clear()
+        request_id = engine.submit(prompt, params, session)
+        return finish(engine)[request_id].token_ids
+
+    first = turn([1, 2, 3])
+    assert read == [3, 1, 1, 1]
+    prompt = [1, 2, 3, *first, 4, 5]
+    second = turn(prompt)
+    assert read == [3, 1, 1, 1]  # the last token of the first reply, and the two new ones
+    assert second == generate(new_engine(target), [prompt], params)[0].token_ids
+    turn([1, 2, 9])
+    assert read[0] == 1  # two tokens in common
+    turn([1, 2, 9])
+    assert read[0] == 1  # the last prompt token is always read again
+    assert len(target.cache.entries) == 1
+    engine.close_session(session)
+    assert target.cache.entries == {}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_session_does_not_change_the_text(drafter: Drafter, temperature: float) -> None:
+    target, session = counting_model(), Session()
+    engine = new_engine(target, drafter)
+    prompt = [3, 4]
+    for turn in range(4):
+        params = SamplingParams(temperature=temperature, seed=turn, max_tokens=7)
+        request_id = engine.submit(prompt, params, session)
+        reply = finish(engine)[request_id].token_ids
+        assert reply == generate(new_engine(target), [prompt], params)[0].token_ids
+        prompt = [*prompt, *reply, turn]
+    engine.close_session(session)
+    assert target.cache.entries == {}
+
+
+def test_a_session_survives_a_cancelled_reply() -> None:
+    target, session = counting_model(), Session()
+    engine = new_engine(target, counting_drafter(wrong_every=3))
+    request_id = engine.submit([1, 2], SamplingParams(max_tokens=50), session)
+    engine.step()
+    engine.step()
+    cancelled = engine.cancel(request_id)
+    assert cancelled is not None
+    prompt = [1, 2, *cancelled.token_ids, 5]
+    request_id = engine.submit(prompt, SamplingParams(max_tokens=3), session)
+    assert finish(engine)[request_id].token_ids == (6, 7, 8)
+
+
+def test_a_session_serves_one_reply_at_a_time() -> None:
+    engine, session = new_engine(counting_model()), Session()
+    request_id = engine.submit([1], SamplingParams(), session)
+    with pytest.raises(ConfigError, match="already has a reply under way"):
+        engine.submit([1], SamplingParams(), session)
+    with pytest.raises(ConfigError, match="cancel it first"):
+        engine.close_session(session)
+    engine.cancel(request_id)
+    engine.submit([1], SamplingParams(max_tokens=1), session)
+    finish(engine)
+    engine.close_session(session)
+
+
+def test_the_trace_sees_every_step() -> None:
+    steps = []
+    engine = new_engine(
+        counting_model(),
+        counting_drafter(wrong_every=3),
+        trace=lambda proposals, commits: steps.append((proposals, commits)),
+    )
+    (result,) = generate(engine, [[1]], SamplingParams(max_tokens=10))
+    assert sum(len(p.tree) for proposals, _ in steps for p in proposals) == result.stats.drafted
+    assert tuple(t for _, commits in steps for t in commits[0].tokens) == result.token_ids
+    assert len(steps) == result.stats.steps
+
+
+def test_a_branching_draft_follows_the_path_that_the_target_takes() -> None:
+    def two_branches(row: DraftRow) -> Proposal:
+        if row.budget < 4:
+            return NO_PROPOSAL
+        wrong, right = (row.tokens[-1] + 5) % 10, (row.tokens[-1] + 1) % 10
+        tokens = (wrong, right, (right + 5) % 10, (right + 1) % 10)
+        return Proposal.chosen(TokenTree(tokens, (ROOT, ROOT, 1, 1)))
+
+    engine = new_engine(counting_model(), ScriptedDrafter(two_branches))
+    (result,) = generate(engine, [[1]], SamplingParams(max_tokens=30))
+    assert result.token_ids == tuple(i % 10 for i in range(2, 32))
+    num_drafting_steps = 9  # three tokens each; the last three tokens leave no room for four nodes
+    assert result.stats.accepted == 2 * num_drafting_steps
+    assert result.stats.drafted == 4 * num_drafting_steps
+    assert result.stats.steps == num_drafting_steps + 3

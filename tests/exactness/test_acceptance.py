@@ -1,0 +1,60 @@
+"""How much the rules accept, in exact expectation: better rules must really be better."""
+
+from __future__ import annotations
+
+import pytest
+
+from foredraft.core.verify.block import verify_block
+from foredraft.core.verify.recursive import verify_recursive
+from foredraft.core.verify.target_only import verify_target_only
+from foredraft.core.verify.token_rule import verify_token_rule
+from tests.exactness.drafting import SHAPES, Drawn
+from tests.exactness.laws import Rule, Steps
+from tests.exactness.worlds import KINDS, World, world
+
+ROUNDING = 1e-12
+SEEDS = range(6)
+
+
+def accepted(w: World, shape: str, rule: Rule, replacement: bool = True) -> float:
+    return Steps(w, Drawn(SHAPES[shape], replacement), rule).expected_accepted()
+
+
+@pytest.mark.parametrize("shape", ["chain of 1", "chain of 2", "chain of 3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_never_accepts_less_than_the_token_rule(kind: str, shape: str) -> None:
+    for seed in SEEDS:
+        w = world(kind, 3, seed)
+        assert accepted(w, shape, verify_block) >= accepted(w, shape, verify_token_rule) - ROUNDING
+
+
+def test_block_accepts_more_on_some_chains() -> None:
+    gains = [
+        accepted(w, "chain of 3", verify_block) - accepted(w, "chain of 3", verify_token_rule)
+        for w in (world("random", 3, seed) for seed in SEEDS)
+    ]
+    assert max(gains) > 0.01, gains
+
+
+def test_one_token_is_accepted_with_the_overlap() -> None:
+    w = world("random", 4)
+    overlap = sum(map(min, w.target_table(()), w.draft_table(())))
+    for rule in (verify_token_rule, verify_block, verify_recursive):
+        assert accepted(w, "chain of 1", rule) == pytest.approx(overlap, abs=ROUNDING)
+
+
+def test_a_draft_from_the_target_itself_is_accepted_whole() -> None:
+    for rule in (verify_token_rule, verify_block, verify_recursive):
+        assert accepted(world("q is p", 3), "chain of 3", rule) == pytest.approx(3.0, abs=ROUNDING)
+
+
+def test_a_draft_of_impossible_tokens_is_rejected_whole() -> None:
+    for rule in (verify_token_rule, verify_block, verify_recursive, verify_target_only):
+        assert accepted(world("disjoint", 3), "chain of 3", rule) == 0.0
+
+
+def test_siblings_without_replacement_are_accepted_more_often() -> None:
+    for seed in SEEDS:
+        w = world("random", 3, seed)
+        apart = accepted(w, "star of 2", verify_recursive, replacement=False)
+        assert apart > accepted(w, "star of 2", verify_recursive)

@@ -1,0 +1,99 @@
+"""The whole engine, enumerated: its own keyed numbers, cache, budgets and commits included.
+
+Only the numbers behind the keys are replaced. Two decisions that used one key would share a
+number here as they do in earnest, and bias the law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from foredraft.core import choices as keyed_choices
+from foredraft.core.rng import keyed_uniform
+from foredraft.core.sampling import SamplingParams
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.none import NoDrafter
+from tests.exactness.drafting import SHAPES, Chosen, Drawn, TableDrafter
+from tests.exactness.engine_runs import PROMPT, generate
+from tests.exactness.ledger import Ledger, keyed_numbers_from, law, total_variation
+from tests.exactness.worlds import Tokens, World, target_law, world
+
+ROUNDING = 1e-12
+DRAWN = SamplingParams(temperature=1.0, max_tokens=3, seed=7, coupling="drawn")
+SEEDED = replace(DRAWN, coupling="seeded")
+NewDrafter = Callable[[World], Drafter]
+
+
+def table_drafter(draft: Chosen | Drawn) -> NewDrafter:
+    return lambda w: TableDrafter(w.draft(), draft)
+
+
+ANY_COUPLING: dict[str, NewDrafter] = {
+    "none": lambda w: NoDrafter(),
+    "ngram": lambda w: NgramDrafter(max_ngram_size=2, min_ngram_size=1),
+    "draft model": lambda w: DraftModelDrafter(w.draft()),
+    "chosen tree": table_drafter(Chosen(SHAPES["unbalanced"])),
+}
+DRAFTERS = ANY_COUPLING | {
+    "drawn chain": table_drafter(Drawn(SHAPES["chain of 2"])),
+    "drawn tree": table_drafter(Drawn(SHAPES["unbalanced"])),
+    "drawn tree without replacement": table_drafter(Drawn(SHAPES["unbalanced"], False)),
+}
+
+
+def assert_exact(w: World, new_drafter: NewDrafter, params: SamplingParams) -> None:
+    def run(ledger: Ledger) -> Tokens:
+        with keyed_numbers_from(ledger):
+            (result,) = generate(w.target(), new_drafter(w), 3, [(PROMPT, params)])
+        return result.token_ids
+
+    distance = total_variation(law(run), target_law(w, params, params.max_tokens, PROMPT))
+    assert distance < ROUNDING, f"total variation {distance:.3g}"
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros in both"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_engine_keeps_the_law(name: str, kind: str) -> None:
+    assert_exact(world(kind, 3), DRAFTERS[name], DRAWN)
+
+
+@pytest.mark.parametrize("name", ANY_COUPLING)
+def test_the_engine_keeps_the_law_of_seeded_requests(name: str) -> None:
+    assert_exact(world("random", 3), DRAFTERS[name], SEEDED)
+
+
+def test_rows_of_a_batch_are_independent() -> None:
+    """Two requests with two seeds: the joint law is the product of the two laws."""
+    w = world("random", 2)
+    left, right = (replace(DRAWN, max_tokens=2, seed=seed) for seed in (1, 2))
+
+    def run(ledger: Ledger) -> tuple[Tokens, Tokens]:
+        drafter = DRAFTERS["drawn chain"](w)
+        with keyed_numbers_from(ledger):
+            first, second = generate(w.target(), drafter, 1, [((0,), left), ((1, 1), right)])
+        return first.token_ids, second.token_ids
+
+    first_law, second_law = target_law(w, left, 2, (0,)), target_law(w, right, 2, (1, 1))
+    product = {(a, b): p * q for a, p in first_law.items() for b, q in second_law.items()}
+    assert total_variation(law(run), product) < ROUNDING
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_key_is_used_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[int, ...]] = []
+
+    def recorded(*key: int) -> float:
+        used.append(key)
+        return keyed_uniform(*key)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(keyed_choices, "keyed_uniform", recorded)
+    w = world("random", 4)
+    requests = [(PROMPT, replace(DRAWN, max_tokens=40, seed=seed)) for seed in range(4)]
+    generate(w.target(), DRAFTERS[name](w), 4, requests)
+    assert len(used) >= 40
+    assert len(set(used)) == len(used)

@@ -1,0 +1,139 @@
+"""The engine with its real random numbers, against the target's law, by G-tests.
+
+Enumeration proves the rules for any uniform numbers; this shows that the keyed numbers are good
+enough and that nothing between the rules and a finished request bends the law. Seeds are fixed, so
+a test that passes once passes always.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from foredraft.core.sampling import SamplingParams
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.ngram import NgramDrafter
+from foredraft.drafters.none import NoDrafter
+from tests.exactness.drafting import SHAPES, Chosen, Draft, Drawn, TableDrafter
+from tests.exactness.engine_runs import PROMPT, sample
+from tests.exactness.gtest import ALPHA, g_test
+from tests.exactness.worlds import World, target_law, world
+
+
+DRAWN = SamplingParams(temperature=1.0, max_tokens=4, coupling="drawn")
+FILTERED = SamplingParams(
+    temperature=1.3, top_k=4, top_p=0.9, min_p=0.05, max_tokens=4, coupling="drawn"
+)
+SEEDED = SamplingParams(temperature=1.0, max_tokens=4)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to sample.
+
+    Attributes:
+        drafter: makes the drafter of a world.
+        kind: the kind of world.
+        num_draft_tokens: the budget of nodes a step.
+    """
+
+    drafter: Callable[[World], Drafter]
+    kind: str = "random"
+    num_draft_tokens: int = 3
+    params: SamplingParams = DRAWN
+
+
+def from_table(draft: Draft) -> Callable[[World], Drafter]:
+    return lambda w: TableDrafter(w.draft(), draft)
+
+
+def draft_model(w: World) -> Drafter:
+    return DraftModelDrafter(w.draft())
+
+
+SETUPS = {
+    "plain": Setup(lambda w: NoDrafter(), num_draft_tokens=0),
+    "n-gram": Setup(lambda w: NgramDrafter(2, 1), params=SEEDED),
+    "draft model, seeded": Setup(draft_model, params=SEEDED),
+    "draft model, drawn": Setup(draft_model),
+    "draft model, drawn, filtered": Setup(draft_model, params=FILTERED),
+    "draft model, zeros": Setup(draft_model, kind="zeros in both"),
+    "chosen tree": Setup(from_table(Chosen(SHAPES["binary of depth 2"])), num_draft_tokens=6),
+    "chain of 3": Setup(from_table(Drawn(SHAPES["chain of 3"]))),
+    "star": Setup(from_table(Drawn(SHAPES["star of 3"]))),
+    "star, no replacement": Setup(from_table(Drawn(SHAPES["star of 3"], replacement=False))),
+    "tree": Setup(from_table(Drawn(SHAPES["unbalanced"])), num_draft_tokens=4),
+    "tree, no replacement": Setup(
+        from_table(Drawn(SHAPES["unbalanced, late"], replacement=False)), num_draft_tokens=4
+    ),
+    "tree, no replacement, zeros": Setup(
+        from_table(Drawn(SHAPES["siblings far apart"], replacement=False)),
+        kind="zeros in both",
+        num_draft_tokens=4,
+    ),
+}
+REQUESTS_A_SETUP = 7_500
+"""About 250,000 rows verified over all set-ups."""
+
+
+def assert_law_is_kept(setup: Setup, seeds: range) -> int:
+    w = world(setup.kind, vocab_size=4)
+    drawn = sample(w.target(), setup.drafter(w), setup.num_draft_tokens, setup.params, seeds)
+    result = g_test(drawn.texts, target_law(w, setup.params, setup.params.max_tokens, PROMPT))
+    assert not result.rejects, str(result)
+    return drawn.num_verified
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_engine_keeps_the_law(name: str) -> None:
+    assert_law_is_kept(SETUPS[name], range(REQUESTS_A_SETUP))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_engine_keeps_the_law_over_a_million_samples() -> None:
+    seeds = range(REQUESTS_A_SETUP, 6 * REQUESTS_A_SETUP)
+    assert sum(assert_law_is_kept(setup, seeds) for setup in SETUPS.values()) > 1_000_000
+
+
+LAW: dict[str, float] = {"a": 0.5, "b": 0.3, "c": 0.2}
+
+
+def counts_of(law: dict[str, float], num_samples: int, seed: int = 0) -> Counter[str]:
+    generator = random.Random(seed)
+    return Counter(generator.choices(list(law), list(law.values()), k=num_samples))
+
+
+def test_the_statistic_by_hand() -> None:
+    # 2 (60 ln(60/50) + 25 ln(25/30) + 15 ln(15/20)), and chi-squared at 2 degrees is exp(-G/2).
+    result = g_test(Counter({"a": 60, "b": 25, "c": 15}), LAW)
+    assert result.dof == 2
+    assert result.statistic == pytest.approx(4.13205, abs=1e-5)
+    assert result.p_value == pytest.approx(math.exp(-result.statistic / 2))
+
+
+def test_small_cells_are_pooled() -> None:
+    law: dict[str, float] = {"a": 0.5, "b": 0.46, "c": 0.02, "d": 0.01, "e": 0.01}
+    counts = Counter({"a": 50, "b": 46, "c": 2, "d": 1, "e": 1})
+    assert g_test(counts, law).dof == 1, "c, d and e expect four together, so b takes them in"
+
+
+def test_an_impossible_outcome_rejects() -> None:
+    assert g_test(Counter({"a": 500, "z": 1}), LAW).rejects
+
+
+def test_right_counts_are_seldom_unlikely() -> None:
+    """p-values of correct counts are uniform: about one in ten is below a tenth."""
+    p_values = [g_test(counts_of(LAW, 500, seed), LAW).p_value for seed in range(400)]
+    assert 20 <= sum(p < 0.1 for p in p_values) <= 60
+    assert min(p_values) > ALPHA
+
+
+def test_wrong_counts_are_rejected() -> None:
+    assert g_test(counts_of({"a": 0.45, "b": 0.35, "c": 0.2}, 8000), LAW).rejects

