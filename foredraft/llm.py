@@ -18,7 +18,7 @@ from foredraft.engine.engine import Engine, Event
 from foredraft.engine.row import GenerationResult, Session
 from foredraft.engine.streams import Streams
 from foredraft.models.base import Target
-from foredraft.models.store import resolve_model
+from foredraft.models.store import Progress, resolve_model
 from foredraft.models.tokenizer import Message, Tokenizer
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan, plan_model
 
@@ -47,18 +47,21 @@ class LLM:
         options: LoadOptions,
         *,
         draft_model: Target | None = None,
+        draft_tokenizer: Tokenizer | None = None,
         plan: ModelPlan | None = None,
         draft_plan: ModelPlan | None = None,
         wrap_drafter: Callable[[Drafter], Drafter] = _unwrapped,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
-        self._draft_model = draft_model
+        self._draft_model, self._draft_tokenizer = draft_model, draft_tokenizer
         self.plan, self.draft_plan = plan, draft_plan
         self.drafter_name = resolve_drafter(options, draft_model is not None)
         budget = options.num_draft_tokens
         if budget is None:
             budget = drafter_spec(self.drafter_name).num_draft_tokens
-        context = DrafterContext(target, draft_model, options.drafter_options)
+        context = DrafterContext(
+            target, draft_model, options.drafter_options, tokenizer, draft_tokenizer
+        )
         self.engine = Engine(
             target,
             wrap_drafter(build_drafter(self.drafter_name, context)),
@@ -70,12 +73,14 @@ class LLM:
         self._streams = Streams(self.engine)
 
     @classmethod
-    def load(cls, model: str = DEFAULT_MODEL, *, progress: Any = None, **options: Any) -> LLM:
+    def load(
+        cls, model: str = DEFAULT_MODEL, *, progress: Progress | None = None, **options: Any
+    ) -> LLM:
         """Load a target, and a draft model if one is named.
 
         Args:
             model: a built-in name, a local directory, or a hub id.
-            progress: told about downloads and conversions (`foredraft.models.store.ProgressFn`).
+            progress: told about downloads and conversions (`foredraft.models.store.Progress`).
             **options: fields of `LoadOptions`.
 
         Raises:
@@ -93,9 +98,16 @@ class LLM:
         draft_plan, draft_model, draft_tokenizer = _load_model(
             asked.draft_model, replace(asked, revision=None), progress
         )
-        _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
+        if not drafter_spec(resolve_drafter(asked)).any_vocabulary:
+            _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
         return cls(
-            target, tokenizer, asked, draft_model=draft_model, plan=plan, draft_plan=draft_plan
+            target,
+            tokenizer,
+            asked,
+            draft_model=draft_model,
+            draft_tokenizer=draft_tokenizer,
+            plan=plan,
+            draft_plan=draft_plan,
         )
 
     def with_drafter(
@@ -119,6 +131,7 @@ class LLM:
             self.tokenizer,
             options,
             draft_model=self._draft_model if options.draft_model else None,
+            draft_tokenizer=self._draft_tokenizer if options.draft_model else None,
             plan=self.plan,
             draft_plan=self.draft_plan if options.draft_model else None,
             wrap_drafter=wrap_drafter,
@@ -225,7 +238,7 @@ def resolve_drafter(options: LoadOptions, has_draft_model: bool | None = None) -
 
 
 def _load_model(
-    name: str, options: LoadOptions, progress: Any
+    name: str, options: LoadOptions, progress: Progress | None
 ) -> tuple[ModelPlan, Target, Tokenizer]:
     directory = resolve_model(name, revision=options.revision, progress=progress)
     plan = plan_model(name, directory, options)

@@ -11,7 +11,7 @@ from typing import Any
 
 from foredraft.core.errors import ForedraftError
 from foredraft.core.sampling import SamplingParams
-from foredraft.plan import LoadOptions, ModelPlan
+from foredraft.plan import LoadOptions, ModelPlan, plan_model
 
 _CHILD = "from foredraft.bench.memory import report_peak; report_peak()"
 
@@ -44,17 +44,18 @@ def measure_memory(options: LoadOptions, plan: ModelPlan, tokens: int) -> Memory
 
 
 def report_peak() -> None:
-    """The measuring process: writes the bytes that loading and generating added at their peak."""
+    """The measuring process: writes what loading and generating added at their peak, in bytes."""
     asked: dict[str, Any] = json.loads(sys.argv[1])
     tokens = asked.pop("tokens")
     _warm_up()
     before = _resident("VmRSS")
-    from foredraft.llm import LLM
+    from foredraft.llm import LLM, load_target
 
     options = replace(LoadOptions(), **asked, drafter="none", max_batch_size=1)
-    llm = LLM.load(**vars(options))
+    plan = plan_model("measured", Path(options.model), options)
+    llm = LLM(load_target(plan), None, options, plan=plan)
     prompt = [index % 100 + 5 for index in range(tokens - 16)]
-    llm.generate(prompt, SamplingParams(max_tokens=16, ignore_eos=True))
+    llm.generate(prompt, SamplingParams(max_tokens=16))
     sys.stdout.write(str(_peak(asked["device"]) - before))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -53,15 +54,23 @@ class SlotLengths:
 
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}
+        self._revisions: dict[int, int] = {}
+        self._changes = itertools.count()
 
     def open(self) -> int:
         slot = next(i for i in range(len(self._lengths) + 1) if i not in self._lengths)
         self._lengths[slot] = 0
+        self._revisions[slot] = next(self._changes)
         return slot
+
+    def revision(self, slot: int) -> int:
+        """A number that changes with whatever counts in ``slot``, and is never used again."""
+        self[slot]
+        return self._revisions[slot]
 
     def close(self, slot: int) -> None:
         self[slot]  # an unknown slot must not pass silently
-        del self._lengths[slot]
+        del self._lengths[slot], self._revisions[slot]
 
     def __getitem__(self, slot: int) -> int:
         if slot not in self._lengths:
@@ -71,6 +80,7 @@ class SlotLengths:
     def __setitem__(self, slot: int, length: int) -> None:
         self[slot]
         self._lengths[slot] = length
+        self._revisions[slot] = next(self._changes)
 
     def __len__(self) -> int:
         return len(self._lengths)

@@ -62,6 +62,10 @@ class KVCache:
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
+    def revision(self, slot: int) -> int:
+        """Tells whether uncommitted entries of ``slot`` are still those that were written."""
+        return self._lengths.revision(slot)
+
     def reserve(self, slot: int, num_tokens: int) -> None:
         """Make room for ``num_tokens`` entries behind the ones that count.
 

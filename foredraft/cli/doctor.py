@@ -68,7 +68,8 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     with RichProgress() as progress:
         for role, which in (("target", options.model), ("draft model", options.draft_model)):
             if which is not None:
-                directory = resolve_model(which, revision=options.revision, progress=progress)
+                revision = options.revision if role == "target" else None
+                directory = resolve_model(which, revision=revision, progress=progress)
                 plans[role] = plan_model(which, directory, options)
     return {
         "machine": describe_machine(),

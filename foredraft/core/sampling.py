@@ -41,6 +41,8 @@ class SamplingParams:
         coupling: "seeded" (the same seed gives the same text with and without speculation) or
             "drawn" (draft models draw their tokens: higher acceptance at high temperature, the
             same distribution, another text for the same seed).
+        prediction: text that the reply is expected to repeat, for drafters that use one. It
+            never changes the reply.
 
     Raises:
         ConfigError: a value is out of range or of the wrong type.
@@ -56,6 +58,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     coupling: Literal["seeded", "drawn"] = "seeded"
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         _check_real("temperature", self.temperature, low=0.0)
@@ -76,6 +79,8 @@ class SamplingParams:
             _check_int("stop_token_ids", token, low=0)
         if self.coupling not in ("seeded", "drawn"):
             raise unknown("coupling", str(self.coupling), ("seeded", "drawn"))
+        if not isinstance(self.prediction, str | None):
+            raise ConfigError(f"prediction must be text, not {self.prediction!r}")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
 

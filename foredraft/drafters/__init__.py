@@ -1,7 +1,8 @@
 """Drafters and their registry.
 
-Built-in drafters are the modules of this folder; other packages add theirs with an entry point in
-the group ``foredraft.drafters`` that names a `DrafterSpec`.
+Built-in drafters are the modules of this folder; what several share is in ``common``. Other
+packages add theirs with an entry point in the group ``foredraft.drafters`` that names a
+`DrafterSpec`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from foredraft.core.errors import CapabilityError, ConfigError, unknown
 from foredraft.drafters.base import Drafter, DrafterContext, DrafterSpec
 
 _GROUP = "foredraft.drafters"
-_NOT_DRAFTERS = {"base"}
+_NOT_DRAFTERS = {"base", "common"}
 
 
 def drafter_names() -> list[str]:

@@ -28,6 +28,7 @@ class DraftRow:
         params: the distribution the user asked for.
         budget: the most nodes to draft; 0 asks for an empty proposal.
         choices: the row's draft stream, for drawn proposals.
+        slot: the row's slot in the target's cache, for drafters that run the target's own layers.
     """
 
     request_id: int
@@ -35,6 +36,7 @@ class DraftRow:
     params: SamplingParams
     budget: int
     choices: DraftChoices
+    slot: int = -1
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,17 @@ class StatelessDrafter:
         pass
 
 
+class TextCodec(Protocol):
+    """Text to ids and back, for drafters that work on text."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
 @dataclass(frozen=True)
 class DrafterContext:
     """What a drafter may be built from.
@@ -115,11 +128,15 @@ class DrafterContext:
         target: the target, for drafters that share its layers or embeddings.
         draft_model: the separate draft model, when the user named one.
         options: the user's options for this drafter, checked against `DrafterSpec.options`.
+        tokenizer: the target's; None when requests come as token ids only.
+        draft_tokenizer: the draft model's.
     """
 
     target: Target
     draft_model: Target | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: TextCodec | None = None
+    draft_tokenizer: TextCodec | None = None
 
 
 class DrafterFactory(Protocol):
@@ -137,6 +154,7 @@ class DrafterSpec:
         num_draft_tokens: a sensible default budget of nodes a step.
         needs: capabilities the target must have.
         needs_draft_model: whether the user must name a draft model.
+        any_vocabulary: whether that model may have another vocabulary than the target.
     """
 
     build: DrafterFactory
@@ -145,3 +163,4 @@ class DrafterSpec:
     num_draft_tokens: int = 4
     needs: Capabilities = field(default_factory=Capabilities)
     needs_draft_model: bool = False
+    any_vocabulary: bool = False

@@ -124,7 +124,7 @@ class Engine:
             commits = step(self._parts)
         except Exception as error:
             return events + [self._fail(row, error) for row in self._scheduler.next_batch()]
-        return events + [self._event(done.row, done.num_accepted) for done in commits]
+        return events + [self._event(done.row) for done in commits]
 
     def run(self) -> Iterator[Event]:
         """Step until no request is left."""
@@ -189,9 +189,9 @@ class Engine:
         sequence.num_cached = _common_prefix(session.tokens, sequence.tokens[:-1])
         cache.truncate(sequence.slot, sequence.num_cached)
 
-    def _event(self, row: Row, num_accepted: int = 0) -> Event:
+    def _event(self, row: Row) -> Event:
         finished = row.sequence.finish_reason is not None
-        token_ids, pieces = row.take_ids(), tuple(row.text.take(final=finished))
+        (token_ids, num_accepted), pieces = row.take(), tuple(row.text.take(final=finished))
         result = self._finish(row) if finished else None
         return Event(row.request_id, token_ids, num_accepted, pieces, result)
 

@@ -31,7 +31,8 @@ class Row:
     """What the scheduler schedules.
 
     Attributes:
-        num_sent: generated tokens that an event has already carried.
+        num_sent: generated tokens that events have already carried.
+        num_accepted_sent: how many of those were drafted.
     """
 
     sequence: Sequence
@@ -40,16 +41,19 @@ class Row:
     session: Session | None = None
     error: str | None = None
     num_sent: int = 0
+    num_accepted_sent: int = 0
 
     @property
     def request_id(self) -> int:
         return self.sequence.request_id
 
-    def take_ids(self) -> tuple[int, ...]:
-        """Generated ids that were not taken before."""
-        new = self.sequence.tokens[self.sequence.num_prompt + self.num_sent :]
-        self.num_sent += len(new)
-        return tuple(new)
+    def take(self) -> tuple[tuple[int, ...], int]:
+        """Generated ids that were not taken before, and how many of them were drafted."""
+        ids = tuple(self.sequence.tokens[self.sequence.num_prompt + self.num_sent :])
+        num_accepted = self.sequence.stats.accepted - self.num_accepted_sent
+        self.num_sent += len(ids)
+        self.num_accepted_sent += num_accepted
+        return ids, num_accepted
 
     def check(self, cache: Cache) -> None:
         """Refuse to go on from a step that was interrupted between its commit and its cache.

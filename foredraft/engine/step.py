@@ -52,7 +52,9 @@ def step(parts: Parts) -> list[Commit]:
 def _draft_row(row: Row, budget: int) -> DraftRow:
     sequence = row.sequence
     choices = KeyedDraftChoices(sequence.seed, len(sequence.tokens))
-    return DraftRow(row.request_id, tuple(sequence.tokens), sequence.params, budget, choices)
+    return DraftRow(
+        row.request_id, tuple(sequence.tokens), sequence.params, budget, choices, sequence.slot
+    )
 
 
 def _score_row(row: Row, proposal: Proposal) -> ScoreRow:

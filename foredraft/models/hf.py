@@ -9,13 +9,15 @@ Shape legend: T tokens of one row in one forward, C cache entries they see, V vo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
 
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
@@ -33,7 +35,8 @@ class HFTarget:
     Args:
         model: a causal language model of transformers, in eval mode; used as it is, wherever
             its weights are.
-        max_context: most tokens a row may hold; the model's own limit when None.
+        max_context: most tokens a row may hold; the limit of the model's config when None. A
+            larger one is taken as given, for models whose positions go on.
         trees: find out by trying whether the model scores trees. That takes three short forwards;
             False saves them and allows chains only.
 
@@ -47,12 +50,12 @@ class HFTarget:
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.vocab_size: int = _vocab_size(model, config)
-        self.max_context = min(max_context or _NO_LIMIT, _context_limit(config))
+        self.max_context = max_context or _context_limit(config)
         self.cache = HFCache(layer_factory(config))
         self._num_layers: int = config.num_hidden_layers
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
         self._mask = _TreeMask(config, model.dtype, model.device)
-        may_try = trees and "position_ids" in self._arguments and _windows_are_known(config)
+        may_try = trees and "position_ids" in self._arguments and _masks_are_known(config)
         self.capabilities = Capabilities(tree_attention=may_try and self._scores_trees(), taps=True)
 
     @classmethod
@@ -208,27 +211,41 @@ def _vocab_size(model: Any, config: Any) -> int:
 
 
 def _context_limit(config: Any) -> int:
-    limit = getattr(config, "max_position_embeddings", None) or _NO_LIMIT
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        limit = min(limit, config.attention_chunk_size)  # inside one chunk it is full attention
-    return int(limit)
+    return int(getattr(config, "max_position_embeddings", None) or _NO_LIMIT)
 
 
-def _windows_are_known(config: Any) -> bool:
-    """False for models (GPT-Neo) that window their attention by order in the cache, unasked."""
-    return getattr(config, "window_size", None) is None
+def _masks_are_known(config: Any) -> bool:
+    """Whether `_TreeMask` knows which tokens each layer may see.
+
+    Not so for attention in chunks, nor for models (GPT-Neo) that window their attention by the
+    order of the cache whatever mask they are given.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return kinds <= {"full_attention", "sliding_attention"} and not hasattr(config, "window_size")
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _load_model(directory: Path, dtype: torch.dtype) -> Any:
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with _without_progress_bars():  # whoever called us shows progress in their own way
+            model, info = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # transformers raises many kinds here, all of them fatal
         raise ModelLoadError(f"{directory} cannot be loaded by transformers: {error}") from error
     missing = sorted(str(key) for key in info["missing_keys"])

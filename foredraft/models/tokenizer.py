@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from foredraft.core.errors import ConfigError, ModelLoadError
+from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
 
 Message = Mapping[str, str]
 _ROLES = ("system", "user", "assistant", "tool")
@@ -41,6 +41,9 @@ class Tokenizer:
             self._fast = FastTokenizer.from_file(str(path))
         except Exception as error:
             raise ModelLoadError(f"{path} cannot be read: {error}") from error
+        # Files saved by a training run may carry its batch settings; a prompt is never cut.
+        self._fast.no_truncation()
+        self._fast.no_padding()
         self._config = _read_json(directory / "tokenizer_config.json")
 
     @property
@@ -48,8 +51,15 @@ class Tokenizer:
         return self._fast.get_vocab_size()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of ``text``; with the model's own start token, where it has one."""
-        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Ids of ``text``; with the model's own start token, where it has one.
+
+        Raises:
+            PromptError: not text, or no valid Unicode (half a surrogate pair).
+        """
+        try:
+            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError:
+            raise PromptError(f"{text!r:.80} is no valid Unicode text") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
@@ -62,12 +72,14 @@ class Tokenizer:
         """Ids of a conversation in the model's own format, ready for the assistant's reply.
 
         Raises:
-            ConfigError: a malformed message, or the model has no chat template.
+            ConfigError: a malformed message, a conversation that the model's template refuses, or
+                a model without a template.
         """
         for message in messages:
             if message.get("role") not in _ROLES or not isinstance(message.get("content"), str):
                 raise ConfigError(
-                    f"a message needs a role ({', '.join(_ROLES)}) and text content, not {message!r}"
+                    f"a message needs a role ({', '.join(_ROLES)}) and text content, "
+                    f"not {message!r}"
                 )
         if self.chat_template is None:
             raise ConfigError(
@@ -78,6 +90,7 @@ class Tokenizer:
     def _render(self, messages: Sequence[Message]) -> str:
         # transformers renders templates in a sandbox; a plain jinja environment would run
         # whatever a checkpoint puts into its template.
+        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special = {
@@ -85,12 +98,17 @@ class Tokenizer:
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if (value := self._config.get(name)) is not None
         }
-        rendered, _ = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            chat_template=self.chat_template,
-            add_generation_prompt=True,
-            **special,
-        )
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                chat_template=self.chat_template,
+                add_generation_prompt=True,
+                **special,
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template of {self._directory.name} refuses the conversation: {error}"
+            ) from error
         return str(rendered[0])
 
     @cached_property
@@ -99,6 +117,9 @@ class Tokenizer:
         if path.exists():
             return path.read_text()
         template = self._config.get("chat_template")
+        if isinstance(template, list):  # several templates by name; the others are for tools
+            named = {entry.get("name"): entry.get("template") for entry in template}
+            template = named.get("default")
         return template if isinstance(template, str) else None
 
     @cached_property
@@ -143,5 +164,8 @@ class _StreamDecoder:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    content = json.loads(path.read_text())
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
     return content if isinstance(content, dict) else {}

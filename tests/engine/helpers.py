@@ -91,8 +91,14 @@ def new_engine(
     return Engine(target, drafter or NoDrafter(), budget, **options)
 
 
+def drain(engine: Engine) -> dict[int, GenerationResult]:
+    """Results of every request that ends from here on."""
+    results = [event.result for event in engine.run() if event.result is not None]
+    return {result.request_id: result for result in results}
+
+
 def finish(engine: Engine) -> dict[int, GenerationResult]:
-    """Run to the end; results by request. Checks that events add up to their result."""
+    """Like `drain`, for requests that have not begun: their events must add up to their result."""
     events: dict[int, list[Event]] = {}
     for event in engine.run():
         events.setdefault(event.request_id, []).append(event)

@@ -13,7 +13,6 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
-from foredraft.engine.engine import Engine
 from foredraft.engine.row import Session
 from foredraft.models.base import RowScores, ScoreRow
 from foredraft.models.table import TableModel
@@ -21,17 +20,11 @@ from tests.engine.helpers import (
     ScriptedDrafter,
     counting_drafter,
     counting_model,
+    drain,
     finish,
     generate,
     new_engine,
 )
-
-
-def results_from_here(engine: Engine) -> dict[int, tuple[int, ...]]:
-    """Ids of every request that ends from here on."""
-    results = [event.result for event in engine.run() if event.result is not None]
-    return {result.request_id: result.token_ids for result in results}
-
 
 PROMPTS = [[1], [2, 3, 4, 5, 6, 7, 8], [9, 9], [0, 1, 2]]
 
@@ -146,7 +139,7 @@ def test_a_request_joins_a_running_batch() -> None:
     for _ in range(5):
         engine.step()
     late = engine.submit([3], params)
-    assert results_from_here(engine)[late] == alone.token_ids
+    assert drain(engine)[late].token_ids == alone.token_ids
 
 
 def test_cancelled_requests_keep_their_tokens_and_free_their_slot() -> None:
@@ -161,7 +154,9 @@ def test_cancelled_requests_keep_their_tokens_and_free_their_slot() -> None:
     never_began = engine.cancel(waiting)
     assert never_began is not None
     assert (never_began.finish_reason, never_began.token_ids) == ("cancelled", ())
-    assert results_from_here(engine) == {staying: tuple(range(2, 10)) + (0,)}
+    rest = drain(engine)
+    assert list(rest) == [staying]
+    assert rest[staying].token_ids == (2, 3, 4, 5, 6, 7, 8, 9, 0)
     assert engine.cancel(running) is None
     assert not engine.has_work
     assert target.cache.entries == {}

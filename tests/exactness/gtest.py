@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from scipy.stats import chi2  # type: ignore[import-untyped]
+from scipy.stats import chi2
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 

@@ -25,7 +25,6 @@ from tests.exactness.engine_runs import PROMPT, sample
 from tests.exactness.gtest import ALPHA, g_test
 from tests.exactness.worlds import World, target_law, world
 
-
 DRAWN = SamplingParams(temperature=1.0, max_tokens=4, coupling="drawn")
 FILTERED = SamplingParams(
     temperature=1.3, top_k=4, top_p=0.9, min_p=0.05, max_tokens=4, coupling="drawn"
@@ -79,7 +78,7 @@ SETUPS = {
     ),
 }
 REQUESTS_A_SETUP = 7_500
-"""About 250,000 rows verified over all set-ups."""
+"""About 270,000 rows verified over all set-ups."""
 
 
 def assert_law_is_kept(setup: Setup, seeds: range) -> int:
@@ -98,7 +97,7 @@ def test_the_engine_keeps_the_law(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_engine_keeps_the_law_over_a_million_samples() -> None:
-    seeds = range(REQUESTS_A_SETUP, 6 * REQUESTS_A_SETUP)
+    seeds = range(REQUESTS_A_SETUP, 5 * REQUESTS_A_SETUP)
     assert sum(assert_law_is_kept(setup, seeds) for setup in SETUPS.values()) > 1_000_000
 
 

@@ -108,7 +108,7 @@ def _parse(raw: Mapping[str, Any]) -> DecoderConfig:
     model_type = raw["model_type"]
     rope = _rope(raw)
     heads = raw["num_attention_heads"]
-    bias = bool(raw.get("attention_bias", False))
+    bias = bool(raw.get("attention_bias")) and model_type in ("llama", "qwen3")
     eos = raw.get("eos_token_id")
     return DecoderConfig(
         model_type=model_type,
@@ -118,23 +118,30 @@ def _parse(raw: Mapping[str, Any]) -> DecoderConfig:
         num_hidden_layers=raw["num_hidden_layers"],
         num_attention_heads=heads,
         num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        head_dim=_head_dim(raw),
         max_position_embeddings=raw["max_position_embeddings"],
         rms_norm_eps=raw["rms_norm_eps"],
         rope_theta=rope["rope_theta"],
         rope_inv_freq_scaling=rope if rope["rope_type"] != "default" else None,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bias or model_type == "qwen2",
-        output_bias=bias and model_type in ("llama", "qwen3"),
+        output_bias=bias,
         qk_norm=model_type == "qwen3",
         eos_token_ids=tuple([eos] if isinstance(eos, int) else eos or ()),
         sliding_window=_sliding_window(raw),
     )
 
 
+def _head_dim(raw: Mapping[str, Any]) -> int:
+    if "head_dim" not in raw and raw["model_type"] == "qwen3":
+        return 128  # the family's default; the others divide the hidden size
+    return int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"])
+
+
 def _sliding_window(raw: Mapping[str, Any]) -> int | None:
-    enabled = raw.get("use_sliding_window", raw.get("model_type") == "mistral")
-    return raw.get("sliding_window") if enabled else None
+    if raw["model_type"] == "mistral":
+        return raw.get("sliding_window", 4096)  # windowed unless the config says null
+    return raw.get("sliding_window") if raw.get("use_sliding_window") else None
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class EagerDecoder:
     """Runs a `ForwardPlan` layer by layer."""
 
     name = "eager"
+    partial = True
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self._config, self._weights = config, weights
@@ -39,11 +40,16 @@ class EagerDecoder:
         device = self._weights.device
         masks = [_to(plan.mask(row), device) for row in plan.rows]
         run = _Run(plan, cache, *self._rotations(plan), masks)
-        hidden_TE = F.embedding(plan.token_ids_T.to(device), self._weights.embedding_VE)
+        hidden_TE = plan.hidden_TE
+        if hidden_TE is None:
+            hidden_TE = F.embedding(plan.token_ids_T.to(device), self._weights.embedding_VE)
         tapped: dict[int, Tensor] = {}
-        for index, layer in enumerate(self._weights.layers):
-            hidden_TE = hidden_TE + self._attention(run, index, layer, hidden_TE)
-            hidden_TE = hidden_TE + self._mlp(layer, hidden_TE)
+        for index in plan.layers or range(len(self._weights.layers)):
+            layer = self._weights.layers[index]
+            if layer.has_attention:
+                hidden_TE = hidden_TE + self._attention(run, index, layer, hidden_TE)
+            if layer.has_mlp:
+                hidden_TE = hidden_TE + self._mlp(layer, hidden_TE)
             if index in taps:
                 tapped[index] = hidden_TE
         wanted_NE = self._norm(hidden_TE[plan.heads], self._weights.final_norm_E)

@@ -3,7 +3,7 @@
 No padding and no per-shape branch: prefill, plain decoding, chains and trees are all tokens that
 see a prefix of their slot's cache entries and, within a tree, their ancestors.
 
-Shape legend: T tokens of the forward, H tokens whose logits are wanted.
+Shape legend: T tokens of the forward, H tokens whose logits are wanted, E hidden size.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class ForwardPlan:
         extras: [T] entries seen beyond the prefix, ascending: a tree node's ancestors and itself.
         heads: [H] tokens whose logits are wanted.
         rows: one span a row.
+        layers: the layers to run; None: all. A tap on the last of some, but not all, layers is in
+            the decoder's own precision, so that another plan can go on from it.
+        hidden_TE: what the layer before ``layers`` gave; None: start from the embeddings.
     """
 
     token_ids: list[int]
@@ -60,16 +63,18 @@ class ForwardPlan:
     extras: list[tuple[int, ...]]
     heads: list[int]
     rows: list[RowSpan]
+    layers: range | None = None
+    hidden_TE: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @cached_property
-    def token_ids_T(self) -> Tensor:
+    def token_ids_T(self) -> Tensor:  # noqa: N802 - a shape suffix
         return torch.tensor(self.token_ids)
 
     @cached_property
-    def positions_T(self) -> Tensor:
+    def positions_T(self) -> Tensor:  # noqa: N802
         return torch.tensor(self.positions)
 
     def mask(self, row: RowSpan) -> Tensor | None:
@@ -78,7 +83,9 @@ class ForwardPlan:
         Returns:
             bool [tokens of the row, entries], True where seen.
         """
-        if len(row.tokens) == 1:
+        first = row.tokens.start
+        sees_all = self.prefixes[first] + len(self.extras[first]) == row.entries.stop
+        if len(row.tokens) == 1 and sees_all:
             return None
         entry = torch.arange(row.entries.stop)
         prefixes = torch.tensor(self.prefixes[row.tokens.start : row.tokens.stop])
@@ -103,6 +110,27 @@ def plan_forward(
     for row, start in zip(rows, starts, strict=True):
         _add_row(plan, row, start, want_logits)
     return plan
+
+
+def tail(plan: ForwardPlan, known: Sequence[int]) -> ForwardPlan:
+    """The same forward without the first ``known`` tokens of each row.
+
+    The entries of these must be in the cache already. Wants no logits; a row of which nothing is
+    left is not in it.
+    """
+    rest = ForwardPlan([], [], [], [], [], [], [], [])
+    for row, count in zip(plan.rows, known, strict=True):
+        left, first = slice(row.tokens.start + count, row.tokens.stop), len(rest)
+        rest.token_ids.extend(plan.token_ids[left])
+        rest.positions.extend(plan.positions[left])
+        rest.slots.extend(plan.slots[left])
+        rest.entries.extend(plan.entries[left])
+        rest.prefixes.extend(plan.prefixes[left])
+        rest.extras.extend(plan.extras[left])
+        if count < len(row.tokens):
+            tokens = range(first, len(rest))
+            rest.rows.append(RowSpan(row.slot, tokens, row.entries[count:], range(0)))
+    return rest
 
 
 def _add_row(plan: ForwardPlan, row: ScoreRow, start: int, want_logits: bool) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.native.config import DecoderConfig
 
+_CHECKED_ROWS = 1024
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -83,18 +85,17 @@ def load_weights(
     reader = _Reader(directory, dtype, device)
     weights = _assemble(reader, config)
     reader.raise_problems()
-    _check_finite(directory, weights)
     return weights
 
 
 def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
     vocab, hidden = config.vocab_size, config.hidden_size
-    embedding_VE = reader.take("model.embed_tokens.weight", (vocab, hidden))
+    embedding_VE = reader.take("model.embed_tokens.weight", vocab, hidden)
     head_VE = embedding_VE
     if not config.tie_word_embeddings:
-        head_VE = reader.take("lm_head.weight", (vocab, hidden))
+        head_VE = reader.take("lm_head.weight", vocab, hidden)
     layers = [_assemble_layer(reader, config, i) for i in range(config.num_hidden_layers)]
-    final_norm_E = reader.take("model.norm.weight", (hidden,))
+    final_norm_E = reader.take("model.norm.weight", hidden)
     return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
 
 
@@ -102,50 +103,77 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
     hidden, head_dim = config.hidden_size, config.head_dim
     query, key_value = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     feed_forward = config.intermediate_size
+    prefix = f"model.layers.{index}."
 
     def take(name: str, *shape: int) -> Tensor:
-        return reader.take(f"model.layers.{index}.{name}", shape)
+        return reader.take(prefix + name, *shape)
 
-    qkv = (("q", query), ("k", key_value), ("v", key_value))
-    gate_up = ("gate", "up")
+    def take_qkv(kind: str, *columns: int) -> Tensor:
+        parts = (("q", query), ("k", key_value), ("v", key_value))
+        named = [(f"{prefix}self_attn.{n}_proj.{kind}", rows) for n, rows in parts]
+        return reader.take_stacked(named, *columns)
+
+    gate_up = [(f"{prefix}mlp.{n}_proj.weight", feed_forward) for n in ("gate", "up")]
     return LayerWeights(
         attention_norm_E=take("input_layernorm.weight", hidden),
-        qkv_weight=torch.cat([take(f"self_attn.{n}_proj.weight", w, hidden) for n, w in qkv]),
-        qkv_bias=torch.cat([take(f"self_attn.{n}_proj.bias", w) for n, w in qkv])
-        if config.attention_bias
-        else None,
+        qkv_weight=take_qkv("weight", hidden),
+        qkv_bias=take_qkv("bias") if config.attention_bias else None,
         query_norm_D=take("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
         key_norm_D=take("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
         output_weight=take("self_attn.o_proj.weight", hidden, query),
         output_bias=take("self_attn.o_proj.bias", hidden) if config.output_bias else None,
         mlp_norm_E=take("post_attention_layernorm.weight", hidden),
-        gate_up_weight=torch.cat(
-            [take(f"mlp.{n}_proj.weight", feed_forward, hidden) for n in gate_up]
-        ),
+        gate_up_weight=reader.take_stacked(gate_up, hidden),
         down_weight=take("mlp.down_proj.weight", hidden, feed_forward),
     )
 
 
 class _Reader:
-    """Hands out tensors by name and collects everything that is wrong, to report it at once."""
+    """Hands out tensors by name and collects everything that is wrong, to report it at once.
+
+    Memory stays at one copy of the weights: each tensor is copied from the mapped file straight to
+    its place, and the map is closed again (its pages would count a second time).
+    """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device | str) -> None:
         self._directory, self._dtype, self._device = directory, dtype, device
         self._problems: list[str] = []
-        self._where: dict[str, Any] = {}
+        self._where: dict[str, Path] = {}
         for name in _file_names(directory):
-            file = _open(directory / name)
-            self._where |= dict.fromkeys(file.keys(), file)
+            with _open(directory / name) as file:
+                self._where |= dict.fromkeys(file.keys(), directory / name)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, *shape: int) -> Tensor:
+        """One tensor of this shape."""
+        return self.take_stacked([(name, shape[0])], *shape[1:])
+
+    def take_stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
+        """Named tensors of so many rows each, one below the other."""
+        num_rows = sum(rows for _, rows in parts)
+        stacked = torch.empty((num_rows, *columns), dtype=self._dtype, device=self._device)
+        first = 0
+        for name, rows in parts:
+            self._copy(name, stacked[first : first + rows])
+            first += rows
+        return stacked
+
+    def _copy(self, name: str, place: Tensor) -> None:
         if name not in self._where:
             self._problems.append(f"{name} is missing")
-            return torch.zeros(shape, dtype=self._dtype, device="cpu")
-        tensor: Tensor = self._where[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            self._problems.append(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
-            return torch.zeros(shape, dtype=self._dtype, device="cpu")
-        return tensor.to(device=self._device, dtype=self._dtype)
+            return
+        with _open(self._where[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+        if tensor.shape != place.shape:
+            found, wanted = tuple(tensor.shape), tuple(place.shape)
+            self._problems.append(f"{name} has shape {found}, not {wanted}")
+            return
+        place.copy_(tensor)
+        # A sum is one pass; it is finite unless an element is not (or the weights are absurd
+        # enough to overflow float32, which is as fatal). In pieces, as it converts to float32.
+        for piece in torch.split(place, _CHECKED_ROWS):
+            if not torch.isfinite(piece.sum(dtype=torch.float32)):
+                self._problems.append(f"{name} holds NaN or infinite values")
+                return
 
     def raise_problems(self) -> None:
         if self._problems:
@@ -153,7 +181,8 @@ class _Reader:
             more = f" and {len(self._problems) - 3} more" if len(self._problems) > 3 else ""
             raise ModelLoadError(
                 f"{self._directory} does not hold the model its config.json describes: "
-                f"{shown}{more}. Missing weights are never made up; get the whole checkpoint."
+                f"{shown}{more}. Missing or damaged weights are never made up; get the whole "
+                "checkpoint again"
             )
 
 
@@ -164,7 +193,7 @@ def _file_names(directory: Path) -> list[str]:
         return ["model.safetensors"]
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{index} is no index of a sharded checkpoint: {error!r}") from error
 
 
@@ -177,18 +206,3 @@ def _open(path: Path) -> Any:
         raise ModelLoadError(
             f"{path} cannot be read ({error}); it is damaged or was not downloaded to its end"
         ) from error
-
-
-def _check_finite(directory: Path, weights: DecoderWeights) -> None:
-    outside = {id(t): t for t in (weights.embedding_VE, weights.head_VE, weights.final_norm_E)}
-    parts = [("embedding, head or final norm", tuple(outside.values()))]
-    parts += [(f"layer {i}", tuple(vars(layer).values())) for i, layer in enumerate(weights.layers)]
-    for where, tensors in parts:
-        for tensor in tensors:
-            # A sum is one pass without a temporary; it is finite unless an element is not
-            # (or the weights are absurd enough to overflow float32, which is as fatal).
-            if tensor is not None and not torch.isfinite(tensor.sum(dtype=torch.float32)):
-                raise ModelLoadError(
-                    f"{directory}: NaN or infinite weights in {where}; the file is damaged or was "
-                    "saved from a diverged run"
-                )

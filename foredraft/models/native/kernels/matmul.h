@@ -21,14 +21,17 @@
 
 namespace foredraft {
 
-// Row blocks of every height below divide a panel.
-constexpr int64_t kPanelRows = 12;
+constexpr int64_t kPanelRows = 12;  // row blocks of every height divide it
 constexpr int64_t kLargePanelRows = 4 * kPanelRows;
 constexpr int64_t kManyTokens = 48;  // from here on larger panels: activations outweigh weights
-constexpr int kBlockTokens = 4;
+constexpr int kBlockTokens = 6;
 
-// Rows that meet a block of so many tokens; rows * tokens running sums stay in registers.
-constexpr int block_rows(int num_tokens) { return kPanelRows / num_tokens > 6 ? 6 : kPanelRows / num_tokens; }
+// Rows that meet a block of so many tokens. Their running sums, the weights and one activation
+// must fit the 16 registers of AVX2: one spilled sum halves the speed.
+constexpr int block_rows(int num_tokens) {
+  constexpr int rows[] = {0, 6, 4, 3, 2, 2, 2};
+  return rows[num_tokens];
+}
 
 // A matrix [rows, K], rows one after another.
 template <class Weight>
@@ -53,31 +56,31 @@ template <int R, int T, class Weight>
 inline void dot_block(const Weight* weights, int64_t K, const float* x, int64_t x_stride,
                       const Weight* ahead, float* sums) {
   constexpr int64_t kLine = 64 / sizeof(Weight);
-  Vec sum[R][T] = {};
+  Vec sum[R][T];
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int t = 0; t < T; ++t) sum[r][t] = Vec{};
   const auto step = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
     Pair w[R];
-    for (int r = 0; r < R; ++r) w[r] = load_pair(weights + r * K + k, count);
-    for (int t = 0; t < T; ++t) {
-      const Vec first = load(x + t * x_stride + k);
-      for (int r = 0; r < R; ++r) sum[r][t] = fma(w[r].first, first, sum[r][t]);
+    UNROLL for (int r = 0; r < R; ++r) w[r] = load_pair(weights + r * K + k, count);
+    UNROLL for (int t = 0; t < T; ++t) {
+      const Vec first = load_to_register(x + t * x_stride + k);
+      UNROLL for (int r = 0; r < R; ++r) sum[r][t] = fma(w[r].first, first, sum[r][t]);
     }
-    for (int t = 0; t < T; ++t) {
-      const Vec second = load(x + t * x_stride + k + kLanes);
-      for (int r = 0; r < R; ++r) sum[r][t] = fma(w[r].second, second, sum[r][t]);
+    UNROLL for (int t = 0; t < T; ++t) {
+      const Vec second = load_to_register(x + t * x_stride + k + kLanes);
+      UNROLL for (int r = 0; r < R; ++r) sum[r][t] = fma(w[r].second, second, sum[r][t]);
     }
   };
   int64_t k = 0;
   for (; k + kPair <= K; k += kPair) {
     if (k % kLine == 0)
-      for (int r = 0; r < R; ++r) __builtin_prefetch(ahead + r * K + k, 0, 2);
+      UNROLL for (int r = 0; r < R; ++r) __builtin_prefetch(ahead + r * K + k, 0, 2);
     step(k, kPair);
   }
   if (k < K) step(k, K - k);
-  constexpr int kSums = R * T;
-  const Vec* flat = &sum[0][0];
-  for (int i = 0; i < kSums; i += 4) {
-    const auto at = [&](int j) { return i + j < kSums ? flat[i + j] : Vec{}; };
-    const Quad quad = sum_lanes(at(0), at(1), at(2), at(3));
+  const auto at = [&](int i) { return i < R * T ? sum[i / T][i % T] : Vec{}; };
+  UNROLL for (int i = 0; i < R * T; i += 4) {
+    const Quad quad = sum_lanes(at(i), at(i + 1), at(i + 2), at(i + 3));
     std::memcpy(sums + i, &quad, sizeof quad);
   }
 }
@@ -110,7 +113,9 @@ inline void panel(const Matrix<Weight>& weights, Range rows, Activations x, int6
     case 1: return blocks(std::integral_constant<int, 1>{});
     case 2: return blocks(std::integral_constant<int, 2>{});
     case 3: return blocks(std::integral_constant<int, 3>{});
-    default: return blocks(std::integral_constant<int, 4>{});
+    case 4: return blocks(std::integral_constant<int, 4>{});
+    case 5: return blocks(std::integral_constant<int, 5>{});
+    default: return blocks(std::integral_constant<int, 6>{});
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -33,6 +34,9 @@ typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Quad __attribute__((vector_size(16)));
 
+// Short loops over registers: unrolled before anything else, or their arrays stay in memory.
+#define UNROLL _Pragma("GCC unroll 16")
+
 struct bf16 {
   uint16_t bits;
 };
@@ -40,6 +44,16 @@ struct bf16 {
 inline Vec load(const float* source) {
   Vec v;
   std::memcpy(&v, source, sizeof v);
+  return v;
+}
+
+// A load that the compiler must not fold into the instructions that use it: where a vector is used
+// by several, folding would load it anew each time.
+inline Vec load_to_register(const float* source) {
+  Vec v = load(source);
+#if defined(__AVX__)
+  asm("" : "+x"(v));
+#endif
   return v;
 }
 

@@ -1,0 +1,318 @@
+"""Speculation for people who hold a transformers model already.
+
+>>> model.generate(**inputs, max_new_tokens=200, custom_generate=foredraft.custom_generate)
+
+What ``generate`` has made of its many options arrives here as logits processors, stopping criteria
+and a generation config. The ones below are honoured; everything else is refused by name.
+
+Shape legend: B rows, T prompt tokens (left-padded), N tokens of prompt and reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from foredraft.core.errors import ConfigError, ForedraftError
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.sequence import SpeculationStats
+from foredraft.engine.engine import Engine
+from foredraft.engine.row import GenerationResult
+from foredraft.llm import LLM
+from foredraft.models.hf import HFTarget
+from foredraft.plan import LoadOptions
+
+_WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+"""What shapes the distribution, in the order in which both libraries apply it."""
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "assistant_ensemble_weight": (None,),
+    "speculation_type": (None,),
+    "use_mtp": (None, False),
+    "is_assistant": (None, False),
+    "token_healing": (None, False),
+    "use_cache": (None, True),
+    "cache_implementation": (None, "dynamic"),
+    "prefill_chunk_size": (None,),
+    "compile_config": (None,),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+"""Generation options that are neither processors nor criteria, and the values that ask nothing."""
+
+_OPTIONS_BY_PROCESSOR = {
+    "MinLengthLogitsProcessor": "min_length or min_new_tokens",
+    "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
+    "RepetitionPenaltyLogitsProcessor": "repetition_penalty",
+    "EncoderRepetitionPenaltyLogitsProcessor": "encoder_repetition_penalty",
+    "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size",
+    "NoBadWordsLogitsProcessor": "bad_words_ids",
+    "SequenceBiasLogitsProcessor": "sequence_bias",
+    "SuppressTokensLogitsProcessor": "suppress_tokens",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_suppress_tokens",
+    "ForcedBOSTokenLogitsProcessor": "forced_bos_token_id",
+    "ForcedEOSTokenLogitsProcessor": "forced_eos_token_id",
+    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+    "ExponentialDecayLengthPenalty": "exponential_decay_length_penalty",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "InfNanRemoveLogitsProcessor": "remove_invalid_values",
+    "LogitNormalization": "renormalize_logits",
+    "TypicalLogitsWarper": "typical_p",
+    "EpsilonLogitsWarper": "epsilon_cutoff",
+    "EtaLogitsWarper": "eta_cutoff",
+    "TopHLogitsWarper": "top_h",
+    "MaxTimeCriteria": "max_time",
+    "StopStringCriteria": "stop_strings",
+}
+"""How a caller usually comes by a processor or criterion, to be named when it is refused."""
+
+_EXPECTED_INPUTS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+}
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+    """What ``generate(…, return_dict_in_generate=True)`` returns; it hands out no cache.
+
+    Attributes:
+        sequences: [B, N] token ids, prompt included.
+        speculation: what speculation did for each row.
+    """
+
+    speculation: list[SpeculationStats] | None = None
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Sequence[Any],
+    stopping_criteria: Sequence[Any],
+    generation_config: Any,
+    *,
+    drafter: str = "auto",
+    draft_model: Any = None,
+    num_draft_tokens: int | None = None,
+    drafter_options: Mapping[str, Any] | None = None,
+    coupling: Literal["seeded", "drawn"] = "seeded",
+    token_streamer: Any = None,
+    **model_kwargs: Any,
+) -> Tensor | SpeculativeOutput:
+    """Decode speculatively inside ``model.generate``; pass it as ``custom_generate``.
+
+    The keyword options are given to ``generate`` itself, beside its own. Greedy text is what
+    ``generate`` gives without it; sampled text follows the same distribution, and
+    ``torch.manual_seed`` makes it repeatable.
+
+    Args:
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
+            ``generate`` hands them over. ``input_ids`` are int64 [B, T].
+        drafter: a registered drafter; "auto" is "draft_model" with a draft model, else "ngram".
+        draft_model: a smaller transformers model of the same vocabulary.
+        num_draft_tokens: most nodes to draft a step; None takes the drafter's own default.
+        drafter_options: the drafter's own options.
+        coupling: see `SamplingParams`.
+        token_streamer: a streamer of transformers, for one row. (``generate`` does not pass its
+            own ``streamer`` on to a custom function.)
+
+    Returns:
+        int64 [B, N], short rows padded at the end; a `SpeculativeOutput` when
+        ``return_dict_in_generate`` is set.
+
+    Raises:
+        ConfigError: an option that foredraft does not implement, or a drafter's option it lacks.
+        CapabilityError: a model that cannot be speculated with.
+        ForedraftError: generation failed, such as on logits that are not finite.
+    """
+    max_length, eos_token_ids = _read_criteria(stopping_criteria)
+    # Like generate itself, go on past the context that the config promises.
+    target = HFTarget(model, max_length, trees=False)
+    _refuse_unimplemented(generation_config, model_kwargs)
+    prompts = _unpadded(input_ids, model_kwargs)
+    llm = LLM(
+        target,
+        None,
+        LoadOptions(
+            drafter=drafter,
+            num_draft_tokens=num_draft_tokens,
+            drafter_options=drafter_options or {},
+            max_batch_size=len(prompts),
+        ),
+        draft_model=None if draft_model is None else HFTarget(draft_model, trees=False),
+    )
+    params = replace(
+        _read_processors(logits_processor, generation_config.do_sample),
+        max_tokens=max_length - input_ids.shape[1],
+        stop_token_ids=eos_token_ids,
+        coupling=coupling,
+    )
+    results = _run(llm.engine, prompts, params, _Output(token_streamer, input_ids))
+    sequences = _padded(input_ids, results, generation_config)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return SpeculativeOutput(sequences=sequences, speculation=[r.stats for r in results])
+
+
+def _refuse_unimplemented(config: Any, model_kwargs: Mapping[str, Any]) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(config, name, None)
+        if value not in neutral:
+            raise _not_implemented(f"{name}={value!r}")
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _EXPECTED_INPUTS:
+            hint = "; pass it as token_streamer" if name == "streamer" else ""
+            raise _not_implemented(f"the input {name!r}", hint)
+    cache = model_kwargs.get("past_key_values")
+    if getattr(cache, "_is_user_defined", False):
+        raise _not_implemented("past_key_values of your own")
+
+
+def _not_implemented(what: str, hint: str = "") -> ConfigError:
+    return ConfigError(
+        f"foredraft.custom_generate does not implement {what}{hint}; drop it, or call generate "
+        "without custom_generate"
+    )
+
+
+def _described(item: Any, kind: str) -> str:
+    name = type(item).__name__
+    option = _OPTIONS_BY_PROCESSOR.get(name)
+    return f"the {kind} {name}" + (f" (option {option})" if option else "")
+
+
+def _read_criteria(criteria: Sequence[Any]) -> tuple[int, list[int]]:
+    """The length limit, prompt included, and the ids that end a row."""
+    max_length, eos_token_ids = None, []
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            max_length = int(criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            eos_token_ids = [int(token) for token in criterion.eos_token_id.flatten()]
+        else:
+            raise _not_implemented(_described(criterion, "stopping criterion"))
+    if max_length is None:
+        raise ConfigError("generate gave no length limit; set max_new_tokens")
+    return max_length, eos_token_ids
+
+
+def _read_processors(processors: Sequence[Any], do_sample: bool | None) -> SamplingParams:
+    """The distribution that the processors describe together.
+
+    Their own values count, not the config's: a caller may have added one.
+    """
+    options: dict[str, Any] = {"temperature": 1.0} if do_sample else {}
+    for processor in processors:
+        name = _WARPERS.get(type(processor))
+        if name is None or not do_sample or _filters_unusually(processor):
+            raise _not_implemented(_described(processor, "logits processor"))
+        options[name] = getattr(processor, name)
+    kinds = [type(processor) for processor in processors]
+    if kinds != [kind for kind in _WARPERS if kind in kinds]:
+        raise _not_implemented(f"logits processors in the order {[k.__name__ for k in kinds]}")
+    if do_sample:
+        options["seed"] = 0  # each row draws its own
+    return SamplingParams.of(**options)
+
+
+def _filters_unusually(processor: Any) -> bool:
+    return (
+        getattr(processor, "filter_value", -torch.inf) != -torch.inf
+        or getattr(processor, "min_tokens_to_keep", 1) != 1
+    )
+
+
+def _unpadded(input_ids_BT: Tensor, model_kwargs: Mapping[str, Any]) -> list[list[int]]:
+    """Each row's prompt without the padding on its left."""
+    mask_BT = model_kwargs.get("attention_mask")
+    if mask_BT is None:
+        mask_BT = torch.ones_like(input_ids_BT)
+    seen_BT = mask_BT.to(input_ids_BT.device).bool()
+    if seen_BT.shape != input_ids_BT.shape or (seen_BT[:, :-1] & ~seen_BT[:, 1:]).any():
+        raise _not_implemented("an attention_mask other than padding on the left")
+    position_ids = model_kwargs.get("position_ids")
+    if position_ids is not None:
+        expected_BT = (seen_BT.cumsum(1) - 1)[seen_BT]
+        given_BT = position_ids.to(seen_BT.device).expand_as(seen_BT)[seen_BT]
+        if not torch.equal(given_BT, expected_BT):
+            raise _not_implemented("position_ids of your own")
+    return [row[seen].tolist() for row, seen in zip(input_ids_BT, seen_BT, strict=True)]
+
+
+class _Output:
+    """Hands tokens to a streamer, if there is one."""
+
+    def __init__(self, streamer: Any, input_ids_BT: Tensor) -> None:
+        self._streamer = streamer
+        if streamer is None:
+            return
+        if input_ids_BT.shape[0] > 1:
+            raise ConfigError(f"a streamer shows one row, and there are {input_ids_BT.shape[0]}")
+        streamer.put(input_ids_BT.cpu())
+
+    def put(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids if self._streamer is not None else ():
+            self._streamer.put(torch.tensor([token]))
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+def _run(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, output: _Output
+) -> list[GenerationResult]:
+    """Generate all rows; results in their order."""
+    for prompt in prompts:
+        seed = None if params.seed is None else int(torch.randint(2**63 - 1, ()).item())
+        engine.submit(prompt, replace(params, seed=seed))
+    results: dict[int, GenerationResult] = {}
+    for event in engine.run():
+        output.put(event.token_ids)
+        if event.result is not None:
+            results[event.request_id] = event.result
+            if event.result.error is not None:
+                raise ForedraftError(f"generation failed: {event.result.error}")
+    output.end()
+    return [results[request_id] for request_id in sorted(results)]
+
+
+def _padded(input_ids_BT: Tensor, results: Sequence[GenerationResult], config: Any) -> Tensor:
+    """Prompts as they were given, replies behind them, and padding behind shorter replies."""
+    longest = max(len(result.token_ids) for result in results)
+    pad = config._pad_token_tensor
+    reply_BN = input_ids_BT.new_full((len(results), longest), 0 if pad is None else int(pad))
+    for row, result in zip(reply_BN, results, strict=True):
+        row[: len(result.token_ids)] = input_ids_BT.new_tensor(result.token_ids)
+    return torch.cat([input_ids_BT, reply_BN], dim=1)

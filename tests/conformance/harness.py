@@ -1,0 +1,385 @@
+"""What every drafter is held to, and how one is built for it.
+
+A drafter joins by existing: `drafter_names` finds it. It is built from its `DrafterSpec` alone: a
+drafter that ``needs_draft_model`` gets a second model of the target's vocabulary, one that
+``needs`` a capability is skipped on targets without it.
+
+Each ``check_…`` function raises AssertionError when a drafter breaks the rule it is named after.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.cache.base import Cache
+from foredraft.control.fixed import FixedBudget
+from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.sequence import Sequence as TokenSequence
+from foredraft.core.tree import EMPTY_TREE
+from foredraft.drafters import build_drafter, drafter_spec
+from foredraft.drafters.base import Drafter, DrafterContext, DraftRow, Observation
+from foredraft.engine.engine import Engine
+from foredraft.engine.row import GenerationResult
+from foredraft.models.base import ScoreRow, Target
+from foredraft.models.table import TableModel
+from tests.engine.helpers import drain, finish
+
+# ----------------------------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model: how to make a target, and a draft model that often agrees with it."""
+
+    name: str
+    new_target: Callable[[], Target]
+    new_draft_model: Callable[[], Target]
+
+
+def table_kind() -> Kind:
+    """Explicit tables: exact, so any difference is a fault."""
+
+    def draft(context: tuple[int, ...]) -> list[float]:
+        right, other = TARGET_TABLE.probs(context), OTHER_TABLE.probs(context)
+        return [0.7 * p + 0.3 * q for p, q in zip(right, other, strict=True)]
+
+    return Kind(
+        "table",
+        lambda: TableModel(TARGET_TABLE.vocab_size, TARGET_TABLE.probs),
+        lambda: TableModel(TARGET_TABLE.vocab_size, draft),
+    )
+
+
+TARGET_TABLE = TableModel.random(6, seed=1, sharpness=1.5)
+OTHER_TABLE = TableModel.random(6, seed=2, sharpness=1.5)
+
+
+def native_kind(decoder: str, dtype: torch.dtype = torch.float32) -> Kind:
+    """A tiny random llama; ``decoder`` is "eager" or "fused". Skips where it cannot run."""
+    from foredraft.models.native.config import read_config
+    from foredraft.models.native.eager import EagerDecoder
+    from foredraft.models.native.target import NativeTarget
+    from foredraft.models.native.weights import load_weights
+
+    factory: Any = EagerDecoder
+    if decoder == "fused":
+        factory = fused_decoder()
+
+    def new(noise: float) -> Target:
+        config = read_config(checkpoint(noise))
+        weights = load_weights(checkpoint(noise), config, dtype)
+        return NativeTarget(config, weights, factory)
+
+    return Kind(f"{decoder}-{dtype}", lambda: new(0.0), lambda: new(0.01))
+
+
+def fused_decoder() -> Any:
+    from foredraft.models.native.kernels.build import KernelUnavailable, load_library
+
+    try:
+        load_library()
+    except KernelUnavailable as reason:
+        pytest.skip(f"no fused kernel here: {reason}")
+    from foredraft.models.native.fused import FusedDecoder
+
+    return FusedDecoder
+
+
+def hf_kind() -> Kind:
+    """The same tiny llama, run by transformers."""
+    from foredraft.models.hf import HFTarget
+
+    return Kind(
+        "hf", lambda: HFTarget.load(checkpoint(0.0)), lambda: HFTarget.load(checkpoint(0.01))
+    )
+
+
+@functools.cache
+def checkpoint(noise: float) -> Path:
+    """A saved tiny llama whose weights are off by ``noise``; 0.0 is the target."""
+    from tests.models.checkpoints import NATIVE_CONFIGS, save_tokenizer, tiny_model
+
+    model = tiny_model(NATIVE_CONFIGS["llama"]())
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * torch.randn(weight.shape, generator=generator)
+    directory = Path(_scratch().name) / f"llama-{noise}"
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="foredraft-conformance-")
+
+
+KINDS: dict[str, Callable[[], Kind]] = {
+    "table": table_kind,
+    "native-eager": lambda: native_kind("eager"),
+    "native-fused": lambda: native_kind("fused"),
+    "native-fused-bf16": lambda: native_kind("fused", torch.bfloat16),
+    "hf": hf_kind,
+}
+
+
+def is_empty(cache: Cache) -> bool:
+    """Whether no slot is allocated: new slots are then numbered from 0 without a gap."""
+    slots = [cache.allocate() for _ in range(16)]
+    for slot in slots:
+        cache.free(slot)
+    return slots == list(range(16))
+
+
+# ------------------------------------------------------------------------------ drafters and runs
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A drafter under test, on a target, with the draft model it was given, if any."""
+
+    target: Target
+    drafter: Drafter
+    draft_model: Target | None
+
+
+def set_up(name: str, kind: Kind) -> Setup:
+    """Build drafter ``name``; skips when the target lacks what the drafter needs."""
+    spec, target = drafter_spec(name), kind.new_target()
+    missing = [
+        need
+        for need, wanted in vars(spec.needs).items()
+        if wanted and not getattr(target.capabilities, need)
+    ]
+    if missing:
+        pytest.skip(f"{name} needs a target with {' and '.join(missing)}")
+    draft_model = kind.new_draft_model() if spec.needs_draft_model else None
+    return Setup(target, build_drafter(name, DrafterContext(target, draft_model)), draft_model)
+
+
+def run(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    num_draft_tokens: int,
+    max_batch_size: int = 8,
+) -> list[GenerationResult]:
+    """Generate a batch; results in the order of the prompts. The sums are checked on the way."""
+    budget = FixedBudget(num_draft_tokens, target.max_context)
+    engine = Engine(target, drafter, budget, max_batch_size=max_batch_size)
+    request_ids = [engine.submit(prompt, params) for prompt in prompts]
+    results = finish(engine)
+    return [results[request_id] for request_id in request_ids]
+
+
+def plain(
+    target: Target, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[tuple[int, ...]]:
+    """What plain decoding gives each prompt on its own."""
+    drafter = build_drafter("none", DrafterContext(target))
+    return [run(target, drafter, [prompt], params, 0)[0].token_ids for prompt in prompts]
+
+
+class Wrapped:
+    """A drafter around another one."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    @property
+    def taps(self) -> Sequence[int]:
+        return self.inner.taps
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        self.inner.begin(request_id, prompt)
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
+        return self.inner.propose(rows)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        self.inner.observe(observations)
+
+    def end(self, request_id: int) -> None:
+        self.inner.end(request_id)
+
+
+class Recorded(Wrapped):
+    """Remembers what was asked for and what was proposed."""
+
+    def __init__(self, inner: Drafter) -> None:
+        super().__init__(inner)
+        self.drafts: list[tuple[DraftRow, Proposal]] = []
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
+        proposals = self.inner.propose(rows)
+        self.drafts.extend(zip(rows, proposals, strict=True))
+        return proposals
+
+
+class Renumbered(Wrapped):
+    """Gives requests numbers that occur nowhere else, so that a forgotten one can be found."""
+
+    OFFSET = 7_000_000_001
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        self.inner.begin(request_id + self.OFFSET, prompt)
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
+        return self.inner.propose(
+            [replace(row, request_id=row.request_id + self.OFFSET) for row in rows]
+        )
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        self.inner.observe(
+            [replace(seen, request_id=seen.request_id + self.OFFSET) for seen in observations]
+        )
+
+    def end(self, request_id: int) -> None:
+        self.inner.end(request_id + self.OFFSET)
+
+
+class NeverRight(Wrapped):
+    """Replaces each first-level token by one that the target will not choose."""
+
+    def __init__(self, inner: Drafter, text: Sequence[int], vocab_size: int) -> None:
+        super().__init__(inner)
+        self._text, self._vocab_size = text, vocab_size
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
+        return [
+            self._spoil(row, proposal)
+            for row, proposal in zip(rows, self.inner.propose(rows), strict=True)
+        ]
+
+    def _spoil(self, row: DraftRow, proposal: Proposal) -> Proposal:
+        tree, right = proposal.tree, self._text[len(row.tokens)]
+        wrong = (right + 1) % self._vocab_size
+        tokens = tuple(
+            wrong if depth == 1 and token == right else token
+            for token, depth in zip(tree.tokens, tree.depths, strict=True)
+        )
+        return Proposal.chosen(replace(tree, tokens=tokens))
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+class UnevenBudget(FixedBudget):
+    """Another budget for each row and step, zero included."""
+
+    def budget(self, rows: Sequence[TokenSequence]) -> list[int]:
+        most = super().budget(rows)
+        uneven = [(len(row.tokens) * 7 + row.request_id) % 9 for row in rows]
+        return [min(pair) for pair in zip(most, uneven, strict=True)]
+
+
+def check_budget(
+    drafter: Drafter, target: Target, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> None:
+    """No proposal is larger than asked for, and asking for nothing gives nothing."""
+    recorded = Recorded(drafter)
+    engine = Engine(target, recorded, UnevenBudget(8, target.max_context))
+    for prompt in prompts:
+        engine.submit(prompt, params)
+    finish(engine)
+    assert all(len(proposal.tree) <= row.budget for row, proposal in recorded.drafts)
+    drafter.begin(0, prompts[0])
+    row = DraftRow(0, tuple(prompts[0]), params, 0, KeyedDraftChoices(0, len(prompts[0])))
+    (nothing,) = drafter.propose([row])
+    drafter.end(0)
+    assert nothing.tree == EMPTY_TREE
+
+
+def check_forgets(
+    setup: Setup, prompts: Sequence[Sequence[int]], params: SamplingParams, num_draft_tokens: int
+) -> None:
+    """After `end` nothing of a request is left: finished, cancelled or out of context."""
+    drafter, target = Renumbered(setup.drafter), setup.target
+    engine = Engine(target, drafter, FixedBudget(num_draft_tokens, target.max_context))
+    request_ids = [engine.submit(prompt, params) for prompt in prompts]
+    for _ in range(4):
+        engine.step()
+    engine.cancel(request_ids[0])
+    drain(engine)
+    for request_id in request_ids:
+        assert not mentions(setup.drafter, request_id + Renumbered.OFFSET), "a request is left over"
+    assert is_empty(target.cache), "a slot of the target is left over"
+    if setup.draft_model is not None:
+        assert is_empty(setup.draft_model.cache), "a slot of the draft model is left over"
+
+
+def mentions(root: object, number: int) -> bool:
+    """Whether ``number`` occurs in an object's state. Models are not looked into."""
+    seen: set[int] = set()
+    todo: list[Any] = [root]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, torch.Tensor | str | bytes | type):
+            continue
+        seen.add(id(item))
+        if isinstance(item, int) and item == number:
+            return True
+        if isinstance(item, dict):
+            todo.extend((*item.keys(), *item.values()))
+        elif isinstance(item, Iterable) and hasattr(item, "__len__"):
+            todo.extend(item)
+        elif not hasattr(item, "score"):
+            todo.extend(vars(item).values() if hasattr(item, "__dict__") else ())
+    return False
+
+
+def check_rejections_leave_nothing(
+    new_drafter: Callable[[], Drafter],
+    target: Target,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    num_draft_tokens: int,
+) -> GenerationResult:
+    """Every draft equals that of a fresh drafter which saw the committed text and no rejection.
+
+    Returns:
+        The run whose drafts were compared.
+    """
+    lived = Recorded(new_drafter())
+    (result,) = run(target, lived, [prompt], params, num_draft_tokens)
+    history = _plain_history(target, [*prompt, *result.token_ids], len(prompt), lived.taps)
+    for row, proposal in lived.drafts:
+        sheltered = new_drafter()
+        sheltered.begin(row.request_id, prompt)
+        for observation in history[: len(row.tokens) - len(prompt)]:
+            sheltered.observe([replace(observation, request_id=row.request_id)])
+        (expected,) = sheltered.propose([row])
+        sheltered.end(row.request_id)
+        assert proposal.tree == expected.tree, f"another draft after {len(row.tokens)} tokens"
+        assert proposal.is_drawn == expected.is_drawn
+        if proposal.draft_probs_NV is not None and expected.draft_probs_NV is not None:
+            torch.testing.assert_close(proposal.draft_probs_NV, expected.draft_probs_NV)
+    return result
+
+
+def _plain_history(
+    target: Target, text: Sequence[int], num_prompt: int, taps: Sequence[int]
+) -> list[Observation]:
+    """What a drafter observes when this text is decoded plainly."""
+    observations, slot = [], target.cache.allocate()
+    for end in range(num_prompt, len(text)):
+        pending = text[target.cache.length(slot) : end]
+        (scores,) = target.score([ScoreRow(slot, pending)], taps)
+        target.cache.keep(slot, len(pending), ())
+        observations.append(
+            Observation(0, (text[end],), 0, NO_PROPOSAL, (), scores.logits_NV, scores.taps)
+        )
+    target.cache.free(slot)
+    return observations

@@ -1,0 +1,163 @@
+"""Every registered drafter, on every kind of model, keeps the promises of the drafter seam."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from foredraft.control.fixed import FixedBudget
+from foredraft.core.sampling import SamplingParams
+from foredraft.drafters import drafter_names, drafter_spec
+from foredraft.engine.engine import Engine
+from tests.conformance.harness import (
+    KINDS,
+    Kind,
+    NeverRight,
+    check_budget,
+    check_forgets,
+    check_rejections_leave_nothing,
+    is_empty,
+    plain,
+    run,
+    set_up,
+)
+from tests.engine.helpers import drain
+
+PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
+"""Ragged, some of them repetitive; ids fit every kind's vocabulary."""
+TEMPERATURES = (0.0, 0.7, 1.0)
+MAX_TOKENS = 16
+
+
+@functools.cache
+def kind_of(name: str) -> Kind:
+    return KINDS[name]()
+
+
+@functools.cache
+def plain_text(kind: str, params: SamplingParams) -> list[tuple[int, ...]]:
+    return plain(kind_of(kind).new_target(), PROMPTS, params)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=drafter_names())
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def no_faults(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """The engine survives a faulty drafter; a conforming one is not faulty."""
+    yield
+    records = caplog.get_records("call")
+    assert [r.getMessage() for r in records if r.levelno >= logging.WARNING] == []
+
+
+def sampling(temperature: float, **options: object) -> SamplingParams:
+    return SamplingParams.of(temperature=temperature, seed=17, max_tokens=MAX_TOKENS, **options)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_text_is_the_plain_runs(name: str, kind: str, temperature: float) -> None:
+    """Token for token, whatever the number of draft tokens, alone and in a ragged batch."""
+    params = sampling(temperature)
+    expected = plain_text(kind, params)
+    setup = set_up(name, kind_of(kind))
+    for num_draft_tokens in (0, 1, 4, 8) if kind == "hf" else range(9):
+        alone = run(setup.target, setup.drafter, PROMPTS[2:3], params, num_draft_tokens)
+        assert alone[0].token_ids == expected[2]
+        together = run(setup.target, setup.drafter, PROMPTS, params, num_draft_tokens, 3)
+        assert [r.token_ids for r in together] == expected
+
+
+def test_it_drafts(name: str) -> None:
+    """A drafter that never drafts would pass everything else here."""
+    if drafter_spec(name).num_draft_tokens == 0:
+        pytest.skip("drafts nothing by its own account")
+    setup = set_up(name, kind_of("table"))
+    results = run(setup.target, setup.drafter, PROMPTS, sampling(0.0), 4)
+    assert sum(r.stats.drafted for r in results) > 0
+    assert sum(r.stats.accepted for r in results) > 0
+
+
+@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+def test_it_keeps_to_its_budget(name: str, kind: str, coupling: str) -> None:
+    setup = set_up(name, kind_of(kind))
+    check_budget(setup.drafter, setup.target, PROMPTS, sampling(1.0, coupling=coupling))
+
+
+@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+def test_it_forgets_what_is_over(name: str, kind: str, coupling: str) -> None:
+    check_forgets(set_up(name, kind_of(kind)), PROMPTS, sampling(1.0, coupling=coupling), 3)
+
+
+@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rejected_branch_leaves_nothing(
+    name: str, kind: str, temperature: float, coupling: str
+) -> None:
+    model_kind = kind_of(kind)
+    result = check_rejections_leave_nothing(
+        lambda: set_up(name, model_kind).drafter,
+        model_kind.new_target(),
+        PROMPTS[2],
+        sampling(temperature, coupling=coupling),
+        num_draft_tokens=3,
+    )
+    if kind == "table" and temperature and drafter_spec(name).num_draft_tokens:
+        assert result.stats.rejected > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_survives_being_wrong_all_the_time(name: str, kind: str, temperature: float) -> None:
+    params = sampling(temperature)
+    prompt, expected = PROMPTS[2], plain_text(kind, params)[2]
+    setup = set_up(name, kind_of(kind))
+    wrong = NeverRight(setup.drafter, [*prompt, *expected], setup.target.vocab_size)
+    (result,) = run(setup.target, wrong, [prompt], params, 4)
+    assert result.token_ids == expected
+    assert result.stats.accepted == 0
+    assert result.stats.steps == len(expected)
+
+
+@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+def test_a_cancelled_request_can_be_started_again(name: str, kind: str, coupling: str) -> None:
+    params = sampling(1.0, coupling=coupling)
+    setup = set_up(name, kind_of(kind))
+    engine = Engine(setup.target, setup.drafter, FixedBudget(3, setup.target.max_context))
+    request_id, other = engine.submit(PROMPTS[0], params), engine.submit(PROMPTS[3], params)
+    for _ in range(3):
+        engine.step()
+    cancelled = engine.cancel(request_id)
+    again = engine.submit(PROMPTS[0], params)
+    results = drain(engine)
+    assert cancelled is not None
+    assert len(cancelled.token_ids) >= 3
+    assert results[again].token_ids[: len(cancelled.token_ids)] == cancelled.token_ids
+    assert results[again].finish_reason == results[other].finish_reason == "length"
+    if coupling == "seeded":
+        assert results[again].token_ids == plain_text(kind, params)[0]
+        assert results[other].token_ids == plain_text(kind, params)[3]
+    assert is_empty(setup.target.cache)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_drawn_drafts_are_fixed_by_the_seed(name: str, kind: str, temperature: float) -> None:
+    """Another text than the plain run's, but one that the seed repeats."""
+    params = sampling(temperature, coupling="drawn")
+
+    def texts(max_batch_size: int) -> list[tuple[int, ...]]:
+        setup = set_up(name, kind_of(kind))
+        results = run(setup.target, setup.drafter, PROMPTS, params, 3, max_batch_size)
+        return [result.token_ids for result in results]
+
+    assert texts(max_batch_size=3) == texts(max_batch_size=3)
+    if temperature == 0.0:
+        assert texts(max_batch_size=3) == plain_text(kind, sampling(0.0))

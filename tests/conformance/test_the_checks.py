@@ -1,0 +1,161 @@
+"""The checks would notice: drafters that break one rule each fail the check for that rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from foredraft.core.proposal import Proposal
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.tree import TokenTree
+from foredraft.drafters.base import Drafter, DraftRow, Observation
+from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.ngram import NgramDrafter
+from tests.conformance.harness import (
+    NeverRight,
+    Setup,
+    check_budget,
+    check_forgets,
+    check_rejections_leave_nothing,
+    mentions,
+    plain,
+    run,
+    table_kind,
+)
+from tests.engine.helpers import ScriptedDrafter
+
+PROMPT = [0, 1, 2, 0, 1, 2, 0, 1]
+PARAMS = SamplingParams(temperature=1.0, seed=17, max_tokens=24)
+KIND = table_kind()
+
+
+class RemembersRejected(NgramDrafter):
+    """Takes its own rejected tokens for text."""
+
+    def __init__(self) -> None:
+        super().__init__(min_ngram_size=1)
+        self._rejected: dict[int, list[int]] = {}
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        super().begin(request_id, prompt)
+        self._rejected[request_id] = []
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        proposals = super().propose(rows)
+        for i, row in enumerate(rows):
+            if self._rejected[row.request_id] and row.budget:
+                proposals[i] = Proposal.chosen(TokenTree.chain(self._rejected[row.request_id][:1]))
+        return proposals
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            tokens = seen.proposal.tree.tokens
+            self._rejected[seen.request_id] = list(tokens[seen.num_accepted :])
+
+
+class NeverRewinds(DraftModelDrafter):
+    """Keeps the cache entries of rejected tokens and goes on behind them."""
+
+    def _catch_up(self, row: DraftRow) -> list[int]:
+        request = self._requests[row.request_id]
+        unread = list(row.tokens[len(request.cached) :]) or [row.tokens[-1]]
+        request.num_confirmed = len(request.cached)
+        return unread
+
+
+def leaky_drafts(new_drafter: Callable[[], Drafter]) -> None:
+    check_rejections_leave_nothing(new_drafter, KIND.new_target(), PROMPT, PARAMS, 3)
+
+
+def test_a_drafter_that_keeps_rejected_tokens_is_found() -> None:
+    with pytest.raises(AssertionError, match="another draft after"):
+        leaky_drafts(RemembersRejected)
+
+
+def test_a_draft_model_that_keeps_rejected_cache_entries_is_found() -> None:
+    with pytest.raises(AssertionError, match="another draft after"):
+        leaky_drafts(lambda: NeverRewinds(KIND.new_draft_model()))
+
+
+def test_a_sound_drafter_passes_under_the_same_conditions() -> None:
+    leaky_drafts(lambda: NgramDrafter(min_ngram_size=1))
+    leaky_drafts(lambda: DraftModelDrafter(KIND.new_draft_model()))
+
+
+def test_leaky_drafters_are_exact_all_the_same() -> None:
+    """A leak costs acceptance, never the text: which is why it needs a check of its own."""
+    target = KIND.new_target()
+    expected = plain(target, [PROMPT], PARAMS)[0]
+    for drafter in (RemembersRejected(), NeverRewinds(KIND.new_draft_model())):
+        assert run(target, drafter, [PROMPT], PARAMS, 3)[0].token_ids == expected
+
+
+class KeepsRequests(NgramDrafter):
+    def end(self, request_id: int) -> None:
+        pass
+
+
+class KeepsNumbersInAClosure(NgramDrafter):
+    """Forgets the index, and remembers the number inside a list of pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, int]] = []
+
+    def end(self, request_id: int) -> None:
+        super().end(request_id)
+        self.log.append(("ended", request_id))
+
+
+class KeepsSlots(DraftModelDrafter):
+    def end(self, request_id: int) -> None:
+        del self._requests[request_id]
+
+
+@pytest.mark.parametrize("new", [KeepsRequests, KeepsNumbersInAClosure])
+def test_a_request_that_is_not_forgotten_is_found(new: Callable[[], Drafter]) -> None:
+    setup = Setup(KIND.new_target(), new(), None)
+    with pytest.raises(AssertionError, match="a request is left over"):
+        check_forgets(setup, [PROMPT, [1]], PARAMS, 3)
+
+
+def test_a_slot_that_is_not_freed_is_found() -> None:
+    draft_model = KIND.new_draft_model()
+    setup = Setup(KIND.new_target(), KeepsSlots(draft_model), draft_model)
+    with pytest.raises(AssertionError, match="a slot of the draft model"):
+        check_forgets(setup, [PROMPT, [1]], PARAMS, 3)
+
+
+@pytest.mark.parametrize("more", [1, 7])
+def test_a_drafter_over_its_budget_is_found(more: int) -> None:
+    over = ScriptedDrafter(lambda row: Proposal.chosen(TokenTree.chain([1] * (row.budget + more))))
+    with pytest.raises(AssertionError):
+        check_budget(over, KIND.new_target(), [PROMPT], PARAMS)
+
+
+def test_a_drafter_that_drafts_unasked_is_found() -> None:
+    unasked = ScriptedDrafter(
+        lambda row: Proposal.chosen(TokenTree.chain([1] * max(row.budget, 1)))
+    )
+    with pytest.raises(AssertionError):
+        check_budget(unasked, KIND.new_target(), [PROMPT], PARAMS)
+
+
+def test_never_right_is_never_right() -> None:
+    target = KIND.new_target()
+    expected = plain(target, [PROMPT], PARAMS)[0]
+    drafter = NeverRight(DraftModelDrafter(KIND.new_draft_model()), [*PROMPT, *expected], 6)
+    (result,) = run(target, drafter, [PROMPT], PARAMS, 3)
+    assert (result.stats.accepted, result.token_ids) == (0, expected)
+    assert result.stats.drafted > 0
+
+
+def test_mentions_looks_everywhere_but_into_models() -> None:
+    number = 123_456_789
+    assert mentions({"a": [(1, {number})]}, number)
+    assert mentions({number: "key"}, number)
+    assert not mentions({"a": [number + 1, str(number)]}, number)
+    target = KIND.new_target()
+    target.hidden = number  # type: ignore[attr-defined]
+    assert not mentions([target], number)

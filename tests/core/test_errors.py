@@ -1,0 +1,53 @@
+"""Errors name the nearest thing that does exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from foredraft.core import errors
+from foredraft.core.errors import ConfigError, ForedraftError, nearest, unknown
+
+DRAFTERS = ("ngram", "draft_model", "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("ngrams", "ngram"), ("NGRAM", "ngram"), ("draft-model", "draft_model"), ("non", "none")],
+)
+def test_nearest(name: str, found: str) -> None:
+    assert nearest(name, DRAFTERS) == f"; did you mean {found!r}?"
+
+
+@pytest.mark.parametrize("name", ["", "xyzzy", "?"])
+def test_nothing_near(name: str) -> None:
+    assert nearest(name, DRAFTERS) == ""
+
+
+def test_nothing_to_be_near_to() -> None:
+    assert nearest("ngram", ()) == ""
+
+
+def test_nearest_keeps_the_spelling_of_the_option() -> None:
+    assert nearest("smollm2", ["SmolLM2", "Qwen3"]) == "; did you mean 'SmolLM2'?"
+
+
+def test_unknown_says_what_was_given_what_was_meant_and_what_there_is() -> None:
+    error = unknown("drafter", "ngrm", iter(DRAFTERS))
+    assert isinstance(error, ConfigError)
+    assert str(error) == (
+        "unknown drafter 'ngrm'; did you mean 'ngram'? (known: draft_model, ngram, none)"
+    )
+
+
+def test_every_error_is_one_of_ours() -> None:
+    named = [item for item in vars(errors).values() if isinstance(item, type)]
+    ours = [item for item in named if item.__module__ == errors.__name__]
+    assert len(ours) >= 8
+    for error in ours:
+        assert issubclass(error, ForedraftError), error
+        assert error.__doc__, error
+
+
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.PromptError])
+def test_bad_input_can_be_caught_as_a_value_error(kind: type[Exception]) -> None:
+    assert issubclass(kind, ValueError)

@@ -1,0 +1,223 @@
+"""Verification: which rule takes which proposal, and what each decides when told how it ends.
+
+That the rules keep the target's distribution is shown in tests/exactness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.core.choices import VerifyChoices
+from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
+from foredraft.core.sampling import NodeProbs, SamplingParams, TargetProbs
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.core.verify import Verdict, verify
+from foredraft.core.verify.block import verify_block
+from foredraft.core.verify.recursive import verify_recursive
+from foredraft.core.verify.token_rule import verify_token_rule
+
+Rule = Callable[[Proposal, NodeProbs, VerifyChoices], Verdict]
+RULES = [verify_token_rule, verify_block, verify_recursive]
+
+
+@dataclass
+class Scripted:
+    """Decides as told, and remembers what it was asked.
+
+    Attributes:
+        accepts: the decisions, in order.
+        tokens: what to draw, in order.
+        probabilities: what `accept` was asked.
+        indices: the decision numbers.
+        drawn_from: what tokens were drawn from, normalised.
+    """
+
+    accepts: list[bool] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    drawn_from: list[list[float]] = field(default_factory=list)
+
+    def draw_target(self, probs_V: Tensor, depth: int) -> int:
+        self.indices.append(depth)
+        return self._draw(probs_V)
+
+    def accept(self, probability: float, index: int) -> bool:
+        self.probabilities.append(probability)
+        self.indices.append(index)
+        return self.accepts.pop(0)
+
+    def draw_residual(self, probs_V: Tensor) -> int:
+        return self._draw(probs_V)
+
+    def _draw(self, probs_V: Tensor) -> int:
+        self.drawn_from.append((probs_V / probs_V.sum()).tolist())
+        return self.tokens.pop(0)
+
+
+@dataclass
+class Told:
+    """A draft stream that draws what it is told."""
+
+    tokens: Sequence[int]
+
+    def draw(self, probs_V: Tensor, index: int) -> int:
+        return self.tokens[index]
+
+
+def rows(*probs: Sequence[float]) -> dict[int, Tensor]:
+    """Target probabilities after the root and after each node."""
+    return {i - 1: torch.tensor(row, dtype=torch.float64) for i, row in enumerate(probs)}
+
+
+def drawn(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    draft_probs: Sequence[Sequence[float]],
+    replacement: bool = True,
+) -> Proposal:
+    builder = DrawnProposalBuilder(Told(tokens), replacement)
+    for parent, row in zip(parents, draft_probs, strict=True):
+        builder.draw(parent, torch.tensor(row, dtype=torch.float64))
+    return builder.build()
+
+
+P, Q = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
+FLAT = [1 / 3] * 3
+
+
+def test_nothing_drafted_draws_from_the_target() -> None:
+    choices = Scripted(tokens=[2])
+    assert verify(NO_PROPOSAL, rows(P), choices) == Verdict((), 2, "bonus")
+    assert choices.drawn_from == [pytest.approx(P)]
+
+
+def test_a_chosen_tree_follows_what_the_target_draws() -> None:
+    #  root ─ 0:token 1 ─ 2:token 0
+    #       └ 1:token 2 ─ 3:token 2
+    proposal = Proposal.chosen(TokenTree((1, 2, 0, 2), (ROOT, ROOT, 0, 1)))
+    target = rows(P, Q, P, Q, FLAT)
+    choices = Scripted(tokens=[2, 2, 0])
+    assert verify(proposal, target, choices) == Verdict((1, 3), 0, "bonus")
+    assert choices.indices == [0, 1, 2], "depths, so that plain decoding draws the same"
+    assert verify(proposal, target, Scripted(tokens=[1, 1])) == Verdict((0,), 1, "correction")
+    assert verify(proposal, target, Scripted(tokens=[0])) == Verdict((), 0, "correction")
+
+
+def test_the_rule_follows_from_the_proposal() -> None:
+    chain = drawn([0, 1], [ROOT, 0], [Q, Q])
+    star = drawn([0, 1], [ROOT, ROOT], [Q, Q])
+    block = Scripted([True], [0])
+    verify(chain, rows(P, P, P), block)
+    assert block.indices == [2], "block verification decides from the longest prefix down"
+    recursive = Scripted([False, True], [0])
+    assert verify(star, rows(P, P, P), recursive) == Verdict((1,), 0, "bonus")
+    assert recursive.indices == [0, 1], "one decision a child"
+
+
+def test_the_token_rule_by_hand() -> None:
+    proposal = drawn([2, 0], [ROOT, 0], [Q, FLAT])
+    choices = Scripted([True, False], [2])
+    verdict = verify_token_rule(proposal, rows(P, [0.1, 0.4, 0.5], P), choices)
+    assert verdict == Verdict((0,), 2, "correction")
+    assert choices.probabilities == pytest.approx([0.2 / 0.6, 0.1 / FLAT[0]])
+    residual = [0.0, 0.4 - 1 / 3, 0.5 - 1 / 3]
+    assert choices.drawn_from == [pytest.approx([mass / sum(residual) for mass in residual])]
+
+
+def test_the_token_rule_ends_with_a_bonus() -> None:
+    proposal = drawn([2, 0], [ROOT, 0], [Q, Q])
+    choices = Scripted([True, True], [1])
+    assert verify_token_rule(proposal, rows(P, P, Q), choices) == Verdict((0, 1), 1, "bonus")
+    assert choices.drawn_from == [pytest.approx(Q)]
+
+
+def test_block_verification_by_hand() -> None:
+    proposal = drawn([2, 0], [ROOT, 0], [Q, Q])
+    target = rows(P, P, FLAT)
+    # Weights: 1, then 0.2/0.6 = 1/3, then min(1, 1/3 * 0.5/0.2) = 5/6.
+    whole = Scripted([True], [1])
+    assert verify_block(proposal, target, whole) == Verdict((0, 1), 1, "bonus")
+    assert whole.probabilities == pytest.approx([5 / 6])
+    assert whole.drawn_from == [pytest.approx(FLAT)]
+    # Nothing of P/3 exceeds Q, so stopping after one token has no probability.
+    none = Scripted([False, False], [0])
+    assert verify_block(proposal, target, none) == Verdict((), 0, "correction")
+    assert none.probabilities == pytest.approx([5 / 6, 0.0])
+    assert none.drawn_from == [pytest.approx([0.75, 0.25, 0.0])], "the residual of P and Q"
+
+
+def test_block_verification_can_accept_a_prefix() -> None:
+    proposal = drawn([0, 2], [ROOT, 0], [Q, Q])
+    choices = Scripted([False, True], [0])
+    assert verify_block(proposal, rows(P, P, FLAT), choices) == Verdict((0,), 0, "correction")
+    # The first weight is 1 (0.5/0.2 capped), so a prefix of one always succeeds.
+    assert choices.probabilities == pytest.approx([0.2 / 0.6, 1.0])
+
+
+def test_recursive_rejection_by_hand() -> None:
+    # After the first rejection the target is (0.75, 0.25, 0), the draft Q or (0.5, 0.5, 0).
+    for replacement, draft in ((True, Q), (False, [0.5, 0.5, 0.0])):
+        proposal = drawn([2, 0], [ROOT, ROOT], [Q, Q], replacement)
+        choices = Scripted([False, False], [1])
+        verdict = verify_recursive(proposal, rows(P, P, P), choices)
+        assert verdict == Verdict((), 1, "correction")
+        assert choices.probabilities == pytest.approx([0.2 / 0.6, 1.0])
+        left = [max(p - q, 0.0) for p, q in zip([0.75, 0.25, 0.0], draft, strict=True)]
+        assert choices.drawn_from == [pytest.approx([mass / sum(left) for mass in left])]
+
+
+def test_recursive_rejection_goes_down_the_accepted_child() -> None:
+    proposal = drawn([2, 0, 1, 1], [ROOT, ROOT, 1, 0], [Q, Q, FLAT, FLAT])
+    choices = Scripted([False, True, True], [0])
+    verdict = verify_recursive(proposal, rows(P, P, P, Q, P), choices)
+    assert verdict == Verdict((1, 2), 0, "bonus")
+    assert choices.indices == [0, 1, 2], "the child of the rejected node is never looked at"
+    assert choices.drawn_from == [pytest.approx(Q)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_need_no_normalising(rule: Rule) -> None:
+    scaled = drawn([2], [ROOT], [[2.0, 2.0, 6.0]])
+    choices = Scripted([False], [0])
+    rule(scaled, rows([5.0, 3.0, 2.0], P), choices)
+    assert choices.probabilities == pytest.approx([0.2 / 0.6])
+    assert choices.drawn_from == [pytest.approx([0.75, 0.25, 0.0])]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_that_is_the_target_is_never_rejected(rule: Rule) -> None:
+    """Also in float32, where the probabilities sum to one only roughly."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(50):
+        logits_NV = torch.randn(4, 1000, generator=generator)
+        probs = TargetProbs(logits_NV, SamplingParams(temperature=1.0))
+        builder = DrawnProposalBuilder(Told([1, 2, 3]))
+        for parent in range(-1, 2):
+            builder.draw(parent, probs[parent])
+        choices = Scripted([True] * 3, [0])
+        assert rule(builder.build(), probs, choices).num_accepted == 3
+        assert choices.probabilities == pytest.approx([1.0] * len(choices.probabilities))
+
+
+def test_only_what_is_visited_is_computed() -> None:
+    """The distribution asked for costs a pass over the vocabulary, so unvisited nodes have none."""
+
+    class Counted(TargetProbs):
+        visited: list[int]
+
+        def __getitem__(self, node: int) -> Tensor:
+            self.visited.append(node)
+            return super().__getitem__(node)
+
+    probs = Counted(torch.zeros(5, 3), SamplingParams(temperature=1.0))
+    probs.visited = []
+    proposal = Proposal.chosen(TokenTree((1, 2, 0, 2), (ROOT, ROOT, 0, 1)))
+    choices: VerifyChoices = Scripted(tokens=[2, 0])
+    verify(proposal, probs, choices)
+    assert probs.visited == [ROOT, 1]

@@ -1,0 +1,78 @@
+"""The enumerator itself: weights by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from foredraft.core.choices import KeyedDraftChoices, KeyedVerifyChoices
+from tests.exactness.ledger import (
+    Ledger,
+    LedgerChoices,
+    keyed_numbers_from,
+    law,
+    outcomes,
+    total_variation,
+)
+
+QUARTERS = torch.tensor([0.25, 0.0, 0.75], dtype=torch.float64)
+
+
+def test_every_path_once_with_its_weight() -> None:
+    def two_then_three(ledger: Ledger) -> tuple[int, int]:
+        first = ledger.decide([0.4, 0.6])
+        return first, ledger.decide([1.0, 0.0, 3.0]) if first else 9
+
+    paths = sorted(outcomes(two_then_three))
+    assert [path for path, _ in paths] == [(0, 9), (1, 0), (1, 2)]
+    assert [weight for _, weight in paths] == pytest.approx([0.4, 0.15, 0.45])
+
+
+def test_paths_with_one_result_add_up() -> None:
+    heads = law(lambda ledger: sum(ledger.decide([0.5, 0.5]) for _ in range(4)))
+    assert heads == pytest.approx({k: math.comb(4, k) / 16 for k in range(5)})
+
+
+def test_a_shared_number_is_not_drawn_twice() -> None:
+    both = law(lambda ledger: tuple(ledger.decide([0.3, 0.7], "u") for _ in range(2)))
+    assert both == pytest.approx({(0, 0): 0.3, (1, 1): 0.7})
+    split = law(lambda ledger: (ledger.decide([0.3, 0.7], "u"), ledger.decide([0.5, 0.5], "u")))
+    assert split == pytest.approx({(0, 0): 0.3, (1, 0): 0.2, (1, 1): 0.5})
+
+
+def test_choices() -> None:
+    def run(ledger: Ledger) -> tuple[int, bool]:
+        choices = LedgerChoices(ledger)
+        return choices.draw(QUARTERS, 0), choices.accept(0.2, 0)
+
+    expected = {(0, True): 0.05, (0, False): 0.2, (2, True): 0.15, (2, False): 0.6}
+    assert law(run) == pytest.approx(expected)
+
+
+def test_keyed_choices_of_the_engine() -> None:
+    def run(ledger: Ledger) -> tuple[int, int, bool]:
+        with keyed_numbers_from(ledger):
+            draft, verify = KeyedDraftChoices(3, 5), KeyedVerifyChoices(3, 5)
+            token = draft.draw(QUARTERS, 0)
+            return token, draft.draw(QUARTERS, 0), verify.accept(0.5, 0)
+
+    shared = {(t, t, a): p / 2 for t, p in ((0, 0.25), (2, 0.75)) for a in (True, False)}
+    assert law(run) == pytest.approx(shared), "one key is one number, two purposes are two"
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [-0.1, 1.1], [math.nan, 1.0], [math.inf, 1.0]])
+def test_what_is_no_distribution_fails(weights: list[float]) -> None:
+    with pytest.raises(AssertionError, match="no probabilities"):
+        Ledger().decide(weights)
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.1, math.nan])
+def test_what_is_no_probability_fails(probability: float) -> None:
+    with pytest.raises(AssertionError, match="no probability"):
+        LedgerChoices(Ledger()).accept(probability, 0)
+
+
+def test_total_variation() -> None:
+    assert total_variation({"a": 0.5, "b": 0.5}, {"b": 0.25, "c": 0.75}) == 0.75

@@ -1,0 +1,135 @@
+"""Reading ``config.json``: every family, both spellings of rotary parameters, clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.core.errors import ModelLoadError
+from foredraft.models.native.config import is_native, read_config
+from foredraft.models.native.rope import inverse_frequencies
+from tests.models.checkpoints import NATIVE_CONFIGS, tiny_model
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def read(directory: Path, raw: dict[str, Any]) -> Any:
+    (directory / "config.json").write_text(json.dumps(raw))
+    return read_config(directory)
+
+
+@pytest.mark.parametrize("name", NATIVE_CONFIGS)
+def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> None:
+    theirs = NATIVE_CONFIGS[name]()
+    theirs.save_pretrained(tmp_path)
+    ours = read_config(tmp_path)
+    assert is_native(json.loads((tmp_path / "config.json").read_text()))
+    for field in (
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+    ):
+        assert getattr(ours, field) == getattr(theirs, field), field
+    assert ours.eos_token_ids == (2,)
+    assert ours.num_parameters == sum(p.numel() for p in tiny_model(theirs).parameters())
+
+
+def test_older_spellings_of_rotary_parameters(tmp_path: Path) -> None:
+    plain = read(tmp_path, {**LLAMA, "rope_theta": 500000.0})
+    assert plain.rope_theta == 500000.0
+    assert plain.rope_inv_freq_scaling is None
+    older = read(tmp_path, {**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}})
+    newer = read(
+        tmp_path,
+        {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    )
+    assert torch.equal(inverse_frequencies(older), inverse_frequencies(newer))
+    assert torch.equal(inverse_frequencies(older) * 4, inverse_frequencies(read(tmp_path, LLAMA)))
+
+
+def test_defaults_that_a_config_may_leave_out(tmp_path: Path) -> None:
+    llama = dict(LLAMA)
+    del llama["num_key_value_heads"]
+    config = read(tmp_path, llama)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+    assert not config.tie_word_embeddings
+    assert config.eos_token_ids == ()
+    assert read(tmp_path, {**LLAMA, "model_type": "qwen3"}).head_dim == 128
+    assert read(tmp_path, {**LLAMA, "eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("raw", "context"),
+    [
+        (LLAMA, 512),
+        ({**LLAMA, "sliding_window": 100}, 512),
+        ({**LLAMA, "model_type": "mistral", "sliding_window": 100}, 100),
+        ({**LLAMA, "model_type": "mistral", "sliding_window": None}, 512),
+        ({**LLAMA, "model_type": "mistral", "max_position_embeddings": 8192}, 4096),
+        ({**LLAMA, "model_type": "qwen2", "sliding_window": 100}, 512),
+        (
+            {**LLAMA, "model_type": "qwen2", "sliding_window": 100, "use_sliding_window": True},
+            100,
+        ),
+    ],
+)
+def test_the_context_ends_where_a_sliding_window_would_slide(
+    raw: dict[str, Any], context: int, tmp_path: Path
+) -> None:
+    assert read(tmp_path, raw).max_context == context
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, "model_type None"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantised checkpoints"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rotary scaling 'yarn'"),
+    ],
+)
+def test_what_the_decoder_lacks_is_refused(
+    change: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    raw = {**LLAMA, **change}
+    assert not is_native(raw)
+    with pytest.raises(ModelLoadError, match=reason) as refused:
+        read(tmp_path, raw)
+    assert "backend 'hf'" in str(refused.value)
+
+
+def test_a_size_that_is_missing_is_named(tmp_path: Path) -> None:
+    raw = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}
+    with pytest.raises(ModelLoadError, match="does not give 'rms_norm_eps'"):
+        read(tmp_path, raw)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1, 2]"])
+def test_a_config_that_cannot_be_read(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        read_config(tmp_path)

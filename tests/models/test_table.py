@@ -1,0 +1,90 @@
+"""The table model and its cache of tokens: what the exactness tests stand on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.models.base import ScoreRow
+from foredraft.models.table import TableModel, TokenCache
+
+ORDER_1 = {
+    (): (0.5, 0.25, 0.25),
+    (0,): (0.1, 0.2, 0.7),
+    (1,): (0.0, 1.0, 0.0),
+    (2,): (0.3, 0.3, 0.4),
+}
+
+
+def test_scores_are_the_logs_of_the_table() -> None:
+    model = TableModel.from_table(3, ORDER_1, order=1)
+    tree = TokenTree((0, 1, 2), (ROOT, ROOT, 0))
+    [scores] = model.score([ScoreRow(model.cache.allocate(), (2, 2), tree)])
+    for node, last in enumerate((2, 0, 1, 2)):
+        assert scores.logits_NV[node].exp().tolist() == pytest.approx(ORDER_1[(last,)])
+    assert scores.logits_NV.dtype == torch.float64
+    assert scores.logits_NV[2, 0] == -math.inf
+
+
+def test_a_node_sees_its_ancestors_and_nothing_else() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def conditional(context: tuple[int, ...]) -> tuple[float, ...]:
+        seen.append(context)
+        return (0.2,) * 5
+
+    model = TableModel(5, conditional)
+    slot = model.cache.allocate()
+    model.score([ScoreRow(slot, (0,))])
+    model.cache.keep(slot, 1, ())
+    model.score([ScoreRow(slot, (1,), TokenTree((2, 3, 4), (ROOT, ROOT, 1)))])
+    assert seen == [(0,), (0, 1), (0, 1, 2), (0, 1, 3), (0, 1, 3, 4)]
+
+
+def test_random_tables_are_distributions_fixed_by_their_seed() -> None:
+    model, twin = TableModel.random(4, seed=3), TableModel.random(4, seed=3)
+    assert sum(model.probs((1, 2, 3))) == pytest.approx(1.0)
+    assert model.probs((1, 2, 3)) == twin.probs((0, 2, 3))  # order 2: older tokens do not count
+    assert model.probs((1, 2, 3)) != TableModel.random(4, seed=4).probs((1, 2, 3))
+    assert TableModel.random(4, seed=3, sharpness=0.0).probs(()) == pytest.approx([0.25] * 4)
+
+
+def test_keep_leaves_the_pending_tokens_and_the_path() -> None:
+    cache = TokenCache()
+    slot = cache.allocate()
+    cache.write(slot, (1, 2, 10, 11, 12, 13))
+    cache.keep(slot, 2, (1, 3))
+    assert cache.context(slot) == (1, 2, 11, 13)
+    cache.write(slot, (5, 6))
+    assert cache.context(slot) == (1, 2, 11, 13)
+    cache.keep(slot, 1, ())
+    assert cache.context(slot) == (1, 2, 11, 13, 5)
+    assert cache.entries[slot] == [1, 2, 11, 13, 5]
+
+
+def test_a_fork_is_independent() -> None:
+    cache = TokenCache()
+    slot = cache.allocate()
+    cache.write(slot, (1, 2, 3))
+    cache.keep(slot, 3, ())
+    copy = cache.fork(slot)
+    cache.truncate(slot, 1)
+    cache.write(copy, (4,))
+    cache.keep(copy, 1, ())
+    assert cache.context(slot) == (1,)
+    assert cache.context(copy) == (1, 2, 3, 4)
+
+
+def test_slots_are_reused_and_unknown_ones_refused() -> None:
+    cache = TokenCache()
+    first, second = cache.allocate(), cache.allocate()
+    assert (first, second) == (0, 1)
+    cache.free(first)
+    assert cache.allocate() == first
+    with pytest.raises(KeyError, match="slot 7 is not allocated"):
+        cache.length(7)
+    with pytest.raises(ValueError, match="cannot truncate 0 entries to 2"):
+        cache.truncate(second, 2)

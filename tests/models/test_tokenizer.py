@@ -1,0 +1,216 @@
+"""Text to ids and back: whole characters only, chat templates, and clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders
+from tokenizers.models import BPE
+
+from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
+from foredraft.models.tokenizer import Tokenizer
+from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer, train_tokenizer
+
+REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are no character
+
+
+def save_byte_fallback(directory: Path) -> None:
+    """A tokenizer whose rare characters are spelled in byte tokens, as sentencepiece's are."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "▁b", "c", "é"]
+    model = BPE(
+        {word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
+    )
+    fast = FastTokenizer(model)
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    directory.mkdir(exist_ok=True)
+    fast.save(str(directory / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("byte-fallback")
+    save_byte_fallback(path)
+    return Tokenizer(path)
+
+
+def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str | None]:
+    decode = tokenizer.new_decoder()
+    return [decode(token) for token in ids]
+
+
+@given(st.text(max_size=30))
+def test_text_survives_the_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+@given(st.text(alphabet="aé東🦊 \n\u0301", max_size=20))
+def test_streamed_pieces_are_whole_characters(tokenizer: Tokenizer, text: str) -> None:
+    pieces = stream(tokenizer, tokenizer.encode(text))
+    assert "".join(piece or "" for piece in pieces) == text
+    assert all(REPLACEMENT not in (piece or "") for piece in pieces)
+
+
+def test_a_character_of_several_tokens_comes_with_its_last(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🦜")
+    assert len(ids) == 3
+    assert stream(tokenizer, ids) == [None, None, "🦜"]
+
+
+@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20))
+def test_any_ids_stream_to_the_text_they_decode_to(tokenizer: Tokenizer, ids: list[int]) -> None:
+    text = "".join(piece or "" for piece in stream(tokenizer, ids))
+    whole = tokenizer.decode(ids)
+    assert whole.startswith(text)
+    assert whole == text or whole.endswith(REPLACEMENT)  # an unfinished character is held back
+
+
+@given(st.lists(st.integers(0, 261), max_size=20))
+def test_stray_bytes_do_not_stop_a_stream(byte_fallback: Tokenizer, ids: list[int]) -> None:
+    for piece in stream(byte_fallback, ids):
+        assert piece is None or isinstance(piece, str)
+
+
+def test_byte_tokens_make_whole_characters(byte_fallback: Tokenizer) -> None:
+    ids = byte_fallback.encode("🦜")
+    assert len(ids) == 4
+    assert stream(byte_fallback, ids) == [None, None, None, "🦜"]
+
+
+def test_two_streams_do_not_mix(tokenizer: Tokenizer) -> None:
+    first, second = tokenizer.new_decoder(), tokenizer.new_decoder()
+    left, right = tokenizer.encode("🦜"), tokenizer.encode("🦝")
+    out = [(first(a), second(b)) for a, b in zip(left, right, strict=True)]
+    assert out[-1] == ("🦜", "🦝")
+
+
+def test_special_tokens_are_not_text(tokenizer: Tokenizer) -> None:
+    [end] = tokenizer.encode("<|im_end|>")
+    assert stream(tokenizer, [*tokenizer.encode("ok"), end])[-1] in (None, "")
+    assert tokenizer.decode([end]) == ""
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(PromptError, match="no valid Unicode"):
+        tokenizer.encode("a\ud800")
+
+
+def test_batch_settings_of_the_file_do_not_touch_prompts(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    fast = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    fast.enable_truncation(4)
+    fast.enable_padding(length=64)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    text = "The ferry crosses the river twice a day."
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+# Chat
+
+
+def test_a_conversation_is_rendered_for_the_reply(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Hi!"}])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "robot", "content": "Hi"},
+        {"content": "Hi"},
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": ["Hi"]},
+    ],
+)
+def test_malformed_messages_are_refused(tokenizer: Tokenizer, message: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="a message needs a role"):
+        tokenizer.encode_chat([message])
+
+
+def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, chat_template=None)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_a_conversation_that_the_template_refuses(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "{{ raise_exception('no system role here') }}")
+    with pytest.raises(ConfigError, match="refuses the conversation: no system role here"):
+        Tokenizer(tmp_path).encode_chat([{"role": "system", "content": "Hi"}])
+
+
+def test_templates_cannot_reach_python(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "{{ messages.__class__.__mro__ }}")
+    with pytest.raises(ConfigError, match="refuses the conversation"):
+        Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_where_a_template_may_lie(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "in the config")
+    assert Tokenizer(tmp_path).chat_template == "in the config"
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "tool_use", "template": "for tools"},
+        {"name": "default", "template": "by name"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer(tmp_path).chat_template == "by name"
+    (tmp_path / "chat_template.jinja").write_text("in a file")
+    assert Tokenizer(tmp_path).chat_template == "in a file"
+
+
+# Ends and identity
+
+
+def test_every_end_of_text_id_is_found(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    assert Tokenizer(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert Tokenizer(tmp_path).eos_token_ids == (2, 5, 7)
+
+
+def test_fingerprints_tell_vocabularies_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    save_tokenizer(tmp_path / "same", chat_template=None)
+    assert Tokenizer(tmp_path / "same").fingerprint == tokenizer.fingerprint
+    save_tokenizer(tmp_path / "other")
+    fast = train_tokenizer()
+    fast.add_tokens(["<extra>"])
+    fast.save(str(tmp_path / "other" / "tokenizer.json"))
+    assert Tokenizer(tmp_path / "other").fingerprint != tokenizer.fingerprint
+    assert tokenizer.vocab_size == VOCAB_SIZE
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"has no tokenizer\.json; save the tokenizer there"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / name).write_text("{")
+    with pytest.raises(ModelLoadError, match=name):
+        Tokenizer(tmp_path)
