@@ -59,12 +59,12 @@ class LLM:
         budget = options.num_draft_tokens
         if budget is None:
             budget = drafter_spec(self.drafter_name).num_draft_tokens
-        context = DrafterContext(
+        self.drafter_context = DrafterContext(
             target, draft_model, options.drafter_options, tokenizer, draft_tokenizer
         )
         self.engine = Engine(
             target,
-            wrap_drafter(build_drafter(self.drafter_name, context)),
+            wrap_drafter(build_drafter(self.drafter_name, self.drafter_context)),
             FixedBudget(budget, target.max_context),
             max_batch_size=options.max_batch_size,
             eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foredraft.bench.compare import Summary
+from foredraft.bench.step import StepFigure
 from foredraft.core.errors import ConfigError
 
 
@@ -50,3 +51,20 @@ def _draw(axis: Any, rows: Sequence[Summary]) -> None:
     axis.set_xticks(range(len(categories)), categories, rotation=20, ha="right")
     axis.set_ylabel("speed-up over plain")
     axis.legend(fontsize="small", ncols=4)
+
+
+def plot_steps(figures: Sequence[StepFigure], floor_ms: Mapping[int, float], path: str) -> None:
+    """Milliseconds over tokens of one forward, one row, beside the floor."""
+    plt = pyplot()
+    figure, axis = plt.subplots(layout="constrained", figsize=(7, 4))
+    for name in dict.fromkeys(f.name for f in figures):
+        points = [(f.size.tokens, f.median_ms()) for f in figures
+                  if f.name == name and f.size.rows == 1]  # fmt: skip
+        axis.plot(*zip(*points, strict=True), marker="o", label=name)
+    axis.plot(list(floor_ms), list(floor_ms.values()), color="black", linestyle="--", label="floor")
+    axis.set_xlabel("tokens in one forward")
+    axis.set_ylabel("ms")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

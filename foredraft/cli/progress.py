@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import TaskProgressColumn as PercentColumn
 
 
@@ -66,3 +76,17 @@ class RichProgress:
             )
             self._progress.start()
         return self._progress
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar over ``total`` pieces of work; call what it yields with a name after each piece."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=total)
+        yield lambda text: progress.update(task, advance=1, description=text)

@@ -77,8 +77,9 @@ def check(
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("num_draft_tokens", [1, 4])
-@pytest.mark.parametrize("decoder", ["fused-fp32", "fused-bf16"])
+@pytest.mark.parametrize(
+    ("decoder", "num_draft_tokens"), [("fused-fp32", 4), ("fused-bf16", 1), ("fused-bf16", 4)]
+)
 def test_text_is_the_plain_runs(
     name: str, decoder: str, num_draft_tokens: int, temperature: float
 ) -> None:
@@ -87,7 +88,7 @@ def test_text_is_the_plain_runs(
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_text_is_the_plain_runs_without_the_kernel(name: str, temperature: float) -> None:
-    check(name, "eager-fp32", temperature, num_draft_tokens=3, max_tokens=8)
+    check(name, "eager-fp32", temperature, num_draft_tokens=3, max_tokens=6)
 
 
 @pytest.mark.slow
@@ -104,7 +105,7 @@ def test_drafts_are_accepted_and_rejected(name: str) -> None:
     """Otherwise the texts above would agree for want of anything to verify."""
     if drafter_spec(name).num_draft_tokens == 0:
         pytest.skip("drafts nothing by its own account")
-    setup = set_up(name, kind("eager-fp32"))
+    setup = set_up(name, kind("fused-bf16"))
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=12)
     results = run(setup.target, setup.drafter, prompts(), params, 4)
     assert sum(r.stats.accepted for r in results) > 0

@@ -20,9 +20,10 @@ from foredraft.core.verify import Verdict, verify
 from foredraft.core.verify.block import verify_block
 from foredraft.core.verify.recursive import verify_recursive
 from foredraft.core.verify.token_rule import verify_token_rule
+from foredraft.core.verify.traversal import verify_traversal
 
 Rule = Callable[[Proposal, NodeProbs, VerifyChoices], Verdict]
-RULES = [verify_token_rule, verify_block, verify_recursive]
+RULES = [verify_token_rule, verify_block, verify_recursive, verify_traversal]
 
 
 @dataclass
@@ -115,9 +116,9 @@ def test_the_rule_follows_from_the_proposal() -> None:
     block = Scripted([True], [0])
     verify(chain, rows(P, P, P), block)
     assert block.indices == [2], "block verification decides from the longest prefix down"
-    recursive = Scripted([False, True], [0])
-    assert verify(star, rows(P, P, P), recursive) == Verdict((1,), 0, "bonus")
-    assert recursive.indices == [0, 1], "one decision a child"
+    traversal = Scripted([False, True], [0])
+    assert verify(star, rows(P, P, P), traversal) == Verdict((1,), 0, "bonus")
+    assert traversal.indices == [1, 2], "one decision a leaf, and none for the root"
 
 
 def test_the_token_rule_by_hand() -> None:
@@ -179,6 +180,41 @@ def test_recursive_rejection_goes_down_the_accepted_child() -> None:
     assert verdict == Verdict((1, 2), 0, "bonus")
     assert choices.indices == [0, 1, 2], "the child of the rejected node is never looked at"
     assert choices.drawn_from == [pytest.approx(Q)]
+
+
+def test_traversal_judges_the_deepest_node_first() -> None:
+    #  root ─ 0:token 2 ─ 2:token 0
+    #       └ 1:token 0
+    proposal = drawn([2, 0, 0], [ROOT, ROOT, 0], [Q, Q, Q])
+    target = rows(P, P, Q, FLAT)
+    # Weights: 0.2/0.6 = 1/3 for node 0, then min(1, 1/3 * 0.5/0.2) = 5/6 for node 2. Nothing of
+    # P/3 exceeds Q, so node 0 alone has none; the root's second child starts from (P - Q)+.
+    choices = Scripted([False, False, True], [1])
+    assert verify_traversal(proposal, target, choices) == Verdict((1,), 1, "bonus")
+    assert choices.indices == [3, 1, 2]
+    assert choices.probabilities == pytest.approx([5 / 6, 0.0, 1.0])
+    assert choices.drawn_from == [pytest.approx(Q)]
+    whole = Scripted([True], [2])
+    assert verify_traversal(proposal, target, whole) == Verdict((0, 2), 2, "bonus")
+    assert whole.drawn_from == [pytest.approx(FLAT)]
+
+
+def test_traversal_can_end_at_an_inner_node() -> None:
+    proposal = drawn([0, 2, 1], [ROOT, 0, 0], [Q, Q, Q])
+    choices = Scripted([False, False, True], [0])
+    verdict = verify_traversal(proposal, rows(P, P, FLAT, FLAT), choices)
+    assert verdict == Verdict((0,), 0, "correction")
+    # Node 0 has weight 1 (0.5/0.2 capped) and keeps it; its target becomes (0.75, 0.25, 0) and,
+    # after the second rejection, (0.55, 0.05, 0) normalised.
+    assert choices.probabilities == pytest.approx([0.2 / 0.6, 1.0, 1.0])
+    assert choices.drawn_from == [pytest.approx([0.55 / 0.6, 0.05 / 0.6, 0.0])]
+
+
+def test_traversal_without_replacement_takes_the_rejected_token_out_of_the_draft() -> None:
+    proposal = drawn([2, 0], [ROOT, ROOT], [Q, Q], replacement=False)
+    choices = Scripted([False, False], [1])
+    verify_traversal(proposal, rows(P, P, P), choices)
+    assert choices.drawn_from == [pytest.approx([1.0, 0.0, 0.0])], "(0.75, 0.25, 0) - (0.5, 0.5, 0)"
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -8,12 +8,15 @@ from foredraft.core.verify.block import verify_block
 from foredraft.core.verify.recursive import verify_recursive
 from foredraft.core.verify.target_only import verify_target_only
 from foredraft.core.verify.token_rule import verify_token_rule
+from foredraft.core.verify.traversal import verify_traversal
 from tests.exactness.drafting import SHAPES, Drawn
 from tests.exactness.laws import Rule, Steps
 from tests.exactness.worlds import KINDS, World, world
 
 ROUNDING = 1e-12
 SEEDS = range(6)
+DRAWN_RULES = (verify_token_rule, verify_block, verify_recursive, verify_traversal)
+TREES = ["star of 2", "fork below a chain", "unbalanced", "unbalanced, late", "siblings far apart"]
 
 
 def accepted(w: World, shape: str, rule: Rule, replacement: bool = True) -> float:
@@ -36,25 +39,54 @@ def test_block_accepts_more_on_some_chains() -> None:
     assert max(gains) > 0.01, gains
 
 
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_traversal_never_accepts_less_than_recursive_rejection(
+    kind: str, shape: str, replacement: bool
+) -> None:
+    for seed in SEEDS[:2]:
+        w = world(kind, 3, seed)
+        best = accepted(w, shape, verify_traversal, replacement)
+        assert best >= accepted(w, shape, verify_recursive, replacement) - ROUNDING
+
+
+def test_traversal_accepts_more_on_trees_of_depth() -> None:
+    gains = [
+        accepted(w, "unbalanced", verify_traversal) - accepted(w, "unbalanced", verify_recursive)
+        for w in (world("random", 3, seed) for seed in SEEDS[:3])
+    ]
+    assert min(gains) > 0.01, gains
+
+
+def test_traversal_and_recursive_rejection_are_equal_where_nothing_is_below() -> None:
+    for seed in SEEDS:
+        w = world("random", 3, seed)
+        assert accepted(w, "star of 3", verify_traversal) == pytest.approx(
+            accepted(w, "star of 3", verify_recursive), abs=ROUNDING
+        )
+
+
 def test_one_token_is_accepted_with_the_overlap() -> None:
     w = world("random", 4)
     overlap = sum(map(min, w.target_table(()), w.draft_table(())))
-    for rule in (verify_token_rule, verify_block, verify_recursive):
+    for rule in DRAWN_RULES:
         assert accepted(w, "chain of 1", rule) == pytest.approx(overlap, abs=ROUNDING)
 
 
 def test_a_draft_from_the_target_itself_is_accepted_whole() -> None:
-    for rule in (verify_token_rule, verify_block, verify_recursive):
+    for rule in DRAWN_RULES:
         assert accepted(world("q is p", 3), "chain of 3", rule) == pytest.approx(3.0, abs=ROUNDING)
 
 
 def test_a_draft_of_impossible_tokens_is_rejected_whole() -> None:
-    for rule in (verify_token_rule, verify_block, verify_recursive, verify_target_only):
+    for rule in (*DRAWN_RULES, verify_target_only):
         assert accepted(world("disjoint", 3), "chain of 3", rule) == 0.0
 
 
 def test_siblings_without_replacement_are_accepted_more_often() -> None:
     for seed in SEEDS:
         w = world("random", 3, seed)
-        apart = accepted(w, "star of 2", verify_recursive, replacement=False)
-        assert apart > accepted(w, "star of 2", verify_recursive)
+        for rule in (verify_recursive, verify_traversal):
+            apart = accepted(w, "star of 2", rule, replacement=False)
+            assert apart > accepted(w, "star of 2", rule)

@@ -19,6 +19,7 @@ from foredraft.core.verify.block import verify_block
 from foredraft.core.verify.recursive import verify_recursive
 from foredraft.core.verify.target_only import verify_target_only
 from foredraft.core.verify.token_rule import verify_token_rule
+from foredraft.core.verify.traversal import verify_traversal
 from tests.exactness.drafting import (
     SHAPES,
     Chosen,
@@ -50,6 +51,7 @@ RULES = {
     "token rule": Taken(verify_token_rule, trees=False),
     "block": Taken(verify_block, trees=False),
     "recursive": Taken(verify_recursive),
+    "traversal": Taken(verify_traversal),
 }
 
 FILTERS = {

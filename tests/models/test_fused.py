@@ -1,0 +1,246 @@
+"""The fused decoder: the eager one's values, and the same bits however the tokens are fed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig
+
+from foredraft.core.errors import ConfigError
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.models.base import ScoreRow
+from foredraft.models.native.config import read_config
+from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.kernels.build import KernelUnavailable, load_library
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import load_weights
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+
+BFLOAT16_TOLERANCE = 0.06
+"""Of logits that reach about 5. Activations are float32, so all that is left of bfloat16 is that
+keys and values are rounded to 8 bits as they enter the cache."""
+
+TREE = TokenTree((7, 8, 9, 8, 10, 11, 8, 3), (ROOT, ROOT, 0, 0, 1, 2, 4, 4))
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _awkward_sizes() -> PretrainedConfig:
+    """Nothing is a multiple of a vector, of a row block or of the number of threads."""
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE - 1,
+        hidden_size=45,
+        intermediate_size=70,
+        num_hidden_layers=2,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        head_dim=10,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+
+
+CONFIGS = {**NATIVE_CONFIGS, "awkward-sizes": _awkward_sizes}
+FEW_CONFIGS = ("llama", "qwen3", "awkward-sizes")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernel() -> None:
+    try:
+        load_library()
+    except KernelUnavailable as reason:
+        pytest.skip(f"no fused kernel: {reason}")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directories = {}
+    for name, config in CONFIGS.items():
+        directories[name] = tmp_path_factory.mktemp(name)
+        save_checkpoint(directories[name], config())
+    return directories
+
+
+def fused(directory: Path, dtype: torch.dtype, num_threads: int = 1) -> NativeTarget:
+    decoder = partial(FusedDecoder, num_threads=num_threads)
+    return NativeTarget.load(directory, dtype, new_decoder=decoder)
+
+
+@pytest.fixture(scope="module", params=[(n, d) for n in FEW_CONFIGS for d in DTYPES], ids=str)
+def alone(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[Alone]:
+    name, dtype = request.param
+    yield Alone(fused(checkpoints[name], dtype), checkpoints[name], dtype)
+
+
+class Alone:
+    """The plainest way to score: one thread, one row, one token a forward."""
+
+    def __init__(self, target: NativeTarget, directory: Path, dtype: torch.dtype) -> None:
+        self.target, self._directory, self._dtype = target, directory, dtype
+
+    def with_threads(self, num_threads: int) -> NativeTarget:
+        return fused(self._directory, self._dtype, num_threads)
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Logits [T, V] after each token."""
+        slot = self.target.cache.allocate()
+        found = [step(self.target, slot, [token]) for token in tokens]
+        self.target.cache.free(slot)
+        return torch.cat(found)
+
+
+def step(target: NativeTarget, slot: int, tokens: Sequence[int], tree: TokenTree = TokenTree()):  # type: ignore[no-untyped-def]  # noqa: B008
+    """Score and commit ``tokens``; logits after the last of them and after each node."""
+    [scores] = target.score([ScoreRow(slot, tokens, tree)])
+    target.cache.keep(slot, len(tokens), ())
+    return scores.logits_NV
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCAB_SIZE - 1) for _ in range(length)]
+
+
+# ------------------------------------------------------------------------------------ same values
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_equal_the_eager_decoder_on_the_same_weights(
+    name: str, dtype: torch.dtype, checkpoints: dict[str, Path]
+) -> None:
+    config = read_config(checkpoints[name])
+    target = fused(checkpoints[name], dtype, num_threads=2)
+    rounded = load_weights(checkpoints[name], config, dtype)
+    for tensor in rounded.tensors():
+        tensor.data = tensor.data.float()
+    eager = NativeTarget(config, rounded)
+    tokens = text(40)
+    found = [t.score([ScoreRow(t.cache.allocate(), tokens, TREE)])[0] for t in (target, eager)]
+    tolerance = 1e-4 if dtype == torch.float32 else BFLOAT16_TOLERANCE
+    assert (found[0].logits_NV - found[1].logits_NV).abs().max().item() < tolerance
+
+
+# ---------------------------------------------------------------------------------------- same bits
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_chain_has_the_bits_of_one_token_at_a_time(alone: Alone, num_threads: int) -> None:
+    target, prompt, longest = alone.with_threads(num_threads), text(21), 17
+    expected = alone.logits([*prompt, *text(longest, seed=1)])
+    for length in range(1, longest + 1):
+        slot = target.cache.allocate()
+        step(target, slot, prompt)
+        first, *rest = text(longest, seed=1)[:length]
+        found = step(target, slot, [first], TokenTree.chain(rest))
+        assert torch.equal(found, expected[len(prompt) : len(prompt) + length])
+        target.cache.free(slot)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_tree_node_has_the_bits_of_its_path_alone(alone: Alone, num_threads: int) -> None:
+    target, prompt = alone.with_threads(num_threads), text(19)
+    slot = target.cache.allocate()
+    found = step(target, slot, prompt, TREE)
+    for node, path in enumerate([(), *TREE.paths]):
+        tokens = [*prompt, *(TREE.tokens[i] for i in path)]
+        assert torch.equal(found[node], alone.logits(tokens)[-1])
+
+
+@pytest.mark.parametrize("chunk", [2, 5, 16, 33, 64, 130])
+def test_prefill_in_chunks_has_the_bits_of_one_token_at_a_time(alone: Alone, chunk: int) -> None:
+    target, prompt = alone.with_threads(2), text(130)
+    slot = target.cache.allocate()
+    for start in range(0, len(prompt), chunk):
+        found = step(target, slot, prompt[start : start + chunk])
+    assert torch.equal(found, alone.logits(prompt)[-1:])
+
+
+def test_rows_of_a_batch_have_the_bits_of_each_alone(alone: Alone) -> None:
+    target = alone.with_threads(2)
+    prompts = [text(length, seed=length) for length in (1, 7, 30, 66)]
+    trees = [TokenTree(), TokenTree.chain((3, 4, 5)), TREE, TokenTree.chain((9,))]
+    slots = [target.cache.allocate() for _ in prompts]
+    step(target, slots[2], prompts[2][:20])  # this row is ahead of the others
+    pendings = [prompts[0], prompts[1], prompts[2][20:], prompts[3]]
+    rows = [ScoreRow(*parts) for parts in zip(slots, pendings, trees, strict=True)]
+    for prompt, tree, scores in zip(prompts, trees, target.score(rows), strict=True):
+        for node, path in enumerate([(), *tree.paths]):
+            tokens = [*prompt, *(tree.tokens[i] for i in path)]
+            assert torch.equal(scores.logits_NV[node], alone.logits(tokens)[-1])
+
+
+def test_a_kept_path_leaves_the_bits_of_a_plain_history(alone: Alone) -> None:
+    target, prompt, path = alone.with_threads(2), text(18), (1, 4, 6)
+    slot = target.cache.allocate()
+    target.score([ScoreRow(slot, prompt, TREE)])
+    target.cache.keep(slot, len(prompt), path)
+    found = step(target, slot, [42], TREE)
+    history = [*prompt, *(TREE.tokens[i] for i in path), 42]
+    for node, branch in enumerate([(), *TREE.paths]):
+        tokens = [*history, *(TREE.tokens[i] for i in branch)]
+        assert torch.equal(found[node], alone.logits(tokens)[-1])
+
+
+def test_growing_the_cache_changes_no_bit(alone: Alone) -> None:
+    tokens = text(300)
+    target = alone.with_threads(2)
+    slot, other = target.cache.allocate(), target.cache.allocate()
+    step(target, slot, tokens[:250])
+    before = target.cache.capacity
+    step(target, other, tokens)
+    assert target.cache.capacity > before
+    found = step(target, slot, tokens[250:])
+    assert torch.equal(found, step(alone.target, alone.target.cache.allocate(), tokens))
+
+
+def test_taps_have_the_same_bits_in_every_forward(alone: Alone) -> None:
+    target, tokens = alone.with_threads(2), text(20)
+    slot = target.cache.allocate()
+    [together] = target.score([ScoreRow(slot, tokens)], taps=(0, 1))
+    slot = target.cache.allocate()
+    for position, token in enumerate(tokens):
+        [single] = target.score([ScoreRow(slot, [token])], taps=(1,))
+        target.cache.keep(slot, 1, ())
+        assert set(single.taps) == {1}
+        assert torch.equal(single.taps[1][0], together.taps[1][position])
+    assert together.taps[0].dtype == target.weights.dtype
+
+
+# ---------------------------------------------------------------------------------------- manners
+
+
+def test_a_token_outside_the_vocabulary_is_an_error(checkpoints: dict[str, Path]) -> None:
+    target = fused(checkpoints["llama"], torch.float32)
+    with pytest.raises(IndexError, match=f"do not fit a vocabulary of {VOCAB_SIZE}"):
+        target.score([ScoreRow(target.cache.allocate(), [VOCAB_SIZE])])
+
+
+def test_weights_of_another_dtype_are_refused(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="not torch.float64"):
+        fused(checkpoints["llama"], torch.float64)
+
+
+def test_a_broken_value_reaches_the_logits(checkpoints: dict[str, Path]) -> None:
+    """NaN must not be swallowed by a maximum or a clamp on the way."""
+    target = fused(checkpoints["llama"], torch.float32)
+    target.weights.layers[0].qkv_weight[0] = float("nan")
+    slot = target.cache.allocate()
+    assert step(target, slot, text(9)).isnan().any()
+
+
+def test_work_memory_is_reused(checkpoints: dict[str, Path]) -> None:
+    target = fused(checkpoints["llama"], torch.float32)
+    slot = target.cache.allocate()
+    step(target, slot, text(64))
+    decoder = target.decoder
+    assert isinstance(decoder, FusedDecoder)
+    before = decoder.workspace_bytes
+    for token in text(8):
+        step(target, slot, [token])
+    assert decoder.workspace_bytes == before

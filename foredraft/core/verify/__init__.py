@@ -5,10 +5,11 @@ proposal                      rule
 ============================  ==================================================================
 chosen chain or tree          target-only: draw from the target, follow the child that matches
 drawn chain                   block verification (arXiv 2403.10444)
-drawn tree                    recursive rejection sampling (arXiv 2305.09781, 2402.12374)
+drawn tree                    traversal verification (arXiv 2505.12398)
 ============================  ==================================================================
 
-The token rule of Leviathan et al. is kept in `token_rule.py` as the reference for tests.
+Two rules are kept as what these are measured against: the token rule of Leviathan et al. for
+chains (`token_rule.py`) and recursive rejection sampling for trees (`recursive.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from foredraft.core.choices import VerifyChoices
 from foredraft.core.proposal import Proposal
 from foredraft.core.sampling import NodeProbs
 from foredraft.core.verify.block import verify_block
-from foredraft.core.verify.recursive import verify_recursive
 from foredraft.core.verify.target_only import verify_target_only
+from foredraft.core.verify.traversal import verify_traversal
 from foredraft.core.verify.verdict import Verdict
 
 
@@ -32,7 +33,7 @@ def verify(proposal: Proposal, target_probs: NodeProbs, choices: VerifyChoices) 
     """
     if not proposal.is_drawn:
         return verify_target_only(proposal, target_probs, choices)
-    rule = verify_block if proposal.tree.is_chain else verify_recursive
+    rule = verify_block if proposal.tree.is_chain else verify_traversal
     return rule(proposal, target_probs, choices)
 
 

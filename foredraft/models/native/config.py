@@ -140,7 +140,8 @@ def _head_dim(raw: Mapping[str, Any]) -> int:
 
 def _sliding_window(raw: Mapping[str, Any]) -> int | None:
     if raw["model_type"] == "mistral":
-        return raw.get("sliding_window", 4096)  # windowed unless the config says null
+        window: int | None = raw.get("sliding_window", 4096)  # windowed unless it says null
+        return window
     return raw.get("sliding_window") if raw.get("use_sliding_window") else None
 
 

@@ -46,9 +46,9 @@ class EagerDecoder:
         tapped: dict[int, Tensor] = {}
         for index in plan.layers or range(len(self._weights.layers)):
             layer = self._weights.layers[index]
-            if layer.has_attention:
+            if index not in self._weights.no_attention:
                 hidden_TE = hidden_TE + self._attention(run, index, layer, hidden_TE)
-            if layer.has_mlp:
+            if index not in self._weights.no_mlp:
                 hidden_TE = hidden_TE + self._mlp(layer, hidden_TE)
             if index in taps:
                 tapped[index] = hidden_TE

@@ -90,6 +90,7 @@ class FusedDecoder:
     """
 
     name = "fused"
+    partial = False
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None
@@ -108,6 +109,11 @@ class FusedDecoder:
         self._workspace_size = library.foredraft_workspace_size
         self._workspace_size.argtypes = [POINTER(_Model), *[c_int64] * 4]
         self._workspace_size.restype = c_int64
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Work memory held between forwards: as much as the largest one so far needed."""
+        return self._workspace.numel() * self._workspace.dtype.itemsize
 
     def forward(
         self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()

@@ -70,11 +70,11 @@ class ForwardPlan:
         return len(self.token_ids)
 
     @cached_property
-    def token_ids_T(self) -> Tensor:  # noqa: N802 - a shape suffix
+    def token_ids_T(self) -> Tensor:
         return torch.tensor(self.token_ids)
 
     @cached_property
-    def positions_T(self) -> Tensor:  # noqa: N802
+    def positions_T(self) -> Tensor:
         return torch.tensor(self.positions)
 
     def mask(self, row: RowSpan) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,7 @@ from foredraft.models.base import Capabilities, RowScores, ScoreRow
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.plan import ForwardPlan, plan_forward
+from foredraft.models.native.shallow import ShallowStates, ShallowView
 from foredraft.models.native.weights import DecoderWeights, load_weights
 
 _PREFILL_CHUNK = 512
@@ -27,6 +28,11 @@ class Decoder(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def partial(self) -> bool:
+        """Whether it heeds `ForwardPlan.layers`; False costs early exit its shared cache."""
+        ...
 
     def forward(
         self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
@@ -58,8 +64,11 @@ class NativeTarget:
         self._new_decoder = new_decoder
         self.vocab_size = config.vocab_size
         self.max_context = min(max_context or config.max_context, config.max_context)
-        self.capabilities = Capabilities(tree_attention=True, taps=True, layer_views=True)
+        self.capabilities = Capabilities(
+            tree_attention=True, taps=True, layer_views=True, shallow=self.decoder.partial
+        )
         self.cache = KVCache(config.kv_shape, weights.dtype, weights.device, self.max_context)
+        self._shallow = ShallowStates(self.decoder, self.cache, config.num_hidden_layers)
 
     @classmethod
     def load(
@@ -86,6 +95,7 @@ class NativeTarget:
             self.cache.reserve(row.slot, len(row.pending) + len(row.tree))
         chunks = [self._prefill(row, taps) for row in rows]
         plan = plan_forward([done.rest for done in chunks], [done.start for done in chunks])
+        plan = self._shallow.resume(plan, taps)  # without what early exit has already computed
         logits_HV, tapped = self.decoder.forward(plan, self.cache, taps)
         return [
             RowScores(
@@ -111,19 +121,46 @@ class NativeTarget:
         rest = ScoreRow(row.slot, row.pending[done:], row.tree)
         return _Prefilled(rest, start + done, tapped)
 
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
     def layer_view(self, layers: Sequence[int]) -> NativeTarget:
         """A target of some of the layers, sharing the weights, with a cache of its own.
 
         Raises:
             ConfigError: a layer does not exist.
         """
+        self._check_layers(layers)
+        return self._view(self.weights.select_layers(layers))
+
+    def sublayer_view(self, no_attention: Collection[int], no_mlp: Collection[int]) -> NativeTarget:
+        """A target without the attention or the MLP of some layers, likewise.
+
+        Raises:
+            ConfigError: a layer does not exist.
+        """
+        self._check_layers([*no_attention, *no_mlp])
+        return self._view(self.weights.leave_out(no_attention, no_mlp))
+
+    def shallow(self, exit_layer: int) -> ShallowView:
+        """The first ``exit_layer`` layers on this target's own cache.
+
+        Raises:
+            ConfigError: there are not that many layers, or the decoder cannot run some only.
+        """
+        self._check_layers([exit_layer - 1])
+        if not self.capabilities.shallow:
+            raise ConfigError(f"the {self.decoder.name} decoder cannot run only some layers")
+        return ShallowView(self._shallow, self.cache, exit_layer)
+
+    def _check_layers(self, layers: Sequence[int]) -> None:
         for layer in layers:
-            if not 0 <= layer < self.config.num_hidden_layers:
-                raise ConfigError(
-                    f"layer {layer} does not exist; the model has {self.config.num_hidden_layers}"
-                )
-        config = replace(self.config, num_hidden_layers=len(layers))
-        weights = self.weights.select_layers(layers)
+            if not 0 <= layer < self.num_layers:
+                raise ConfigError(f"layer {layer} does not exist; the model has {self.num_layers}")
+
+    def _view(self, weights: DecoderWeights) -> NativeTarget:
+        config = replace(self.config, num_hidden_layers=len(weights.layers))
         return NativeTarget(config, weights, self._new_decoder, self.max_context)
 
 

@@ -7,7 +7,7 @@ D head size.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,19 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights, in one dtype. ``head_VE`` is ``embedding_VE`` itself when they are tied."""
+    """All weights, in one dtype. ``head_VE`` is ``embedding_VE`` itself when they are tied.
+
+    Attributes:
+        no_attention: layers whose attention is left out.
+        no_mlp: layers whose feed-forward part is left out.
+    """
 
     embedding_VE: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm_E: Tensor
     head_VE: Tensor
+    no_attention: frozenset[int] = frozenset()
+    no_mlp: frozenset[int] = frozenset()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,6 +78,15 @@ class DecoderWeights:
     def select_layers(self, layers: Sequence[int]) -> DecoderWeights:
         """The same weights with only these layers: a view, nothing is copied."""
         return replace(self, layers=tuple(self.layers[i] for i in layers))
+
+    def leave_out(self, attention: Collection[int], mlp: Collection[int]) -> DecoderWeights:
+        """The same weights without the attention or the MLP of some layers: likewise a view."""
+        kept = [i for i in range(len(self.layers)) if i not in attention or i not in mlp]
+        return replace(
+            self.select_layers(kept),
+            no_attention=frozenset(new for new, old in enumerate(kept) if old in attention),
+            no_mlp=frozenset(new for new, old in enumerate(kept) if old in mlp),
+        )
 
 
 def load_weights(

@@ -1,17 +1,16 @@
-"""`foredraft bench …`: measurements as commands."""
+"""`foredraft bench drafters`: every drafter against plain decoding, and against peers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from foredraft.cli import options as o
+from foredraft.cli.progress import progress_bar
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.plan import DEFAULT_MODEL
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from foredraft.bench.compare import Summary, Trial
     from foredraft.bench.contenders import Contender
     from foredraft.llm import LLM
-
-app = typer.Typer(no_args_is_help=True, help="Measure on this machine: interleaved, with medians.")
 
 PEERS = ("transformers", "transformers-ngram")
 
@@ -32,7 +29,6 @@ Limit = Annotated[int | None, typer.Option(help="At most this many prompts, over
 Temperatures = Annotated[str, typer.Option("--temperature", help="One or more, with commas.")]
 
 
-@app.command()
 def drafters(
     only: Annotated[
         str | None, typer.Option("--drafters", help="Names with commas; all that fit otherwise.")
@@ -84,32 +80,6 @@ def drafters(
         plot_speedups(rows, plot)
     if any(not t.identical and t.contender in names for t in trials):
         raise typer.Exit(1)
-
-
-@app.command()
-def memory(
-    model: o.Model = DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    threads: o.Threads = None,
-    tokens: Annotated[int, typer.Option(help="Length of the text in the cache.")] = 1024,
-    json_file: o.JsonFile = None,
-) -> None:
-    """Peak memory of target and cache in a new process, beside what `doctor` predicts."""
-    from foredraft.bench.memory import measure_memory
-    from foredraft.bench.report import write_json
-    from foredraft.models.store import resolve_model
-    from foredraft.plan import plan_model
-
-    asked = o.load_options(model, dtype=dtype, device=device, threads=threads)
-    plan = plan_model(model, resolve_model(model), asked)
-    figure = measure_memory(asked, plan, tokens)
-    Console(highlight=False).print(
-        f"{plan.name}, {plan.dtype}, {tokens} tokens: predicted {figure.predicted / 1e6:.1f} MB, "
-        f"measured {figure.measured / 1e6:.1f} MB ({figure.ratio:.2f}x)"
-    )
-    if json_file:
-        write_json(json_file, vars(figure) | {"ratio": figure.ratio, "tokens": tokens}, 0)
 
 
 def _numbers(text: str) -> list[float]:
@@ -180,17 +150,8 @@ def _run(
     prompts = [(prompt, ids) for prompt, ids in prompts if len(ids) <= room]
     for contender in contenders:  # the first forward of a process is slower
         contender.run(prompts[0][1][-16:], replace(params, max_tokens=4))
-    with _progress(len(prompts) * len(contenders) * len(temperatures)) as advance:
+    with progress_bar(len(prompts) * len(contenders) * len(temperatures)) as advance:
         return run_trials(contenders, prompts, params, temperatures, advance)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting", total=total)
-        yield lambda text: progress.update(task, advance=1, description=text)
 
 
 def _print_summaries(console: Console, rows: Sequence[Summary]) -> None:

@@ -1,0 +1,153 @@
+"""What a forward of n tokens costs: ours, our drafters', and our peers', in rotating order."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.tree import TokenTree
+from foredraft.drafters.base import Drafter, DraftRow
+from foredraft.models.base import ScoreRow, Target
+
+_VOCABULARY = 1000
+"""Token ids are drawn below this: every vocabulary has them, and none is special."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """One point of the table: ``rows`` rows of ``tokens`` tokens each."""
+
+    rows: int
+    tokens: int
+
+
+class Stepper(Protocol):
+    """Something whose forward can be timed again and again from the same state."""
+
+    @property
+    def name(self) -> str: ...
+
+    def fits(self, size: Size) -> bool:
+        """Whether it can run this size at all."""
+        ...
+
+    def step(self, size: Size) -> dict[str, float]:
+        """One forward; seconds by part, with the whole under "total"."""
+        ...
+
+
+class TargetStepper:
+    """A `Target` after ``context`` tokens of text.
+
+    Args:
+        phases: reads the seconds of each phase of the last forward, where the decoder keeps them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        context: int,
+        max_rows: int,
+        phases: Callable[[], dict[str, float]] | None = None,
+    ) -> None:
+        self.name = name
+        self._target, self._phases = target, phases
+        self._slots = [target.cache.allocate() for _ in range(max_rows)]
+        for slot in self._slots:
+            target.score([ScoreRow(slot, text(context))])
+            target.cache.keep(slot, context, ())
+
+    def fits(self, size: Size) -> bool:
+        return size.rows <= len(self._slots)
+
+    def step(self, size: Size) -> dict[str, float]:
+        tree = TokenTree.chain(text(size.tokens)[1:])
+        rows = [ScoreRow(slot, [7], tree) for slot in self._slots[: size.rows]]
+        started = time.perf_counter()
+        scores = self._target.score(rows)
+        if scores[0].logits_NV.is_cuda:
+            torch.cuda.synchronize()
+        total = time.perf_counter() - started
+        parts = self._phases() if self._phases else {}
+        python = {"python": total - sum(parts.values())} if parts else {}
+        return {"total": total} | parts | python
+
+    def close(self) -> None:
+        for slot in self._slots:
+            self._target.cache.free(slot)
+
+
+class DrafterStepper:
+    """A drafter's own `propose`, with ``tokens - 1`` nodes for it to draft."""
+
+    def __init__(self, name: str, drafter: Drafter, target: Target, context: int) -> None:
+        self.name = f"{name} (draft)"
+        self._drafter = drafter
+        self._tokens = tuple(text(context))
+        self._slot = target.cache.allocate()
+        drafter.begin(0, self._tokens)
+
+    def fits(self, size: Size) -> bool:
+        return size.rows == 1 and size.tokens > 1
+
+    def step(self, size: Size) -> dict[str, float]:
+        choices = KeyedDraftChoices(0, len(self._tokens))
+        row = DraftRow(0, self._tokens, SamplingParams(), size.tokens - 1, choices, self._slot)
+        started = time.perf_counter()
+        self._drafter.propose([row])
+        return {"total": time.perf_counter() - started}
+
+
+@dataclass
+class StepFigure:
+    """Times of one stepper at one size."""
+
+    name: str
+    size: Size
+    samples: list[dict[str, float]] = field(default_factory=list)
+
+    def median_ms(self, part: str = "total") -> float:
+        return 1e3 * statistics.median(sample.get(part, 0.0) for sample in self.samples)
+
+    @property
+    def parts(self) -> list[str]:
+        return [part for part in self.samples[0] if part != "total"]
+
+    def as_dict(self) -> dict[str, Any]:
+        best = 1e3 * min(sample["total"] for sample in self.samples)
+        return {
+            "name": self.name,
+            "rows": self.size.rows,
+            "tokens": self.size.tokens,
+            "median_ms": self.median_ms(),
+            "min_ms": best,
+            "parts_ms": {part: self.median_ms(part) for part in self.parts},
+        }
+
+
+def time_steps(
+    steppers: Sequence[Stepper], sizes: Sequence[Size], rounds: int, advance: Callable[[], None]
+) -> list[StepFigure]:
+    """Each stepper at each size, once a round, so that a slow moment of the machine hits all."""
+    figures = [StepFigure(s.name, size) for s in steppers for size in sizes if s.fits(size)]
+    by_name = {stepper.name: stepper for stepper in steppers}
+    for number in range(rounds + 1):
+        for figure in figures:
+            sample = by_name[figure.name].step(figure.size)
+            if number:  # the first round warms up
+                figure.samples.append(sample)
+        advance()
+    return figures
+
+
+def text(length: int) -> list[int]:
+    """Some token ids that repeat now and then, as text does."""
+    return [(i * i * 31 + i * 7) % 97 * 10 % _VOCABULARY + 3 for i in range(length)]

@@ -1,0 +1,36 @@
+"""`foredraft bench memory`: what `doctor` predicts, put to the test."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from foredraft.cli import options as o
+from foredraft.plan import DEFAULT_MODEL
+
+
+def memory(
+    model: o.Model = DEFAULT_MODEL,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    threads: o.Threads = None,
+    tokens: Annotated[int, typer.Option(help="Length of the text in the cache.")] = 1024,
+    json_file: o.JsonFile = None,
+) -> None:
+    """Peak memory of target and cache in a new process, beside what `doctor` predicts."""
+    from foredraft.bench.memory import measure_memory
+    from foredraft.bench.report import write_json
+    from foredraft.models.store import resolve_model
+    from foredraft.plan import plan_model
+
+    asked = o.load_options(model, dtype=dtype, device=device, threads=threads)
+    plan = plan_model(model, resolve_model(model), asked)
+    figure = measure_memory(asked, plan, tokens)
+    Console(highlight=False, soft_wrap=True).print(
+        f"{plan.name}, {plan.dtype}, {tokens} tokens: predicted {figure.predicted / 1e6:.1f} MB, "
+        f"measured {figure.measured / 1e6:.1f} MB ({figure.ratio:.2f}x)"
+    )
+    if json_file:
+        write_json(json_file, vars(figure) | {"ratio": figure.ratio, "tokens": tokens}, 0)

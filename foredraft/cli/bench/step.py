@@ -1,0 +1,160 @@
+"""`foredraft bench step`: what scoring n tokens costs, beside the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from foredraft.cli import options as o
+from foredraft.cli.progress import progress_bar
+from foredraft.core.errors import ConfigError, unknown
+from foredraft.plan import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from foredraft.bench.floor import Machine
+    from foredraft.bench.step import Size, StepFigure, Stepper
+    from foredraft.llm import LLM
+
+PEERS = ("transformers", "llama.cpp", "llama.cpp-bf16", "llama.cpp-q8_0", "llama.cpp-q4_0")
+_QUANTISED = ("bf16", "q8_0", "q4_0")
+
+
+def step(
+    tokens: Annotated[
+        str, typer.Option(help="Tokens of a row in one forward, with commas.")
+    ] = "1,2,4,8,16,32",
+    rows: Annotated[str, typer.Option(help="Rows of the batch, with commas.")] = "1",
+    context: Annotated[int, typer.Option(help="Tokens already in the cache.")] = 256,
+    rounds: Annotated[int, typer.Option(help="Samples of each figure.")] = 15,
+    against: Annotated[
+        str | None, typer.Option(help=f"Peers with commas: {', '.join(PEERS)}.")
+    ] = None,
+    model: o.Model = DEFAULT_MODEL,
+    drafter: o.Drafter = "auto",
+    draft_model: o.DraftModel = None,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    threads: o.Threads = None,
+    json_file: o.JsonFile = None,
+    plot: Annotated[str | None, typer.Option(help="Draw the times into this PNG.")] = None,
+) -> None:
+    """Time a forward of n tokens: target, drafter and peers, in rotating order.
+
+    Speculation pays exactly as much as n tokens at once are cheaper than one token n times. The
+    floor is all weights read once at the bandwidth measured, or all products at the rate measured.
+    """
+    from foredraft.bench.floor import measure_machine
+    from foredraft.bench.plots import plot_steps
+    from foredraft.bench.report import write_json
+    from foredraft.bench.step import Size, time_steps
+
+    sizes = [Size(r, n) for r in _counts("--rows", rows) for n in _counts("--tokens", tokens)]
+    peers = _peer_names(against)
+    asked = o.load_options(
+        model, drafter=drafter, draft_model=draft_model, dtype=dtype, device=device,
+        threads=threads, max_batch_size=max(size.rows for size in sizes),
+    )  # fmt: skip
+    llm = o.load_llm(asked)
+    import torch
+
+    assert llm.plan is not None
+    machine = measure_machine(llm.plan.device, getattr(torch, llm.plan.dtype))
+    steppers = _steppers(llm, context, sizes, peers)
+    with progress_bar(rounds + 1) as advance:
+        figures = time_steps(steppers, sizes, rounds, lambda: advance("timing"))
+    _print_figures(Console(highlight=False), llm, machine, figures)
+    if json_file:
+        floors = {str(n): _floor(llm, machine, n) for n in {s.rows * s.tokens for s in sizes}}
+        report = {"context": context, "machine_rates": vars(machine), "floor_ms": floors,
+                  "figures": [figure.as_dict() for figure in figures]}  # fmt: skip
+        write_json(json_file, report, 0)
+    if plot:
+        plot_steps(figures, {s.tokens: _floor(llm, machine, s.tokens) for s in sizes}, plot)
+
+
+def _counts(name: str, text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{name} {text!r} is not whole numbers with commas") from None
+    if min(counts) < 1:
+        raise ConfigError(f"{name} {text!r} holds {min(counts)}; counts start at 1")
+    return counts
+
+
+def _peer_names(against: str | None) -> list[str]:
+    """Peers by name; "llama.cpp" alone means each of its formats."""
+    names: list[str] = []
+    for name in (part.strip() for part in against.split(",")) if against else ():
+        if name not in PEERS:
+            raise unknown("peer", name, PEERS)
+        names += [f"llama.cpp-{kind}" for kind in _QUANTISED] if name == "llama.cpp" else [name]
+    return names
+
+
+def _steppers(llm: LLM, context: int, sizes: Sequence[Size], peers: Sequence[str]) -> list[Stepper]:
+    import torch
+
+    from foredraft.bench.peers import LlamaCppStepper, TransformersStepper
+    from foredraft.bench.step import DrafterStepper, TargetStepper
+    from foredraft.drafters import build_drafter
+
+    plan = llm.plan
+    assert plan is not None
+    decoder = getattr(llm.target, "decoder", None)
+    phases = getattr(decoder, "phase_seconds", None)
+    max_rows = max(size.rows for size in sizes)
+    found: list[Stepper] = [TargetStepper("target", llm.target, context, max_rows, phases)]
+    if llm.drafter_name != "none":
+        drafter = build_drafter(llm.drafter_name, llm.drafter_context)
+        found.append(DrafterStepper(llm.drafter_name, drafter, llm.target, context))
+    for peer in peers:
+        if peer == "transformers":
+            dtype = getattr(torch, plan.dtype)
+            found.append(TransformersStepper(plan.directory, dtype, plan.device, context))
+        else:
+            kind = peer.removeprefix("llama.cpp-")
+            found.append(LlamaCppStepper(plan.directory, kind, context, torch.get_num_threads()))
+    return found
+
+
+def _floor(llm: LLM, machine: Machine, num_tokens: int) -> float:
+    plan = llm.plan
+    assert plan is not None
+    num_parameters = plan.weight_bytes // (2 if plan.dtype == "bfloat16" else 4)
+    return machine.floor_ms(plan.weight_bytes, num_parameters, num_tokens)
+
+
+def _print_figures(
+    console: Console, llm: LLM, machine: Machine, figures: Sequence[StepFigure]
+) -> None:
+    plan = llm.plan
+    assert plan is not None
+    console.print(
+        f"{plan.name}, {plan.dtype}, {plan.decoder} kernels; reads {machine.bytes_per_s / 1e9:.1f} "
+        f"GB/s, multiplies {machine.flops_per_s / 1e9:.0f} GFLOP/s; median ms of a forward",
+        soft_wrap=True,
+    )
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("what")
+    parts = list(dict.fromkeys(part for figure in figures for part in figure.parts))
+    for title in ("rows", "tokens", "ms", "vs 1", "floor", *parts):
+        table.add_column(title, justify="right")
+    ones = {(f.name, f.size.rows): f.median_ms() for f in figures if f.size.tokens == 1}
+    for figure in figures:
+        one = ones.get((figure.name, figure.size.rows))
+        floor = _floor(llm, machine, figure.size.rows * figure.size.tokens)
+        table.add_row(
+            figure.name,
+            str(figure.size.rows),
+            str(figure.size.tokens),
+            f"{figure.median_ms():.2f}",
+            f"{figure.median_ms() / one:.2f}x" if one else "",
+            f"{floor:.2f}" if figure.name == "target" else "",
+            *(f"{figure.median_ms(part):.2f}" if part in figure.parts else "" for part in parts),
+        )
+    console.print(table)

@@ -1,0 +1,1 @@
+"""What several drafters share. Nothing here is a drafter."""

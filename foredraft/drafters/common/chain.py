@@ -1,0 +1,155 @@
+"""Drafting a chain token by token from something that predicts the next one.
+
+A draft model does, and so do some layers of the target. The tokens are chosen or drawn, as each
+request's coupling asks.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from foredraft.core.proposal import DrawnProposalBuilder, Proposal
+from foredraft.core.sampling import logits_to_probs
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters.base import DraftRow, StatelessDrafter
+from foredraft.drafters.common.draft_cache import DraftCache
+from foredraft.models.base import ScoreRow, Target
+
+
+class ChainDraft:
+    """One row's chain under construction.
+
+    Args:
+        row: what it is drafted for.
+        min_confidence: a token less likely than this is not drafted, and ends the chain. Decided
+            from the distribution, before a token is drawn from it, so that nothing is biased.
+    """
+
+    def __init__(self, row: DraftRow, min_confidence: float = 0.0) -> None:
+        self.row = row
+        self.tokens: list[int] = []
+        self._min_confidence = min_confidence
+        self._builder = DrawnProposalBuilder(row.choices)
+        self._has_ended = False
+
+    @property
+    def num_left(self) -> int:
+        """How many tokens it may still grow by."""
+        return 0 if self._has_ended else self.row.budget - len(self.tokens)
+
+    def extend(self, logits_V: Tensor) -> int | None:
+        """Add the token that follows the last one, and return it; None ends the chain.
+
+        Args:
+            logits_V: what the draft model says about it.
+        """
+        if self._min_confidence and confidence(logits_V) < self._min_confidence:
+            self._has_ended = True
+            return None
+        if self.row.params.coupling == "seeded":
+            self.tokens.append(int(logits_V.argmax()))
+        else:
+            probs_V = logits_to_probs(logits_V, self.row.params)
+            node = self._builder.draw(len(self.tokens) - 1 if self.tokens else ROOT, probs_V)
+            assert node is not None  # a chain has no siblings: something is always left to draw
+            self.tokens.append(self._builder.token(node))
+        return self.tokens[-1]
+
+    def build(self) -> Proposal:
+        if self.row.params.coupling == "seeded":
+            return Proposal.chosen(TokenTree.chain(self.tokens))
+        return self._builder.build()
+
+
+def confidence(logits_V: Tensor) -> float:
+    """The largest probability at temperature 1."""
+    return float((logits_V.max() - logits_V.logsumexp(0)).exp())
+
+
+class Predictor(Protocol):
+    """Something that predicts the next token of several rows at once."""
+
+    def begin(self, request_id: int) -> None: ...
+
+    def has_room(self, row: DraftRow) -> bool:
+        """Whether the row and as many draft tokens as its budget can be read."""
+        ...
+
+    def next_logits(
+        self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """Float logits [V] of the token after each row's committed ones and its draft so far.
+
+        Within a step drafts grow by one token a call, starting from none.
+        """
+        ...
+
+    def end(self, request_id: int) -> None: ...
+
+
+class ModelPredictor:
+    """A model with a cache of its own.
+
+    Args:
+        model: of the target's vocabulary.
+    """
+
+    def __init__(self, model: Target) -> None:
+        self._model, self._cache = model, DraftCache(model)
+
+    def begin(self, request_id: int) -> None:
+        self._cache.begin(request_id)
+
+    def has_room(self, row: DraftRow) -> bool:
+        return len(row.tokens) + row.budget <= self._model.max_context
+
+    def next_logits(
+        self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        pending = [
+            draft[-1:] or self._cache.catch_up(row.request_id, row.tokens)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        slots = [self._cache.slot(row.request_id) for row in rows]
+        scores = self._model.score([*map(ScoreRow, slots, pending)])
+        for row, read in zip(rows, pending, strict=True):
+            self._cache.keep(row.request_id, read)
+        return [score.logits_NV[0] for score in scores]
+
+    def end(self, request_id: int) -> None:
+        self._cache.end(request_id)
+
+
+class ChainDrafter(StatelessDrafter):
+    """Drafts chains; all rows that still draft share each call of the predictor.
+
+    Args:
+        predictor: predicts the next token.
+        min_confidence: see `ChainDraft`.
+    """
+
+    def __init__(self, predictor: Predictor, min_confidence: float = 0.0) -> None:
+        self._predictor, self._min_confidence = predictor, min_confidence
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        self._predictor.begin(request_id)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        chains = [ChainDraft(row, self._min_confidence) for row in rows]
+        active = [c for c in chains if c.num_left and self._predictor.has_room(c.row)]
+        while active:
+            logits = self._predictor.next_logits(
+                [chain.row for chain in active], [chain.tokens for chain in active]
+            )
+            for chain, logits_V in zip(active, logits, strict=True):
+                chain.extend(logits_V)
+            active = [chain for chain in active if chain.num_left]
+        return [chain.build() for chain in chains]
+
+    def end(self, request_id: int) -> None:
+        self._predictor.end(request_id)

@@ -1,0 +1,44 @@
+"""How far a match can be trusted: measured on the text itself, whether or not anything is drafted.
+
+Whenever a token is committed, the structure that was matched would have predicted one. Whether it
+was right says how often matches of that length hold in this text. Because this looks at committed
+text alone, it costs no forward, goes on while nothing is drafted, and does not depend on what was
+drafted and rejected.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Matches up to each of these lengths share an estimate; longer ones share the last."""
+
+REPEATED_TEXT = (0.20, 0.48, 0.68, 0.74, 0.78, 0.86, 0.90, 0.92, 0.94, 0.97)
+"""Share of right predictions by length, for matches within one text (greedy replies of a small
+chat model to prompts of our own: chat, summaries, edits, questions, arithmetic)."""
+
+
+class MatchConfidence:
+    """Probability that the most frequent continuation of a match is right, by match length.
+
+    Args:
+        prior: probability for each class of lengths, before anything was seen.
+        prior_weight: how many observations the prior counts for.
+    """
+
+    def __init__(
+        self, prior: Sequence[float] = REPEATED_TEXT, prior_weight: float = 12.0
+    ) -> None:
+        self._hits = [prob * prior_weight for prob in prior]
+        self._trials = [prior_weight] * len(prior)
+
+    def __getitem__(self, length: int) -> float:
+        group = bisect_left(_LENGTHS, length)
+        return self._hits[group] / self._trials[group]
+
+    def record(self, length: int, hit: bool) -> None:
+        """A match of ``length`` tokens predicted the next token rightly or not."""
+        group = bisect_left(_LENGTHS, length)
+        self._hits[group] += hit
+        self._trials[group] += 1.0

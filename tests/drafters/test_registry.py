@@ -1,0 +1,77 @@
+"""How drafters are found, and what is said when one is not."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+import foredraft.drafters
+from foredraft.core.errors import CapabilityError, ConfigError
+from foredraft.drafters import build_drafter, drafter_names, drafter_spec
+from foredraft.drafters.base import DrafterContext, DrafterSpec
+from foredraft.drafters.none import NoDrafter
+from foredraft.models.base import Capabilities
+from foredraft.models.table import TableModel
+
+SPEC = DrafterSpec(build=lambda context: NoDrafter(), summary="from elsewhere")
+NOT_A_SPEC = NoDrafter
+HUNGRY = DrafterSpec(
+    build=lambda context: NoDrafter(),
+    summary="wants more than there is",
+    needs=Capabilities(taps=True, layer_views=True, tree_attention=True),
+)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if packages had registered the specs above."""
+    entries = [
+        EntryPoint(name, f"{__name__}:{attribute}", "foredraft.drafters")
+        for name, attribute in (
+            ("elsewhere", "SPEC"),
+            ("broken_entry", "NOT_A_SPEC"),
+            ("hungry", "HUNGRY"),
+        )
+    ]
+    monkeypatch.setattr(foredraft.drafters, "entry_points", lambda group: entries)
+
+
+def test_the_built_in_ones_are_the_files_of_the_folder() -> None:
+    assert {"draft_model", "ngram", "none"} <= set(drafter_names())
+    assert "base" not in drafter_names()
+    for name in drafter_names():
+        assert drafter_spec(name).summary
+
+
+def test_dashes_and_underscores_are_the_same() -> None:
+    assert drafter_spec("draft-model") is drafter_spec("draft_model")
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"), [("ngramm", "ngram"), ("draft", "draft_model"), ("None", "none")]
+)
+def test_an_unknown_name_is_answered_with_the_nearest(asked: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown drafter '{asked}'; did you mean '{near}'"):
+        drafter_spec(asked)
+
+
+def test_an_unknown_option_is_answered_with_the_nearest() -> None:
+    context = DrafterContext(TableModel.random(4, 0), options={"max_ngram": 3})
+    with pytest.raises(ConfigError, match=r"option of drafter 'ngram' 'max_ngram'.*max_ngram_size"):
+        build_drafter("ngram", context)
+
+
+@pytest.mark.usefixtures("installed")
+def test_packages_add_theirs() -> None:
+    assert "elsewhere" in drafter_names()
+    context = DrafterContext(TableModel.random(4, 0))
+    assert isinstance(build_drafter("elsewhere", context), NoDrafter)
+    with pytest.raises(ConfigError, match="registered as type, not as a DrafterSpec"):
+        drafter_spec("broken-entry")
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_the_target_lacks_is_said_in_one_sentence() -> None:
+    with pytest.raises(CapabilityError, match="needs a target with taps and layer_views, which"):
+        build_drafter("hungry", DrafterContext(TableModel.random(4, 0)))

@@ -1,0 +1,101 @@
+"""Traversal verification: equal to block verification on a chain, exact for trees that grow by
+what was drawn, and a misreading of it that is found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from foredraft.core.choices import DraftChoices, KeyedDraftChoices, KeyedVerifyChoices
+from foredraft.core.proposal import DrawnProposalBuilder, Proposal
+from foredraft.core.tree import ROOT
+from foredraft.core.verify import traversal
+from foredraft.core.verify.block import verify_block
+from foredraft.core.verify.recursive import verify_recursive
+from foredraft.core.verify.traversal import verify_traversal
+from tests.exactness.drafting import SHAPES, Conditional, Drawn
+from tests.exactness.laws import Rule, Steps
+from tests.exactness.ledger import total_variation
+from tests.exactness.worlds import KINDS, PLAIN, Tokens, TreeProbs, target_law, world
+from tests.exactness.worlds import Distributions as Probs
+
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A drawn tree whose shape follows from what was drawn so far.
+
+    A root's child is drawn; a likely one gets a child of its own, an unlikely one a sibling, and
+    so on: every decision falls before the token that it is about.
+    """
+
+    num_nodes: int
+    replacement: bool
+
+    def __call__(
+        self, context: Tokens, probs: Conditional, choices: DraftChoices, budget: int
+    ) -> Proposal:
+        builder = DrawnProposalBuilder(choices, self.replacement)
+        parent, text = ROOT, context
+        for _ in range(min(self.num_nodes, budget)):
+            probs_V = probs(text)
+            node = builder.draw(parent, probs_V)
+            if node is None:
+                break
+            if float(probs_V[builder.token(node)]) > 0.4:
+                parent, text = node, (*text, builder.token(node))
+            elif builder.token(node) == 0:  # back to the root: the order of drawing is mixed up
+                parent, text = ROOT, context
+        return builder.build()
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("rule", [verify_traversal, verify_recursive])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_may_grow_by_what_was_drawn(kind: str, rule: Rule, replacement: bool) -> None:
+    w = world(kind, 3)
+    text_law = Steps(w, Grown(4, replacement), rule).text_law(3)
+    assert total_variation(text_law, target_law(w, PLAIN, 3)) < ROUNDING
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros in q", "zeros in p", "q is p"])
+def test_on_a_chain_it_is_block_verification(kind: str) -> None:
+    """Verdict by verdict, with the same random numbers."""
+    w = world(kind, 4)
+    target, draft = Probs(w.target(), PLAIN), Probs(w.draft(), PLAIN)
+    for seed in range(200):
+        proposal = Drawn((ROOT, 0, 1, 2))((), draft, KeyedDraftChoices(seed, 0), 4)
+        probs, choices = TreeProbs(target, (), proposal.tree), KeyedVerifyChoices(seed, 0)
+        assert verify_traversal(proposal, probs, choices) == verify_block(proposal, probs, choices)
+
+
+def test_another_weight_after_a_rejection_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dividing what is uncovered by the draft mass of the other tokens looks plausible."""
+    w, shape = world("random", 3), SHAPES["fork below a chain"]
+    right = Steps(w, Drawn(shape), verify_traversal).text_law(3)
+    assert total_variation(right, target_law(w, PLAIN, 3)) < ROUNDING
+    monkeypatch.setattr(
+        traversal, "_weight_after_rejection", lambda weight, uncovered: min(1.0, uncovered / 0.6)
+    )
+    wrong = Steps(w, Drawn(shape), verify_traversal).text_law(3)
+    assert total_variation(wrong, target_law(w, PLAIN, 3)) > 1e-3
+
+
+def test_a_wide_vocabulary_in_float32() -> None:
+    """Weights stay probabilities where a softmax sums to one only roughly."""
+    generator = torch.Generator().manual_seed(3)
+    for seed in range(50):
+        choices, verify_choices = KeyedDraftChoices(seed, 0), KeyedVerifyChoices(seed, 0)
+        builder = DrawnProposalBuilder(choices, replacement=False)
+        logits_NV = torch.randn(7, 2000, generator=generator)
+        for node, parent in enumerate((ROOT, ROOT, 0, 0, 1, 3)):
+            same = {ROOT: 0, 0: 1, 1: 2, 3: 3}[parent]
+            assert builder.draw(parent, logits_NV[same].softmax(0)) == node
+        near_NV = (logits_NV + 1e-4 * torch.randn(7, 2000, generator=generator)).softmax(1)
+        target = {node: near_NV[max(node + 1, 0)] for node in range(-1, 6)}
+        verdict = verify_traversal(builder.build(), target, verify_choices)
+        assert builder.build().tree.is_path(verdict.path)

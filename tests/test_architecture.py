@@ -1,0 +1,271 @@
+"""The shape of the source: what may import what, and what may not be in it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "foredraft"
+FILES = sorted(PACKAGE.rglob("*.py"))
+LAYERS = {
+    "core": 0,
+    "version": 0,
+    "cache": 1,
+    "models": 2,
+    "drafters": 3,
+    "control": 3,
+    "engine": 4,
+    "plan": 5,
+    "machine": 5,
+    "llm": 6,
+    "measure": 6,
+    "drop_in": 7,
+    "bench": 8,
+    "cli": 9,
+}
+"""A module imports from its own layer and the ones below."""
+APART = [("drafters", "control"), ("control", "drafters")]
+"""Neighbours that know nothing of each other."""
+MAX_LINES = 400
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str | None:
+    """ "engine" for ``foredraft.engine.step``; None for the package itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and module of every import, lazy ones and those for type checking included."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+            assert node.module is not None
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield node.lineno, name if _is_module(name) else node.module
+
+
+def _is_module(name: str) -> bool:
+    base = PACKAGE.parent.joinpath(*name.split("."))
+    return base.is_dir() or base.with_suffix(".py").exists()
+
+
+def test_every_module_has_its_place() -> None:
+    assert {part for path in FILES if (part := part_of(module_of(path)))} <= set(LAYERS)
+
+
+def test_imports_run_downward() -> None:
+    wrong = []
+    for path in FILES:
+        mine = part_of(module_of(path))
+        if mine is None:
+            continue  # the package itself hands out what is at the top
+        for line, imported in imports_of(path):
+            if not imported.startswith("foredraft."):
+                continue
+            theirs = part_of(imported)
+            assert theirs is not None
+            if LAYERS[theirs] > LAYERS[mine] or (mine, theirs) in APART:
+                wrong.append(f"{path}:{line} {mine} imports {imported}")
+    assert not wrong
+
+
+def test_the_engine_knows_concrete_models_drafters_and_controllers_by_protocol_only() -> None:
+    seams = {"foredraft.models.base", "foredraft.drafters.base", "foredraft.control.base"}
+    for path in (PACKAGE / "engine").glob("*.py"):
+        for line, imported in imports_of(path):
+            if part_of(imported) in ("models", "drafters", "control", "cache"):
+                assert imported in seams | {"foredraft.cache.base"}, f"{path}:{line} {imported}"
+
+
+def test_drafters_know_models_by_protocol_only() -> None:
+    for path in (PACKAGE / "drafters").glob("*.py"):
+        for line, imported in imports_of(path):
+            if part_of(imported) in ("models", "cache"):
+                assert imported.endswith(".base"), f"{path}:{line} {imported}"
+            assert not imported.startswith("foredraft.core.verify"), f"{path}:{line} {imported}"
+
+
+def test_the_engine_names_no_drafting_method() -> None:
+    from foredraft.drafters import drafter_names
+
+    names = {*drafter_names(), "draft_model", "draft-model", "eagle", "medusa", "lookahead"}
+    names -= {"none"}
+    for path in (PACKAGE / "engine").glob("*.py"):
+        source = path.read_text().lower()
+        assert not [name for name in names if name in source], path
+
+
+def calls_of(path: Path) -> Iterator[tuple[int, str, ast.Call]]:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call):
+            yield node.lineno, ast.unparse(node.func), node
+
+
+def test_only_its_own_file_builds_a_proposal_directly() -> None:
+    """Elsewhere it takes `Proposal.chosen` or a builder, which records what it drew from."""
+    for path in FILES:
+        if path == PACKAGE / "core" / "proposal.py":
+            continue
+        for line, called, _ in calls_of(path):
+            assert called.split(".")[-1] != "Proposal", f"{path}:{line}"
+
+
+def test_nothing_prints() -> None:
+    for path in FILES:
+        assert not [line for line, called, _ in calls_of(path) if called == "print"], path
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_nothing_unpickles_or_runs_code_of_a_checkpoint(path: Path) -> None:
+    forbidden = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    for line, imported in imports_of(path):
+        assert imported.split(".")[0] not in forbidden, f"{path}:{line} imports {imported}"
+    for line, called, node in calls_of(path):
+        assert called not in ("torch.load", "eval", "exec"), f"{path}:{line} calls {called}"
+        for keyword in node.keywords:
+            value = keyword.value
+            if keyword.arg == "trust_remote_code":
+                assert isinstance(value, ast.Constant), f"{path}:{line}"
+                assert value.value is False, f"{path}:{line}"
+
+
+_MUTABLE_CALLS = {
+    *("dict", "list", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"),
+    *("count", "cycle", "iter", "ContextVar", "local", "WeakKeyDictionary", "WeakValueDictionary"),
+}
+
+
+def test_no_module_has_state_that_changes() -> None:
+    """No `global`, and no module-level container that anything writes to."""
+    wrong = []
+    for path in FILES:
+        module = tree_of(path)
+        wrong += [f"{path}:{n.lineno}" for n in ast.walk(module) if isinstance(n, ast.Global)]
+        containers = {name for node in module.body for name in _mutable_names(node)}
+        wrong += [
+            f"{path}:{line} changes {name}"
+            for line, name in _changed_names(module)
+            if name in containers
+        ]
+    assert not wrong
+
+
+def _mutable_names(node: ast.stmt) -> Iterator[str]:
+    """Names that a module-level statement binds to something that can change."""
+    if isinstance(node, ast.Assign):
+        targets, value = node.targets, node.value
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        targets, value = [node.target], node.value
+    else:
+        return
+    made_by = ast.unparse(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
+    literal = isinstance(
+        value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
+    )
+    if literal or made_by in _MUTABLE_CALLS:
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+_CHANGING = {
+    *("append", "add", "update", "pop", "popitem", "clear", "extend", "insert", "remove"),
+    *("discard", "setdefault", "appendleft", "popleft", "sort", "reverse"),
+}
+
+
+def _changed_names(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Names whose value is changed in place anywhere in a module."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in _CHANGING and isinstance(node.func.value, ast.Name):
+                yield node.lineno, node.func.value.id
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            if isinstance(node.ctx, ast.Store | ast.Del):
+                yield node.lineno, node.value.id
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "next":
+            yield from ((node.lineno, a.id) for a in node.args if isinstance(a, ast.Name))
+
+
+@pytest.mark.parametrize(
+    ("source", "changes"),
+    [
+        ("CACHE = {}\ndef f(x):\n    CACHE[x] = 1", ["CACHE"]),
+        ("SEEN: list[int] = []\ndef f(x):\n    SEEN.append(x)", ["SEEN"]),
+        ("import itertools\nIDS = itertools.count()\ndef f():\n    return next(IDS)", ["IDS"]),
+        ("NAMES = {'a': 1}\ndef f(x):\n    return NAMES[x]", []),
+        ("def f():\n    local = []\n    local.append(1)", []),
+    ],
+)
+def test_the_check_for_state_would_notice(source: str, changes: list[str]) -> None:
+    module = ast.parse(source)
+    containers = {name for node in module.body for name in _mutable_names(node)}
+    assert [name for _, name in _changed_names(module) if name in containers] == changes
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def test_the_step_is_short() -> None:
+    """The loop that everything runs through is to be read at one glance."""
+    step = next(
+        node
+        for node in tree_of(PACKAGE / "engine" / "step.py").body
+        if isinstance(node, ast.FunctionDef) and node.name == "step"
+    )
+    assert step.end_lineno is not None
+    assert step.end_lineno - step.lineno < 30
+
+
+def test_everything_public_is_there() -> None:
+    import foredraft
+
+    assert set(foredraft.__all__) <= set(dir(foredraft))
+    for name in foredraft.__all__:
+        assert getattr(foredraft, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        _ = foredraft.LMM
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_all_names_what_is_there(path: Path) -> None:
+    module = tree_of(path)
+    if any(
+        isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__" for n in module.body
+    ):
+        loaded = importlib.import_module(module_of(path))
+        assert all(hasattr(loaded, name) for name in loaded.__all__)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = "import foredraft, sys; print([m for m in sys.argv[1:] if m in sys.modules])"
+    heavy = ["torch", "transformers", "tokenizers", "numpy", "typer", "rich", "huggingface_hub"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *heavy],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
