@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
@@ -200,8 +200,10 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._tokenizer().encode(prompt)
-        if not isinstance(prompt, Iterable):
-            raise PromptError(f"a prompt is text or token ids, not {prompt!r}")
+        if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
+            raise PromptError(
+                f"a prompt is text or token ids, not {prompt!r} (`chat` takes messages)"
+            )
         return [_token_id(token) for token in prompt]
 
     def _tokenizer(self) -> Tokenizer:

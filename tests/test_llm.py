@@ -236,7 +236,7 @@ def test_no_such_directory(tmp_path: Path) -> None:
 
 
 def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="config.json"):
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
         LLM.load(str(tmp_path))
 
 
@@ -261,7 +261,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(directory: Path, tmp_pat
         assert f"{tokenizer.vocab_size}" in str(caught.value)
 
 
-# -------------------------------------------------------------------------- what cannot be generated
+# ------------------------------------------------------------------------- what cannot be generated
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(directory: Path, tmp_pat
         ([[1, None]], "prompt token None is not a token id"),
         ([None], "a prompt is text or token ids, not None"),
         ([3.5], "a prompt is text or token ids, not 3.5"),
-        ([{"role": "user", "content": "hi"}], "use chat"),
+        ([{"role": "user", "content": "hi"}], "`chat` takes messages"),
     ],
 )
 def test_a_bad_prompt_is_refused_and_nothing_is_generated(

@@ -75,8 +75,14 @@ class Tokenizer:
             ConfigError: a malformed message, a conversation that the model's template refuses, or
                 a model without a template.
         """
+        if not messages:
+            raise ConfigError("the conversation is empty: there is nothing to reply to")
         for message in messages:
-            if message.get("role") not in _ROLES or not isinstance(message.get("content"), str):
+            if (
+                not isinstance(message, Mapping)
+                or message.get("role") not in _ROLES
+                or not isinstance(message.get("content"), str)
+            ):
                 raise ConfigError(
                     f"a message needs a role ({', '.join(_ROLES)}) and text content, "
                     f"not {message!r}"

@@ -1,8 +1,8 @@
 """What every drafter is held to, and how one is built for it.
 
 A drafter joins by existing: `drafter_names` finds it. It is built from its `DrafterSpec` alone: a
-drafter that ``needs_draft_model`` gets a second model of the target's vocabulary, one that
-``needs`` a capability is skipped on targets without it.
+drafter that ``needs_draft_model`` gets a second model of the target's vocabulary, and everyone a
+tokenizer; one that ``needs`` a capability is skipped on targets without it.
 
 Each ``check_…`` function raises AssertionError when a drafter breaks the rule it is named after.
 """
@@ -27,7 +27,7 @@ from foredraft.core.sampling import SamplingParams
 from foredraft.core.sequence import Sequence as TokenSequence
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DrafterContext, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DrafterContext, DraftRow, Observation, TextCodec
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import GenerationResult
 from foredraft.models.base import ScoreRow, Target
@@ -39,11 +39,28 @@ from tests.engine.helpers import drain, finish
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model: how to make a target, and a draft model that often agrees with it."""
+    """A kind of model: how to make a target, and a draft model that often agrees with it.
+
+    Attributes:
+        new_codec: text to ids and back, for both models.
+    """
 
     name: str
     new_target: Callable[[], Target]
     new_draft_model: Callable[[], Target]
+    new_codec: Callable[[], TextCodec]
+
+
+class Letters:
+    """A codec of one letter a token."""
+
+    vocab_size = 6
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [token for letter in text if 0 <= (token := ord(letter) - ord("a")) < 6]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
 
 
 def table_kind() -> Kind:
@@ -57,6 +74,7 @@ def table_kind() -> Kind:
         "table",
         lambda: TableModel(TARGET_TABLE.vocab_size, TARGET_TABLE.probs),
         lambda: TableModel(TARGET_TABLE.vocab_size, draft),
+        Letters,
     )
 
 
@@ -80,7 +98,13 @@ def native_kind(decoder: str, dtype: torch.dtype = torch.float32) -> Kind:
         weights = load_weights(checkpoint(noise), config, dtype)
         return NativeTarget(config, weights, factory)
 
-    return Kind(f"{decoder}-{dtype}", lambda: new(0.0), lambda: new(0.01))
+    return Kind(f"{decoder}-{dtype}", lambda: new(0.0), lambda: new(0.01), _tokenizer)
+
+
+def _tokenizer() -> TextCodec:
+    from foredraft.models.tokenizer import Tokenizer
+
+    return Tokenizer(checkpoint(0.0))
 
 
 def fused_decoder() -> Any:
@@ -100,7 +124,10 @@ def hf_kind() -> Kind:
     from foredraft.models.hf import HFTarget
 
     return Kind(
-        "hf", lambda: HFTarget.load(checkpoint(0.0)), lambda: HFTarget.load(checkpoint(0.01))
+        "hf",
+        lambda: HFTarget.load(checkpoint(0.0)),
+        lambda: HFTarget.load(checkpoint(0.01)),
+        _tokenizer,
     )
 
 
@@ -165,7 +192,9 @@ def set_up(name: str, kind: Kind) -> Setup:
     if missing:
         pytest.skip(f"{name} needs a target with {' and '.join(missing)}")
     draft_model = kind.new_draft_model() if spec.needs_draft_model else None
-    return Setup(target, build_drafter(name, DrafterContext(target, draft_model)), draft_model)
+    codec = kind.new_codec()
+    context = DrafterContext(target, draft_model, tokenizer=codec, draft_tokenizer=codec)
+    return Setup(target, build_drafter(name, context), draft_model)
 
 
 def run(

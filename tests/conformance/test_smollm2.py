@@ -51,7 +51,12 @@ def kind(decoder: str) -> Kind:
     }[decoder]
     target = NativeTarget.load(directory(), dtype, new_decoder=factory())
     layers = [i for i in range(target.config.num_hidden_layers) if i not in SKIPPED_LAYERS]
-    return Kind(decoder, lambda: target, lambda: target.layer_view(layers))
+    return Kind(
+        decoder,
+        new_target=lambda: target,
+        new_draft_model=lambda: target.layer_view(layers),
+        new_codec=lambda: Tokenizer(directory()),
+    )
 
 
 @functools.cache

@@ -9,9 +9,10 @@ import pytest
 from foredraft.core.proposal import Proposal
 from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Drafter, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRow, Observation, StatelessDrafter
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.ngram import NgramDrafter
+from foredraft.models.base import ScoreRow, Target
 from tests.conformance.harness import (
     NeverRight,
     Setup,
@@ -54,14 +55,32 @@ class RemembersRejected(NgramDrafter):
             self._rejected[seen.request_id] = list(tokens[seen.num_accepted :])
 
 
-class NeverRewinds(DraftModelDrafter):
-    """Keeps the cache entries of rejected tokens and goes on behind them."""
+class NeverRewinds(StatelessDrafter):
+    """Drafts with a model and leaves the cache entries of rejected tokens where they are."""
 
-    def _catch_up(self, row: DraftRow) -> list[int]:
-        request = self._requests[row.request_id]
-        unread = list(row.tokens[len(request.cached) :]) or [row.tokens[-1]]
-        request.num_confirmed = len(request.cached)
-        return unread
+    def __init__(self, model: Target) -> None:
+        self._model = model
+        self._slots: dict[int, int] = {}
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        self._slots[request_id] = self._model.cache.allocate()
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [Proposal.chosen(TokenTree.chain(self._draft(row))) for row in rows]
+
+    def _draft(self, row: DraftRow) -> list[int]:
+        slot, cache = self._slots[row.request_id], self._model.cache
+        pending = row.tokens[cache.length(slot) :] or row.tokens[-1:]
+        draft: list[int] = []
+        while len(draft) < row.budget:
+            (scores,) = self._model.score([ScoreRow(slot, pending)])
+            cache.keep(slot, len(pending), ())
+            draft.append(int(scores.logits_NV[0].argmax()))
+            pending = draft[-1:]
+        return draft
+
+    def end(self, request_id: int) -> None:
+        self._model.cache.free(self._slots.pop(request_id))
 
 
 def leaky_drafts(new_drafter: Callable[[], Drafter]) -> None:
@@ -96,7 +115,7 @@ class KeepsRequests(NgramDrafter):
         pass
 
 
-class KeepsNumbersInAClosure(NgramDrafter):
+class KeepsNumbers(NgramDrafter):
     """Forgets the index, and remembers the number inside a list of pairs."""
 
     def __init__(self) -> None:
@@ -109,11 +128,16 @@ class KeepsNumbersInAClosure(NgramDrafter):
 
 
 class KeepsSlots(DraftModelDrafter):
-    def end(self, request_id: int) -> None:
-        del self._requests[request_id]
+    def __init__(self, model: Target) -> None:
+        super().__init__(model)
+        self._cache = model.cache
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        super().begin(request_id, prompt)
+        self._cache.allocate()  # and nobody frees it
 
 
-@pytest.mark.parametrize("new", [KeepsRequests, KeepsNumbersInAClosure])
+@pytest.mark.parametrize("new", [KeepsRequests, KeepsNumbers])
 def test_a_request_that_is_not_forgotten_is_found(new: Callable[[], Drafter]) -> None:
     setup = Setup(KIND.new_target(), new(), None)
     with pytest.raises(AssertionError, match="a request is left over"):

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from foredraft.core.choices import KeyedDraftChoices
-from foredraft.core.errors import ConfigError, VocabularyMismatchError
+from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.core.sampling import SamplingParams, logits_to_probs
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DrafterContext, DraftRow
-from foredraft.drafters.draft_model import DraftModelDrafter
-from foredraft.models.base import RowScores, ScoreRow
+from foredraft.drafters.common.shapes import BestFirstShape, FixedShape, Shape
+from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
+from foredraft.models.base import Capabilities, RowScores, ScoreRow
 from foredraft.models.table import TableModel
+from tests.conformance.harness import (
+    KINDS,
+    Kind,
+    NeverRight,
+    Setup,
+    check_budget,
+    check_forgets,
+    check_rejections_leave_nothing,
+    plain,
+    run,
+)
 
 
 class Watched(TableModel):
-    """Notes how many tokens each row of each forward brings."""
+    """Notes how many pending tokens and tree nodes each row of each forward brings."""
 
     def __init__(self, like: TableModel) -> None:
         super().__init__(like.vocab_size, like.probs)
         self.reads: list[list[int]] = []
+        self.nodes: list[list[int]] = []
 
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
         self.reads.append([len(row.pending) for row in rows])
+        self.nodes.append([len(row.tree) for row in rows])
         return super().score(rows, taps)
 
 
@@ -117,3 +133,175 @@ def test_refuses_a_model_that_cannot_draft_for_the_target(model: Watched) -> Non
         build_drafter("draft-model", DrafterContext(model, model))
     with pytest.raises(ConfigError, match="needs a draft model"):
         build_drafter("draft-model", DrafterContext(model))
+
+
+# ------------------------------------------------------------------------------------- trees
+
+SHAPES: dict[str, Shape] = {
+    "2,2,1": FixedShape((2, 2, 1)),
+    "1,2": FixedShape((1, 2)),
+    "best-first": BestFirstShape(width=3, max_depth=4),
+}
+PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
+
+
+def sampling(temperature: float, **options: Any) -> SamplingParams:
+    return SamplingParams.of(temperature=temperature, seed=17, max_tokens=16, **options)
+
+
+def test_a_tree_is_grown_depth_by_depth(model: Watched) -> None:
+    drafter = DraftTreeDrafter(model, FixedShape((2, 2, 1)))
+    drafter.begin(0, [1, 2])
+    (proposal,) = drafter.propose([row([1, 2], 10)])
+    assert model.reads == [[2], [1], [1]]
+    assert model.nodes == [[0], [2], [6]], "leaves are not scored"
+    tree = proposal.tree
+    assert tree.parents == (-1, -1, 0, 0, 1, 1, 2, 3, 4, 5)
+    for path in tree.paths:
+        text = (1, 2, *(tree.tokens[node] for node in path))
+        likely = sorted(range(8), key=lambda token: -model.probs(text[:-1])[token])[:2]
+        assert text[-1] in likely
+
+
+def test_entries_of_the_accepted_path_are_kept(model: Watched) -> None:
+    drafter = DraftTreeDrafter(model, FixedShape((2, 2, 1)))
+    drafter.begin(0, [1, 2])
+    (first,) = drafter.propose([row([1, 2], 10)])
+    model.reads.clear()
+    path = first.tree.paths[8]  # three accepted tokens, by way of the second child
+    accepted = [1, 2, *(first.tree.tokens[node] for node in path), 0]
+    (second,) = drafter.propose([row(accepted, 2)])
+    assert model.reads[0] == [2], "the leaf, which was never scored, and the next token"
+    assert second.tree.tokens[:1] == likeliest(model, accepted, 1)
+    assert model.cache.context(0) == tuple(accepted)
+
+
+def test_entries_of_rejected_branches_are_dropped(model: Watched) -> None:
+    drafter = DraftTreeDrafter(model, FixedShape((2, 2, 1)))
+    drafter.begin(0, [1, 2])
+    (first,) = drafter.propose([row([1, 2], 10)])
+    other = next(token for token in range(8) if token not in first.tree.tokens[:2])
+    model.reads.clear()
+    drafter.propose([row([1, 2, other], 2)])
+    assert model.reads[0] == [1]
+    assert model.cache.context(0) == (1, 2, other)
+
+
+def test_trees_share_forwards_and_leave_out_rows_that_are_done(model: Watched) -> None:
+    drafter = DraftTreeDrafter(model, FixedShape((2, 1, 1)))
+    for request_id in range(2):
+        drafter.begin(request_id, [request_id])
+    proposals = drafter.propose([row([0], 6, 0), row([1, 4, 2], 2, 1)])
+    assert model.nodes == [[0, 0], [2], [4]]
+    assert [len(proposal.tree) for proposal in proposals] == [6, 2]
+
+
+def test_a_tree_needs_room_in_the_context(model: Watched) -> None:
+    model.max_context = 8
+    drafter = DraftTreeDrafter(model, BestFirstShape(width=2, max_depth=3))
+    drafter.begin(0, [1])
+    assert len(drafter.propose([row([1, 2, 3, 4], 3)])[0].tree) == 3
+    assert len(drafter.propose([row([1, 2, 3, 4, 5], 3)])[0].tree) == 0
+
+
+def build(**options: Any) -> object:
+    model = TableModel.random(8, seed=3)
+    return build_drafter("draft-model", DrafterContext(model, TableModel.random(8, 4), options))
+
+
+def test_the_shape_is_an_option() -> None:
+    assert isinstance(build(), DraftModelDrafter)
+    assert isinstance(build(shape="chain"), DraftModelDrafter)
+    for shape in ("3,2,1", 3, "best-first", "best_first"):
+        assert isinstance(build(shape=shape), DraftTreeDrafter)
+    best = build(shape="best-first", width=2, max_depth=3, step_ms="1:9.5,8:18", draft_ms=2)
+    assert isinstance(best, DraftTreeDrafter)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shape": "best-frist"}, "did you mean 'best-first'"),
+        ({"shape": "3,0"}, "no tree shape"),
+        ({"shape": "3,2", "width": 4}, "width is of use with shape 'best-first' alone"),
+        ({"shape": "best-first", "width": 0}, "width is 0"),
+        ({"shape": "best-first", "step_ms": "quick"}, "write tokens and milliseconds"),
+        ({"shape": "best-first", "draft_ms": "quick"}, "no time in milliseconds"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**options)
+
+
+def test_a_tree_needs_tree_attention_on_both_sides() -> None:
+    for blind in (0, 1):
+        models = [TableModel.random(8, seed=3), TableModel.random(8, seed=4)]
+        models[blind].capabilities = Capabilities()
+        with pytest.raises(CapabilityError, match="use shape 'chain'"):
+            build_drafter("draft-model", DrafterContext(*models, {"shape": "2,1"}))
+
+
+@functools.cache
+def kind_of(name: str) -> Kind:
+    return KINDS[name]()
+
+
+@pytest.fixture(params=["table", "native-eager", "native-fused-bf16", "hf"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return kind_of(request.param)
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> Shape:
+    return SHAPES[request.param]
+
+
+def set_up(kind: Kind, shape: Shape) -> Setup:
+    draft_model = kind.new_draft_model()
+    return Setup(kind.new_target(), DraftTreeDrafter(draft_model, shape), draft_model)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_leave_the_text_as_it_is(kind: Kind, shape: Shape, temperature: float) -> None:
+    params = sampling(temperature)
+    expected = plain(kind.new_target(), PROMPTS, params)
+    setup = set_up(kind, shape)
+    for num_draft_tokens in (1, 3, 7, 12):
+        results = run(setup.target, setup.drafter, PROMPTS, params, num_draft_tokens, 3)
+        assert [result.token_ids for result in results] == expected
+        assert sum(result.stats.accepted for result in results) > 0
+
+
+@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+def test_trees_keep_what_the_seam_promises(kind: Kind, shape: Shape, coupling: str) -> None:
+    params = sampling(1.0, coupling=coupling)
+    setup = set_up(kind, shape)
+    check_budget(setup.drafter, setup.target, PROMPTS, params)
+    check_forgets(set_up(kind, shape), PROMPTS, params, 7)
+    result = check_rejections_leave_nothing(
+        lambda: set_up(kind, shape).drafter, kind.new_target(), PROMPTS[2], params, 7
+    )
+    assert result.stats.drafted > 0
+
+
+def test_trees_survive_being_wrong_all_the_time(kind: Kind, shape: Shape) -> None:
+    params = sampling(0.0)
+    setup = set_up(kind, shape)
+    (expected,) = plain(setup.target, PROMPTS[2:3], params)
+    wrong = NeverRight(setup.drafter, [*PROMPTS[2], *expected], setup.target.vocab_size)
+    (result,) = run(setup.target, wrong, PROMPTS[2:3], params, 6)
+    assert (result.token_ids, result.stats.accepted) == (expected, 0)
+
+
+def test_a_wider_tree_is_accepted_more_often() -> None:
+    kind = kind_of("table")
+    params = sampling(1.0)
+    steps = []
+    for drafter in (
+        DraftModelDrafter(kind.new_draft_model()),
+        DraftTreeDrafter(kind.new_draft_model(), FixedShape((3, 2, 1))),
+    ):
+        results = run(kind.new_target(), drafter, PROMPTS, params, 15)
+        steps.append(sum(result.stats.steps for result in results))
+    assert steps[1] < steps[0]

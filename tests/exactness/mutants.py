@@ -1,7 +1,7 @@
 """Engines with one well-known mistake each, and beside each the same without the mistake.
 
-The exactness tests must tell them apart, else they prove nothing. Most of these mistakes were made
-by engines that people use; see docs on verification.
+The exactness tests must tell them apart, else they prove nothing. Most of these mistakes have been
+made by engines that people use.
 """
 
 from __future__ import annotations

@@ -77,28 +77,26 @@ SETUPS = {
         num_draft_tokens=4,
     ),
 }
-REQUESTS_A_SETUP = 7_500
-"""About 270,000 rows verified over all set-ups."""
+FEW, MANY = range(6_000), range(6_000, 36_000)
+"""Seeds of each set-up: about 215,000 rows verified over all of them, and 1,080,000."""
 
 
-def assert_law_is_kept(setup: Setup, seeds: range) -> int:
+def assert_law_is_kept(setup: Setup, seeds: range) -> None:
     w = world(setup.kind, vocab_size=4)
     drawn = sample(w.target(), setup.drafter(w), setup.num_draft_tokens, setup.params, seeds)
     result = g_test(drawn.texts, target_law(w, setup.params, setup.params.max_tokens, PROMPT))
-    assert not result.rejects, str(result)
-    return drawn.num_verified
+    assert not result.rejects, f"{result}, {drawn.num_verified} rows verified"
 
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_the_engine_keeps_the_law(name: str) -> None:
-    assert_law_is_kept(SETUPS[name], range(REQUESTS_A_SETUP))
+    assert_law_is_kept(SETUPS[name], FEW)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_engine_keeps_the_law_over_a_million_samples() -> None:
-    seeds = range(REQUESTS_A_SETUP, 5 * REQUESTS_A_SETUP)
-    assert sum(assert_law_is_kept(setup, seeds) for setup in SETUPS.values()) > 1_000_000
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_engine_keeps_the_law_over_a_million_samples(name: str) -> None:
+    assert_law_is_kept(SETUPS[name], MANY)
 
 
 LAW: dict[str, float] = {"a": 0.5, "b": 0.3, "c": 0.2}

@@ -7,7 +7,6 @@ follow there; its link leads to the longest suffix that also occurs elsewhere. (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 SEPARATOR = -1
@@ -16,6 +15,9 @@ SEPARATOR = -1
 _ROOT = 0
 _MAX_COUNTED = 16
 """Most suffixes counted per token, longest first: "aaaa…" has as many as it has tokens."""
+
+_MAX_FOLLOWERS = 64
+_NUM_RANKED = 3
 
 
 class Match(NamedTuple):
@@ -116,11 +118,20 @@ class SuffixAutomaton:
             length = self._length[state]
         return Match(state, length)
 
-    def num_followers(self, match: Match) -> int:
-        """How many different tokens follow ``match``."""
-        return len(self._next[match.state])
+    def ranked_followers(self, match: Match) -> list[tuple[int, float]]:
+        """The few most frequent tokens that follow ``match``, each with its share of the cases.
 
-    def followers(self, match: Match) -> Iterator[tuple[int, int, int]]:
-        """Each token that follows ``match``: how often, when last, and which token."""
-        for token, state in self._next[match.state].items():
-            yield self._count[state], self._seen[state], token
+        Equally frequent ones come most recent first. Nothing where very many different tokens
+        follow: none of them is likely then.
+        """
+        followers = self._next[match.state]
+        if len(followers) == 1:
+            (token,) = followers
+            return [(token, 1.0)] if token != SEPARATOR else []
+        if len(followers) > _MAX_FOLLOWERS:
+            return []
+        count, seen = self._count, self._seen
+        counted = [(count[s], seen[s], token) for token, s in followers.items()]
+        total = sum(item[0] for item in counted)
+        counted.sort(reverse=True)
+        return [(token, n / total) for n, _, token in counted[:_NUM_RANKED] if token != SEPARATOR]

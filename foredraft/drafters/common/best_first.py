@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from foredraft.core.errors import ConfigError
 from foredraft.core.tree import ROOT, TokenTree
 
 Place = TypeVar("Place")
@@ -64,14 +63,3 @@ def best_first(
         parents.append(parent)
         expected += path_prob
     return TokenTree(tuple(tokens), tuple(parents))
-
-
-def checked_node_cost(value: object) -> float:
-    """An option's value as a node cost.
-
-    Raises:
-        ConfigError: it is not a number above 0.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < 1e6:
-        raise ConfigError(f"node_cost is {value!r}; it must be a number above 0 (plain steps)")
-    return float(value)

@@ -18,6 +18,9 @@ REPEATED_TEXT = (0.20, 0.48, 0.68, 0.74, 0.78, 0.86, 0.90, 0.92, 0.94, 0.97)
 """Share of right predictions by length, for matches within one text (greedy replies of a small
 chat model to prompts of our own: chat, summaries, edits, questions, arithmetic)."""
 
+OTHER_TEXT = (0.10, 0.25, 0.40, 0.55, 0.65, 0.75, 0.85, 0.90, 0.92, 0.95)
+"""The same for matches in other texts: a weaker start, since nothing says that they are related."""
+
 
 class MatchConfidence:
     """Probability that the most frequent continuation of a match is right, by match length.

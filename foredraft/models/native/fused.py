@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Sequence
-from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -157,7 +157,7 @@ class FusedDecoder:
             extra_starts=_ints(extra_starts),
             extras=_ints([entry for extras in plan.extras for entry in extras]),
             wanted=_ints(plan.heads),
-            rows=(_Row * len(plan.rows))(*((r.tokens.start, r.tokens.stop) for r in plan.rows)),
+            rows=_rows(plan),
             keys=keys.data_ptr(),
             values=values.data_ptr(),
             layer_stride=keys.stride(0),
@@ -240,11 +240,16 @@ def _ints(values: Iterable[int]) -> ctypes.Array[c_int32]:
     return (c_int32 * len(values))(*values)
 
 
+def _rows(plan: ForwardPlan) -> ctypes.Array[_Row]:
+    spans = [_Row(row.tokens.start, row.tokens.stop) for row in plan.rows]
+    return (_Row * len(spans))(*spans)
+
+
 def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
     if weights.device.type != "cpu":
         raise ConfigError(f"the fused decoder runs on cpu, and the weights are on {weights.device}")
     if weights.dtype not in (torch.bfloat16, torch.float32):
-        raise ConfigError(f"the fused decoder takes bfloat16 or float32 weights, not {weights.dtype}")
+        raise ConfigError(f"the fused decoder takes bfloat16 or float32, not {weights.dtype}")
     if config.head_dim % 2 or config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"head_dim {config.head_dim} must be even, and {config.num_attention_heads} heads a "

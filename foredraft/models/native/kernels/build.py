@@ -62,7 +62,9 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
     path = environment.get("PATH")
     if chosen := shlex.split(environment.get("CXX", "")):
         if shutil.which(chosen[0], path=path) is None:
-            raise KernelUnavailable(f"CXX is {chosen[0]!r}, which is not there; correct or unset it")
+            raise KernelUnavailable(
+                f"CXX is {chosen[0]!r}, which is not there; correct or unset it"
+            )
         return chosen
     for name in _COMPILERS:
         if found := shutil.which(name, path=path):
@@ -101,7 +103,9 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
 
 def _first_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no word")
+    return next(
+        (line for line in lines if "error" in line.lower()), lines[0] if lines else "no word"
+    )
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -121,7 +125,7 @@ def _key(compiler: list[str], sources: Path) -> str:
     digest = hashlib.sha256()
     for part in (*compiler, version.stdout, *_FLAGS, _cpu()):
         digest.update(part.encode() + b"\0")
-    for path in sorted(sources.glob("*.h")) + [sources / "decoder.cpp"]:
+    for path in [*sorted(sources.glob("*.h")), sources / "decoder.cpp"]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
 

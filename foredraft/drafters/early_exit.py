@@ -1,0 +1,144 @@
+"""Self-speculation: some of the target's own layers draft, all of them verify.
+
+With ``exit_layer`` the first layers, the final norm and the head draft (LayerSkip, arXiv
+2404.16710). They work on the target's own cache, and verification goes on from what they computed.
+With ``skip`` chosen attention and MLP sublayers are left out (Draft & Verify, arXiv 2309.08168).
+What comes after a gap differs from the target's, so this draft has a cache of its own.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from foredraft.core.errors import ConfigError
+from foredraft.core.tree import TokenTree
+from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow
+from foredraft.drafters.common.chain import ChainDrafter, ModelPredictor, Predictor
+from foredraft.models.base import Capabilities, LayeredTarget, ScoreRow, ShallowTarget
+
+_MOST_PENDING = 256
+"""A row with more unread tokens than this is not drafted for: its prompt is read first."""
+
+_SUBLAYERS = re.compile(r"([am]?)(\d+)(?:-(\d+))?")
+
+
+class SharedCachePredictor:
+    """The target's first layers, on the target's own cache.
+
+    It keeps nothing: the cache entries that it leaves behind are not committed, and the target
+    remembers what can be reused.
+
+    Args:
+        target: the target.
+        shallow: its first layers.
+    """
+
+    def __init__(self, target: LayeredTarget, shallow: ShallowTarget) -> None:
+        self._cache, self._max_context = target.cache, target.max_context
+        self._shallow = shallow
+
+    def begin(self, request_id: int) -> None:
+        pass
+
+    def has_room(self, row: DraftRow) -> bool:
+        num_pending = len(row.tokens) - self._cache.length(row.slot)
+        return (
+            num_pending <= _MOST_PENDING and len(row.tokens) + row.budget <= self._max_context
+        )
+
+    def next_logits(
+        self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        return self._shallow.score_last(
+            [
+                ScoreRow(
+                    row.slot, row.tokens[self._cache.length(row.slot) :], TokenTree.chain(draft)
+                )
+                for row, draft in zip(rows, drafts, strict=True)
+            ]
+        )
+
+    def end(self, request_id: int) -> None:
+        pass
+
+
+class EarlyExitDrafter(ChainDrafter):
+    """See the module docstring."""
+
+
+def parse_skip(skip: object, num_layers: int) -> tuple[frozenset[int], frozenset[int]]:
+    """Layers without attention and layers without MLP, from text such as ``"a4-6,m5,9"``.
+
+    Args:
+        skip: parts separated by commas: ``a`` for attention, ``m`` for MLP, neither for the whole
+            layer, and a layer number from 0 or a range with both ends.
+
+    Raises:
+        ConfigError: it cannot be read, names a layer that does not exist, or leaves no layer.
+    """
+    left_out: dict[str, set[int]] = {"a": set(), "m": set()}
+    for part in str(skip).replace(" ", "").split(","):
+        found = _SUBLAYERS.fullmatch(part)
+        if not found:
+            raise ConfigError(f"skip is {skip!r}; write it like 'a4-6,m5,9': {part!r} is no part")
+        first, last = int(found[2]), int(found[3] or found[2])
+        if not first <= last < num_layers:
+            raise ConfigError(f"skip part {part!r}: the target has layers 0 to {num_layers - 1}")
+        for kind in found[1] or "am":
+            left_out[kind] |= set(range(first, last + 1))
+    if len(left_out["a"] & left_out["m"]) == num_layers:
+        raise ConfigError(f"skip {skip!r} leaves no layer to draft with")
+    return frozenset(left_out["a"]), frozenset(left_out["m"])
+
+
+def _check_exit_layer(exit_layer: object, num_layers: int) -> int:
+    if type(exit_layer) is not int or not 1 <= exit_layer < num_layers:
+        raise ConfigError(
+            f"exit_layer is {exit_layer!r}; the target has {num_layers} layers, so it must be a "
+            f"whole number from 1 to {num_layers - 1}"
+        )
+    return exit_layer
+
+
+def _predictor(target: LayeredTarget, exit_layer: Any, skip: Any) -> Predictor:
+    if skip is not None:
+        if exit_layer is not None:
+            raise ConfigError("exit_layer and skip are two ways to draft; give one of them")
+        return ModelPredictor(target.sublayer_view(*parse_skip(skip, target.num_layers)))
+    if exit_layer is None:
+        exit_layer = max(1, target.num_layers // 4)
+    exit_layer = _check_exit_layer(exit_layer, target.num_layers)
+    if target.capabilities.shallow:
+        return SharedCachePredictor(target, target.shallow(exit_layer))
+    return ModelPredictor(target.layer_view(range(exit_layer)))
+
+
+def _build(context: DrafterContext) -> EarlyExitDrafter:
+    options = dict(context.options)
+    min_confidence = options.pop("min_confidence", 0.0)
+    if isinstance(min_confidence, bool) or not isinstance(min_confidence, int | float):
+        raise ConfigError(f"min_confidence is {min_confidence!r}; it must be a number")
+    if not 0.0 <= min_confidence <= 1.0:
+        raise ConfigError(f"min_confidence is {min_confidence}; it must be between 0 and 1")
+    target = cast(LayeredTarget, context.target)  # the registry has checked the capability
+    predictor = _predictor(target, options.get("exit_layer"), options.get("skip"))
+    return EarlyExitDrafter(predictor, min_confidence)
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="the target's own first layers, or some of its sublayers, draft a chain",
+    options={
+        "exit_layer": "how many of the first layers draft (a quarter of them)",
+        "skip": "sublayers to leave out instead, such as a4-6,m5,9",
+        "min_confidence": "end the draft where the likeliest token has less than this (0)",
+    },
+    num_draft_tokens=4,
+    needs=Capabilities(layer_views=True),
+)

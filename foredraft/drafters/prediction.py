@@ -1,0 +1,242 @@
+"""Predicted output: copy a text that the user expects the reply to repeat.
+
+A rewritten file, a corrected letter, a form filled in again: most of the reply is known before it
+is written. The draft follows that text; where the reply departs from it, the drafter looks for the
+place where the two meet again. (The idea of OpenAI's Predicted Outputs, 2024; here a wrong
+prediction costs nothing but its own scoring, and changes no token.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from foredraft.core.errors import ConfigError
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation, TextCodec
+from foredraft.drafters.common.best_first import NODE_COST, best_first
+from foredraft.drafters.common.confidence import MatchConfidence
+from foredraft.drafters.common.options import checked_cost
+
+_FOLLOWED = (0.50, 0.55, 0.65, 0.75, 0.82, 0.88, 0.92, 0.94, 0.96, 0.98)
+_MET = (0.45, 0.45, 0.45, 0.40, 0.30, 0.25, 0.20, 0.15, 0.10, 0.05)
+_REPLACED = (0.35, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.02, 0.02, 0.02)
+_INSERTED = (0.15, 0.10, 0.08, 0.05, 0.05, 0.03, 0.02, 0.02, 0.02, 0.02)
+"""First estimates that an expected token comes, in the classes of `MatchConfidence`: by how long
+the texts have agreed (_FOLLOWED), by the distance of the place that agrees (_MET), and by how long
+they have been apart."""
+
+_SETTLED = 4
+"""Tokens that must agree before the place of parting is forgotten."""
+_MAX_COMPARED = 24
+"""Longest agreement looked for backwards when the texts meet again."""
+_MAX_OCCURRENCES = 8
+"""Occurrences of a token tried on either side of the place of parting, nearest first."""
+
+_Place = tuple[int, int]
+"""Position of the next expected token, and how many tokens have agreed before it."""
+
+
+class Alignment:
+    """Where a growing output stands in the expected text.
+
+    While the two agree, one position is followed. When they part, up to three guesses are kept:
+    the expected text goes on where it was left (the output inserted something); it goes on after
+    as many tokens as were written since (the output replaced them); or it goes on after the place
+    that agrees longest with the last tokens. Only when a few tokens in a row have agreed is the
+    place of parting forgotten: a common phrase must not carry the alignment off for good.
+
+    Args:
+        expected: the expected text.
+    """
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        self._expected = expected
+        self._positions: dict[tuple[int, ...], list[int]] = {}  # of the last token of 1- and 2-grams
+        for position, token in enumerate(expected):
+            self._positions.setdefault((token,), []).append(position)
+            if position:
+                self._positions.setdefault((expected[position - 1], token), []).append(position)
+        self._output: list[int] = []
+        self._next, self._agreed = 0, 0  # the position followed, tokens agreed before it
+        self._left_at, self._num_apart = 0, 0  # where the texts parted, tokens written since
+        self._followed, self._met, self._inserted, self._replaced = map(
+            MatchConfidence, (_FOLLOWED, _MET, _INSERTED, _REPLACED)
+        )
+
+    def commit(self, token: int) -> None:
+        """Append a committed token to the output."""
+        for position, confidence, length in self._guesses():
+            confidence.record(length, self._expected[position] == token)
+        self._output.append(token)
+        if self._follows(token):
+            self._next += 1
+            self._agreed += 1
+            self._num_apart += self._num_apart > 0
+        else:
+            if not self._num_apart:
+                self._left_at = self._next
+            self._num_apart += 1
+            self._next, self._agreed = self._best_agreement()
+        if self._agreed >= _SETTLED:
+            self._num_apart = 0
+
+    def _follows(self, token: int) -> bool:
+        if self._num_apart and not self._agreed:
+            return False
+        return self._next < len(self._expected) and self._expected[self._next] == token
+
+    def _best_agreement(self) -> tuple[int, int]:
+        """The position after the longest agreement with the end of the output, and its length.
+
+        Of equals the one nearest to the place of parting counts.
+        """
+        best, longest = 0, 0
+        for size in (2, 1):
+            for position in self._nearest(tuple(self._output[-size:])):
+                agreed = self._agreement(position)
+                if agreed > longest:
+                    best, longest = position + 1, agreed
+            if longest:
+                break
+        return best, longest
+
+    def _nearest(self, ngram: tuple[int, ...]) -> list[int]:
+        """Occurrences of ``ngram``, those nearest to the place of parting first."""
+        positions, near = self._positions.get(ngram, []), self._left_at + self._num_apart
+        middle = bisect_left(positions, near)
+        found = positions[max(0, middle - _MAX_OCCURRENCES) : middle + _MAX_OCCURRENCES]
+        return sorted(found, key=lambda position: abs(position + 1 - near))
+
+    def _agreement(self, position: int) -> int:
+        """How many tokens before and at ``position`` end the output as well."""
+        longest = min(_MAX_COMPARED, position + 1, len(self._output))
+        for agreed in range(1, longest):
+            if self._expected[position - agreed] != self._output[-1 - agreed]:
+                return agreed
+        return longest
+
+    def _guesses(self) -> list[tuple[int, MatchConfidence, int]]:
+        """Positions of the next expected token, each with the estimate that holds for it."""
+        if self._agreed > 1 or not self._num_apart:
+            guesses = [(self._next, self._followed, self._agreed)]
+        else:
+            apart = self._num_apart
+            guesses = [
+                (self._left_at + apart, self._replaced, apart),
+                (self._left_at, self._inserted, apart),
+            ]
+            if self._agreed:
+                guesses.append((self._next, self._met, abs(self._next - self._left_at)))
+        return [guess for guess in guesses if guess[0] < len(self._expected)]
+
+    def start(self) -> Iterator[tuple[int, float, _Place]]:
+        """What may come next, likeliest first."""
+        found: dict[int, tuple[int, float, _Place]] = {}
+        for position, confidence, length in self._guesses():
+            token, prob = self._expected[position], confidence[length]
+            if token not in found or prob > found[token][1]:
+                found[token] = (token, prob, (position + 1, self._agreed + 1))
+        yield from sorted(found.values(), key=lambda candidate: -candidate[1])
+
+    def successors(self, place: _Place | None) -> Iterator[tuple[int, float, _Place]]:
+        """What may come at ``place``; None is the end of the output."""
+        if place is None:
+            yield from self.start()
+        elif place[0] < len(self._expected):
+            position, agreed = place
+            yield self._expected[position], self._followed[agreed], (position + 1, agreed + 1)
+
+
+class _Request:
+    """One request: its prompt until the prediction is known, then the alignment with it."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.prompt = prompt
+        self.alignment: Alignment | None = None
+        self.waiting: list[int] = []
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        if self.alignment is None:
+            self.waiting.extend(tokens)
+            return
+        for token in tokens:
+            self.alignment.commit(token)
+
+    def align(self, expected: Sequence[int]) -> Alignment:
+        self.alignment = Alignment(expected)
+        self.commit(self.waiting)
+        return self.alignment
+
+
+class PredictionDrafter:
+    """See the module docstring.
+
+    Args:
+        tokenizer: makes ids of predictions; None when requests come as ids only.
+        vocab_size: of the target.
+        node_cost: time that one more draft token adds to a step, in plain steps.
+        tree: whether drafts may branch.
+    """
+
+    taps: Sequence[int] = ()
+
+    def __init__(
+        self,
+        tokenizer: TextCodec | None,
+        vocab_size: int,
+        node_cost: float = NODE_COST,
+        tree: bool = True,
+    ) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._node_cost, self._tree = node_cost, tree
+        self._requests: dict[int, _Request] = {}
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        self._requests[request_id] = _Request(prompt)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [self._propose(row) if row.budget else NO_PROPOSAL for row in rows]
+
+    def _propose(self, row: DraftRow) -> Proposal:
+        request = self._requests[row.request_id]
+        alignment = request.alignment or request.align(self._expected(row, request.prompt))
+        start: _Place | None = None
+        tree = best_first(start, alignment.successors, row.budget, self._node_cost, self._tree)
+        return Proposal.chosen(tree) if len(tree) else NO_PROPOSAL
+
+    def _expected(self, row: DraftRow, prompt: Sequence[int]) -> Sequence[int]:
+        """The ids of the request's prediction; without one, those of its prompt."""
+        text = row.params.prediction
+        if text is None:
+            return prompt
+        if self._tokenizer is None:
+            raise ConfigError(
+                "a prediction is text and this engine has no tokenizer; leave the prediction out"
+            )
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return [token for token in ids if token < self._vocab_size]
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            self._requests[seen.request_id].commit(seen.committed)
+
+    def end(self, request_id: int) -> None:
+        del self._requests[request_id]
+
+
+def _build(context: DrafterContext) -> PredictionDrafter:
+    return PredictionDrafter(
+        context.tokenizer,
+        context.target.vocab_size,
+        checked_cost("node_cost", context.options.get("node_cost", NODE_COST)),
+        context.target.capabilities.tree_attention,
+    )
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="copies the text the user expects (SamplingParams.prediction), and finds back to it",
+    options={"node_cost": "time one more draft token adds to a step, in plain steps (0.15)"},
+    num_draft_tokens=16,
+)

@@ -1,0 +1,162 @@
+"""Suffix decoding: the longest suffix of the text that occurred before says what comes next.
+
+A suffix automaton over the request's own tokens, and optionally one over earlier outputs, finds
+the longest match of any length and counts what followed it. The longer the match, the likelier it
+holds, so the draft grows with it. (G. Oliaro et al., "SuffixDecoding", arXiv 2411.04975.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from foredraft.core.errors import ConfigError
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
+from foredraft.drafters.common.automaton import NO_MATCH, Match, SuffixAutomaton
+from foredraft.drafters.common.best_first import NODE_COST, best_first
+from foredraft.drafters.common.confidence import OTHER_TEXT, MatchConfidence
+from foredraft.drafters.common.options import checked_cost, checked_count, checked_flag
+from foredraft.drafters.common.past_outputs import PastOutputs, tenant_file
+
+_Place = tuple[Match, ...]
+"""Where a text stands in each source: its longest suffix there."""
+
+
+class _Source:
+    """One automaton that a request looks things up in, and how far it has proved right."""
+
+    def __init__(self, automaton: SuffixAutomaton, confidence: MatchConfidence) -> None:
+        self.automaton, self.confidence = automaton, confidence
+
+    def candidates(self, match: Match) -> list[tuple[int, float]]:
+        """Tokens that may come next, likeliest first, each with its probability."""
+        if not match.length:
+            return []
+        trust = self.confidence[match.length]
+        return [(t, trust * share) for t, share in self.automaton.ranked_followers(match)]
+
+
+class _Request:
+    """One request's text, and where it stands in every source."""
+
+    def __init__(self, prompt: Sequence[int], past: PastOutputs | None) -> None:
+        self._own = SuffixAutomaton()
+        for token in prompt:
+            self._own.extend(token)
+        self.num_prompt, self.num_tokens = len(prompt), len(prompt)
+        self.output: list[int] = []
+        # The own text comes first: of equally likely candidates it has the better context.
+        shared = past.automata if past else ()
+        self._sources = (
+            _Source(self._own, MatchConfidence()),
+            *(_Source(automaton, MatchConfidence(OTHER_TEXT)) for automaton in shared),
+        )
+        self.place: _Place = (self._own.end,) + (NO_MATCH,) * len(shared)
+
+    def commit(self, token: int) -> None:
+        """Append a committed token, after seeing whether it was foreseen."""
+        for source, match in zip(self._sources, self.place, strict=True):
+            if candidates := source.candidates(match):
+                source.confidence.record(match.length, candidates[0][0] == token)
+        self._own.extend(token)
+        self.output.append(token)
+        self.num_tokens += 1
+        shared = zip(self._sources[1:], self.place[1:], strict=True)
+        self.place = (self._own.end, *(s.automaton.advance(m, token) for s, m in shared))
+
+    def successors(self, place: _Place) -> Iterable[tuple[int, float, _Place]]:
+        """What the most promising source says comes after ``place``."""
+        place = tuple(
+            source.automaton.with_followers(match)
+            for source, match in zip(self._sources, place, strict=True)
+        )
+        found = [s.candidates(match) for s, match in zip(self._sources, place, strict=True)]
+        for token, prob in max(found, key=lambda candidates: candidates[0][1] if candidates else 0):
+            after = (s.automaton.advance(m, token) for s, m in zip(self._sources, place, strict=True))
+            yield token, prob, tuple(after)
+
+
+class SuffixDrafter:
+    """See the module docstring.
+
+    Args:
+        node_cost: time that one more draft token adds to a step, in plain steps.
+        past: outputs of earlier requests to look things up in as well, and to add to.
+        tree: whether drafts may branch.
+    """
+
+    taps: Sequence[int] = ()
+
+    def __init__(
+        self, node_cost: float = NODE_COST, past: PastOutputs | None = None, tree: bool = True
+    ) -> None:
+        self._node_cost, self._past, self._tree = node_cost, past, tree
+        self._requests: dict[int, _Request] = {}
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        self._requests[request_id] = _Request(prompt, self._past)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [self._propose(row) if row.budget else NO_PROPOSAL for row in rows]
+
+    def _propose(self, row: DraftRow) -> Proposal:
+        request = self._requests[row.request_id]
+        tree = best_first(
+            request.place, request.successors, row.budget, self._node_cost, self._tree
+        )
+        return Proposal.chosen(tree) if len(tree) else NO_PROPOSAL
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            for token in seen.committed:
+                self._requests[seen.request_id].commit(token)
+
+    def end(self, request_id: int) -> None:
+        request = self._requests.pop(request_id)
+        if self._past is not None:
+            self._past.add(request.output)
+
+
+def _build(context: DrafterContext) -> SuffixDrafter:
+    options = dict(context.options)
+    return SuffixDrafter(
+        checked_cost("node_cost", options.pop("node_cost", NODE_COST)),
+        _past_outputs(context, **options),
+        context.target.capabilities.tree_attention,
+    )
+
+
+def _past_outputs(
+    context: DrafterContext,
+    shared: object = False,
+    shared_tokens: object = 100_000,
+    shared_dir: object = None,
+    tenant: object = None,
+) -> PastOutputs | None:
+    max_tokens = checked_count("shared_tokens", shared_tokens)
+    if not checked_flag("shared", shared):
+        if shared_dir is not None or tenant is not None:
+            raise ConfigError("shared_dir and tenant are for shared=true, which was not given")
+        return None
+    if tenant is not None and shared_dir is None:
+        raise ConfigError("tenant names a file in shared_dir, which was not given")
+    path = None
+    if shared_dir is not None:
+        path = tenant_file(Path(str(shared_dir)), "" if tenant is None else str(tenant))
+    fingerprint = str(getattr(context.tokenizer, "fingerprint", "unknown"))
+    return PastOutputs(max_tokens, path, fingerprint, context.target.vocab_size)
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="copies what followed the longest earlier match, as far as such matches have held",
+    options={
+        "node_cost": "time one more draft token adds to a step, in plain steps (0.15)",
+        "shared": "also look in outputs of earlier requests (false)",
+        "shared_tokens": "most tokens of earlier outputs to keep (100000)",
+        "shared_dir": "folder to keep them in between runs; memory only when not given",
+        "tenant": "whose earlier outputs: tenants never see each other's",
+    },
+    num_draft_tokens=16,
+)

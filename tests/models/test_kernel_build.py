@@ -1,0 +1,157 @@
+"""Compiling the fused kernel: once, whole, and with a reason when it cannot be."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from foredraft.models.native.kernels import build as build_module
+from foredraft.models.native.kernels.build import (
+    SWITCH,
+    KernelUnavailable,
+    build,
+    find_compiler,
+    load_library,
+)
+
+
+class FakeCompiler:
+    """A shell script in a compiler's place; it notes each compilation."""
+
+    def __init__(self, directory: Path, body: str = 'echo compiled > "$output"') -> None:
+        directory.mkdir()
+        self.path, self._log = directory / "fake-c++", directory / "log"
+        self._log.touch()
+        self.path.write_text(
+            "#!/bin/sh\n"
+            '[ "$1" = --version ] && { echo "fake 1.0"; exit 0; }\n'
+            f'echo "$@" >> {self._log}\n'
+            'while [ $# -gt 0 ]; do [ "$1" = -o ] && output=$2; shift; done\n'
+            f"{body}\n"
+        )
+        self.path.chmod(0o755)
+
+    @property
+    def command(self) -> list[str]:
+        return [str(self.path)]
+
+    @property
+    def num_compilations(self) -> int:
+        return len(self._log.read_text().splitlines())
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> FakeCompiler:
+    return FakeCompiler(tmp_path / "bin")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    directory = tmp_path / "sources"
+    directory.mkdir()
+    (directory / "decoder.cpp").write_text("int answer;\n")
+    (directory / "simd.h").write_text("// vectors\n")
+    return directory
+
+
+def test_the_sources_are_in_the_package() -> None:
+    package = files("foredraft.models.native.kernels")
+    assert package.joinpath("decoder.cpp").is_file()
+    assert package.joinpath("simd.h").is_file()
+
+
+def test_a_library_is_compiled_once(compiler: FakeCompiler, sources: Path, tmp_path: Path) -> None:
+    first = build(compiler.command, tmp_path / "cache", sources)
+    assert first.read_text() == "compiled\n"
+    assert build(compiler.command, tmp_path / "cache", sources) == first
+    assert compiler.num_compilations == 1
+
+
+def test_builds_at_the_same_time_compile_once(sources: Path, tmp_path: Path) -> None:
+    slow = FakeCompiler(tmp_path / "bin", 'sleep 0.2; echo compiled > "$output"')
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(build, slow.command, tmp_path / "cache", sources) for _ in range(4)]
+        assert len({job.result() for job in jobs}) == 1
+    assert slow.num_compilations == 1
+
+
+@pytest.mark.parametrize("changed", ["decoder.cpp", "simd.h"])
+def test_a_changed_source_is_compiled_anew(
+    changed: str, compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    first = build(compiler.command, tmp_path / "cache", sources)
+    (sources / changed).write_text("// other\n")
+    assert build(compiler.command, tmp_path / "cache", sources) != first
+    assert compiler.num_compilations == 2
+
+
+def test_another_cpu_is_compiled_for_anew(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build(compiler.command, tmp_path / "cache", sources)
+    monkeypatch.setattr(build_module, "_cpu", lambda: "another")
+    assert build(compiler.command, tmp_path / "cache", sources) != first
+
+
+def test_a_failing_compiler_is_quoted_and_leaves_nothing(sources: Path, tmp_path: Path) -> None:
+    body = 'echo half > "$output"; printf "In file:\\nx.h:1: error: no such thing\\n" >&2; exit 1'
+    failing, cache = FakeCompiler(tmp_path / "bin", body), tmp_path / "cache"
+    with pytest.raises(KernelUnavailable) as caught:
+        build(failing.command, cache, sources)
+    assert str(caught.value).endswith("fake-c++ failed: x.h:1: error: no such thing")
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    with pytest.raises(KernelUnavailable, match="cannot write the kernel into"):
+        build(compiler.command, tmp_path / "cache", sources)
+
+
+def test_a_damaged_library_is_a_reason_that_says_what_to_do(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    library = build(compiler.command, tmp_path / "cache", sources)
+    with pytest.raises(KernelUnavailable, match=f"delete {library} to build it anew"):
+        build_module._loaded(library)
+
+
+def test_the_compiler_is_the_first_on_the_path(tmp_path: Path) -> None:
+    for name in ("clang++", "c++"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert find_compiler({"PATH": str(tmp_path)}) == [str(tmp_path / "c++")]
+
+
+def test_cxx_comes_first_and_may_have_arguments(compiler: FakeCompiler) -> None:
+    environment = {"PATH": "/usr/bin", "CXX": f"{compiler.path} -m64"}
+    assert find_compiler(environment) == [str(compiler.path), "-m64"]
+
+
+def test_a_cxx_that_is_not_there_is_a_reason() -> None:
+    with pytest.raises(KernelUnavailable, match="CXX is 'no-such-c\\+\\+', which is not there"):
+        find_compiler({"PATH": "/usr/bin", "CXX": "no-such-c++"})
+
+
+def test_without_a_compiler_the_reason_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler found: install g\+\+"):
+        find_compiler({"PATH": str(tmp_path)})
+
+
+def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "off")
+    with pytest.raises(KernelUnavailable, match="switched off by FOREDRAFT_KERNELS=off"):
+        load_library.__wrapped__()
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no compiler")
+def test_the_real_sources_compile_here() -> None:
+    library = load_library()
+    assert library.foredraft_forward
+    assert library.foredraft_workspace_size

@@ -1,0 +1,320 @@
+"""Early exit inside the target: the same numbers, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.cache.kv import KVCache
+from foredraft.core.errors import ConfigError
+from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
+from foredraft.models.base import ScoreRow
+from foredraft.models.native.plan import ForwardPlan, plan_forward, tail
+from foredraft.models.native.target import NativeTarget
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+from tests.models.test_parity import DECODERS, read, text
+
+TREE = TokenTree((7, 8, 9, 8, 10), (ROOT, ROOT, 0, 0, 1))
+EXIT = 2
+
+
+@dataclass
+class Forward:
+    """One call of the decoder: which layers, for how many tokens."""
+
+    layers: range | None
+    num_tokens: int
+
+
+class Spy:
+    """A decoder that notes its calls, and can be told to fail."""
+
+    partial = True
+
+    def __init__(self, decoder: object) -> None:
+        self.inner, self.calls, self.fails = decoder, list[Forward](), False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def forward(
+        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        self.calls.append(Forward(plan.layers, len(plan)))
+        done = self.inner.forward(plan, cache, taps)  # type: ignore[attr-defined]
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return done
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("shallow")
+    save_checkpoint(directory, NATIVE_CONFIGS["llama"]())
+    return directory
+
+
+@pytest.fixture(params=["eager", "fused", "fused-bf16"])
+def target(request: pytest.FixtureRequest, checkpoint: Path) -> NativeTarget:
+    name, _, dtype = request.param.partition("-")
+    factory = DECODERS[name]()
+    return NativeTarget.load(
+        checkpoint,
+        torch.bfloat16 if dtype else torch.float32,
+        new_decoder=lambda config, weights: Spy(factory(config, weights)),
+    )
+
+
+def calls(target: NativeTarget) -> list[tuple[range | None, int]]:
+    """What the decoder has run since the last look."""
+    spy = target.decoder
+    assert isinstance(spy, Spy)
+    seen = [(call.layers, call.num_tokens) for call in spy.calls]
+    spy.calls.clear()
+    return seen
+
+
+def assert_same(target: NativeTarget, actual: Tensor, expected: Tensor) -> None:
+    """Bit for bit where the decoder promises it, else within float32's noise."""
+    if target.decoder.name == "fused":
+        assert torch.equal(actual, expected)
+    else:
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def drafted(target: NativeTarget, slot: int, pending: list[int], draft: Sequence[int]) -> None:
+    """Run the first layers over pending and draft tokens, one draft token at a time."""
+    shallow = target.shallow(EXIT)
+    for end in range(len(draft) + 1):
+        shallow.score_last([ScoreRow(slot, pending, TokenTree.chain(draft[:end]))])
+
+
+def test_shallow_logits_are_those_of_a_view_of_the_first_layers(target: NativeTarget) -> None:
+    prompt, view = text(9), target.layer_view(range(EXIT))
+    slot, other = read(target, prompt), read(view, prompt)
+    for tree in (EMPTY_TREE, TokenTree.chain([5]), TokenTree.chain([5, 6])):
+        (actual,) = target.shallow(EXIT).score_last([ScoreRow(slot, [4], tree)])
+        (expected,) = view.score([ScoreRow(other, [4], tree)])
+        assert_same(target, actual, expected.logits_NV[-1])
+
+
+def test_each_shallow_call_computes_one_more_token(target: NativeTarget) -> None:
+    slot = read(target, text(9))
+    calls(target)
+    drafted(target, slot, [4, 3], [5, 6])
+    assert calls(target) == [(range(EXIT), 2), (range(EXIT), 1), (range(EXIT), 1)]
+
+
+def test_the_full_forward_goes_on_and_gives_the_same(target: NativeTarget) -> None:
+    prompt, draft = text(9), [5, 6, 7]
+    slot, untouched = read(target, prompt), read(target, prompt)
+    (expected,) = target.score([ScoreRow(untouched, [4], TokenTree.chain(draft))])
+    drafted(target, slot, [4], draft[:2])
+    calls(target)
+    (actual,) = target.score([ScoreRow(slot, [4], TokenTree.chain(draft))])
+    assert calls(target) == [(range(EXIT), 1), (range(EXIT, 3), 4)]
+    assert_same(target, actual.logits_NV, expected.logits_NV)
+    target.cache.keep(slot, 1, (0, 1))
+    target.cache.keep(untouched, 1, (0, 1))
+    (later,) = target.score([ScoreRow(slot, [9])])
+    (expected_later,) = target.score([ScoreRow(untouched, [9])])
+    assert_same(target, later.logits_NV, expected_later.logits_NV)
+
+
+def test_a_tree_goes_on_from_a_part_of_it(target: NativeTarget) -> None:
+    prompt = text(9)
+    slot, untouched = read(target, prompt), read(target, prompt)
+    (expected,) = target.score([ScoreRow(untouched, [4], TREE)])
+    shallow = target.shallow(EXIT)
+    for size in (0, 2, 4):
+        part = TokenTree(TREE.tokens[:size], TREE.parents[:size])
+        shallow.score_last([ScoreRow(slot, [4], part)])
+    calls(target)
+    (actual,) = target.score([ScoreRow(slot, [4], TREE)])
+    assert calls(target)[0] == (range(EXIT), 1)
+    assert_same(target, actual.logits_NV, expected.logits_NV)
+
+
+def test_nothing_is_left_of_the_first_layers_when_all_tokens_are_known(
+    target: NativeTarget,
+) -> None:
+    slot = read(target, text(9))
+    drafted(target, slot, [4], [5, 6])
+    calls(target)
+    target.score([ScoreRow(slot, [4], TokenTree.chain([5, 6]))])
+    assert calls(target) == [(range(EXIT, 3), 3)]
+
+
+@pytest.mark.parametrize(
+    ("pending", "tree", "num_new"),
+    [
+        ([4], TokenTree.chain([5, 9]), 1),  # the draft went another way
+        ([3], TokenTree.chain([5, 6]), None),  # and so did the text
+        ([4], TokenTree((5, 6), (ROOT, ROOT)), 1),  # the same tokens, another shape
+        ([4, 5], TokenTree.chain([6]), 2),  # a draft token became text: it sees the same
+        ([4], EMPTY_TREE, 0),  # nothing was drafted after all
+    ],
+)
+def test_other_tokens_are_computed_anew(
+    target: NativeTarget, pending: list[int], tree: TokenTree, num_new: int | None
+) -> None:
+    prompt = text(9)
+    slot, untouched = read(target, prompt), read(target, prompt)
+    (expected,) = target.score([ScoreRow(untouched, pending, tree)])
+    drafted(target, slot, [4], [5, 6])
+    calls(target)
+    (actual,) = target.score([ScoreRow(slot, pending, tree)])
+    first = calls(target)[0]
+    num_tokens = len(pending) + len(tree)
+    if num_new is None:
+        assert first == (None, num_tokens)
+    elif num_new == 0:
+        assert first == (range(EXIT, 3), num_tokens)
+    else:
+        assert first == (range(EXIT), num_new)
+    assert_same(target, actual.logits_NV, expected.logits_NV)
+
+
+def test_rows_with_and_without_states_share_a_forward(target: NativeTarget) -> None:
+    prompts = [text(9, seed=1), text(4, seed=2), text(6, seed=3)]
+    slots = [read(target, prompt) for prompt in prompts]
+    untouched = [read(target, prompt) for prompt in prompts]
+    trees = [TokenTree.chain([5, 6]), TREE, TokenTree.chain([7])]
+    rows = [ScoreRow(slot, [4], tree) for slot, tree in zip(slots, trees, strict=True)]
+    expected = target.score(
+        [ScoreRow(slot, [4], tree) for slot, tree in zip(untouched, trees, strict=True)]
+    )
+    drafted(target, slots[0], [4], [5])
+    drafted(target, slots[2], [4], [7])
+    calls(target)
+    actual = target.score(rows)
+    assert calls(target) == [(range(EXIT), 1 + 6), (range(EXIT, 3), 3 + 6 + 2)]
+    for mine, right in zip(actual, expected, strict=True):
+        assert_same(target, mine.logits_NV, right.logits_NV)
+
+
+def test_rows_with_other_exit_layers_share_a_forward(target: NativeTarget) -> None:
+    prompt, tree = text(9), TokenTree.chain([5, 6])
+    slots = [read(target, prompt) for _ in range(3)]
+    (expected,) = target.score([ScoreRow(slots[0], [4], tree)])
+    for slot, exit_layer in zip(slots[1:], (1, 2), strict=True):
+        target.shallow(exit_layer).score_last([ScoreRow(slot, [4], TokenTree.chain([5]))])
+    for mine in target.score([ScoreRow(slot, [4], tree) for slot in slots[1:]]):
+        assert_same(target, mine.logits_NV, expected.logits_NV)
+
+
+def test_another_exit_layer_takes_over_the_slot(target: NativeTarget) -> None:
+    prompt, tree = text(9), TokenTree.chain([5, 6])
+    slot, untouched = read(target, prompt), read(target, prompt)
+    (expected,) = target.score([ScoreRow(untouched, [4], tree)])
+    target.shallow(2).score_last([ScoreRow(slot, [4], TokenTree.chain([5, 6]))])
+    target.shallow(1).score_last([ScoreRow(slot, [9])])  # overwrites an entry of the other
+    (actual,) = target.score([ScoreRow(slot, [4], tree)])
+    assert_same(target, actual.logits_NV, expected.logits_NV)
+
+
+@pytest.mark.parametrize("event", ["keep", "truncate", "reuse", "fork", "failure", "score"])
+def test_states_do_not_outlive_their_entries(target: NativeTarget, event: str) -> None:
+    """Whatever happens to the slot, the next forward is that of a slot where nothing was drafted."""
+    prompt, tree = text(9), TokenTree.chain([5, 6])
+    slot, keeps_the_cache = read(target, prompt), read(target, prompt)
+    drafted(target, slot, [4], [5, 6])
+    cache = target.cache
+    if event == "keep":  # a step of which nothing but the pending token counts, then back
+        cache.keep(slot, 1, ())
+        cache.truncate(slot, len(prompt))
+        cache.keys_LSHCD[:, slot, :, len(prompt) :] = 0.5
+    elif event == "truncate":
+        cache.truncate(slot, 4)
+        target.score([ScoreRow(slot, prompt[4:])])
+        cache.keep(slot, len(prompt) - 4, ())
+    elif event == "reuse":
+        cache.free(slot)
+        assert cache.allocate() == slot
+        target.score([ScoreRow(slot, prompt)])
+        cache.keep(slot, len(prompt), ())
+    elif event == "fork":
+        cache.free(slot)
+        slot = cache.fork(keeps_the_cache)
+    elif event == "failure":
+        target.decoder.fails = True  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError):
+            target.shallow(EXIT).score_last([ScoreRow(slot, [8], TREE)])
+        target.decoder.fails = False  # type: ignore[attr-defined]
+    else:
+        target.score([ScoreRow(slot, [8], TREE)])  # and not kept
+    calls(target)
+    (actual,) = target.score([ScoreRow(slot, [4], tree)])
+    assert calls(target) == [(None, 3)]
+    (expected,) = target.score([ScoreRow(keeps_the_cache, [4], tree)])
+    assert_same(target, actual.logits_NV, expected.logits_NV)
+
+
+def test_taps_of_the_first_layers_are_complete(target: NativeTarget) -> None:
+    prompt, tree = text(9), TokenTree.chain([5, 6])
+    slot, untouched = read(target, prompt), read(target, prompt)
+    (expected,) = target.score([ScoreRow(untouched, [4], tree)], taps=(0, 2))
+    drafted(target, slot, [4], [5])
+    (actual,) = target.score([ScoreRow(slot, [4], tree)], taps=(0, 2))
+    for layer in (0, 2):
+        assert actual.taps[layer].dtype == expected.taps[layer].dtype
+        assert_same(target, actual.taps[layer], expected.taps[layer])
+
+
+def test_later_taps_do_not_cost_the_states(target: NativeTarget) -> None:
+    prompt, tree = text(9), TokenTree.chain([5, 6])
+    slot, untouched = read(target, prompt), read(target, prompt)
+    (expected,) = target.score([ScoreRow(untouched, [4], tree)], taps=(2,))
+    drafted(target, slot, [4], [5])
+    calls(target)
+    (actual,) = target.score([ScoreRow(slot, [4], tree)], taps=(2,))
+    assert calls(target)[1][0] == range(EXIT, 3)
+    assert_same(target, actual.taps[2], expected.taps[2])
+    assert actual.taps[2].dtype == expected.taps[2].dtype
+
+
+def test_the_tail_of_a_plan_sees_what_the_plan_sees() -> None:
+    rows = [ScoreRow(0, [1, 2], TREE), ScoreRow(1, [3])]
+    whole = plan_forward(rows, [4, 9])
+    rest = tail(whole, [6, 1])
+    assert [(row.slot, row.tokens, row.entries) for row in rest.rows] == [
+        (0, range(1), range(10, 11))
+    ]
+    mask, full = rest.mask(rest.rows[0]), whole.mask(whole.rows[0])
+    assert mask is not None  # the last node has siblings that it does not see
+    assert full is not None
+    assert torch.equal(mask[0], full[-1])
+
+
+@pytest.mark.parametrize("exit_layer", [0, -1, 4])
+def test_layers_that_do_not_exist_are_refused(target: NativeTarget, exit_layer: int) -> None:
+    with pytest.raises(ConfigError, match="the model has 3"):
+        target.shallow(exit_layer)
+
+
+def test_left_out_sublayers_are_those_of_transformers(checkpoint: Path) -> None:
+    """Zeroing what a sublayer adds is leaving it out."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokens = text(12)
+    with torch.no_grad():
+        for layer in (0, 2):
+            reference.model.layers[layer].self_attn.o_proj.weight.zero_()
+        for layer in (1, 2):
+            reference.model.layers[layer].mlp.down_proj.weight.zero_()
+        expected = reference(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    for factory in DECODERS.values():
+        target = NativeTarget.load(checkpoint, new_decoder=factory())
+        view = target.sublayer_view(no_attention=(0, 2), no_mlp=(1, 2))
+        assert view.num_layers == 2  # layer 2 is gone altogether
+        (scores,) = view.score([ScoreRow(view.cache.allocate(), tokens)])
+        torch.testing.assert_close(scores.logits_NV[0], expected, atol=1e-4, rtol=1e-4)
+        assert view.vocab_size == VOCAB_SIZE
+        with pytest.raises(ConfigError, match="layer 3 does not exist"):
+            target.sublayer_view((3,), ())
