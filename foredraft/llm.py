@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import Any, SupportsIndex
 
 import torch
@@ -74,7 +75,11 @@ class LLM:
 
     @classmethod
     def load(
-        cls, model: str = DEFAULT_MODEL, *, progress: Progress | None = None, **options: Any
+        cls,
+        model: str | PathLike[str] = DEFAULT_MODEL,
+        *,
+        progress: Progress | None = None,
+        **options: Any,
     ) -> LLM:
         """Load a target, and a draft model if one is named.
 
@@ -230,7 +235,7 @@ def resolve_drafter(options: LoadOptions, has_draft_model: bool | None = None) -
     spec = drafter_spec(name)
     if spec.needs_draft_model and not has_draft_model:
         raise needs_draft_model(name)
-    if has_draft_model and not spec.needs_draft_model:
+    if has_draft_model and not (spec.needs_draft_model or spec.takes_draft_model):
         raise ConfigError(
             f"drafter {name!r} uses no draft model, but "
             f"{options.draft_model or 'one'!r} was given; use drafter 'draft-model'"

@@ -53,7 +53,9 @@ def plain_llm(**options: Any) -> LLM:
 
 @pytest.mark.parametrize("drafter", ["none", "ngram", "auto", "draft-model", "draft_model"])
 def test_every_drafter_gives_the_same_text(llm: LLM, directory: Path, drafter: str) -> None:
-    more = {"draft_model": str(checkpoint(0.01))} if drafter.startswith("draft") else {}
+    more: dict[str, Any] = {}
+    if drafter.startswith("draft"):
+        more["draft_model"] = str(checkpoint(0.01))
     other = LLM.load(str(directory), dtype="float32", drafter=drafter, **more)
     expected = [result.text for result in llm.generate(TEXTS, PARAMS)]
     assert [result.text for result in other.generate(TEXTS, PARAMS)] == expected
@@ -151,6 +153,7 @@ def test_a_conversation_reads_only_what_is_new(llm: LLM, monkeypatch: pytest.Mon
         first_read = read[0]
         assert result.text == llm.chat(messages, PARAMS).text
         messages += [{"role": "assistant", "content": result.text}, MESSAGES[0]]
+    assert result is not None
     assert first_read < result.num_prompt_tokens
     llm.close_session(session)
     assert is_empty(llm.target.cache)

@@ -149,7 +149,8 @@ def our_contenders(llm: LLM, options: LoadOptions, drafters: Sequence[str]) -> l
     """One contender a drafter, each with its own default budget unless ``options`` gives one."""
     found = []
     for name in drafters:
-        wants_model = drafter_spec(name).needs_draft_model
+        spec = drafter_spec(name)
+        wants_model = spec.needs_draft_model or spec.takes_draft_model
         draft_model = options.draft_model if wants_model else None
         found.append(OurContender(llm, replace(options, drafter=name, draft_model=draft_model)))
     return found

@@ -36,13 +36,14 @@ def _root(
 
 
 def _register() -> None:
-    from foredraft.cli import bench, chat, demo, doctor, generate
+    from foredraft.cli import bench, chat, demo, doctor, generate, tune
 
     app.command()(generate.generate)
     app.command()(chat.chat)
     app.command()(doctor.doctor)
     app.command()(demo.demo)
     app.add_typer(bench.app, name="bench")
+    app.add_typer(tune.app, name="tune")
 
 
 _register()

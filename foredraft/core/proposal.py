@@ -3,12 +3,14 @@
 The commonest bug of the field is a verifier that is handed another q than the one sampled from.
 Here the code that draws a token is the code that records its distribution, so the two cannot part.
 
-Shape legend: N tree nodes, V vocabulary.
+Shape legend: N tree nodes, V vocabulary, S tokens with a new name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,9 +43,55 @@ class Proposal:
         """A deterministic draft: always exact, the safe default."""
         return cls(tree)
 
+    def renamed(self, renaming: Renaming) -> Proposal:
+        """The same draft in another vocabulary.
+
+        Drawing a token and then renaming it is drawing from the renamed distribution.
+
+        Raises:
+            MalformedProposalError: a token of the draft has no new name.
+        """
+        try:
+            tokens = tuple(renaming.names[token] for token in self.tree.tokens)
+        except KeyError as error:
+            raise MalformedProposalError(f"draft token {error} has no new name") from None
+        tree = TokenTree(tokens, self.tree.parents)
+        if self.draft_probs_NV is None:
+            return Proposal(tree)
+        old_S, new_S = renaming.ids_S
+        probs_NV = self.draft_probs_NV.new_zeros((len(tree), renaming.vocab_size))
+        probs_NV[:, new_S] = self.draft_probs_NV[:, old_S]
+        return Proposal(tree, probs_NV, self.replacement)
+
     @property
     def is_drawn(self) -> bool:
         return self.draft_probs_NV is not None
+
+
+@dataclass(frozen=True)
+class Renaming:
+    """One-to-one names of some tokens in another vocabulary.
+
+    Attributes:
+        names: the new id of each token that has one. Tokens without must have no draft
+            probability.
+        vocab_size: of the new vocabulary.
+
+    Raises:
+        MalformedProposalError: two tokens get one name.
+    """
+
+    names: Mapping[int, int]
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if len(set(self.names.values())) != len(self.names):
+            raise MalformedProposalError("two tokens cannot be renamed to one")
+
+    @cached_property
+    def ids_S(self) -> tuple[Tensor, Tensor]:
+        """Old and new ids, pair by pair."""
+        return torch.tensor(list(self.names)), torch.tensor(list(self.names.values()))
 
 
 NO_PROPOSAL = Proposal.chosen(EMPTY_TREE)

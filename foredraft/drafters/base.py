@@ -154,6 +154,7 @@ class DrafterSpec:
         num_draft_tokens: a sensible default budget of nodes a step.
         needs: capabilities the target must have.
         needs_draft_model: whether the user must name a draft model.
+        takes_draft_model: whether it can use one and do without.
         any_vocabulary: whether that model may have another vocabulary than the target.
     """
 
@@ -163,4 +164,5 @@ class DrafterSpec:
     num_draft_tokens: int = 4
     needs: Capabilities = field(default_factory=Capabilities)
     needs_draft_model: bool = False
+    takes_draft_model: bool = False
     any_vocabulary: bool = False

@@ -151,9 +151,9 @@ def _shape(options: Mapping[str, Any]) -> Shape | None:
         ConfigError: an option that does not fit.
     """
     name = str(options.get("shape", "chain")).replace("_", "-")
-    only_best_first = [option for option in options if option != "shape"]
-    if name != "best-first" and only_best_first:
-        raise ConfigError(f"{only_best_first[0]} is of use with shape 'best-first' alone")
+    others = [option for option in options if option != "shape"]
+    if name != "best-first" and others:
+        raise ConfigError(f"{others[0]} is of use with shape 'best-first' alone")
     if name == "chain":
         return None
     if name == "best-first":
@@ -162,10 +162,10 @@ def _shape(options: Mapping[str, Any]) -> Shape | None:
             max_depth=checked_count("max_depth", options.get("max_depth", 6)),
             cost=StepCost.parse(str(options.get("step_ms", "")), options.get("draft_ms", 0.0)),
         )
-    try:
-        return FixedShape(tuple(int(count) for count in name.split(",")))
-    except ValueError:
-        raise unknown("shape", name, ("chain", "best-first", "3,2,1")) from None
+    counts = name.split(",")
+    if not all(count.strip().isdecimal() for count in counts):
+        raise unknown("shape", name, ("chain", "best-first", "3,2,1"))
+    return FixedShape(tuple(map(int, counts)))
 
 
 DRAFTER = DrafterSpec(

@@ -48,9 +48,7 @@ class SharedCachePredictor:
 
     def has_room(self, row: DraftRow) -> bool:
         num_pending = len(row.tokens) - self._cache.length(row.slot)
-        return (
-            num_pending <= _MOST_PENDING and len(row.tokens) + row.budget <= self._max_context
-        )
+        return num_pending <= _MOST_PENDING and len(row.tokens) + row.budget <= self._max_context
 
     def next_logits(
         self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]

@@ -27,18 +27,22 @@ class NgramIndex:
         self._next: dict[tuple[int, ...], int] = {}
         self._indexed = 0
 
-    def lookup(self, tokens: Sequence[int], count: int) -> list[int]:
+    def lookup(self, tokens: Sequence[int], count: int, draft: Sequence[int] = ()) -> list[int]:
         """Up to ``count`` tokens that followed the longest suffix seen before.
 
         A copy that runs into the end of the text goes on with what it has copied so far, as a
         repetition does.
+
+        Args:
+            draft: belongs to the suffix, and not to the text.
         """
         self._extend(tokens)
+        ending = (*tokens[-self._sizes[0] :], *draft)
         for size in self._sizes:
-            start = self._next.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            start = self._next.get(ending[-size:]) if size <= len(ending) else None
             if start is not None:
-                period = len(tokens) - start
-                return [tokens[start + i % period] for i in range(count)]
+                copied = (*tokens[start : start + count], *draft)
+                return [copied[i % len(copied)] for i in range(count)]
         return []
 
     def _extend(self, tokens: Sequence[int]) -> None:
@@ -77,6 +81,10 @@ class NgramDrafter(StatelessDrafter):
 
     def _propose(self, row: DraftRow) -> Proposal:
         found = self._indexes[row.request_id].lookup(row.tokens, row.budget)
+        return Proposal.chosen(TokenTree.chain(found))
+
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
+        found = self._indexes[row.request_id].lookup(row.tokens, row.budget, draft)
         return Proposal.chosen(TokenTree.chain(found))
 
     def end(self, request_id: int) -> None:

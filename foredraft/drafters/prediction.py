@@ -52,7 +52,9 @@ class Alignment:
 
     def __init__(self, expected: Sequence[int]) -> None:
         self._expected = expected
-        self._positions: dict[tuple[int, ...], list[int]] = {}  # of the last token of 1- and 2-grams
+        self._positions: dict[
+            tuple[int, ...], list[int]
+        ] = {}  # of the last token of 1- and 2-grams
         for position, token in enumerate(expected):
             self._positions.setdefault((token,), []).append(position)
             if position:

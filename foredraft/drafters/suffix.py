@@ -7,7 +7,7 @@ holds, so the draft grows with it. (G. Oliaro et al., "SuffixDecoding", arXiv 24
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from foredraft.core.errors import ConfigError
@@ -27,14 +27,19 @@ class _Source:
     """One automaton that a request looks things up in, and how far it has proved right."""
 
     def __init__(self, automaton: SuffixAutomaton, confidence: MatchConfidence) -> None:
-        self.automaton, self.confidence = automaton, confidence
+        self.automaton, self._confidence = automaton, confidence
 
     def candidates(self, match: Match) -> list[tuple[int, float]]:
         """Tokens that may come next, likeliest first, each with its probability."""
         if not match.length:
             return []
-        trust = self.confidence[match.length]
+        trust = self._confidence[match.length]
         return [(t, trust * share) for t, share in self.automaton.ranked_followers(match)]
+
+    def record(self, match: Match, token: int) -> None:
+        """``token`` came after ``match``: was it the one foreseen?"""
+        if match.length and (ranked := self.automaton.ranked_followers(match)):
+            self._confidence.record(match.length, ranked[0][0] == token)
 
 
 class _Request:
@@ -44,37 +49,39 @@ class _Request:
         self._own = SuffixAutomaton()
         for token in prompt:
             self._own.extend(token)
-        self.num_prompt, self.num_tokens = len(prompt), len(prompt)
         self.output: list[int] = []
-        # The own text comes first: of equally likely candidates it has the better context.
         shared = past.automata if past else ()
-        self._sources = (
+        # Of equally likely candidates the first source's count: the own text is closest.
+        self._sources = [
             _Source(self._own, MatchConfidence()),
             *(_Source(automaton, MatchConfidence(OTHER_TEXT)) for automaton in shared),
-        )
-        self.place: _Place = (self._own.end,) + (NO_MATCH,) * len(shared)
+        ]
+        self.place: _Place = (self._own.end, *(NO_MATCH for _ in shared))
 
     def commit(self, token: int) -> None:
         """Append a committed token, after seeing whether it was foreseen."""
         for source, match in zip(self._sources, self.place, strict=True):
-            if candidates := source.candidates(match):
-                source.confidence.record(match.length, candidates[0][0] == token)
-        self._own.extend(token)
+            source.record(match, token)
         self.output.append(token)
-        self.num_tokens += 1
-        shared = zip(self._sources[1:], self.place[1:], strict=True)
-        self.place = (self._own.end, *(s.automaton.advance(m, token) for s, m in shared))
+        self._own.extend(token)
+        self.place = (self._own.end, *self._advance(self.place, token)[1:])
 
-    def successors(self, place: _Place) -> Iterable[tuple[int, float, _Place]]:
-        """What the most promising source says comes after ``place``."""
-        place = tuple(
-            source.automaton.with_followers(match)
-            for source, match in zip(self._sources, place, strict=True)
-        )
-        found = [s.candidates(match) for s, match in zip(self._sources, place, strict=True)]
-        for token, prob in max(found, key=lambda candidates: candidates[0][1] if candidates else 0):
-            after = (s.automaton.advance(m, token) for s, m in zip(self._sources, place, strict=True))
-            yield token, prob, tuple(after)
+    def successors(self, place: _Place) -> Iterator[tuple[int, float, _Place]]:
+        """What the most promising source says comes after ``place``, for `best_first`."""
+        pairs = zip(self._sources, place, strict=True)
+        place = tuple(source.automaton.with_followers(match) for source, match in pairs)
+        found = max(map(_Source.candidates, self._sources, place), key=_probability)
+        for token, prob in found:
+            yield token, prob, self._advance(place, token)
+
+    def _advance(self, place: _Place, token: int) -> _Place:
+        pairs = zip(self._sources, place, strict=True)
+        return tuple(source.automaton.advance(match, token) for source, match in pairs)
+
+
+def _probability(candidates: list[tuple[int, float]]) -> float:
+    """Of the likeliest candidate."""
+    return candidates[0][1] if candidates else 0.0
 
 
 class SuffixDrafter:

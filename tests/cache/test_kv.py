@@ -1,7 +1,7 @@
-"""Both caches obey one contract: they hold what a plain list would hold.
+"""All caches obey one contract: they hold what a plain list would hold.
 
-`KVCache` stores tensors and `TokenCache` tokens. A probe writes token t as the value t everywhere
-in the token's entry, so what a cache holds can be read back as tokens and compared with a list.
+`TokenCache` stores tokens, the others tensors. A probe writes token t as the value t everywhere in
+the token's entry, so what a cache holds can be read back as tokens and compared with a list.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from foredraft.cache.base import Cache, padded_capacity
 from foredraft.cache.kv import KVCache, KVShape
 from foredraft.core.tree import TokenTree
+from foredraft.models.hf_cache import HFCache, SlotLayer
 from foredraft.models.table import TokenCache
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=4)
@@ -48,33 +50,60 @@ class TokenProbe:
         return list(self.cache.context(slot))
 
 
-class KVProbe:
-    """Keys hold the token plus a share that tells layers and heads apart; values its negative."""
+def entries_of(tokens: Sequence[int]) -> Tensor:
+    """Keys [L, H, T, D]: the token, and a share that tells layers and heads apart."""
+    layers, heads = torch.arange(SHAPE.num_layers), torch.arange(SHAPE.num_kv_heads)
+    share_LH = (layers[:, None] * 8 + heads[None, :]) / 64
+    key_LHT1 = (torch.tensor(tokens) + share_LH[..., None])[..., None]
+    return key_LHT1.expand(-1, -1, -1, SHAPE.head_dim)
 
+
+def tokens_of(keys_LHTD: Tensor, values_LHTD: Tensor) -> list[int]:
+    """What `entries_of` was given, if every number of every entry says so."""
+    tokens = [int(key) for key in keys_LHTD[0, 0, :, 0].round()]
+    assert torch.equal(keys_LHTD, entries_of(tokens))
+    assert torch.equal(values_LHTD, -keys_LHTD)
+    return tokens
+
+
+class KVProbe:
     def __init__(self, max_length: int = 2000) -> None:
         self.cache = KVCache(SHAPE, torch.float32, "cpu", max_length)
-        layers, heads = torch.arange(SHAPE.num_layers), torch.arange(SHAPE.num_kv_heads)
-        self._share_LH = (layers[:, None] * 8 + heads[None, :]) / 64
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
         self.cache.reserve(slot, len(tokens))
         first = self.cache.length(slot)
         entries = slice(first, first + len(tokens))
-        value_LHT1 = (torch.tensor(tokens) + self._share_LH[..., None])[..., None]
-        self.cache.keys_LSHCD[:, slot, :, entries] = value_LHT1
-        self.cache.values_LSHCD[:, slot, :, entries] = -value_LHT1
+        self.cache.keys_LSHCD[:, slot, :, entries] = entries_of(tokens)
+        self.cache.values_LSHCD[:, slot, :, entries] = -entries_of(tokens)
 
     def read(self, slot: int) -> list[int]:
         entries = slice(0, self.cache.length(slot))
-        keys = self.cache.keys_LSHCD[:, slot, :, entries]
-        values = self.cache.values_LSHCD[:, slot, :, entries]
-        tokens = keys[0, 0, :, 0].round()
-        assert torch.equal(keys, (tokens + self._share_LH[..., None])[..., None].expand_as(keys))
-        assert torch.equal(values, -keys)
-        return [int(token) for token in tokens]
+        return tokens_of(
+            self.cache.keys_LSHCD[:, slot, :, entries], self.cache.values_LSHCD[:, slot, :, entries]
+        )
 
 
-@pytest.fixture(params=[TokenProbe, KVProbe])
+class HFProbe:
+    def __init__(self) -> None:
+        self.cache = HFCache(lambda: [SlotLayer() for _ in range(SHAPE.num_layers)])
+
+    def write(self, slot: int, tokens: Sequence[int]) -> None:
+        past = self.cache.open(slot)
+        for layer, keys_HTD in enumerate(entries_of(tokens)):
+            past.update(keys_HTD[None], -keys_HTD[None], layer)
+
+    def read(self, slot: int) -> list[int]:
+        if self.cache.length(slot) == 0:
+            return []
+        layers = self.cache.open(slot).layers
+        keys, values = (
+            [getattr(layer, name)[0] for layer in layers] for name in ("keys", "values")
+        )
+        return tokens_of(torch.stack(keys), torch.stack(values))
+
+
+@pytest.fixture(params=[TokenProbe, KVProbe, HFProbe])
 def probe(request: pytest.FixtureRequest) -> Probe:
     new: Callable[[], Probe] = request.param
     return new()
@@ -192,8 +221,8 @@ def trees(draw: st.DrawFn) -> TokenTree:
     return TokenTree(tuple(range(500, 500 + len(parents))), tuple(parents))
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), new=st.sampled_from([TokenProbe, KVProbe]))
+@settings(max_examples=90, deadline=None)
+@given(data=st.data(), new=st.sampled_from([TokenProbe, KVProbe, HFProbe]))
 def test_holds_what_a_list_would_hold(data: st.DataObject, new: Callable[[], Probe]) -> None:
     probe, lists = new(), dict[int, list[int]]()
     for step in range(data.draw(st.integers(1, 25), label="steps")):

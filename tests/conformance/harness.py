@@ -1,8 +1,8 @@
 """What every drafter is held to, and how one is built for it.
 
 A drafter joins by existing: `drafter_names` finds it. It is built from its `DrafterSpec` alone: a
-drafter that ``needs_draft_model`` gets a second model of the target's vocabulary, and everyone a
-tokenizer; one that ``needs`` a capability is skipped on targets without it.
+drafter that needs or takes a draft model gets a second model of the target's vocabulary, and
+everyone a tokenizer; one that ``needs`` a capability is skipped on targets without it.
 
 Each ``check_…`` function raises AssertionError when a drafter breaks the rule it is named after.
 """
@@ -155,7 +155,6 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 KINDS: dict[str, Callable[[], Kind]] = {
     "table": table_kind,
     "native-eager": lambda: native_kind("eager"),
-    "native-fused": lambda: native_kind("fused"),
     "native-fused-bf16": lambda: native_kind("fused", torch.bfloat16),
     "hf": hf_kind,
 }
@@ -181,9 +180,12 @@ class Setup:
     draft_model: Target | None
 
 
-def set_up(name: str, kind: Kind) -> Setup:
-    """Build drafter ``name``; skips when the target lacks what the drafter needs."""
-    spec, target = drafter_spec(name), kind.new_target()
+def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
+    """Build drafter ``name``, on a new target if none is given.
+
+    Skips when the target lacks what the drafter needs.
+    """
+    spec, target = drafter_spec(name), target or kind.new_target()
     missing = [
         need
         for need, wanted in vars(spec.needs).items()
@@ -191,10 +193,21 @@ def set_up(name: str, kind: Kind) -> Setup:
     ]
     if missing:
         pytest.skip(f"{name} needs a target with {' and '.join(missing)}")
-    draft_model = kind.new_draft_model() if spec.needs_draft_model else None
+    takes_model = spec.needs_draft_model or spec.takes_draft_model
+    draft_model = kind.new_draft_model() if takes_model else None
     codec = kind.new_codec()
     context = DrafterContext(target, draft_model, tokenizer=codec, draft_tokenizer=codec)
     return Setup(target, build_drafter(name, context), draft_model)
+
+
+def simplest_kind(name: str) -> str:
+    """The first kind of model that drafter ``name`` can work with."""
+    needs = [need for need, wanted in vars(drafter_spec(name).needs).items() if wanted]
+    for kind in KINDS:
+        capabilities = KINDS[kind]().new_target().capabilities
+        if all(getattr(capabilities, need) for need in needs):
+            return kind
+    return pytest.skip(f"no kind of model offers {' and '.join(needs)}")
 
 
 def run(
@@ -378,6 +391,8 @@ def check_rejections_leave_nothing(
 ) -> GenerationResult:
     """Every draft equals that of a fresh drafter which saw the committed text and no rejection.
 
+    Drafters of the target's own layers must be built on ``target``: they find its text in a slot.
+
     Returns:
         The run whose drafts were compared.
     """
@@ -389,13 +404,23 @@ def check_rejections_leave_nothing(
         sheltered.begin(row.request_id, prompt)
         for observation in history[: len(row.tokens) - len(prompt)]:
             sheltered.observe([replace(observation, request_id=row.request_id)])
-        (expected,) = sheltered.propose([row])
+        slot = _slot_that_holds(target, row.tokens[:-1])
+        (expected,) = sheltered.propose([replace(row, slot=slot)])
+        target.cache.free(slot)
         sheltered.end(row.request_id)
         assert proposal.tree == expected.tree, f"another draft after {len(row.tokens)} tokens"
         assert proposal.is_drawn == expected.is_drawn
         if proposal.draft_probs_NV is not None and expected.draft_probs_NV is not None:
             torch.testing.assert_close(proposal.draft_probs_NV, expected.draft_probs_NV)
     return result
+
+
+def _slot_that_holds(target: Target, tokens: Sequence[int]) -> int:
+    slot = target.cache.allocate()
+    if tokens:
+        target.score([ScoreRow(slot, tokens)])
+        target.cache.keep(slot, len(tokens), ())
+    return slot
 
 
 def _plain_history(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from foredraft.core.sampling import SamplingParams
-from foredraft.drafters import drafter_names, drafter_spec
+from foredraft.drafters import drafter_names
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.store import resolve_model
@@ -44,12 +44,9 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def kind(decoder: str) -> Kind:
-    factory, dtype = {
-        "eager-fp32": (lambda: EagerDecoder, torch.float32),
-        "fused-fp32": (fused_decoder, torch.float32),
-        "fused-bf16": (fused_decoder, torch.bfloat16),
-    }[decoder]
-    target = NativeTarget.load(directory(), dtype, new_decoder=factory())
+    factory = EagerDecoder if decoder.startswith("eager") else fused_decoder()
+    dtype = torch.bfloat16 if decoder.endswith("bf16") else torch.float32
+    target = NativeTarget.load(directory(), dtype, new_decoder=factory)
     layers = [i for i in range(target.config.num_hidden_layers) if i not in SKIPPED_LAYERS]
     return Kind(
         decoder,
@@ -82,18 +79,16 @@ def check(
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize(
-    ("decoder", "num_draft_tokens"), [("fused-fp32", 4), ("fused-bf16", 1), ("fused-bf16", 4)]
-)
+@pytest.mark.parametrize(("decoder", "num_draft_tokens"), [("fused-fp32", 2), ("fused-bf16", 5)])
 def test_text_is_the_plain_runs(
     name: str, decoder: str, num_draft_tokens: int, temperature: float
 ) -> None:
-    check(name, decoder, temperature, num_draft_tokens, max_tokens=12)
+    check(name, decoder, temperature, num_draft_tokens, max_tokens=10)
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_text_is_the_plain_runs_without_the_kernel(name: str, temperature: float) -> None:
-    check(name, "eager-fp32", temperature, num_draft_tokens=3, max_tokens=6)
+    check(name, "eager-fp32", temperature, num_draft_tokens=3, max_tokens=4)
 
 
 @pytest.mark.slow
@@ -106,10 +101,9 @@ def test_text_is_the_plain_runs_over_the_whole_grid(
     check(name, decoder, temperature, num_draft_tokens, max_tokens=32)
 
 
+@pytest.mark.parametrize("name", ["draft_model", "ngram"])
 def test_drafts_are_accepted_and_rejected(name: str) -> None:
     """Otherwise the texts above would agree for want of anything to verify."""
-    if drafter_spec(name).num_draft_tokens == 0:
-        pytest.skip("drafts nothing by its own account")
     setup = set_up(name, kind("fused-bf16"))
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=12)
     results = run(setup.target, setup.drafter, prompts(), params, 4)

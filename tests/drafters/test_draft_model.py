@@ -239,7 +239,7 @@ def test_a_tree_needs_tree_attention_on_both_sides() -> None:
         models = [TableModel.random(8, seed=3), TableModel.random(8, seed=4)]
         models[blind].capabilities = Capabilities()
         with pytest.raises(CapabilityError, match="use shape 'chain'"):
-            build_drafter("draft-model", DrafterContext(*models, {"shape": "2,1"}))
+            build_drafter("draft-model", DrafterContext(models[0], models[1], {"shape": "2,1"}))
 
 
 @functools.cache

@@ -73,7 +73,7 @@ def counting_drafter(wrong_every: int = 0) -> ScriptedDrafter:
     """Drafts what `counting_model` says at temperature 0, with every n-th token wrong."""
 
     def script(row: DraftRow) -> Proposal:
-        tokens = []
+        tokens: list[int] = []
         for position in range(len(row.tokens), len(row.tokens) + row.budget):
             wrong = wrong_every and position % wrong_every == 0
             tokens.append(((tokens or row.tokens)[-1] + (2 if wrong else 1)) % len(LETTERS))

@@ -102,7 +102,14 @@ def _loaded(tokenizer: FastTokenizer, directory: Path) -> Tokenizer:
 
 def bytes_of(text: str) -> list[int]:
     """Token ids of the byte-level tokenizer, one a byte, merges unused."""
-    return [BYTE_LEVEL.token_to_id(_symbol(byte)) for byte in text.encode()]
+    return [token_of(byte) for byte in text.encode()]
+
+
+def token_of(*values: int) -> int:
+    """The byte-level token that spells these bytes."""
+    token = BYTE_LEVEL.token_to_id("".join(map(_symbol, values)))
+    assert token is not None
+    return token
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve café", "東京 €5", "🦊🌊 done", "e\u0301"])
@@ -114,8 +121,7 @@ def test_never_hands_out_half_a_character(byte_level: Tokenizer, text: str) -> N
 
 
 def test_a_split_character_belongs_to_the_token_that_completes_it(byte_level: Tokenizer) -> None:
-    half = BYTE_LEVEL.token_to_id(_symbol(0xE2) + _symbol(0x82))
-    last = BYTE_LEVEL.token_to_id(_symbol(0xAC))
+    half, last = token_of(0xE2, 0x82), token_of(0xAC)
     assembler = TextAssembler(byte_level.new_decoder())
     assembler.push(half, drafted=False)
     assert assembler.take() == []
@@ -198,23 +204,23 @@ def test_holds_back_inside_a_piece() -> None:
 def test_pieces_say_which_token_was_drafted() -> None:
     assembler = TextAssembler(of_words, ["zz"])
     for word, drafted in (("ab", True), ("c", True), ("xx", False)):
-        assembler.push(*ids(word), drafted)
+        assembler.push(WORDS.index(word), drafted)
     assert assembler.take() == [Piece("ab", True), Piece("c", True), Piece("xx", False)]
 
 
 def test_held_back_text_keeps_its_flags() -> None:
     assembler = TextAssembler(of_words, ["cstopx"])
     for word, drafted in (("ab", False), ("c", True), ("stop", False)):
-        assembler.push(*ids(word), drafted)
+        assembler.push(WORDS.index(word), drafted)
         assert assembler.take() == ([Piece("ab", False)] if word == "ab" else [])
-    assembler.push(*ids(" "), True)
+    assembler.push(WORDS.index(" "), True)
     assert assembler.take() == [Piece("c", True), Piece("stop", False), Piece(" ", True)]
 
 
 def test_a_cut_goes_through_several_pieces() -> None:
     assembler = TextAssembler(of_words, ["bcst"])
     for word, drafted in (("ab", True), ("c", False), ("st", True)):
-        stopped = assembler.push(*ids(word), drafted)
+        stopped = assembler.push(WORDS.index(word), drafted)
     assert stopped
     assert assembler.take(final=True) == [Piece("a", True)]
     assert assembler.text == "a"

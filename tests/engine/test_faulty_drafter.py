@@ -134,7 +134,7 @@ MALFORMED: dict[str, Callable[[DraftRow], Any]] = {
     "fewer parents than tokens": lambda row: TokenTree((1, 2), (-1,)),
     "a negative token": lambda row: chain(-1),
     "a float token": lambda row: TokenTree.chain([1.0]),  # type: ignore[list-item]
-    "a tensor token": lambda row: TokenTree.chain(torch.tensor([1])),  # type: ignore[arg-type]
+    "a tensor token": lambda row: TokenTree.chain(torch.tensor([1])),
     "no proposal": lambda row: None,
     "a tree instead of a proposal": lambda row: TokenTree.chain([1]),
     "a list instead of a tree": lambda row: Proposal.chosen([1, 2]),  # type: ignore[arg-type]

@@ -15,7 +15,8 @@ from foredraft.core import choices as keyed_choices
 from foredraft.core.rng import keyed_uniform
 from foredraft.core.sampling import SamplingParams
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.common.shapes import BestFirstShape, FixedShape
+from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
 from tests.exactness.drafting import SHAPES, Chosen, Drawn, TableDrafter
@@ -37,6 +38,8 @@ ANY_COUPLING: dict[str, NewDrafter] = {
     "none": lambda w: NoDrafter(),
     "ngram": lambda w: NgramDrafter(max_ngram_size=2, min_ngram_size=1),
     "draft model": lambda w: DraftModelDrafter(w.draft()),
+    "draft tree": lambda w: DraftTreeDrafter(w.draft(), FixedShape((2, 1))),
+    "best-first tree": lambda w: DraftTreeDrafter(w.draft(), BestFirstShape(2, 2)),
     "chosen tree": table_drafter(Chosen(SHAPES["unbalanced"])),
 }
 DRAFTERS = ANY_COUPLING | {

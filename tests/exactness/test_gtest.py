@@ -17,7 +17,8 @@ import pytest
 
 from foredraft.core.sampling import SamplingParams
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.common.shapes import FixedShape
+from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
 from tests.exactness.drafting import SHAPES, Chosen, Draft, Drawn, TableDrafter
@@ -56,6 +57,10 @@ def draft_model(w: World) -> Drafter:
     return DraftModelDrafter(w.draft())
 
 
+def draft_tree(w: World) -> Drafter:
+    return DraftTreeDrafter(w.draft(), FixedShape((2, 2)))
+
+
 SETUPS = {
     "plain": Setup(lambda w: NoDrafter(), num_draft_tokens=0),
     "n-gram": Setup(lambda w: NgramDrafter(2, 1), params=SEEDED),
@@ -63,6 +68,8 @@ SETUPS = {
     "draft model, drawn": Setup(draft_model),
     "draft model, drawn, filtered": Setup(draft_model, params=FILTERED),
     "draft model, zeros": Setup(draft_model, kind="zeros in both"),
+    "draft tree, seeded": Setup(draft_tree, num_draft_tokens=6, params=SEEDED),
+    "draft tree, drawn, filtered": Setup(draft_tree, num_draft_tokens=6, params=FILTERED),
     "chosen tree": Setup(from_table(Chosen(SHAPES["binary of depth 2"])), num_draft_tokens=6),
     "chain of 3": Setup(from_table(Drawn(SHAPES["chain of 3"]))),
     "star": Setup(from_table(Drawn(SHAPES["star of 3"]))),

@@ -220,7 +220,7 @@ def test_another_exit_layer_takes_over_the_slot(target: NativeTarget) -> None:
 
 @pytest.mark.parametrize("event", ["keep", "truncate", "reuse", "fork", "failure", "score"])
 def test_states_do_not_outlive_their_entries(target: NativeTarget, event: str) -> None:
-    """Whatever happens to the slot, the next forward is that of a slot where nothing was drafted."""
+    """Whatever happens to the slot, the next forward computes all of its tokens."""
     prompt, tree = text(9), TokenTree.chain([5, 6])
     slot, keeps_the_cache = read(target, prompt), read(target, prompt)
     drafted(target, slot, [4], [5, 6])

@@ -21,7 +21,11 @@ _NUM_RANKED = 3
 
 
 class Match(NamedTuple):
-    """A substring of the automaton's text: the state it belongs to and its length."""
+    """A substring of the automaton's text: the state it belongs to and its length.
+
+    It stays usable while the text grows: at worst a state is split meanwhile, and the followers of
+    longer substrings are counted with its own.
+    """
 
     state: int
     length: int
@@ -107,7 +111,7 @@ class SuffixAutomaton:
             if state == _ROOT:
                 return NO_MATCH
             state = self._link[state]
-            length = self._length[state]
+            length = min(length, self._length[state])
         return Match(self._next[state][token], length + 1)
 
     def with_followers(self, match: Match) -> Match:
@@ -115,7 +119,7 @@ class SuffixAutomaton:
         state, length = match
         while state != _ROOT and not self._next[state]:
             state = self._link[state]
-            length = self._length[state]
+            length = min(length, self._length[state])
         return Match(state, length)
 
     def ranked_followers(self, match: Match) -> list[tuple[int, float]]:

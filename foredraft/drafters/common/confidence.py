@@ -30,9 +30,7 @@ class MatchConfidence:
         prior_weight: how many observations the prior counts for.
     """
 
-    def __init__(
-        self, prior: Sequence[float] = REPEATED_TEXT, prior_weight: float = 12.0
-    ) -> None:
+    def __init__(self, prior: Sequence[float] = REPEATED_TEXT, prior_weight: float = 12.0) -> None:
         self._hits = [prob * prior_weight for prob in prior]
         self._trials = [prior_weight] * len(prior)
 

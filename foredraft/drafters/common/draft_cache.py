@@ -25,7 +25,10 @@ class _Slot:
 
     def rewind(self, tokens: Sequence[int]) -> None:
         """Forget cached tokens that were not committed; the last of ``tokens`` stays pending."""
-        agreed, limit = self.num_confirmed, min(len(self.cached), len(tokens) - 1)
+        limit = min(len(self.cached), len(tokens) - 1)
+        agreed = min(self.num_confirmed, limit)
+        if self.cached[:agreed] != list(tokens[:agreed]):  # a translated text may be rewritten
+            agreed = 0
         while agreed < limit and self.cached[agreed] == tokens[agreed]:
             agreed += 1
         del self.cached[agreed:]

@@ -184,7 +184,8 @@ class PlannedGrowth:
             drawn = [self._builder.draw(parent, probs_V) for _ in range(count)]
             self._tokens += [self._builder.token(node) for node in drawn if node is not None]
         else:
-            self._tokens += logits_V.topk(min(count, len(logits_V))).indices.tolist()
+            best = logits_V.topk(min(count, len(logits_V)))
+            self._tokens += best.indices[best.values > -math.inf].tolist()
         self._parents += [parent] * (len(self._tokens) - first)
         return list(range(first, len(self._tokens)))
 
@@ -267,6 +268,7 @@ class BestFirstGrowth:
             self._candidates += [
                 _Candidate(above + log_prob, token, parent)
                 for log_prob, token in zip(log_probs, tokens, strict=True)
+                if log_prob > -math.inf
             ]
         self._num_forwards += 1
         chosen = self._worth_expanding(first)

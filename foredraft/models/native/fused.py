@@ -70,6 +70,8 @@ class _Forward(ctypes.Structure):
         ("values", c_void_p),
         *((name, c_int64) for name in ("layer_stride", "slot_stride", "head_stride")),
         ("logits", c_void_p),
+        *((name, c_int64) for name in ("first_layer", "end_layer")),
+        ("hidden", c_void_p),
         ("taps", POINTER(c_void_p)),
         ("workspace", c_void_p),
         ("num_threads", c_int64),
@@ -90,7 +92,7 @@ class FusedDecoder:
     """
 
     name = "fused"
-    partial = False
+    partial = True
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None
@@ -99,7 +101,8 @@ class FusedDecoder:
         self._config, self._weights = config, weights
         self._num_threads = num_threads
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
-        self._layers = (_Layer * len(weights.layers))(*map(self._layer, weights.layers))
+        layers = [self._layer(i, layer) for i, layer in enumerate(weights.layers)]
+        self._layers = (_Layer * len(layers))(*layers)
         self._model = self._describe_model()
         self._workspace = torch.empty(0)
         self._lock = threading.Lock()
@@ -122,7 +125,7 @@ class FusedDecoder:
 
         Returns:
             float32 logits [N, V], and for each tap the output [T, E] of that layer, in the
-            weights' dtype.
+            weights' dtype (float32 if the plan is the beginning of another).
 
         Raises:
             IndexError: a token id outside the vocabulary, or an entry outside the cache.
@@ -133,6 +136,8 @@ class FusedDecoder:
         tapped = {i: torch.empty(len(plan), hidden) for i in taps if 0 <= i < len(self._layers)}
         with self._lock:
             self._forward(self._model, self._describe_forward(plan, cache, logits_NV, tapped))
+        if plan.is_beginning:
+            return logits_NV, tapped
         return logits_NV, {i: x.to(self._weights.dtype) for i, x in tapped.items()}
 
     def _describe_forward(
@@ -141,6 +146,7 @@ class FusedDecoder:
         threads = self._num_threads or torch.get_num_threads()
         max_entries = max(row.entries.stop for row in plan.rows)
         keys, values = cache.keys_LSHCD, cache.values_LSHCD
+        layers = plan.layers or range(len(self._layers))
         extra_starts = [0]
         for extras in plan.extras:
             extra_starts.append(extra_starts[-1] + len(extras))
@@ -164,6 +170,9 @@ class FusedDecoder:
             slot_stride=keys.stride(1),
             head_stride=keys.stride(2),
             logits=logits_NV.data_ptr(),
+            first_layer=layers.start,
+            end_layer=layers.stop,
+            hidden=None if plan.hidden_TE is None else plan.hidden_TE.data_ptr(),
             taps=(c_void_p * len(self._layers))(
                 *(tapped[i].data_ptr() if i in tapped else None for i in range(len(self._layers)))
             ),
@@ -209,17 +218,19 @@ class FusedDecoder:
             inv_freq=self._vector(inverse_frequencies(config)),
         )
 
-    def _layer(self, layer: LayerWeights) -> _Layer:
+    def _layer(self, index: int, layer: LayerWeights) -> _Layer:
+        has_attention = index not in self._weights.no_attention
+        has_mlp = index not in self._weights.no_mlp
         return _Layer(
             attention_norm=self._vector(layer.attention_norm_E),
-            qkv=self._matrix(layer.qkv_weight),
+            qkv=self._matrix(layer.qkv_weight) if has_attention else None,
             qkv_bias=self._vector(layer.qkv_bias),
             query_norm=self._vector(layer.query_norm_D),
             key_norm=self._vector(layer.key_norm_D),
             output=self._matrix(layer.output_weight),
             output_bias=self._vector(layer.output_bias),
             mlp_norm=self._vector(layer.mlp_norm_E),
-            gate_up=self._matrix(layer.gate_up_weight),
+            gate_up=self._matrix(layer.gate_up_weight) if has_mlp else None,
             down=self._matrix(layer.down_weight),
         )
 

@@ -50,8 +50,7 @@ class ForwardPlan:
         extras: [T] entries seen beyond the prefix, ascending: a tree node's ancestors and itself.
         heads: [H] tokens whose logits are wanted.
         rows: one span a row.
-        layers: the layers to run; None: all. A tap on the last of some, but not all, layers is in
-            the decoder's own precision, so that another plan can go on from it.
+        layers: the layers to run; None: all.
         hidden_TE: what the layer before ``layers`` gave; None: start from the embeddings.
     """
 
@@ -68,6 +67,11 @@ class ForwardPlan:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether another plan goes on from here: taps are then in the decoder's own precision."""
+        return self.layers is not None and self.layers.start == 0
 
     @cached_property
     def token_ids_T(self) -> Tensor:

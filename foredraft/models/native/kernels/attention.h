@@ -16,6 +16,8 @@
 
 namespace foredraft {
 
+constexpr int64_t kAttendedHeads = 3;  // query heads whose values are summed together
+
 // What one token sees.
 struct Visible {
   int64_t prefix;
@@ -51,38 +53,47 @@ inline float softmax(float* scores, int64_t count) {
 }
 
 // Dimensions [d, d + P pairs) of the attended values of Q queries of one token: the sum over ranks
-// of weight * value. `put(q, pair, Pair)` takes the sums.
-template <int Q, int P, class Weight, class Put>
+// of weight * value, in lane order. Row q goes to out + q * out_stride.
+template <int Q, int P, class Weight>
 inline void weigh_values(const Visible& visible, const Weight* values_CD, int64_t D, int64_t d,
-                         const float* weights, int64_t stride, const Put& put) {
-  Pair sum[Q][P] = {};
-  const int64_t left = D - d;
-  const auto add = [&](int64_t rank, int64_t entry) {
+                         const float* weights, int64_t stride, float* out) {
+  Vec sum[Q][2 * P];
+  UNROLL for (int q = 0; q < Q; ++q)
+    UNROLL for (int i = 0; i < 2 * P; ++i) sum[q][i] = Vec{};
+  const int64_t rest = std::min<int64_t>(D - d, P * kPair);
+  const auto add = [&](int64_t rank, int64_t entry) INLINE {
+    const Weight* value = values_CD + entry * D + d;
+    Weight padded_value[P * kPair];
+    if (rest < P * kPair) {
+      std::fill(std::copy(value, value + rest, padded_value), padded_value + P * kPair, Weight{});
+      value = padded_value;
+    }
     Vec weight[Q];
-    for (int q = 0; q < Q; ++q) weight[q] = broadcast(weights[q * stride + rank]);
-    for (int p = 0; p < P; ++p) {
-      const Pair value = load_pair(values_CD + entry * D + d + p * kPair,
-                                   P > 1 ? kPair : std::min<int64_t>(left, kPair));
-      for (int q = 0; q < Q; ++q) {
-        sum[q][p].first = fma(weight[q], value.first, sum[q][p].first);
-        sum[q][p].second = fma(weight[q], value.second, sum[q][p].second);
-      }
+    UNROLL for (int q = 0; q < Q; ++q) weight[q] = broadcast(weights[q * stride + rank]);
+    UNROLL for (int p = 0; p < P; ++p) {
+      const Vec first = load_first(value + p * kPair);
+      UNROLL for (int q = 0; q < Q; ++q) sum[q][2 * p] = fma(weight[q], first, sum[q][2 * p]);
+      const Vec second = load_second(value + p * kPair);
+      UNROLL for (int q = 0; q < Q; ++q)
+        sum[q][2 * p + 1] = fma(weight[q], second, sum[q][2 * p + 1]);
     }
   };
   for (int64_t rank = 0; rank < visible.prefix; ++rank) add(rank, rank);
   for (int64_t i = 0; i < visible.num_extras; ++i) add(visible.prefix + i, visible.extras[i]);
-  for (int q = 0; q < Q; ++q)
-    for (int p = 0; p < P; ++p) put(q, d + p * kPair, sum[q][p]);
+  UNROLL for (int q = 0; q < Q; ++q)
+    UNROLL for (int i = 0; i < 2 * P; ++i) store(out + q * padded(D) + d + i * kLanes, sum[q][i]);
 }
 
-// All dimensions of Q queries of one token.
-template <int Q, class Weight, class Put>
+// All dimensions of Q queries of one token: out[q * padded(D)], in lane order.
+template <int Q, class Weight>
 inline void attend(const Visible& visible, const Weight* values_CD, int64_t D,
-                   const float* weights, int64_t stride, const Put& put) {
+                   const float* weights, int64_t stride, float* out) {
+  constexpr int P = Q == 1 ? 4 : 2;  // running sums of one query alone must hide the latency
   int64_t d = 0;
-  for (; d + 2 * kPair <= D; d += 2 * kPair)
-    weigh_values<Q, 2>(visible, values_CD, D, d, weights, stride, put);
-  for (; d < D; d += kPair) weigh_values<Q, 1>(visible, values_CD, D, d, weights, stride, put);
+  for (; d + P * kPair <= D; d += P * kPair)
+    weigh_values<Q, P>(visible, values_CD, D, d, weights, stride, out);
+  for (; d < D; d += kPair)
+    weigh_values<Q, 1>(visible, values_CD, D, d, weights, stride, out);
 }
 
 // One tile: some tokens of a row at one key-value head.
@@ -98,7 +109,9 @@ struct AttentionTile {
   float* scores;          // scratch [M, score_stride]
   int64_t score_stride;
 
-  // put(token, head of the group, dimension, value) takes each attended value.
+  float* attended;        // scratch [kAttendedHeads, D], in lane order
+
+  // put(token, head of the group, values [D] in lane order, factor) takes what a head attended.
   template <class Put>
   void run(const Put& put) const {
     int64_t end = 0;
@@ -107,36 +120,25 @@ struct AttentionTile {
            [&](int64_t query, int64_t entry, float score) {
              scores[query * score_stride + entry] = score;
            });
-    for (int64_t t = 0; t < num_tokens; ++t) attend_token(t, put);
+    for (int64_t t = 0; t < num_tokens; ++t)
+      for (int64_t head = 0; head < group; head += kAttendedHeads)
+        attend_heads(t, head, std::min(kAttendedHeads, group - head), put);
   }
 
  private:
   template <class Put>
-  void attend_token(int64_t token, const Put& put) const {
+  void attend_heads(int64_t token, int64_t head, int64_t num_heads, const Put& put) const {
     const Visible& seen = visible[token];
-    const auto weights = [&](int64_t head) {
-      return scores + (token * group + head) * score_stride;
-    };
-    for (int64_t head = 0; head < group;) {
-      const int64_t num_heads = std::min<int64_t>(3, group - head);
-      float scale[3];
-      for (int64_t q = 0; q < num_heads; ++q) {
-        order_by_rank(seen, weights(head + q));
-        scale[q] = softmax(weights(head + q), seen.count());
-      }
-      const auto put_pair = [&](int q, int64_t d, const Pair& sum) {
-        float values[kPair];
-        store(values, sum.first);
-        store(values + kLanes, sum.second);
-        for (int64_t i = 0; i < kPair && d + i < D; ++i)
-          put(token, head + q, d + i, values[lane_order<Weight>(i)] * scale[q]);
-      };
-      const float* first = weights(head);
-      if (num_heads == 3) attend<3>(seen, values_CD, D, first, score_stride, put_pair);
-      else if (num_heads == 2) attend<2>(seen, values_CD, D, first, score_stride, put_pair);
-      else attend<1>(seen, values_CD, D, first, score_stride, put_pair);
-      head += num_heads;
+    float* weights = scores + (token * group + head) * score_stride;
+    float factor[kAttendedHeads];
+    for (int64_t q = 0; q < num_heads; ++q) {
+      order_by_rank(seen, weights + q * score_stride);
+      factor[q] = softmax(weights + q * score_stride, seen.count());
     }
+    if (num_heads == 3) attend<3>(seen, values_CD, D, weights, score_stride, attended);
+    else if (num_heads == 2) attend<2>(seen, values_CD, D, weights, score_stride, attended);
+    else attend<1>(seen, values_CD, D, weights, score_stride, attended);
+    for (int64_t q = 0; q < num_heads; ++q) put(token, head + q, attended + q * padded(D), factor[q]);
   }
 };
 

@@ -36,14 +36,14 @@ extern "C" {
 
 struct ForedraftLayer {
   const float* attention_norm;  // [E]
-  const void* qkv;              // [(H + 2 H/G) D, E]
+  const void* qkv;              // [(H + 2 H/G) D, E], or null: the layer has no attention
   const float* qkv_bias;        // or null
   const float* query_norm;      // [D] or null
   const float* key_norm;        // [D] or null
   const void* output;           // [E, H D]
   const float* output_bias;     // [E] or null
   const float* mlp_norm;        // [E]
-  const void* gate_up;          // [2 F, E], gate first
+  const void* gate_up;          // [2 F, E], gate first, or null: the layer has no MLP
   const void* down;             // [E, F]
 };
 
@@ -77,6 +77,8 @@ struct ForedraftForward {
   void* values;
   int64_t layer_stride, slot_stride, head_stride;  // in elements
   float* logits;                // [N, V]
+  int64_t first_layer, end_layer;
+  const float* hidden;          // [T, E] what the layer before gave; null: start from embeddings
   float* const* taps;           // [L] where to copy that layer's output [T, E], or null
   float* workspace;
   int64_t num_threads;
@@ -107,7 +109,7 @@ struct Workspace {
     const int64_t T = num_tokens, E = model.hidden, D = model.head_dim;
     const int64_t H = model.num_heads, G = H / model.num_kv_heads;
     score_stride = padded(max_entries) + kPair;  // not a power of two: rows spread over cache sets
-    scores_size = std::min(T, kTileTokens) * G * score_stride;
+    scores_size = kAttendedHeads * padded(D) + std::min(T, kTileTokens) * G * score_stride;
     gate_up_size = 2 * padded(T * panel_rows(T));
     take(hidden, T * E);
     take(normed, T * padded(E));
@@ -134,7 +136,7 @@ class Worker {
   void run() const {
     embed();
     me_.sync();
-    for (int64_t index = 0; index < model_.num_layers; ++index) layer(index);
+    for (int64_t index = forward_.first_layer; index < forward_.end_layer; ++index) layer(index);
     normalise(forward_.num_wanted, forward_.wanted, model_.final_norm, work_.wanted);
     me_.sync();
     head();
@@ -153,6 +155,12 @@ class Worker {
 
   void layer(int64_t index) const {
     const ForedraftLayer& layer = model_.layers[index];
+    if (layer.qkv) attention(index, layer);
+    if (layer.gate_up) mlp(layer);
+    tap(index);
+  }
+
+  void attention(int64_t index, const ForedraftLayer& layer) const {
     normalise(T, nullptr, layer.attention_norm, work_.normed);
     me_.sync();
     qkv(layer);
@@ -163,26 +171,30 @@ class Worker {
     me_.sync();
     add_product(layer.output, layer.output_bias, {work_.attended, padded(H * D)}, H * D);
     me_.sync();
+  }
+
+  void mlp(const ForedraftLayer& layer) const {
     normalise(T, nullptr, layer.mlp_norm, work_.normed);
     me_.sync();
     gate_up(layer);
     me_.sync();
     add_product(layer.down, nullptr, {work_.feed_forward, padded(F)}, F);
     me_.sync();
-    tap(index);
   }
 
   static Matrix<Weight> matrix(const void* data, int64_t K) {
     return {static_cast<const Weight*>(data), K};
   }
 
-  // Token embeddings, rotary angles, and the zeros behind rows that are filled element by element.
+  // Token embeddings or given states, rotary angles, and the zeros behind rows that are filled
+  // element by element.
   void embed() const {
     const Weight* table = static_cast<const Weight*>(model_.embedding);
     const Range mine = me_.share(T);
     for (int64_t t = mine.begin; t < mine.end; ++t) {
       const Weight* source = table + forward_.token_ids[t] * E;
-      for (int64_t i = 0; i < E; ++i) work_.hidden[t * E + i] = to_float(source[i]);
+      for (int64_t i = 0; i < E; ++i)
+        work_.hidden[t * E + i] = forward_.hidden ? forward_.hidden[t * E + i] : to_float(source[i]);
       for (int64_t i = 0; i < D / 2; ++i) {
         const float angle = float(forward_.positions[t]) * model_.inv_freq[i];
         work_.cosine[t * D / 2 + i] = std::cos(angle);
@@ -301,6 +313,7 @@ class Worker {
   }
 
   void attend_tile(int64_t index, Range tokens, int64_t kv_head) const {
+    float* scratch = work_.scores + me_.index * work_.scores_size;
     const AttentionTile<Weight> tile{
         cache_at(forward_.keys, index, forward_.slots[tokens.begin], kv_head),
         cache_at(forward_.values, index, forward_.slots[tokens.begin], kv_head),
@@ -309,13 +322,24 @@ class Worker {
         {query_at(kv_head, tokens.begin), padded(D)},
         &visible_[tokens.begin],
         tokens.end - tokens.begin,
-        work_.scores + me_.index * work_.scores_size,
+        scratch + kAttendedHeads * padded(D),
         work_.score_stride,
+        scratch,
     };
-    tile.run([&](int64_t token, int64_t head, int64_t d, float value) {
+    tile.run([&](int64_t token, int64_t head, const float* values, float factor) {
       float* out = work_.attended + (tokens.begin + token) * padded(H * D);
-      out[lane_order<Weight>((kv_head * G + head) * D + d)] = value;
+      put_attended(out, (kv_head * G + head) * D, values, factor);
     });
+  }
+
+  // A head's values, times `factor`, at `offset` of the row `out`; both are in lane order.
+  void put_attended(float* out, int64_t offset, const float* values, float factor) const {
+    if (offset % kPair == 0 && D % kPair == 0) {
+      for (int64_t d = 0; d < D; ++d) out[offset + d] = values[d] * factor;
+    } else {
+      for (int64_t d = 0; d < D; ++d)
+        out[lane_order<Weight>(offset + d)] = values[lane_order<Weight>(d)] * factor;
+    }
   }
 
   // hidden += x . W (+ bias)

@@ -59,25 +59,30 @@ inline void dot_block(const Weight* weights, int64_t K, const float* x, int64_t 
   Vec sum[R][T];
   UNROLL for (int r = 0; r < R; ++r)
     UNROLL for (int t = 0; t < T; ++t) sum[r][t] = Vec{};
-  const auto step = [&](int64_t k, int64_t count) __attribute__((always_inline)) {
-    Pair w[R];
-    UNROLL for (int r = 0; r < R; ++r) w[r] = load_pair(weights + r * K + k, count);
+  const auto step = [&](const Weight* w, int64_t w_stride, int64_t k) INLINE {
+    Vec weight[R];
+    UNROLL for (int r = 0; r < R; ++r) weight[r] = load_first(w + r * w_stride);
     UNROLL for (int t = 0; t < T; ++t) {
       const Vec first = load_to_register(x + t * x_stride + k);
-      UNROLL for (int r = 0; r < R; ++r) sum[r][t] = fma(w[r].first, first, sum[r][t]);
+      UNROLL for (int r = 0; r < R; ++r) sum[r][t] = fma(weight[r], first, sum[r][t]);
     }
+    UNROLL for (int r = 0; r < R; ++r) weight[r] = load_second(w + r * w_stride);
     UNROLL for (int t = 0; t < T; ++t) {
       const Vec second = load_to_register(x + t * x_stride + k + kLanes);
-      UNROLL for (int r = 0; r < R; ++r) sum[r][t] = fma(w[r].second, second, sum[r][t]);
+      UNROLL for (int r = 0; r < R; ++r) sum[r][t] = fma(weight[r], second, sum[r][t]);
     }
   };
   int64_t k = 0;
-  for (; k + kPair <= K; k += kPair) {
-    if (k % kLine == 0)
-      UNROLL for (int r = 0; r < R; ++r) __builtin_prefetch(ahead + r * K + k, 0, 2);
-    step(k, kPair);
+  for (; k + kLine <= K; k += kLine) {
+    UNROLL for (int r = 0; r < R; ++r) __builtin_prefetch(ahead + r * K + k, 0, 2);
+    for (int64_t i = 0; i < kLine; i += kPair) step(weights + k + i, K, k + i);
   }
-  if (k < K) step(k, K - k);
+  for (; k + kPair <= K; k += kPair) step(weights + k, K, k);
+  if (k < K) {
+    Weight rest[R][kPair] = {};
+    for (int r = 0; r < R; ++r) std::copy(weights + r * K + k, weights + (r + 1) * K, rest[r]);
+    step(rest[0], kPair, k);
+  }
   const auto at = [&](int i) { return i < R * T ? sum[i / T][i % T] : Vec{}; };
   UNROLL for (int i = 0; i < R * T; i += 4) {
     const Quad quad = sum_lanes(at(i), at(i + 1), at(i + 2), at(i + 3));

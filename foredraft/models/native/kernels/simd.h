@@ -37,6 +37,8 @@ typedef float Quad __attribute__((vector_size(16)));
 // Short loops over registers: unrolled before anything else, or their arrays stay in memory.
 #define UNROLL _Pragma("GCC unroll 16")
 
+#define INLINE __attribute__((always_inline))
+
 struct bf16 {
   uint16_t bits;
 };
@@ -47,13 +49,20 @@ inline Vec load(const float* source) {
   return v;
 }
 
-// A load that the compiler must not fold into the instructions that use it: where a vector is used
-// by several, folding would load it anew each time.
-inline Vec load_to_register(const float* source) {
-  Vec v = load(source);
+// Hides from the compiler how a vector came about, so it cannot fold or undo the instruction.
+template <class V>
+inline void keep_in_register(V& v) {
 #if defined(__AVX__)
   asm("" : "+x"(v));
+#else
+  (void)v;
 #endif
+}
+
+// A load kept apart from the instructions that use it: folded into several, it would be repeated.
+inline Vec load_to_register(const float* source) {
+  Vec v = load(source);
+  keep_in_register(v);
   return v;
 }
 
@@ -120,30 +129,29 @@ inline float max_lanes(Vec v) {
 
 // ---- weights ------------------------------------------------------------------------------------
 
-struct Pair {
-  Vec first, second;
-};
-
 // kPair weights as two vectors. A bfloat16 is the upper half of a float, so of each 32-bit word the
-// low half is shifted up and the high half is masked: `first` holds the even elements and `second`
-// the odd ones. Activations are stored in that order (`lane_order`), which costs nothing per
-// weight. Elements of float weights stay in place.
-inline Pair load_pair(const bf16* source) {
+// low half is shifted up and the high half stays where it is: the first vector holds the even
+// elements, the second the odd ones. Activations are stored in that order (`lane_order`), which
+// costs nothing per weight. Elements of float weights stay in place.
+inline Vec load_first(const bf16* source) {
   Bits words;
   std::memcpy(&words, source, sizeof words);
-  return {(Vec)(words << 16), (Vec)(words & 0xffff0000u)};
+  return (Vec)(words << 16);
 }
 
-inline Pair load_pair(const float* source) { return {load(source), load(source + kLanes)}; }
-
-// The same with only the leading `count` elements there; zeros stand for the rest.
-template <class Weight>
-inline Pair load_pair(const Weight* source, int64_t count) {
-  if (count >= kPair) return load_pair(source);
-  Weight padded[kPair] = {};
-  std::memcpy(padded, source, count * sizeof(Weight));
-  return load_pair(padded);
+// Reads memory again and shifts twice instead of masking: registers are what dot_block is short of.
+inline Vec load_second(const bf16* source) {
+  Bits words;
+  asm("" : "+r"(source));
+  std::memcpy(&words, source, sizeof words);
+  words >>= 16;
+  keep_in_register(words);
+  return (Vec)(words << 16);
 }
+
+inline Vec load_first(const float* source) { return load(source); }
+
+inline Vec load_second(const float* source) { return load(source + kLanes); }
 
 // Where element i of an activation row is stored for weights of this type.
 template <class Weight>

@@ -1,0 +1,218 @@
+"""A draft model of another vocabulary (Timor et al., arXiv 2502.05202).
+
+Wraps a drafter that works in the draft model's own tokens. Two ways to get its draft into the
+target's:
+
+- ``slem``, string-level exact match: the draft goes through text. Any pair of tokenizers will do;
+  the tokens are chosen.
+- ``tli``, token-level intersection: the draft model is restricted to the tokens that both
+  vocabularies have, and those are renamed. Chosen or drawn, as the coupling asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from foredraft.cache.base import Cache
+from foredraft.core.errors import ConfigError, unknown
+from foredraft.core.proposal import NO_PROPOSAL, Proposal, Renaming
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters import build_drafter, drafter_spec
+from foredraft.drafters.base import (
+    Drafter,
+    DrafterContext,
+    DrafterSpec,
+    DraftRow,
+    StatelessDrafter,
+)
+from foredraft.drafters.common.shared_vocabulary import RestrictedModel, SharedVocabulary
+from foredraft.drafters.common.transcript import CodecPair, Transcript
+from foredraft.models.base import Capabilities, RowScores, ScoreRow, Target
+
+_MAX_RATIO = 8
+"""Most draft tokens to ask for where one target token is wanted."""
+_MODES = ("slem", "tli")
+
+
+class _Mode(Protocol):
+    """How drafts pass from one vocabulary to the other."""
+
+    def ask(self, row: DraftRow, transcript: Transcript) -> DraftRow | None:
+        """What to ask the wrapped drafter for; None for nothing."""
+        ...
+
+    def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
+        """Its draft in the target's tokens."""
+        ...
+
+
+class ThroughText:
+    """String-level exact match (see the module docstring)."""
+
+    def ask(self, row: DraftRow, transcript: Transcript) -> DraftRow | None:
+        ratio = len(transcript.draft_tokens) / len(row.tokens)
+        return replace(
+            row,
+            tokens=tuple(transcript.draft_tokens),
+            params=replace(row.params, coupling="seeded"),
+            budget=math.ceil(row.budget * min(max(ratio, 1.0), _MAX_RATIO)),
+            slot=-1,
+        )
+
+    def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
+        tree = draft.tree
+        leaves = [node for node in range(len(tree)) if node not in tree.children]
+        paths = [[tree.tokens[node] for node in tree.paths[leaf]] for leaf in leaves]
+        merged = _merged([transcript.continuation(path) for path in paths], row.budget)
+        return Proposal.chosen(merged)
+
+
+class SharedTokens:
+    """Token-level intersection (see the module docstring).
+
+    Args:
+        renaming: the target's ids of the shared tokens.
+    """
+
+    def __init__(self, renaming: Renaming) -> None:
+        self._renaming = renaming
+
+    def ask(self, row: DraftRow, transcript: Transcript) -> DraftRow | None:
+        # Inside a character the draft model's text ends earlier than the target's.
+        if transcript.held:
+            return None
+        return replace(row, tokens=tuple(transcript.draft_tokens), slot=-1)
+
+    def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
+        return draft.renamed(self._renaming)
+
+
+def _merged(paths: Sequence[Sequence[int]], budget: int) -> TokenTree:
+    """The tree of these token paths, of at most ``budget`` nodes."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    known: dict[tuple[int, int], int] = {}
+    for path in paths:
+        parent = ROOT
+        for token in path:
+            if (parent, token) not in known:
+                if len(tokens) == budget:
+                    break
+                known[parent, token] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+            parent = known[parent, token]
+    return TokenTree(tuple(tokens), tuple(parents))
+
+
+class CrossTokenizerDrafter(StatelessDrafter):
+    """See the module docstring. The wrapped drafter sees draft tokens only, and no observations.
+
+    Args:
+        inner: drafts in the draft model's tokens.
+        codecs: the tokenizers of target and draft model.
+        mode: how drafts pass between them.
+    """
+
+    def __init__(self, inner: Drafter, codecs: CodecPair, mode: _Mode) -> None:
+        self._inner, self._codecs, self._mode = inner, codecs, mode
+        self._transcripts: dict[int, Transcript] = {}
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        transcript = Transcript(self._codecs)
+        transcript.begin(prompt)
+        self._transcripts[request_id] = transcript
+        self._inner.begin(request_id, tuple(transcript.draft_tokens))
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        asked = [(row, asks) for row in rows if (asks := self._ask(row)) is not None]
+        drafts = self._inner.propose([asks for _, asks in asked])
+        answers = {
+            row.request_id: self._mode.answer(row, self._transcripts[row.request_id], draft)
+            for (row, _), draft in zip(asked, drafts, strict=True)
+        }
+        return [answers.get(row.request_id, NO_PROPOSAL) for row in rows]
+
+    def end(self, request_id: int) -> None:
+        del self._transcripts[request_id]
+        self._inner.end(request_id)
+
+    def _ask(self, row: DraftRow) -> DraftRow | None:
+        transcript = self._transcripts[row.request_id]
+        transcript.catch_up(row.tokens)
+        if not row.budget or not transcript.draft_tokens:
+            return None
+        return self._mode.ask(row, transcript)
+
+
+@dataclass(frozen=True)
+class _DraftSide:
+    """What the wrapped drafter takes for the target: something of the draft model's vocabulary.
+
+    It has no cache and cannot be scored: only the real target can.
+    """
+
+    vocab_size: int
+    max_context: int
+    capabilities: Capabilities
+
+    @property
+    def cache(self) -> Cache:
+        raise ConfigError("a drafter inside 'cross-tokenizer' cannot use the target's cache")
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
+        raise ConfigError("a drafter inside 'cross-tokenizer' cannot run the target")
+
+
+def _build(context: DrafterContext) -> CrossTokenizerDrafter:
+    model, options = context.draft_model, dict(context.options)
+    assert model is not None  # the registry has checked needs_draft_model
+    if context.tokenizer is None or context.draft_tokenizer is None:
+        raise ConfigError(
+            "drafter 'cross-tokenizer' works on text and needs the tokenizers of both models; "
+            "load them with LLM.load"
+        )
+    name, mode = options.pop("drafter", "draft-model"), str(options.pop("mode", "slem"))
+    if mode not in _MODES:
+        raise unknown("mode", mode, _MODES)
+    codecs = CodecPair.of(context.tokenizer, context.draft_tokenizer)
+    if mode == "slem":
+        return CrossTokenizerDrafter(_inner(name, model, context, options), codecs, ThroughText())
+    shared = SharedVocabulary(codecs, context.target.vocab_size, model.vocab_size)
+    restricted = RestrictedModel(model, shared.renaming.ids_S[0])
+    inner = _inner(name, restricted, context, options)
+    return CrossTokenizerDrafter(inner, codecs, SharedTokens(shared.renaming))
+
+
+def _inner(
+    name: str, model: Target, context: DrafterContext, options: Mapping[str, Any]
+) -> Drafter:
+    spec = drafter_spec(name)
+    if spec.any_vocabulary or not spec.needs_draft_model:
+        raise ConfigError(
+            f"drafter {name!r} has no model of another vocabulary to wrap; use 'draft-model'"
+        )
+    can = Capabilities(tree_attention=context.target.capabilities.tree_attention)
+    outside = _DraftSide(model.vocab_size, model.max_context, can)
+    codec = context.draft_tokenizer
+    inner = build_drafter(name, DrafterContext(outside, model, options, codec, codec))
+    if inner.taps:
+        raise ConfigError(f"drafter {name!r} reads the target's layers and cannot be wrapped")
+    return inner
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="a draft model of another vocabulary, by way of text or of shared tokens",
+    options={
+        "mode": "slem goes through text, tli uses the shared tokens (slem)",
+        "drafter": "what drafts in the draft model's tokens (draft-model)",
+        "shape": "of that drafter: chain, children at each depth, or best-first (chain)",
+    },
+    num_draft_tokens=4,
+    needs_draft_model=True,
+    any_vocabulary=True,
+)

@@ -1,0 +1,136 @@
+"""Retrieval: what followed the last few tokens in an index of texts.
+
+`foredraft index build` makes a datastore of files: manuals, earlier answers, a code base. The
+longest suffix of the text that occurs in it is found, and the continuations of all its
+occurrences form a tree, the more frequent ones first. (Z. He et al., "REST: Retrieval-Based
+Speculative Decoding", arXiv 2311.08252.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
+from foredraft.drafters.common.best_first import NODE_COST, best_first
+from foredraft.drafters.common.confidence import OTHER_TEXT, REPEATED_TEXT, MatchConfidence
+from foredraft.drafters.common.datastore import Datastore, Interval
+from foredraft.drafters.common.options import checked_cost, checked_count
+
+_MAX_MATCH = 16
+"""Longest suffix looked for; longer ones are hardly more reliable."""
+
+
+class _Request:
+    """One request: the datastore, and the matches of its last tokens there, longest first."""
+
+    def __init__(self, datastore: Datastore, confidence: MatchConfidence, min_match: int) -> None:
+        self._datastore, self._confidence, self._min_match = datastore, confidence, min_match
+        self._matches: list[Interval] = []
+
+    @property
+    def longest(self) -> Interval | None:
+        return self._matches[0] if self._matches else None
+
+    def read(self, token: int) -> None:
+        """Append a token: every match is narrowed by it, and a new one starts with it."""
+        narrowed = (self._datastore.narrow(match, token) for match in self._matches)
+        kept = [match for match in narrowed if match and match.length <= _MAX_MATCH]
+        first = self._datastore.starting_with(token)
+        self._matches = [*kept, first] if first else kept
+
+    def commit(self, token: int) -> None:
+        """Append a token of the output, after seeing whether it was foreseen."""
+        longest = self.longest
+        if longest and (ranked := self._datastore.ranked_followers(longest)):
+            self._confidence.record(longest.length, ranked[0][0] == token)
+        self.read(token)
+
+    def successors(self, match: Interval | None) -> Iterator[tuple[int, float, Interval]]:
+        """What comes after a match, for `best_first`."""
+        if match is None or match.length < self._min_match:
+            return
+        trust = self._confidence[match.length]
+        for token, share in self._datastore.ranked_followers(match):
+            if following := self._datastore.narrow(match, token):
+                yield token, trust * share, following
+
+
+class RetrievalDrafter:
+    """See the module docstring.
+
+    Args:
+        datastore: what to look things up in; None searches each request's prompt instead.
+        vocab_size: of the target.
+        min_match: shortest suffix that counts as a match.
+        node_cost: time that one more draft token adds to a step, in plain steps.
+        tree: whether drafts may branch.
+    """
+
+    taps: Sequence[int] = ()
+
+    def __init__(
+        self,
+        datastore: Datastore | None,
+        vocab_size: int,
+        min_match: int = 2,
+        node_cost: float = NODE_COST,
+        tree: bool = True,
+    ) -> None:
+        self._datastore, self._vocab_size = datastore, vocab_size
+        self._min_match, self._node_cost, self._tree = min_match, node_cost, tree
+        self._requests: dict[int, _Request] = {}
+
+    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+        datastore, prior = self._datastore, OTHER_TEXT
+        if datastore is None:
+            datastore, prior = Datastore.of_documents([prompt], self._vocab_size), REPEATED_TEXT
+        request = _Request(datastore, MatchConfidence(prior), self._min_match)
+        for token in prompt[-_MAX_MATCH:]:
+            request.read(token)
+        self._requests[request_id] = request
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [self._propose(row) if row.budget else NO_PROPOSAL for row in rows]
+
+    def _propose(self, row: DraftRow) -> Proposal:
+        request = self._requests[row.request_id]
+        tree = best_first(
+            request.longest, request.successors, row.budget, self._node_cost, self._tree
+        )
+        return Proposal.chosen(tree) if len(tree) else NO_PROPOSAL
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            for token in seen.committed:
+                self._requests[seen.request_id].commit(token)
+
+    def end(self, request_id: int) -> None:
+        del self._requests[request_id]
+
+
+def _build(context: DrafterContext) -> RetrievalDrafter:
+    options, vocab_size, datastore = context.options, context.target.vocab_size, None
+    if (index := options.get("index")) is not None:
+        fingerprint = getattr(context.tokenizer, "fingerprint", None)
+        datastore = Datastore.open(Path(str(index)).expanduser(), fingerprint, vocab_size)
+    return RetrievalDrafter(
+        datastore,
+        vocab_size,
+        checked_count("min_match", options.get("min_match", 2)),
+        checked_cost("node_cost", options.get("node_cost", NODE_COST)),
+        context.target.capabilities.tree_attention,
+    )
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="copies what followed the last tokens in an index of your files",
+    options={
+        "index": "folder made by `foredraft index build`; without one the prompt is searched",
+        "min_match": "shortest suffix that counts as a match (2)",
+        "node_cost": "time one more draft token adds to a step, in plain steps (0.15)",
+    },
+    num_draft_tokens=16,
+)

@@ -1,0 +1,269 @@
+"""Drafters in stages: the draft model's own draft from fewer forwards, and drafters that relay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.errors import ConfigError
+from foredraft.core.proposal import Proposal
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters import build_drafter
+from foredraft.drafters.base import Drafter, DrafterContext, DraftRow
+from foredraft.drafters.cascade import Cascade, HorizontalCascade, Stage, VerticalCascade
+from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.models.base import Capabilities, Target
+from foredraft.models.table import TableModel
+from tests.conformance.harness import (
+    Setup,
+    check_budget,
+    check_forgets,
+    check_rejections_leave_nothing,
+    plain,
+    run,
+    table_kind,
+)
+from tests.engine.helpers import ScriptedDrafter, counting_model
+
+KIND = table_kind()
+PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
+MODES = [
+    {"stages": "ngram,draft_model", "mode": "vertical"},
+    {"stages": "ngram,draft_model", "mode": "horizontal"},
+    {"stages": "draft_model:2,ngram", "mode": "horizontal"},
+    {"stages": "ngram:1,suffix,draft_model"},
+]
+
+
+class Scripted(ScriptedDrafter):
+    """Drafts by a script, after a draft as well as after the text."""
+
+    def __init__(self, script: Callable[[DraftRow], Proposal]) -> None:
+        super().__init__(script)
+        self._next = script
+
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
+        return self._next(replace(row, tokens=(*row.tokens, *draft)))
+
+
+def counting(right: int, vocab_size: int = 10) -> Scripted:
+    """Drafts the next numbers, of which the first ``right`` are what follows."""
+
+    def draft(row: DraftRow) -> Proposal:
+        last = row.tokens[-1]
+        numbers = [(last + i + (i > right)) % vocab_size for i in range(1, row.budget + 1)]
+        return Proposal.chosen(TokenTree.chain(numbers))
+
+    return Scripted(draft)
+
+
+def silent() -> Scripted:
+    return Scripted(lambda row: Proposal.chosen(TokenTree()))
+
+
+def row(tokens: Sequence[int], budget: int, **params: Any) -> DraftRow:
+    choices = KeyedDraftChoices(5, len(tokens))
+    return DraftRow(0, tuple(tokens), SamplingParams(**params), budget, choices)
+
+
+def vertical(model: Target, *guessers: Drafter) -> VerticalCascade:
+    stages = [Stage(f"guesser {i}", drafter) for i, drafter in enumerate(guessers)]
+    return VerticalCascade(stages, Stage("draft_model", DraftModelDrafter(model)), model)
+
+
+def build(options: dict[str, Any], target: Target, draft_model: Target | None) -> Drafter:
+    return build_drafter("cascade", DrafterContext(target, draft_model, options))
+
+
+# ---------------------------------------------------------------------------------------- vertical
+
+
+@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+@pytest.mark.parametrize("right", [0, 1, 3, 9])
+def test_the_draft_is_the_draft_models_own(right: int, coupling: str) -> None:
+    """The same tokens, from the same distributions, whatever was guessed."""
+    text = [4, 5, 6]
+    for step in range(6):
+        at = row(text, 7, temperature=1.0, coupling=coupling)
+        alone, cascade = (
+            DraftModelDrafter(counting_model()),
+            vertical(counting_model(), counting(right)),
+        )
+        for drafter in (alone, cascade):
+            drafter.begin(0, text)
+        (expected,), (actual,) = alone.propose([at]), cascade.propose([at])
+        assert actual.tree == expected.tree
+        if coupling == "drawn":
+            assert actual.draft_probs_NV is not None
+            assert expected.draft_probs_NV is not None
+            assert torch.equal(actual.draft_probs_NV, expected.draft_probs_NV)
+        text = [*text, actual.tree.tokens[0], step]
+
+
+def test_right_guesses_save_forwards() -> None:
+    for right, num_forwards in ((9, 1), (3, 2), (1, 4), (0, 8)):
+        cascade = vertical(counting_model(), counting(right))
+        cascade.begin(0, [4])
+        (proposal,) = cascade.propose([row([4], 8)])
+        assert proposal.tree == TokenTree.chain([5, 6, 7, 8, 9, 0, 1, 2])
+        assert cascade.stage_counts["draft_model"].asked == num_forwards
+        assert cascade.stage_counts["guesser 0"].accepted == 8 - num_forwards
+
+
+def test_a_guesser_that_cannot_go_on_is_asked_once() -> None:
+    guesser = ScriptedDrafter(lambda row: Proposal.chosen(TokenTree.chain([5, 6, 0])))
+    cascade = vertical(counting_model(), guesser)
+    cascade.begin(0, [4])
+    cascade.propose([row([4], 8)])
+    assert cascade.stage_counts["guesser 0"].asked == 1
+    assert cascade.stage_counts["draft_model"].asked == 6  # three tokens, then one each
+
+
+def test_the_next_guesser_is_asked_when_one_is_silent() -> None:
+    cascade = vertical(counting_model(), silent(), counting(9))
+    cascade.begin(0, [4])
+    cascade.propose([row([4], 8)])
+    counts = cascade.stage_counts
+    assert (counts["guesser 0"].drafted, counts["guesser 1"].drafted) == (0, 7)
+
+
+def test_a_guessed_tree_is_cut_to_a_branch_without_tree_attention() -> None:
+    tree = TokenTree((9, 5, 6, 7), (ROOT, ROOT, 1, 2))
+    for tree_attention in (True, False):
+        model = counting_model()
+        model.capabilities = Capabilities(tree_attention=tree_attention)
+        cascade = vertical(model, ScriptedDrafter(lambda row: Proposal.chosen(tree)))
+        cascade.begin(0, [4])
+        (proposal,) = cascade.propose([row([4], 5)])
+        assert proposal.tree == TokenTree.chain([5, 6, 7, 8, 9])
+        assert cascade.stage_counts["guesser 0"].drafted == (4 if tree_attention else 3)
+
+
+def test_no_room_in_the_draft_models_context_means_no_draft() -> None:
+    model = TableModel(10, counting_model().probs, max_context=8)
+    cascade = vertical(model, counting(9))
+    cascade.begin(0, [1])
+    for length, expected in ((4, 4), (5, 0)):
+        (proposal,) = cascade.propose([row(range(length), 4)])
+        assert len(proposal.tree) == expected
+
+
+# -------------------------------------------------------------------------------------- horizontal
+
+
+def relay(*stages: tuple[Drafter, int | None]) -> HorizontalCascade:
+    return HorizontalCascade(
+        [Stage(str(i), drafter, limit) for i, (drafter, limit) in enumerate(stages)]
+    )
+
+
+def test_the_first_stage_that_offers_something_has_the_step() -> None:
+    cascade = relay((silent(), None), (counting(9), None), (counting(0), None))
+    (proposal,) = cascade.propose([row([4], 3)])
+    assert proposal.tree == TokenTree.chain([5, 6, 7])
+    assert cascade.stage_counts["2"].asked == 0
+
+
+def test_a_stage_with_a_limit_hands_over() -> None:
+    cascade = relay((counting(9), 2), (silent(), 1), (counting(9), None))
+    (proposal,) = cascade.propose([row([4], 5)])
+    assert proposal.tree == TokenTree.chain([5, 6, 7, 8, 9])
+
+
+def test_a_stage_that_ends_before_its_limit_ends_the_draft() -> None:
+    short = Scripted(lambda row: Proposal.chosen(TokenTree.chain([5])))
+    (proposal,) = relay((short, 2), (counting(9), None)).propose([row([4], 5)])
+    assert proposal.tree == TokenTree.chain([5])
+
+
+def test_a_tree_is_hung_off_the_end_of_a_chain() -> None:
+    tree = TokenTree((7, 8, 9), (ROOT, ROOT, 1))
+    branching = Scripted(lambda row: Proposal.chosen(tree))
+    (proposal,) = relay((counting(9), 2), (branching, None)).propose([row([4], 5)])
+    assert proposal.tree == TokenTree((5, 6, 7, 8, 9), (-1, 0, 1, 1, 3))
+
+
+def test_a_drawn_draft_is_left_as_it_is() -> None:
+    model = DraftModelDrafter(counting_model())
+    model.begin(0, [4])
+    cascade = relay((model, 2), (counting(9), None))
+    (proposal,) = cascade.propose([row([4], 5, temperature=1.0, coupling="drawn")])
+    assert proposal.is_drawn
+    assert len(proposal.tree) == 2
+
+
+# -------------------------------------------------------------------------------- what both promise
+
+
+@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_the_plain_runs(options: dict[str, Any], temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=17, max_tokens=24)
+    target = KIND.new_target()
+    cascade = build(options, target, KIND.new_draft_model())
+    results = run(target, cascade, PROMPTS, params, 6, max_batch_size=3)
+    assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
+
+
+@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+def test_it_conforms_in_every_mode(options: dict[str, Any], coupling: Any) -> None:
+    params = SamplingParams(temperature=1.0, seed=17, max_tokens=16, coupling=coupling)
+    target, model = KIND.new_target(), KIND.new_draft_model()
+    check_budget(build(options, target, model), target, PROMPTS, params)
+    check_forgets(Setup(target, build(options, target, model), model), PROMPTS, params, 4)
+    check_rejections_leave_nothing(
+        lambda: build(options, target, KIND.new_draft_model()), target, PROMPTS[2], params, 4
+    )
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_what_the_stages_count_adds_up(options: dict[str, Any]) -> None:
+    target = KIND.new_target()
+    cascade = build(options, target, KIND.new_draft_model())
+    assert isinstance(cascade, Cascade)
+    params = SamplingParams(max_tokens=24, temperature=0.7, seed=3)
+    results = run(target, cascade, PROMPTS, params, 5)
+    verified = list(cascade.stage_counts.values())
+    if isinstance(cascade, VerticalCascade):
+        verified = [cascade.stage_counts["draft_model"]]
+    assert sum(c.drafted for c in verified) == sum(r.stats.drafted for r in results)
+    assert sum(c.accepted for c in verified) == sum(r.stats.accepted for r in results)
+    assert all(0 <= c.accepted <= c.drafted for c in cascade.stage_counts.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": "ngram,draft_modle"}, "did you mean 'draft_model'"),
+        ({"stages": "draft_model"}, "two or more"),
+        ({"stages": "ngram,cascade"}, "'cascade' cannot be a stage"),
+        ({"stages": "ngram,ngram,draft_model"}, "'ngram' cannot be a stage"),
+        ({"stages": "ngram:0,draft_model"}, "limit in 'ngram:0'"),
+        ({"stages": "ngram:x,draft_model"}, "limit in 'ngram:x'"),
+        ({"stages": "ngram,suffix"}, "not among the stages"),
+        ({"stages": "draft_model,ngram", "mode": "vertical"}, "not 'ngram'"),
+        ({"stages": "ngram,draft_model:3", "mode": "vertical"}, "without a limit"),
+        ({"mode": "verticl"}, "did you mean 'vertical'"),
+        ({"stage": "ngram"}, "did you mean 'stages'"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(options, KIND.new_target(), KIND.new_draft_model())
+
+
+def test_it_does_without_a_draft_model() -> None:
+    target = KIND.new_target()
+    params = SamplingParams(max_tokens=24)
+    results = run(target, build({}, target, None), PROMPTS, params, 5)
+    assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
+    assert sum(r.stats.accepted for r in results) > 0
+    with pytest.raises(ConfigError, match="needs a draft model"):
+        build({"stages": "ngram,draft_model"}, target, None)
