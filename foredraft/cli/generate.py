@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from foredraft.cli import options as o
+from foredraft.core.errors import ConfigError
 from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -27,6 +29,14 @@ def generate(
     draft_model: o.DraftModel = None,
     num_draft_tokens: o.NumDraftTokens = None,
     drafter_option: o.DrafterOptions = None,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(
+            "--prediction",
+            help="A file with text that the reply is expected to repeat; '-' reads standard input.",
+            rich_help_panel="Drafting",
+        ),
+    ] = None,
     temperature: o.Temperature = 0.0,
     top_k: o.TopK = 0,
     top_p: o.TopP = 1.0,
@@ -54,13 +64,18 @@ def generate(
         foredraft generate --chat "Name three rivers." --temperature 0.8 --seed 7
 
         foredraft generate - --drafter none --json < prompt.txt
+
+        foredraft generate --chat "Rename total to result: …" --prediction code.py
     """
     from foredraft.core.sampling import SamplingParams
 
     params = SamplingParams.of(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
         max_tokens=max_tokens, stop=tuple(stop or ()), coupling=coupling,
+        prediction=_read_prediction(prediction, prompt),
     )  # fmt: skip
+    if prediction is not None and drafter == "auto" and draft_model is None:
+        drafter = "prediction"
     asked = o.load_options(
         model, drafter_option, drafter=drafter, draft_model=draft_model,
         num_draft_tokens=num_draft_tokens, dtype=dtype, device=device, backend=backend,
@@ -71,6 +86,19 @@ def generate(
     messages = [{"role": "user", "content": text}]
     events = llm.stream_chat(messages, params) if chat else llm.stream(text, params)
     _run(llm, events, text, as_json)
+
+
+def _read_prediction(path: Path | None, prompt: str) -> str | None:
+    if path is None:
+        return None
+    if str(path) == "-":
+        if prompt == "-":
+            raise ConfigError("the prompt and the prediction cannot both be standard input")
+        return sys.stdin.read()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the prediction {path} cannot be read: {error}") from error
 
 
 def _run(llm: LLM, events: Any, prompt: str, as_json: bool) -> None:

@@ -36,13 +36,14 @@ def _root(
 
 
 def _register() -> None:
-    from foredraft.cli import bench, chat, demo, doctor, generate, tune
+    from foredraft.cli import bench, chat, demo, doctor, generate, index, tune
 
     app.command()(generate.generate)
     app.command()(chat.chat)
     app.command()(doctor.doctor)
     app.command()(demo.demo)
     app.add_typer(bench.app, name="bench")
+    app.add_typer(index.app, name="index")
     app.add_typer(tune.app, name="tune")
 
 

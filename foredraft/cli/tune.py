@@ -134,10 +134,9 @@ def _show(console: Console, figures: Sequence[ExitFigure], best: ExitFigure) -> 
     from foredraft.bench.exits import describe
 
     table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("drafts with", max_width=44)
-    for title in ("agreement", "draft tokens", "committed/step", "draft ms", "verify ms",
-                  "tok/s", "speed-up"):  # fmt: skip
-        table.add_column(title, justify="right")
+    table.add_column("drafts with", min_width=15, overflow="fold")
+    for title in ("agree", "drafted", "per step", "draft ms", "verify ms", "tok/s", "speed-up"):
+        table.add_column(title, justify="right", no_wrap=True)
     for figure in figures:
         table.add_row(
             describe(figure.options),

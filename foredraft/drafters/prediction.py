@@ -52,9 +52,7 @@ class Alignment:
 
     def __init__(self, expected: Sequence[int]) -> None:
         self._expected = expected
-        self._positions: dict[
-            tuple[int, ...], list[int]
-        ] = {}  # of the last token of 1- and 2-grams
+        self._positions: dict[tuple[int, ...], list[int]] = {}  # where 1- and 2-grams end
         for position, token in enumerate(expected):
             self._positions.setdefault((token,), []).append(position)
             if position:
@@ -198,14 +196,18 @@ class PredictionDrafter:
         self._requests[request_id] = _Request(prompt)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self._propose(row) if row.budget else NO_PROPOSAL for row in rows]
+        return [self.propose_after(row, ()) if row.budget else NO_PROPOSAL for row in rows]
 
-    def _propose(self, row: DraftRow) -> Proposal:
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         request = self._requests[row.request_id]
         alignment = request.alignment or request.align(self._expected(row, request.prompt))
-        start: _Place | None = None
-        tree = best_first(start, alignment.successors, row.budget, self._node_cost, self._tree)
-        return Proposal.chosen(tree) if len(tree) else NO_PROPOSAL
+        place: _Place | None = None
+        for token in draft:
+            following = (p for t, _, p in alignment.successors(place) if t == token)
+            if (place := next(following, None)) is None:
+                return NO_PROPOSAL
+        tree = best_first(place, alignment.successors, row.budget, self._node_cost, self._tree)
+        return Proposal.chosen(tree)
 
     def _expected(self, row: DraftRow, prompt: Sequence[int]) -> Sequence[int]:
         """The ids of the request's prediction; without one, those of its prompt."""

@@ -9,9 +9,10 @@ Speculative Decoding", arXiv 2311.08252.)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
 from foredraft.drafters.common.best_first import NODE_COST, best_first
 from foredraft.drafters.common.confidence import OTHER_TEXT, REPEATED_TEXT, MatchConfidence
@@ -29,23 +30,28 @@ class _Request:
         self._datastore, self._confidence, self._min_match = datastore, confidence, min_match
         self._matches: list[Interval] = []
 
-    @property
-    def longest(self) -> Interval | None:
-        return self._matches[0] if self._matches else None
+    def longest_after(self, draft: Sequence[int]) -> Interval | None:
+        """The longest match of the text and ``draft``."""
+        matches = reduce(self._advance, draft, self._matches)
+        return matches[0] if matches else None
 
     def read(self, token: int) -> None:
-        """Append a token: every match is narrowed by it, and a new one starts with it."""
-        narrowed = (self._datastore.narrow(match, token) for match in self._matches)
-        kept = [match for match in narrowed if match and match.length <= _MAX_MATCH]
-        first = self._datastore.starting_with(token)
-        self._matches = [*kept, first] if first else kept
+        """Append a token."""
+        self._matches = self._advance(self._matches, token)
 
     def commit(self, token: int) -> None:
         """Append a token of the output, after seeing whether it was foreseen."""
-        longest = self.longest
+        longest = self.longest_after(())
         if longest and (ranked := self._datastore.ranked_followers(longest)):
             self._confidence.record(longest.length, ranked[0][0] == token)
         self.read(token)
+
+    def _advance(self, matches: list[Interval], token: int) -> list[Interval]:
+        """Every match is narrowed by ``token``, and a new one starts with it."""
+        narrowed = (self._datastore.narrow(match, token) for match in matches)
+        kept = [match for match in narrowed if match and match.length <= _MAX_MATCH]
+        first = self._datastore.starting_with(token)
+        return [*kept, first] if first else kept
 
     def successors(self, match: Interval | None) -> Iterator[tuple[int, float, Interval]]:
         """What comes after a match, for `best_first`."""
@@ -85,21 +91,21 @@ class RetrievalDrafter:
     def begin(self, request_id: int, prompt: Sequence[int]) -> None:
         datastore, prior = self._datastore, OTHER_TEXT
         if datastore is None:
-            datastore, prior = Datastore.of_documents([prompt], self._vocab_size), REPEATED_TEXT
+            earlier = prompt[:-1]  # with the last token its end would match itself
+            datastore, prior = Datastore.of_documents([earlier], self._vocab_size), REPEATED_TEXT
         request = _Request(datastore, MatchConfidence(prior), self._min_match)
         for token in prompt[-_MAX_MATCH:]:
             request.read(token)
         self._requests[request_id] = request
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self._propose(row) if row.budget else NO_PROPOSAL for row in rows]
+        return [self.propose_after(row, ()) for row in rows]
 
-    def _propose(self, row: DraftRow) -> Proposal:
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         request = self._requests[row.request_id]
-        tree = best_first(
-            request.longest, request.successors, row.budget, self._node_cost, self._tree
-        )
-        return Proposal.chosen(tree) if len(tree) else NO_PROPOSAL
+        start = request.longest_after(draft)
+        tree = best_first(start, request.successors, row.budget, self._node_cost, self._tree)
+        return Proposal.chosen(tree)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:

@@ -8,10 +8,11 @@ holds, so the draft grows with it. (G. Oliaro et al., "SuffixDecoding", arXiv 24
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 
 from foredraft.core.errors import ConfigError
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
 from foredraft.drafters.common.automaton import NO_MATCH, Match, SuffixAutomaton
 from foredraft.drafters.common.best_first import NODE_COST, best_first
@@ -64,7 +65,7 @@ class _Request:
             source.record(match, token)
         self.output.append(token)
         self._own.extend(token)
-        self.place = (self._own.end, *self._advance(self.place, token)[1:])
+        self.place = (self._own.end, *self.advance(self.place, token)[1:])
 
     def successors(self, place: _Place) -> Iterator[tuple[int, float, _Place]]:
         """What the most promising source says comes after ``place``, for `best_first`."""
@@ -72,9 +73,10 @@ class _Request:
         place = tuple(source.automaton.with_followers(match) for source, match in pairs)
         found = max(map(_Source.candidates, self._sources, place), key=_probability)
         for token, prob in found:
-            yield token, prob, self._advance(place, token)
+            yield token, prob, self.advance(place, token)
 
-    def _advance(self, place: _Place, token: int) -> _Place:
+    def advance(self, place: _Place, token: int) -> _Place:
+        """Where ``token`` leads from ``place``."""
         pairs = zip(self._sources, place, strict=True)
         return tuple(source.automaton.advance(match, token) for source, match in pairs)
 
@@ -105,14 +107,13 @@ class SuffixDrafter:
         self._requests[request_id] = _Request(prompt, self._past)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self._propose(row) if row.budget else NO_PROPOSAL for row in rows]
+        return [self.propose_after(row, ()) for row in rows]
 
-    def _propose(self, row: DraftRow) -> Proposal:
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         request = self._requests[row.request_id]
-        tree = best_first(
-            request.place, request.successors, row.budget, self._node_cost, self._tree
-        )
-        return Proposal.chosen(tree) if len(tree) else NO_PROPOSAL
+        place = reduce(request.advance, draft, request.place)
+        tree = best_first(place, request.successors, row.budget, self._node_cost, self._tree)
+        return Proposal.chosen(tree)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:

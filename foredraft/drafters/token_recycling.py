@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
 from foredraft.drafters.common.best_first import NODE_COST, best_first
 from foredraft.drafters.common.options import checked_cost, checked_count, checked_flag
@@ -152,12 +152,13 @@ class TokenRecyclingDrafter:
         self._requests[request_id] = _Request(prompt, successors)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self._propose(row) if row.budget else NO_PROPOSAL for row in rows]
+        return [self.propose_after(row, ()) for row in rows]
 
-    def _propose(self, row: DraftRow) -> Proposal:
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         request = self._requests[row.request_id]
-        tree = best_first(request.last, request.following, row.budget, self._node_cost, self._tree)
-        return Proposal.chosen(tree) if len(tree) else NO_PROPOSAL
+        last = draft[-1] if draft else request.last
+        tree = best_first(last, request.following, row.budget, self._node_cost, self._tree)
+        return Proposal.chosen(tree)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:

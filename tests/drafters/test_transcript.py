@@ -60,17 +60,19 @@ def test_steps_do_not_matter(target: str, draft: str) -> None:
 def test_a_right_draft_becomes_the_right_tokens(target: str, draft: str) -> None:
     """Wherever the target stands, in the middle of a word or of a character too."""
     tokens = codec(target).encode(TEXT)
+    whole = codec(draft).encode(codec(target).decode(tokens))
     transcript = begun(target, draft, tokens[:3])
-    found = 0
+    tried = found = 0
     for end in range(3, len(tokens) - 1):
         transcript.catch_up(tokens[:end])
-        said = codec(target).decode([t for t in tokens[:end]][: end - len(transcript.held)])
-        rest = codec(draft).encode(TEXT[len(said) :], add_special_tokens=False)[:16]
-        continued = transcript.continuation(rest)
-        if continued[:1] == tokens[end : end + 1]:
-            found += 1
-    # A character-level draft does not know every character; a seam may cut a word elsewhere.
-    assert found >= (0.75 if "characters" in (target, draft) else 0.9) * (len(tokens) - 4)
+        said = len(transcript.draft_tokens)
+        if transcript.draft_tokens == whole[:said]:  # else the draft stands at no seam of its own
+            continued = transcript.continuation(whole[said : said + 12])
+            tried += 1
+            found += continued[:1] == tokens[end : end + 1]
+    assert tried >= len(tokens) // 4
+    # The draft model may not have the character; a word may be cut in another way behind a seam.
+    assert found >= (0.7 if "characters" in (target, draft) else 0.9) * tried
 
 
 def test_bytes_of_an_unfinished_character_are_held_back() -> None:
@@ -81,9 +83,8 @@ def test_bytes_of_an_unfinished_character_are_held_back() -> None:
     assert codec("gpt2").decode(transcript.draft_tokens) == "a "
     draft = codec("gpt2").encode("東 b", add_special_tokens=False)
     assert transcript.continuation(draft) == tokens[3:]
-    assert transcript.continuation(codec("gpt2").encode("京", add_special_tokens=False))[:1] != [
-        tokens[3]
-    ] or codec("bpe").decode([*tokens[:3], tokens[3]]) == codec("bpe").decode(tokens[:4])
+    other = codec("gpt2").encode("京", add_special_tokens=False)
+    assert transcript.continuation(other) == [], "it begins with another byte"
     transcript.catch_up(tokens)
     assert not transcript.held
     assert codec("gpt2").decode(transcript.draft_tokens) == "a 東 b"

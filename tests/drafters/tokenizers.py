@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 
 from foredraft.drafters.base import TextCodec
+from foredraft.drafters.common.shared_vocabulary import token_texts
+from foredraft.drafters.common.transcript import Specials
 from foredraft.models.table import TableModel
 from foredraft.models.tokenizer import Tokenizer
 from tests.models.checkpoints import train_tokenizer
@@ -61,17 +64,22 @@ def llama2_style() -> FastTokenizer:
         special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
         show_progress=False,
     )
+    words = pre_tokenizers.Metaspace(prepend_scheme="never")  # so that no merge spans two words
+    tokenizer.pre_tokenizer = words
     latin = [sentence.encode("ascii", "ignore").decode() for sentence in SENTENCES]
     tokenizer.train_from_iterator([text.replace(" ", "▁") for text in latin], trainer)
+    tokenizer.pre_tokenizer = None
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    return tokenizer
+    saved = json.loads(tokenizer.to_str())
+    saved["added_tokens"] = saved["added_tokens"][:3]  # bytes are tokens like any other
+    return FastTokenizer.from_str(json.dumps(saved))
 
 
 def character_level() -> FastTokenizer:
-    """One character a token; characters it does not know are lost."""
-    known = sorted(set(TEXT) - set("🦊"))
+    """One character a token; characters that are not in `TEXT` are lost."""
+    known = sorted(set(TEXT))
     vocab = {token: i for i, token in enumerate(["<unk>", END, *known])}
     tokenizer = FastTokenizer(WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -120,14 +128,16 @@ class Pieces:
 def reciter(codec: TextCodec, text: str, sharpness: float = 0.9) -> TableModel:
     """Knows ``text`` by heart: wherever a beginning of it stands, it goes on with it."""
     canonical = codec.encode(text)
-    prefix = len(codec.encode(""))
+    pieces = token_texts(codec, Specials(codec), codec.vocab_size)
 
     def following(context: tuple[int, ...]) -> int | None:
         if list(context) == canonical[: len(context)]:
             return canonical[len(context)] if len(context) < len(canonical) else None
-        said = codec.decode(context[prefix:])
-        rest = codec.encode(text[len(said) :], add_special_tokens=False)
-        return rest[0] if rest and text.startswith(said) else None
+        # Cut elsewhere: the longest token that fits what is left.
+        said = codec.decode(context)
+        rest = text[len(said) :]
+        fitting = [(len(t), i) for (t, special), i in pieces.items() if rest.startswith(t)]
+        return max(fitting)[1] if fitting and text.startswith(said) else None
 
     def conditional(context: tuple[int, ...]) -> list[float]:
         token = following(context)

@@ -38,8 +38,8 @@ class SharedVocabulary:
     """
 
     def __init__(self, codecs: CodecPair, target_size: int, draft_size: int) -> None:
-        theirs = _texts(codecs.target, codecs.target_specials, target_size)
-        ours = _texts(codecs.draft, codecs.draft_specials, draft_size)
+        theirs = token_texts(codecs.target, codecs.target_specials, target_size)
+        ours = token_texts(codecs.draft, codecs.draft_specials, draft_size)
         pairs = sorted((ours[text], theirs[text]) for text in ours.keys() & theirs.keys())
         if not pairs:
             raise VocabularyMismatchError(
@@ -51,8 +51,8 @@ class SharedVocabulary:
         """How much of the target's vocabulary the draft model can say."""
 
 
-def _texts(codec: TextCodec, specials: Specials, size: int) -> dict[tuple[str, bool], int]:
-    """Tokens by their text and whether they are special."""
+def token_texts(codec: TextCodec, specials: Specials, size: int) -> dict[tuple[str, bool], int]:
+    """Tokens by their text and whether they are special; those of broken characters left out."""
     # Behind another token, since decoders treat the first token of a text differently.
     anchor = codec.encode("a", add_special_tokens=False)
     before = codec.decode(anchor, skip_special_tokens=False)

@@ -16,10 +16,12 @@ from foredraft.drafters.base import TextCodec
 _UNFINISHED = "\ufffd"
 """What decoders put where bytes are no character, or not yet."""
 _MAX_HELD = 3
-"""A character has at most four bytes: with four tokens or more, bad bytes will not get better."""
+"""A character has at most four bytes, so at most three are unfinished."""
+_MAX_PIECE = 16
+"""Tokens after which a character that is still unfinished is taken for bad bytes."""
 _LOOK_BACK = 48
 """Characters of text that are encoded again as it goes on, at least; twice as many at most."""
-_WINDOWS = (4, 2, 1)
+_WINDOWS = (4, 2, 1, 0)
 """How many committed pieces of text to look back over when aligning a draft with them."""
 
 
@@ -91,6 +93,7 @@ class Transcript:
     num_read: int = 0
     _pieces: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     _before: tuple[int, ...] = ()
+    _said: str = ""
     _open: _OpenText = field(default_factory=_OpenText)
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -141,10 +144,11 @@ class Transcript:
             return
         self.held.append(token)
         text = self._decoded(self.held)
-        if text.endswith(_UNFINISHED) and len(self.held) <= _MAX_HELD:
-            return
-        self._add(self.held, text)
-        self.held = []
+        if not text.endswith(_UNFINISHED) or len(self.held) > _MAX_PIECE:
+            self._add(self.held, text)
+            self.held = []
+        elif len(self.held) > _MAX_HELD:  # tokens that end in the middle of one character each
+            self._say(text[: max(len(text.rstrip(_UNFINISHED)), len(text) - _MAX_HELD)])
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         """The text of target tokens that follow the last piece.
@@ -157,19 +161,26 @@ class Transcript:
 
     def _add(self, tokens: Sequence[int], text: str) -> None:
         """Take up target tokens and their text."""
+        self._say(text)
+        self._said = ""
         self._before = tuple(tokens)
-        self._pieces = [*self._pieces[1 - max(_WINDOWS) :], (tuple(tokens), text)]
-        self._open.text += text
-        encoded = self.codecs.draft.encode(self._open.text, add_special_tokens=False)
-        self.draft_tokens[self._open.start :] = encoded
-        if len(self._open.text) > 2 * _LOOK_BACK:
-            self._close(encoded)
+        self._pieces = [*self._pieces[1 - max(_WINDOWS) :], (self._before, text)]
+
+    def _say(self, text: str) -> None:
+        """Let the draft side have as much of the held tokens' text."""
+        new, self._said = text[len(self._said) :], text
+        if new:
+            self._open.text += new
+            encoded = self.codecs.draft.encode(self._open.text, add_special_tokens=False)
+            self.draft_tokens[self._open.start :] = encoded
+            if len(self._open.text) > 2 * _LOOK_BACK:
+                self._close(encoded)
 
     def _close(self, encoded: list[int]) -> None:
         """Fix the tokens of all but the last part of the open text.
 
-        It is cut before a word where cutting changes no token. Where there is no such place
-        everything is fixed, and the text goes on as if it were new.
+        It is cut before a word where cutting changes no token. Where there is no such place for
+        long, everything is fixed, and the text goes on as if it were new.
         """
         text, encode = self._open.text, self.codecs.draft.encode
         cut = text.rfind(" ", 1, len(text) - _LOOK_BACK)
@@ -180,7 +191,8 @@ class Transcript:
                 if first + encode(rest, add_special_tokens=False) == encoded:
                     self._open = _OpenText(rest, self._open.start + len(first))
                     return
-        self._open = _OpenText("", len(self.draft_tokens))
+        if len(text) > 4 * _LOOK_BACK:
+            self._open = _OpenText("", len(self.draft_tokens))
 
     def _add_special(self, token: int, text: str) -> None:
         """A special token is kept if the draft model has it too; it ends the look-back anyway."""
@@ -188,7 +200,7 @@ class Transcript:
             held, self.held = self.held, []
             self._add(held, self._decoded(held))
         twin = self.codecs.draft_specials.token(text)
-        if twin is not None:
+        if twin is not None and self.draft_tokens != [twin]:  # a start token is there already
             self.draft_tokens.append(twin)
         self._open = _OpenText("", len(self.draft_tokens))
         self._pieces, self._before = [], ()
@@ -219,22 +231,21 @@ class Transcript:
 
     def _aligned(self, text: str) -> list[int]:
         """``text`` in target tokens, cut as it would be behind the last committed pieces."""
-        encode = self.codecs.target.encode
         for size in _WINDOWS:
-            window = self._pieces[-size:]
+            window = self._pieces[len(self._pieces) - min(size, len(self._pieces)) :]
             committed = [*(token for tokens, _ in window for token in tokens), *self.held]
-            joined = "".join(piece for _, piece in window) + text
-            # Some tokenizers put a space before every text; then the window must come without.
-            for candidate in (joined, joined[1:]) if joined.startswith(" ") else (joined,):
-                tokens = encode(candidate, add_special_tokens=False)
-                if tokens[: len(committed)] == committed:
-                    return tokens[len(committed) :]
+            joined = "".join(piece for _, piece in window) + self._said + text
+            tokens = self.codecs.target.encode(joined, add_special_tokens=False)
+            # Some tokenizers put a space before every text, which may become a token of its own.
+            for first in (0, 1):
+                after = first + len(committed)
+                if committed and tokens[first:after] == committed:
+                    return tokens[after:]
         return self._behind_a_seam(text)
 
     def _behind_a_seam(self, text: str) -> list[int]:
         """``text`` on its own, where together with what is committed it would be cut elsewhere."""
         tokens = self.codecs.target.encode(text, add_special_tokens=False)
         if self.held:
-            fits = tokens[: len(self.held)] == self.held
-            return tokens[len(self.held) :] if fits else []
+            return []
         return tokens if self._decoded(tokens) == text else []

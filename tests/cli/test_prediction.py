@@ -1,0 +1,36 @@
+"""`foredraft generate --prediction`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foredraft.core.errors import ConfigError
+from tests.cli.conftest import Run
+
+
+def test_a_prediction_speeds_up_and_changes_nothing(run: Run, tmp_path: Path) -> None:
+    asked = ("generate", "The ferry", "--max-tokens", "16", "--json")
+    plain = json.loads(run(*asked, "--drafter", "none").stdout)
+    path = tmp_path / "expected.txt"
+    path.write_text(plain["text"], encoding="utf-8")
+    predicted = json.loads(run(*asked, "--prediction", str(path)).stdout)
+    assert predicted["drafter"] == "prediction"
+    assert predicted["token_ids"] == plain["token_ids"]
+    assert predicted["stats"]["drafted"] > 0
+    piped = run(*asked, "--prediction", "-", input=plain["text"])
+    assert json.loads(piped.stdout)["stats"] == predicted["stats"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prediction", "message"),
+    [("x", "no/such/file", "cannot be read"), ("-", "-", "cannot both be standard input")],
+)
+def test_unreadable_predictions_are_explained(
+    run: Run, prompt: str, prediction: str, message: str
+) -> None:
+    result = run("generate", prompt, "--prediction", prediction, input="text")
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)

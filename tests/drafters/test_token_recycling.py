@@ -1,0 +1,116 @@
+"""Token recycling: what the table learns, and which of it is drafted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.errors import ConfigError
+from foredraft.core.proposal import Proposal
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.tree import TokenTree
+from foredraft.drafters import build_drafter
+from foredraft.drafters.base import Drafter, DrafterContext, DraftRow, Observation
+from foredraft.drafters.token_recycling import Successors
+from foredraft.models.table import TableModel
+from tests.drafters.following import Followed, first_level
+
+VOCAB = 20
+
+
+def build(**options: Any) -> Drafter:
+    target = TableModel.random(VOCAB, seed=0)
+    return build_drafter("token_recycling", DrafterContext(target, options=options))
+
+
+def logits(*likeliest: int) -> torch.Tensor:
+    """Scores whose order starts with these tokens."""
+    logits_V = torch.arange(VOCAB, 0, -1.0) - VOCAB
+    for place, token in enumerate(likeliest):
+        logits_V[token] = float(VOCAB - place)
+    return logits_V
+
+
+def test_a_row_is_replaced_and_its_steadiness_counted() -> None:
+    table = Successors(3)
+    steadiness = []
+    for candidates in ([1, 2, 3], [1, 3, 2], [1, 5, 6], [2, 1, 3]):
+        table.update(9, candidates)
+        row = table.get(9)
+        assert row is not None
+        assert list(row.candidates) == candidates
+        steadiness.append(row.steadiness)
+    assert steadiness == [0, 1, 2, 0]
+    assert table.get(8) is None
+
+
+def test_a_text_teaches_what_followed_most_recent_first() -> None:
+    table = Successors(2)
+    table.read([1, 2, 1, 3, 1, 4])
+    row = table.get(1)
+    assert row is not None
+    assert row.candidates == (4, 3)
+
+
+def test_candidates_of_the_target_are_drafted_when_their_token_returns() -> None:
+    request = Followed(build(node_cost=0.02), [5, 6])
+    request.commit(7, logits_V=logits(7, 8, 9))  # after 6
+    request.commit(6, logits_V=logits(6))  # after 7
+    tree = request.draft(8)
+    assert first_level(tree)[:2] == [7, 8]
+    assert tree.children[0], "the likeliest candidate is followed further"
+
+
+def test_a_steady_row_is_trusted_more() -> None:
+    request = Followed(build(), [1])
+    before = 0
+    for _ in range(6):
+        request.commit(2, logits_V=logits(2))
+        before = before or len(request.draft())
+        request.commit(1, logits_V=logits(1))
+    assert len(request.draft()) > before
+
+
+def test_every_committed_position_of_a_step_teaches_and_no_rejected_one() -> None:
+    drafter = build(node_cost=0.01)
+    drafter.begin(0, (1, 2))
+    # 3 was accepted, 4 (its sibling) and 5 (below 4) were rejected; the target added 6.
+    tree = TokenTree((4, 3, 5), (-1, -1, 0))
+    logits_NV = torch.stack([logits(3), logits(19), logits(6, 7), logits(18)])
+    drafter.observe([Observation(0, (3, 6), 1, Proposal.chosen(tree), (1,), logits_NV)])
+    known = drafter._requests[0].successors  # type: ignore[attr-defined]
+    assert known.get(2).candidates[0] == 3
+    assert known.get(3).candidates[:2] == (6, 7)
+    assert known.get(4) is None
+    assert known.get(5) is None
+
+
+def test_requests_share_a_table_only_when_asked_to() -> None:
+    for shared in (False, True):
+        drafter = build(shared=shared)
+        first = Followed(drafter, [1], request_id=1)
+        for _ in range(4):
+            first.commit(2, logits_V=logits(2))
+            first.commit(1, logits_V=logits(1))
+        first.end()
+        second = Followed(drafter, [9, 1], request_id=2)
+        assert bool(len(second.draft())) is shared
+
+
+def test_it_drafts_chosen_tokens_whatever_the_coupling() -> None:
+    drafter = build()
+    drafter.begin(0, (1, 2, 1, 2, 1, 2, 1, 2))
+    params = SamplingParams(temperature=1.0, coupling="drawn")
+    row = DraftRow(0, (1, 2, 1, 2, 1, 2, 1, 2), params, 4, KeyedDraftChoices(0, 8))
+    (proposal,) = drafter.propose([row])
+    assert proposal.tree.tokens
+    assert not proposal.is_drawn
+
+
+@pytest.mark.parametrize("value", [0, 9, 2.5, "many"])
+def test_the_number_of_candidates_is_checked(value: object) -> None:
+    with pytest.raises(ConfigError, match=f"num_candidates is {value!r}"):
+        build(num_candidates=value)
