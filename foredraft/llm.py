@@ -101,7 +101,7 @@ class LLM:
         if asked.draft_model is None:
             return cls(target, tokenizer, asked, plan=plan)
         draft_plan, draft_model, draft_tokenizer = _load_model(
-            asked.draft_model, replace(asked, revision=None), progress
+            asked.draft_model, replace(asked, revision=None, exact=False), progress
         )
         if not drafter_spec(resolve_drafter(asked)).any_vocabulary:
             _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
@@ -261,11 +261,20 @@ def load_target(plan: ModelPlan) -> Target:
 
         return HFTarget.load(plan.directory, dtype, plan.device, plan.max_context)
     from foredraft.models.native.eager import EagerDecoder
+    from foredraft.models.native.fixed_shape import FixedShapeDecoder, probe
     from foredraft.models.native.fused import FusedDecoder
-    from foredraft.models.native.target import NativeTarget
+    from foredraft.models.native.target import DecoderFactory, NativeTarget
 
-    decoder = FusedDecoder if plan.decoder == "fused" else EagerDecoder
-    return NativeTarget.load(plan.directory, dtype, plan.device, decoder, plan.max_context)
+    decoders: dict[str, DecoderFactory] = {
+        "fused": FusedDecoder,
+        "eager": EagerDecoder,
+        "fixed-shape": FixedShapeDecoder,
+    }
+    decoder = decoders[plan.decoder]
+    target = NativeTarget.load(plan.directory, dtype, plan.device, decoder, plan.max_context)
+    if plan.decoder == "fixed-shape":
+        probe(target)
+    return target
 
 
 def _check_same_vocabulary(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.cache.base import padded_capacity
-from foredraft.core.errors import ConfigError, ModelLoadError, unknown
+from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError, unknown
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
@@ -39,6 +39,9 @@ class LoadOptions:
         max_context: most tokens of prompt and reply together; None takes the model's limit.
         max_batch_size: most requests in one step.
         revision: of a hub id.
+        exact: insist that texts are the same bit for bit whatever is scored together. The fused
+            kernel always keeps that; elsewhere it costs speed, and load fails where it cannot be
+            kept. Without it, a near-tie between two tokens may fall the other way.
     """
 
     model: str = DEFAULT_MODEL
@@ -53,6 +56,7 @@ class LoadOptions:
     max_context: int | None = None
     max_batch_size: int = 8
     revision: str | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("dtype", DTYPES), ("backend", BACKENDS)):
@@ -96,7 +100,7 @@ class ModelPlan:
     """How one checkpoint will run.
 
     Attributes:
-        decoder: "fused", "eager" or "transformers".
+        decoder: "fused", "fixed-shape", "eager" or "transformers".
         weight_bytes: weights in memory.
         cache_bytes_per_token: keys and values of one token, in bytes.
         notes: what is missing for a faster plan, and how to get it.
@@ -113,6 +117,11 @@ class ModelPlan:
     max_context: int
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether bits are independent of what is scored together."""
+        return self.decoder in ("fused", "fixed-shape")
+
     def cache_bytes(self, num_tokens: int) -> int:
         """Keys and values of one row of ``num_tokens``, as the cache allocates them."""
         return self.cache_bytes_per_token * padded_capacity(num_tokens)
@@ -123,6 +132,7 @@ def plan_model(name: str, directory: Path, options: LoadOptions) -> ModelPlan:
 
     Raises:
         ConfigError: the device is not there, or the backend does not fit the model.
+        CapabilityError: ``exact`` was asked for and the backend cannot keep it.
         ModelLoadError: the directory is not a checkpoint that can be loaded safely.
     """
     from foredraft.models.safety import check_checkpoint_dir
@@ -131,6 +141,12 @@ def plan_model(name: str, directory: Path, options: LoadOptions) -> ModelPlan:
     raw = json.loads((directory / "config.json").read_text())
     device = _resolve_device(options.device)
     if _backend(raw, directory, options) == "hf":
+        if options.exact:
+            raise CapabilityError(
+                f"exact=True needs the native decoder, and {name!r} runs through transformers, "
+                "whose bits depend on what is scored together; leave exact out (the distribution "
+                "is the target's either way)"
+            )
         return _plan_hf(name, directory, raw, device, options)
     return _plan_native(name, directory, device, options)
 
@@ -173,7 +189,7 @@ def _plan_native(name: str, directory: Path, device: str, options: LoadOptions) 
         name=name,
         directory=directory,
         backend="native",
-        decoder="eager" if kernel_problem else "fused",
+        decoder=("fixed-shape" if options.exact else "eager") if kernel_problem else "fused",
         device=device,
         dtype=dtype,
         weight_bytes=config.num_parameters * size,

@@ -162,7 +162,8 @@ def committed_per_step(matches: Sequence[Sequence[bool]], num_draft_tokens: int)
 
 def describe(options: Options) -> str:
     if "exit_layer" in options:
-        return f"first {options['exit_layer']} layers"
+        count = options["exit_layer"]
+        return "first layer" if count == 1 else f"first {count} layers"
     return f"without {options['skip']}"
 
 

@@ -38,6 +38,7 @@ def chat(
     device: o.Device = "auto",
     backend: o.Backend = "auto",
     threads: o.Threads = None,
+    exact: o.Exact = False,
     max_context: o.MaxContext = None,
 ) -> None:
     """Talk to a chat model. Each turn reads only what is new; Ctrl-C stops a reply."""
@@ -50,7 +51,7 @@ def chat(
     asked = o.load_options(
         model, drafter_option, drafter=drafter, draft_model=draft_model,
         num_draft_tokens=num_draft_tokens, dtype=dtype, device=device, backend=backend,
-        threads=threads, max_context=max_context, max_batch_size=1,
+        threads=threads, exact=exact, max_context=max_context, max_batch_size=1,
     )  # fmt: skip
     conversation = Conversation(o.load_llm(asked), params, Console(highlight=False), system)
     conversation.console.print(f"{model}, drafter {conversation.llm.drafter_name}", style="bold")

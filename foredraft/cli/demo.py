@@ -34,6 +34,7 @@ def demo(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     threads: o.Threads = None,
+    exact: o.Exact = False,
 ) -> None:
     """Generate three replies plainly and speculatively, and show that they are identical.
 
@@ -44,7 +45,7 @@ def demo(
     params = SamplingParams.of(temperature=temperature, seed=seed, max_tokens=max_tokens)
     asked = o.load_options(
         model, drafter=drafter, draft_model=draft_model, num_draft_tokens=num_draft_tokens,
-        dtype=dtype, device=device, threads=threads, max_batch_size=1,
+        dtype=dtype, device=device, threads=threads, exact=exact, max_batch_size=1,
     )  # fmt: skip
     console = Console(highlight=False)
     speculative = o.load_llm(asked)

@@ -25,6 +25,7 @@ def doctor(
     device: o.Device = "auto",
     backend: o.Backend = "auto",
     threads: o.Threads = None,
+    exact: o.Exact = False,
     max_context: o.MaxContext = None,
     tokens: Annotated[
         int, typer.Option(help="Predict memory for this many tokens of prompt and reply.")
@@ -34,7 +35,8 @@ def doctor(
     """Print the resolved plan: device, dtype, kernels, memory, and what is missing."""
     asked = o.load_options(
         model, drafter=drafter, draft_model=draft_model, num_draft_tokens=num_draft_tokens,
-        dtype=dtype, device=device, backend=backend, threads=threads, max_context=max_context,
+        dtype=dtype, device=device, backend=backend, threads=threads, exact=exact,
+        max_context=max_context,
     )  # fmt: skip
     report = examine(asked, tokens)
     if as_json:
@@ -91,6 +93,7 @@ def _model_report(plan: ModelPlan, tokens: int) -> dict[str, Any]:
         "kernels": plan.decoder,
         "device": plan.device,
         "dtype": plan.dtype,
+        "exact": plan.is_exact,
         "max_context": plan.max_context,
         "weight_bytes": plan.weight_bytes,
         "cache_bytes": cache_bytes,
@@ -131,6 +134,7 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
         ("directory", model["directory"]),
         ("runs on", f"{model['device']}, {model['dtype']}"),
         ("kernels", f"{model['kernels']} ({model['backend']})"),
+        ("exactness", "bit for bit" if model["exact"] else "up to near-ties of two tokens"),
         ("context", f"{model['max_context']} tokens"),
         ("weights", _megabytes(model["weight_bytes"])),
         ("KV cache", f"{_megabytes(model['cache_bytes'])} at {tokens} tokens"),

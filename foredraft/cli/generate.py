@@ -49,6 +49,7 @@ def generate(
     device: o.Device = "auto",
     backend: o.Backend = "auto",
     threads: o.Threads = None,
+    exact: o.Exact = False,
     max_context: o.MaxContext = None,
     as_json: o.Json = False,
 ) -> None:
@@ -79,7 +80,7 @@ def generate(
     asked = o.load_options(
         model, drafter_option, drafter=drafter, draft_model=draft_model,
         num_draft_tokens=num_draft_tokens, dtype=dtype, device=device, backend=backend,
-        threads=threads, max_context=max_context, max_batch_size=1,
+        threads=threads, exact=exact, max_context=max_context, max_batch_size=1,
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     llm = o.load_llm(asked)

@@ -25,6 +25,9 @@ Model = Annotated[
 Dtype = Annotated[str, _option(_MODEL, "--dtype", f"One of {', '.join(DTYPES)}.")]
 Device = Annotated[str, _option(_MODEL, "--device", f"One of {', '.join(DEVICES)}.")]
 Backend = Annotated[str, _option(_MODEL, "--backend", f"One of {', '.join(BACKENDS)}.")]
+Exact = Annotated[
+    bool, _option(_MODEL, "--exact", "Insist on the same text bit for bit; see the documentation.")
+]
 Threads = Annotated[
     int | None, _option(_MODEL, "--threads", "CPU threads; one a core when not given.")
 ]

@@ -156,6 +156,8 @@ class DrafterSpec:
         needs_draft_model: whether the user must name a draft model.
         takes_draft_model: whether it can use one and do without.
         any_vocabulary: whether that model may have another vocabulary than the target.
+        learns_from_guesses: whether it learns from the target's scores of guesses that were not
+            accepted, so that its drafts are no function of the committed text alone.
     """
 
     build: DrafterFactory
@@ -166,3 +168,4 @@ class DrafterSpec:
     needs_draft_model: bool = False
     takes_draft_model: bool = False
     any_vocabulary: bool = False
+    learns_from_guesses: bool = False

@@ -23,7 +23,9 @@ class GuardedDrafter:
 
     The requests that were running at a fault are decoded plainly to their end (what the drafter
     remembers of them is no longer trusted) and it is said once. New requests get another chance;
-    after three faults the drafter stays off.
+    after three faults the drafter stays off. Texts of seeded requests are unaffected. For drawn
+    ones a fault that depends on which token was drawn discards a draft after seeing it, which
+    bends the distribution until the drafter is off; nothing can undo that after the draw.
 
     Args:
         drafter: the drafter to watch.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foredraft.core.choices import KeyedDraftChoices
 from foredraft.core.errors import MalformedProposalError
-from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal, Renaming
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 
 
@@ -123,3 +123,26 @@ def test_a_drawn_node_needs_an_earlier_parent() -> None:
     builder.draw(3, HALF)
     with pytest.raises(MalformedProposalError, match="parent 3"):
         builder.build()
+
+
+def test_renaming_keeps_shape_probabilities_and_replacement() -> None:
+    builder = DrawnProposalBuilder(Scripted([2, 0]), replacement=False)
+    for _ in range(2):
+        builder.draw(ROOT, torch.tensor([0.25, 0.0, 0.75]))
+    renamed = builder.build().renamed(Renaming({0: 3, 2: 1}, vocab_size=5))
+    assert renamed.tree == TokenTree((1, 3), (ROOT, ROOT))
+    assert not renamed.replacement
+    assert renamed.draft_probs_NV is not None
+    assert renamed.draft_probs_NV.tolist() == [[0.0, 0.75, 0.0, 0.25, 0.0]] * 2
+
+
+def test_a_chosen_draft_can_be_renamed() -> None:
+    renamed = Proposal.chosen(TokenTree.chain([0, 2])).renamed(Renaming({0: 3, 2: 1}, 5))
+    assert renamed == Proposal.chosen(TokenTree.chain([3, 1]))
+
+
+def test_a_renaming_is_one_to_one_and_complete() -> None:
+    with pytest.raises(MalformedProposalError, match="renamed to one"):
+        Renaming({0: 1, 2: 1}, 5)
+    with pytest.raises(MalformedProposalError, match="draft token 2 has no new name"):
+        Proposal.chosen(TokenTree.chain([0, 2])).renamed(Renaming({0: 1}, 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from tests.drafters.tokenizers import END, STYLES, TEXT, Pieces, codec, reciter
 from tests.exactness.test_engine_enumeration import DRAWN, SEEDED, assert_exact
 from tests.exactness.worlds import World, world
 
+SCRATCH = tempfile.TemporaryDirectory(prefix="foredraft-cross-")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, seed=5)
 OTHER_STYLES = [style for style in STYLES if style != "bpe"]
 
@@ -42,9 +44,7 @@ OTHER_STYLES = [style for style in STYLES if style != "bpe"]
 def cross(
     target: Target, model: Target, codecs: tuple[TextCodec, TextCodec], **options: Any
 ) -> Drafter:
-    context = DrafterContext(
-        target, model, options, tokenizer=codecs[0], draft_tokenizer=codecs[1]
-    )
+    context = DrafterContext(target, model, options, tokenizer=codecs[0], draft_tokenizer=codecs[1])
     return build_drafter("cross-tokenizer", context)
 
 
@@ -122,11 +122,6 @@ def random_draft_model(vocab_size: int) -> Any:
     return read, load_weights(directory, read, torch.float32)
 
 
-import tempfile  # noqa: E402
-
-SCRATCH = tempfile.TemporaryDirectory(prefix="foredraft-cross-")
-
-
 def new_random_draft_model(vocab_size: int) -> Target:
     from foredraft.models.native.target import NativeTarget
 
@@ -162,9 +157,7 @@ def test_the_text_is_the_plain_runs(style: str, mode: str, temperature: float) -
 @pytest.mark.parametrize("coupling", ["seeded", "drawn"])
 @pytest.mark.parametrize(("mode", "shape"), [("slem", "chain"), ("tli", "chain"), ("tli", "2,1")])
 @pytest.mark.parametrize("style", OTHER_STYLES)
-def test_it_keeps_what_the_seam_promises(
-    style: str, mode: str, shape: str, coupling: str
-) -> None:
+def test_it_keeps_what_the_seam_promises(style: str, mode: str, shape: str, coupling: str) -> None:
     params = SamplingParams(temperature=1.0, seed=17, max_tokens=16, coupling=coupling)  # type: ignore[arg-type]
     options = {"mode": mode, "shape": shape}
     setup = set_up(style, **options)
@@ -317,13 +310,13 @@ class Shuffled:
                     replace(
                         row,
                         pending=[codec._ids[t] for t in row.pending],
-                        tree=replace(row.tree, tokens=tuple(codec._ids[t] for t in row.tree.tokens)),
+                        tree=replace(
+                            row.tree, tokens=tuple(codec._ids[t] for t in row.tree.tokens)
+                        ),
                     )
                     for row in rows
                 ]
-                return [
-                    RowScores(scores.logits_NV[:, ids]) for scores in model.score(own, taps)
-                ]
+                return [RowScores(scores.logits_NV[:, ids]) for scores in model.score(own, taps)]
 
         return Renamed()
 

@@ -1,4 +1,4 @@
-"""Small tokenizers that cut text in different ways, and tables that recite a text in any of them."""
+"""Small tokenizers that cut text in different ways, and tables that recite a text in them."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ C cache entries a row sees, D head size, E hidden size, V vocabulary, N wanted l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ class EagerDecoder:
             if index in taps:
                 tapped[index] = hidden_TE
         wanted_NE = self._norm(hidden_TE[plan.heads], self._weights.final_norm_E)
-        return F.linear(wanted_NE, self._weights.head_VE).float(), tapped
+        return self._linear(wanted_NE, self._weights.head_VE).float(), tapped
 
     def _rotations(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
         positions_T = plan.positions_T.to(self._inv_freq.device, torch.float32)
@@ -69,7 +69,7 @@ class EagerDecoder:
     def _attention(self, run: _Run, index: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
         config = self._config
         normed_TE = self._norm(hidden_TE, layer.attention_norm_E)
-        qkv = F.linear(normed_TE, layer.qkv_weight, layer.qkv_bias)
+        qkv = self._linear(normed_TE, layer.qkv_weight, layer.qkv_bias)
         heads = qkv.view(len(run.plan), -1, config.head_dim)
         num_kv = config.num_key_value_heads
         sizes = [config.num_attention_heads, num_kv, num_kv]
@@ -79,13 +79,29 @@ class EagerDecoder:
             key_TGD = self._norm(key_TGD, layer.key_norm_D)
         query_THD = rotate(query_THD, run.cos_TD, run.sin_TD)
         key_TGD = rotate(key_TGD, run.cos_TD, run.sin_TD)
-        attended = run.attend(index, query_THD, key_TGD, value_TGD)
-        return F.linear(attended, layer.output_weight, layer.output_bias)
+        attended = run.attend(index, query_THD, key_TGD, value_TGD, self._attend)
+        return self._linear(attended, layer.output_weight, layer.output_bias)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def _attend(
+        self, query_RHD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
+    ) -> Tensor:
+        """Attention of one row's tokens over its entries; [R, H, D]."""
+        attended_HRD = F.scaled_dot_product_attention(
+            query_RHD.transpose(0, 1)[None],
+            keys_GCD[None],
+            values_GCD[None],
+            attn_mask=mask_RC,
+            enable_gqa=True,
+        )[0]
+        return attended_HRD.transpose(0, 1)
 
     def _mlp(self, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
-        gate_up = F.linear(self._norm(hidden_TE, layer.mlp_norm_E), layer.gate_up_weight)
+        gate_up = self._linear(self._norm(hidden_TE, layer.mlp_norm_E), layer.gate_up_weight)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, layer.down_weight)
+        return self._linear(F.silu(gate) * up, layer.down_weight)
 
 
 class _Run:
@@ -102,7 +118,14 @@ class _Run:
         self.plan, self.cos_TD, self.sin_TD = plan, cos_TD, sin_TD
         self._cache, self._masks = cache, masks
 
-    def attend(self, index: int, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+    def attend(
+        self,
+        index: int,
+        query_THD: Tensor,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+        attend_row: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    ) -> Tensor:
         """Store keys and values, then attend row by row; [T, H * D]."""
         outputs = []
         for row, mask in zip(self.plan.rows, self._masks, strict=True):
@@ -111,14 +134,11 @@ class _Run:
             values_GCD = self._cache.values_LSHCD[index, row.slot]
             keys_GCD[:, entries] = key_TGD[tokens].transpose(0, 1)
             values_GCD[:, entries] = value_TGD[tokens].transpose(0, 1)
-            attended_HRD = F.scaled_dot_product_attention(
-                query_THD[tokens].transpose(0, 1)[None],
-                keys_GCD[None, :, : row.entries.stop],
-                values_GCD[None, :, : row.entries.stop],
-                attn_mask=mask,
-                enable_gqa=True,
-            )[0]
-            outputs.append(attended_HRD.transpose(0, 1).flatten(1))
+            end = row.entries.stop
+            attended_RHD = attend_row(
+                query_THD[tokens], keys_GCD[:, :end], values_GCD[:, :end], mask
+            )
+            outputs.append(attended_RHD.flatten(1))
         return torch.cat(outputs)
 
 

@@ -27,6 +27,9 @@ from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.rope import inverse_frequencies
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
+_CLOSE_BYTES = 1 << 16
+"""Weights this close to each other share huge pages; what lies between may become resident."""
+
 
 class _Layer(ctypes.Structure):
     """``ForedraftLayer`` of decoder.cpp."""
@@ -112,6 +115,8 @@ class FusedDecoder:
         self._workspace_size = library.foredraft_workspace_size
         self._workspace_size.argtypes = [POINTER(_Model), *[c_int64] * 4]
         self._workspace_size.restype = c_int64
+        for begin, end in _memory_ranges(self._kept):
+            library.foredraft_use_huge_pages(c_void_p(begin), c_int64(end - begin))
 
     @property
     def workspace_bytes(self) -> int:
@@ -244,6 +249,18 @@ class FusedDecoder:
             return None
         self._kept.append(tensor.to(torch.float32).contiguous())
         return self._kept[-1].data_ptr()
+
+
+def _memory_ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Where tensors lie, as [begin, end) addresses; close neighbours make one range."""
+    ranges: list[tuple[int, int]] = []
+    for begin, size in sorted((t.data_ptr(), t.numel() * t.dtype.itemsize) for t in tensors):
+        end = begin + size
+        if ranges and begin - ranges[-1][1] <= _CLOSE_BYTES:
+            begin, previous_end = ranges.pop()
+            end = max(end, previous_end)
+        ranges.append((begin, end))
+    return ranges
 
 
 def _ints(values: Iterable[int]) -> ctypes.Array[c_int32]:

@@ -72,10 +72,9 @@ inline void weigh_values(const Visible& visible, const Weight* values_CD, int64_
     UNROLL for (int q = 0; q < Q; ++q) weight[q] = broadcast(weights[q * stride + rank]);
     UNROLL for (int p = 0; p < P; ++p) {
       const Vec first = load_first(value + p * kPair);
-      UNROLL for (int q = 0; q < Q; ++q) sum[q][2 * p] = fma(weight[q], first, sum[q][2 * p]);
+      UNROLL for (int q = 0; q < Q; ++q) add_product(sum[q][2 * p], weight[q], first);
       const Vec second = load_second(value + p * kPair);
-      UNROLL for (int q = 0; q < Q; ++q)
-        sum[q][2 * p + 1] = fma(weight[q], second, sum[q][2 * p + 1]);
+      UNROLL for (int q = 0; q < Q; ++q) add_product(sum[q][2 * p + 1], weight[q], second);
     }
   };
   for (int64_t rank = 0; rank < visible.prefix; ++rank) add(rank, rank);

@@ -18,6 +18,10 @@
 //   normalise   split by token
 //   gate_up     split by weight row     feed_forward = silu(gate) * up
 //   down        split by weight row     hidden += feed_forward . W
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("ira-algorithm=priority")  // spills fewer of dot_block's running sums
+#endif
+
 #include <omp.h>
 
 #include <cmath>
@@ -25,6 +29,7 @@
 
 #include "attention.h"
 #include "matmul.h"
+#include "pages.h"
 #include "simd.h"
 #include "team.h"
 
@@ -301,34 +306,42 @@ class Worker {
     for (int64_t i = 0; i < D; ++i) from_float(x[i], target[i]);
   }
 
+  // Tiles are dealt out in turn. They get smaller, down to one token at one query head, until each
+  // thread has two.
   void attend(int64_t index) const {
-    int64_t unit = 0;
+    const int64_t enough = 2 * me_.size, num_kv = model_.num_kv_heads;
+    int64_t step = kTileTokens;
+    while (step > 1 && T * num_kv < enough * step) step /= 2;
+    const int64_t heads = T * num_kv < enough ? 1 : G;
+    int64_t tile = 0;
     for (int64_t r = 0; r < forward_.num_rows; ++r) {
       const ForedraftRow& row = forward_.rows[r];
-      for (int64_t t = row.first_token; t < row.end_token; t += kTileTokens)
-        for (int64_t kv_head = 0; kv_head < model_.num_kv_heads; ++kv_head)
-          if (unit++ % me_.size == me_.index)
-            attend_tile(index, {t, std::min(t + kTileTokens, row.end_token)}, kv_head);
+      for (int64_t t = row.first_token; t < row.end_token; t += step)
+        for (int64_t head = 0; head < H; head += heads)
+          if (tile++ % me_.size == me_.index)
+            attend_tile(index, {t, std::min(t + step, row.end_token)}, head, heads);
     }
   }
 
-  void attend_tile(int64_t index, Range tokens, int64_t kv_head) const {
+  // Query heads [head, head + num_heads): one, or all that share a key-value head.
+  void attend_tile(int64_t index, Range tokens, int64_t head, int64_t num_heads) const {
+    const int64_t kv_head = head / G, slot = forward_.slots[tokens.begin];
     float* scratch = work_.scores + me_.index * work_.scores_size;
     const AttentionTile<Weight> tile{
-        cache_at(forward_.keys, index, forward_.slots[tokens.begin], kv_head),
-        cache_at(forward_.values, index, forward_.slots[tokens.begin], kv_head),
+        cache_at(forward_.keys, index, slot, kv_head),
+        cache_at(forward_.values, index, slot, kv_head),
         D,
-        G,
-        {query_at(kv_head, tokens.begin), padded(D)},
+        num_heads,
+        {query_at(kv_head, tokens.begin) + head % G * padded(D), G / num_heads * padded(D)},
         &visible_[tokens.begin],
         tokens.end - tokens.begin,
         scratch + kAttendedHeads * padded(D),
         work_.score_stride,
         scratch,
     };
-    tile.run([&](int64_t token, int64_t head, const float* values, float factor) {
+    tile.run([&](int64_t token, int64_t within, const float* values, float factor) {
       float* out = work_.attended + (tokens.begin + token) * padded(H * D);
-      put_attended(out, (kv_head * G + head) * D, values, factor);
+      put_attended(out, (head + within) * D, values, factor);
     });
   }
 
@@ -420,6 +433,9 @@ void run(const ForedraftModel& model, const ForedraftForward& forward) {
 }  // namespace
 
 extern "C" {
+
+__attribute__((visibility("default")))
+void foredraft_use_huge_pages(void* begin, int64_t size) { use_huge_pages(begin, size); }
 
 // Floats of work memory that a forward of this size needs.
 __attribute__((visibility("default")))

@@ -29,7 +29,7 @@ constexpr int kBlockTokens = 6;
 // Rows that meet a block of so many tokens. Their running sums, the weights and one activation
 // must fit the 16 registers of AVX2: one spilled sum halves the speed.
 constexpr int block_rows(int num_tokens) {
-  constexpr int rows[] = {0, 6, 4, 3, 2, 2, 2};
+  constexpr int rows[] = {0, 6, 4, 3, 3, 2, 2};
   return rows[num_tokens];
 }
 
@@ -64,12 +64,12 @@ inline void dot_block(const Weight* weights, int64_t K, const float* x, int64_t 
     UNROLL for (int r = 0; r < R; ++r) weight[r] = load_first(w + r * w_stride);
     UNROLL for (int t = 0; t < T; ++t) {
       const Vec first = load_to_register(x + t * x_stride + k);
-      UNROLL for (int r = 0; r < R; ++r) sum[r][t] = fma(weight[r], first, sum[r][t]);
+      UNROLL for (int r = 0; r < R; ++r) add_product(sum[r][t], weight[r], first);
     }
     UNROLL for (int r = 0; r < R; ++r) weight[r] = load_second(w + r * w_stride);
     UNROLL for (int t = 0; t < T; ++t) {
       const Vec second = load_to_register(x + t * x_stride + k + kLanes);
-      UNROLL for (int r = 0; r < R; ++r) sum[r][t] = fma(weight[r], second, sum[r][t]);
+      UNROLL for (int r = 0; r < R; ++r) add_product(sum[r][t], weight[r], second);
     }
   };
   int64_t k = 0;

@@ -83,6 +83,18 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// The same for running sums held in registers. GCC would else copy sums between registers and, with
+// all 16 in use, spill some to memory, which halves the speed.
+inline void add_product(Vec& sum, Vec a, Vec b) {
+#if defined(__FMA__) && !defined(__AVX512F__)
+  Vec c = sum;
+  asm volatile("vfmadd231ps %2, %1, %0" : "+x"(c) : "x"(a), "x"(b));
+  sum = c;
+#else
+  sum = fma(a, b, sum);
+#endif
+}
+
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 // ---- sums over lanes: one fixed tree for every vector -------------------------------------------
