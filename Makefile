@@ -2,7 +2,10 @@
 # make test-all, make lint, make types, make example: what CI and contributors run besides
 # Each target makes its own virtual environment in .venv first.
 
-PYTHON ?= $(shell command -v python3.13 || command -v python3.12 || command -v python3.11 || echo python3)
+# The first Python that really runs and is new enough.
+NEW_ENOUGH = import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+  $$python -c '$(NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
@@ -12,7 +15,7 @@ TORCH ?= torch==2.13.*
 .PHONY: help demo test test-all lint types example clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '1,3s/^# //p' Makefile
 
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
@@ -36,8 +39,8 @@ example: $(VENV)/.installed-dev
 
 # torch goes first and by itself: where pip is set up to find a CPU build, nothing pulls CUDA in.
 $(VENV)/.torch: Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "foredraft needs Python 3.11 or newer; '$(PYTHON)' is older. Try: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(NEW_ENOUGH)' || \
+	  { echo "foredraft needs Python 3.11 or newer. Try: make PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(PIP) '$(TORCH)'
