@@ -139,7 +139,7 @@ def custom_generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
             ``generate`` hands them over. ``input_ids`` are int64 [B, T].
-        drafter: a registered drafter; "auto" is "draft_model" with a draft model, else "ngram".
+        drafter: a registered drafter; "auto" is "draft_model" with a draft model, else "suffix".
         draft_model: a smaller transformers model of the same vocabulary.
         num_draft_tokens: most nodes to draft a step; None takes the drafter's own default.
         drafter_options: the drafter's own options.

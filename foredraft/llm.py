@@ -231,7 +231,7 @@ def resolve_drafter(options: LoadOptions, has_draft_model: bool | None = None) -
         has_draft_model = options.draft_model is not None
     name = options.drafter
     if name == "auto":
-        name = "draft_model" if has_draft_model else "ngram"
+        name = "draft_model" if has_draft_model else "suffix"
     spec = drafter_spec(name)
     if spec.needs_draft_model and not has_draft_model:
         raise needs_draft_model(name)
@@ -285,7 +285,8 @@ def _check_same_vocabulary(
             f"target {plan.name!r} has a vocabulary of {tokenizer.vocab_size} tokens "
             f"(fingerprint {tokenizer.fingerprint}) and draft model {draft_plan.name!r} one of "
             f"{draft_tokenizer.vocab_size} (fingerprint {draft_tokenizer.fingerprint}): the same "
-            "id means different text. Use a draft model of the same family"
+            "id means different text. Use a draft model of the same family, or the drafter "
+            "'cross-tokenizer'"
         )
 
 

@@ -63,7 +63,7 @@ def test_every_drafter_gives_the_same_text(llm: LLM, directory: Path, drafter: s
 
 
 def test_auto_takes_the_best_that_is_there(directory: Path) -> None:
-    assert LLM.load(directory, drafter="auto").drafter_name == "ngram"
+    assert LLM.load(directory, drafter="auto").drafter_name == "suffix"
     with_model = LLM.load(directory, draft_model=checkpoint(0.01))
     assert with_model.drafter_name == "draft_model"
     assert with_model.draft_plan is not None
@@ -198,7 +198,10 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"drafter": "ngramm"}, "unknown drafter 'ngramm'; did you mean 'ngram'"),
         ({"drafter": None}, "drafter is None"),
         ({"drafter": 3}, "drafter is 3"),
-        ({"drafter_options": {"max_ngram": 2}}, "did you mean 'max_ngram_size'"),
+        (
+            {"drafter": "ngram", "drafter_options": {"max_ngram": 2}},
+            "did you mean 'max_ngram_size'",
+        ),
         ({"drafter_options": ["max_ngram_size"]}, "it must map names to values"),
         ({"drafter": "ngram", "draft_model": "x"}, "'ngram' uses no draft model, but 'x' was"),
         ({"drafter": "draft-model"}, "needs a draft model"),

@@ -151,7 +151,9 @@ def _past_outputs(
         raise ConfigError("tenant names a file in shared_dir, which was not given")
     path = None
     if shared_dir is not None:
-        path = tenant_file(Path(str(shared_dir)), "" if tenant is None else str(tenant))
+        path = tenant_file(
+            Path(str(shared_dir)).expanduser(), "" if tenant is None else str(tenant)
+        )
     fingerprint = str(getattr(context.tokenizer, "fingerprint", "unknown"))
     return PastOutputs(max_tokens, path, fingerprint, context.target.vocab_size)
 

@@ -4,7 +4,7 @@ Every scored position yields the target's few most likely next tokens, of which 
 the others: a table from each token to its last candidates, walked from the end of the text, gives
 a tree of drafts. (X. Luo et al., "Turning Trash into Treasure", arXiv 2408.08696.)
 
-Shape legend: N the root and the committed nodes, V vocabulary, K candidates.
+Shape legend: V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError
@@ -31,6 +32,7 @@ _PRIOR = (
 """First estimate that a candidate comes, by how steady its row is and by its rank. From greedy
 replies of a small chat model to prompts of our own."""
 _PRIOR_WEIGHT = 20.0
+_BLOCK = 128
 
 
 class _Row(NamedTuple):
@@ -117,6 +119,28 @@ class _Request:
                 yield candidate, prob, candidate
 
 
+def likeliest(logits_V: Tensor, count: int) -> list[int]:
+    """The ``count`` tokens of the highest logits, highest first.
+
+    On CPU in two stages: they all lie in the ``count`` blocks that have the highest maxima. That
+    takes half the time of `torch.topk`, and wakes none of torch's threads for so little.
+    """
+    count = min(count, logits_V.numel())
+    if logits_V.device.type != "cpu":
+        top: list[int] = logits_V.topk(count).indices.tolist()
+        return top
+    values_V = logits_V.detach().numpy()
+    num_whole = values_V.size // _BLOCK
+    candidates = np.arange(values_V.size)
+    if num_whole > count:
+        blocks = values_V[: num_whole * _BLOCK].reshape(num_whole, _BLOCK)
+        best = np.sort(np.argpartition(blocks.max(axis=1), num_whole - count)[-count:])
+        inside = (best[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
+        candidates = np.concatenate((inside, np.arange(num_whole * _BLOCK, values_V.size)))
+    order = np.argsort(-values_V[candidates], kind="stable")[:count]
+    return [int(token) for token in candidates[order]]
+
+
 class TokenRecyclingDrafter:
     """See the module docstring.
 
@@ -163,14 +187,10 @@ class TokenRecyclingDrafter:
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
             request = self._requests[seen.request_id]
-            logits_NV = seen.logits_NV[[0, *(node + 1 for node in seen.path)]]
-            for token, candidates in zip(seen.committed, self._top(logits_NV), strict=False):
-                request.commit(token, candidates)
-
-    def _top(self, logits_NV: Tensor) -> list[list[int]]:
-        count = min(self._num_candidates, logits_NV.shape[-1])
-        top_NK: list[list[int]] = logits_NV.topk(count).indices.tolist()
-        return top_NK
+            nodes = [0, *(node + 1 for node in seen.path)]
+            for token, node in zip(seen.committed, nodes, strict=False):
+                logits_V = seen.logits_NV[node]
+                request.commit(token, likeliest(logits_V, self._num_candidates))
 
     def end(self, request_id: int) -> None:
         del self._requests[request_id]

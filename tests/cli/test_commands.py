@@ -26,7 +26,7 @@ def test_generate_streams_the_text(run: Run) -> None:
 def test_generate_json_holds_everything(run: Run) -> None:
     result = run("generate", "a b a b a b", "--max-tokens", "9", "--seed", "3", "--json")
     report = json.loads(result.stdout)
-    assert report["drafter"] == "ngram"
+    assert report["drafter"] == "suffix"
     assert report["seed"] == 3
     stats = report["stats"]
     assert stats["committed"] == len(report["token_ids"])
@@ -40,8 +40,9 @@ def test_generate_reads_standard_input(run: Run) -> None:
 
 
 def test_generate_passes_drafter_options_on(run: Run) -> None:
-    assert run("generate", "x", "--max-tokens", "3", "--drafter-option", "max-ngram-size=3").exit_code == 0
-    wrong = run("generate", "x", "--drafter-option", "max_ngram_sise=3")
+    ngram = ("generate", "x", "--max-tokens", "3", "--drafter", "ngram", "--drafter-option")
+    assert run(*ngram, "max-ngram-size=3").exit_code == 0
+    wrong = run(*ngram, "max_ngram_sise=3")
     assert isinstance(wrong.exception, ConfigError)
     assert "max_ngram_size" in str(wrong.exception)
 

@@ -14,7 +14,7 @@ from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DrafterContext, DraftRow, Observation
-from foredraft.drafters.token_recycling import Successors
+from foredraft.drafters.token_recycling import Successors, likeliest
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level
 
@@ -32,6 +32,15 @@ def logits(*likeliest: int) -> torch.Tensor:
     for place, token in enumerate(likeliest):
         logits_V[token] = float(VOCAB - place)
     return logits_V
+
+
+@pytest.mark.parametrize("size", [1, 5, 127, 128, 129, 1000, 5000])
+def test_the_likeliest_tokens_are_found(size: int) -> None:
+    logits_V = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    expected = logits_V.topk(min(8, size)).indices.tolist()
+    assert likeliest(logits_V, 8) == expected
+    logits_V[logits_V < logits_V.max()] = -torch.inf
+    assert likeliest(logits_V, 8)[0] == expected[0]
 
 
 def test_a_row_is_replaced_and_its_steadiness_counted() -> None:

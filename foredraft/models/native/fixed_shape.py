@@ -83,8 +83,8 @@ def probe(target: Target) -> None:
         if not torch.equal(alone, _scored(target, text, sizes)):
             raise CapabilityError(
                 "exact=True cannot be kept here: this machine's libraries give other bits in other "
-                "company, also in blocks of fixed shape. On CPU, install a C++ compiler (apt install "
-                "g++) for the fused kernel, which keeps it by construction"
+                "company, also in blocks of fixed shape. On CPU, install a C++ compiler (apt "
+                "install g++) for the fused kernel, which keeps it by construction"
             )
 
 

@@ -16,7 +16,7 @@
 
 namespace foredraft {
 
-constexpr int64_t kAttendedHeads = 3;  // query heads whose values are summed together
+constexpr int64_t kNearEntries = 128;  // values of so many stay in the nearest cache
 
 // What one token sees.
 struct Visible {
@@ -52,92 +52,126 @@ inline float softmax(float* scores, int64_t count) {
   return 1.0f / sum_lanes(sum);
 }
 
-// Dimensions [d, d + P pairs) of the attended values of Q queries of one token: the sum over ranks
-// of weight * value, in lane order. Row q goes to out + q * out_stride.
-template <int Q, int P, class Weight>
-inline void weigh_values(const Visible& visible, const Weight* values_CD, int64_t D, int64_t d,
-                         const float* weights, int64_t stride, float* out) {
+// Ranks of which some queries sum up weighted values: entries [begin, end), where rank and entry are
+// the same, and then extras.
+struct Ranks {
+  int64_t begin, end;
+  const int32_t* extras;
+  int64_t num_extras;
+};
+
+// P pairs of dimensions of Q queries: adds weight * value, rank by rank, to the sums in `out`, which
+// start from zero when the ranks do. Query q has its weights at weights + q * weight_stride and its
+// sums, in lane order, at out + q * out_stride; `values` is where these dimensions of entry 0 lie.
+// Only `count` dimensions are there if it is less than P pairs. Not inlined: the sums need all
+// registers.
+template <int Q, int P, bool kWhole, class Weight>
+__attribute__((noinline)) void weigh_values(const Ranks& ranks, const Weight* values, int64_t D,
+                                            int64_t count, const float* weights,
+                                            int64_t weight_stride, float* out,
+                                            int64_t out_stride) {
   Vec sum[Q][2 * P];
   UNROLL for (int q = 0; q < Q; ++q)
-    UNROLL for (int i = 0; i < 2 * P; ++i) sum[q][i] = Vec{};
-  const int64_t rest = std::min<int64_t>(D - d, P * kPair);
-  const auto add = [&](int64_t rank, int64_t entry) INLINE {
-    const Weight* value = values_CD + entry * D + d;
-    Weight padded_value[P * kPair];
-    if (rest < P * kPair) {
-      std::fill(std::copy(value, value + rest, padded_value), padded_value + P * kPair, Weight{});
-      value = padded_value;
-    }
-    Vec weight[Q];
-    UNROLL for (int q = 0; q < Q; ++q) weight[q] = broadcast(weights[q * stride + rank]);
+    UNROLL for (int i = 0; i < 2 * P; ++i)
+      sum[q][i] = ranks.begin ? load(out + q * out_stride + i * kLanes) : Vec{};
+  Weight padded_value[P * kPair] = {};
+  const auto add = [&](const float* weight, const Weight* value) INLINE {
+    if constexpr (!kWhole) value = std::copy(value, value + count, padded_value) - count;
     UNROLL for (int p = 0; p < P; ++p) {
-      const Vec first = load_first(value + p * kPair);
-      UNROLL for (int q = 0; q < Q; ++q) add_product(sum[q][2 * p], weight[q], first);
-      const Vec second = load_second(value + p * kPair);
-      UNROLL for (int q = 0; q < Q; ++q) add_product(sum[q][2 * p + 1], weight[q], second);
+      const Vec first = load_first(value + p * kPair), second = load_second(value + p * kPair);
+      asm("" : "+r"(weight));  // read the weights again: registers are short
+      UNROLL for (int q = 0; q < Q; ++q) {
+        const Vec factor = broadcast(weight[q * weight_stride]);
+        sum[q][2 * p] = fma(factor, first, sum[q][2 * p]);
+        sum[q][2 * p + 1] = fma(factor, second, sum[q][2 * p + 1]);
+      }
     }
   };
-  for (int64_t rank = 0; rank < visible.prefix; ++rank) add(rank, rank);
-  for (int64_t i = 0; i < visible.num_extras; ++i) add(visible.prefix + i, visible.extras[i]);
+  for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) add(weights + rank, values + rank * D);
+  for (int64_t i = 0; i < ranks.num_extras; ++i)
+    add(weights + ranks.end + i, values + ranks.extras[i] * D);
   UNROLL for (int q = 0; q < Q; ++q)
-    UNROLL for (int i = 0; i < 2 * P; ++i) store(out + q * padded(D) + d + i * kLanes, sum[q][i]);
+    UNROLL for (int i = 0; i < 2 * P; ++i) store(out + q * out_stride + i * kLanes, sum[q][i]);
 }
 
-// All dimensions of Q queries of one token: out[q * padded(D)], in lane order.
+// All dimensions of Q queries: sums at out[q * padded(D)].
 template <int Q, class Weight>
-inline void attend(const Visible& visible, const Weight* values_CD, int64_t D,
-                   const float* weights, int64_t stride, float* out) {
-  constexpr int P = Q == 1 ? 4 : 2;  // running sums of one query alone must hide the latency
+inline void weigh_all_values(const Ranks& ranks, const Weight* values_CD, int64_t D,
+                             const float* weights, int64_t weight_stride, float* out) {
+  constexpr int P = Q > 3 ? 1 : Q > 1 ? 2 : 4;  // enough sums to hide the latency, none spilled
+  const auto pairs = [&](auto num_pairs, auto whole, int64_t d) {
+    weigh_values<Q, num_pairs, whole>(ranks, values_CD + d, D, D - d, weights, weight_stride,
+                                      out + d, padded(D));
+  };
   int64_t d = 0;
   for (; d + P * kPair <= D; d += P * kPair)
-    weigh_values<Q, P>(visible, values_CD, D, d, weights, stride, out);
-  for (; d < D; d += kPair)
-    weigh_values<Q, 1>(visible, values_CD, D, d, weights, stride, out);
+    pairs(std::integral_constant<int, P>{}, std::true_type{}, d);
+  for (; d + kPair <= D; d += kPair) pairs(std::integral_constant<int, 1>{}, std::true_type{}, d);
+  if (d < D) pairs(std::integral_constant<int, 1>{}, std::false_type{}, d);
 }
 
-// One tile: some tokens of a row at one key-value head.
+// One tile: some tokens of a row at query heads that share a key-value head.
 template <class Weight>
 struct AttentionTile {
   const Weight* keys_CD;
   const Weight* values_CD;
   int64_t D;
-  int64_t group;          // G
-  Activations queries;    // [M, D], scaled; the G heads of a token are neighbours
-  const Visible* visible; // [T]
-  int64_t num_tokens;     // T
-  float* scores;          // scratch [M, score_stride]
+  int64_t group;           // G
+  Activations queries;     // [M, D], scaled; the G heads of a token are neighbours
+  const Visible* visible;  // [T]
+  int64_t num_tokens;      // T
+  float* scores;           // scratch [M, score_stride]
   int64_t score_stride;
-
-  float* attended;        // scratch [kAttendedHeads, D], in lane order
+  float* attended;         // scratch [M, D], in lane order
+  float* factors;          // scratch [M]
 
   // put(token, head of the group, values [D] in lane order, factor) takes what a head attended.
   template <class Put>
   void run(const Put& put) const {
+    score();
+    int64_t common = visible[0].prefix;  // entries that all tokens see
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      common = std::min(common, visible[t].prefix);
+      for (int64_t m = t * group; m < (t + 1) * group; ++m) {
+        order_by_rank(visible[t], scores + m * score_stride);
+        factors[m] = softmax(scores + m * score_stride, visible[t].count());
+      }
+    }
+    for (int64_t rank = 0; rank < common; rank += kNearEntries)
+      weigh({rank, std::min(rank + kNearEntries, common), nullptr, 0}, 0, num_tokens * group);
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      weigh({common, visible[t].prefix, visible[t].extras, visible[t].num_extras}, t * group, group);
+      for (int64_t m = t * group; m < (t + 1) * group; ++m)
+        put(t, m - t * group, attended + m * padded(D), factors[m]);
+    }
+  }
+
+ private:
+  // Scores of all queries at all entries that any token sees.
+  void score() const {
     int64_t end = 0;
     for (int64_t t = 0; t < num_tokens; ++t) end = std::max(end, visible[t].end());
     matmul(Matrix<Weight>{keys_CD, D}, Range{0, end}, queries, num_tokens * group,
            [&](int64_t query, int64_t entry, float score) {
              scores[query * score_stride + entry] = score;
            });
-    for (int64_t t = 0; t < num_tokens; ++t)
-      for (int64_t head = 0; head < group; head += kAttendedHeads)
-        attend_heads(t, head, std::min(kAttendedHeads, group - head), put);
   }
 
- private:
-  template <class Put>
-  void attend_heads(int64_t token, int64_t head, int64_t num_heads, const Put& put) const {
-    const Visible& seen = visible[token];
-    float* weights = scores + (token * group + head) * score_stride;
-    float factor[kAttendedHeads];
-    for (int64_t q = 0; q < num_heads; ++q) {
-      order_by_rank(seen, weights + q * score_stride);
-      factor[q] = softmax(weights + q * score_stride, seen.count());
+  // Adds the ranks' weighted values for queries [first, first + count).
+  void weigh(const Ranks& ranks, int64_t first, int64_t count) const {
+    if (ranks.begin == ranks.end && ranks.num_extras == 0) return;
+    for (int64_t end = first + count; first < end;) {
+      const auto queries_of = [&](auto num_queries) {
+        weigh_all_values<num_queries>(ranks, values_CD, D, scores + first * score_stride,
+                                      score_stride, attended + first * padded(D));
+        first += num_queries;
+      };
+      const int64_t left = end - first;
+      if (left >= 6) queries_of(std::integral_constant<int, 6>{});
+      else if (left == 3 || left == 5) queries_of(std::integral_constant<int, 3>{});
+      else if (left >= 2) queries_of(std::integral_constant<int, 2>{});
+      else queries_of(std::integral_constant<int, 1>{});
     }
-    if (num_heads == 3) attend<3>(seen, values_CD, D, weights, score_stride, attended);
-    else if (num_heads == 2) attend<2>(seen, values_CD, D, weights, score_stride, attended);
-    else attend<1>(seen, values_CD, D, weights, score_stride, attended);
-    for (int64_t q = 0; q < num_heads; ++q) put(token, head + q, attended + q * padded(D), factor[q]);
   }
 };
 

@@ -103,7 +103,7 @@ struct Workspace {
   float *hidden, *normed, *qkv, *cosine, *sine, *query, *attended, *feed_forward, *wanted;
   float *scores, *gate_up;           // per thread
   int64_t scores_size, gate_up_size; // floats per thread
-  int64_t score_stride;
+  int64_t score_stride, tile_queries;
 
   Workspace(const ForedraftModel& model, int64_t num_tokens, int64_t num_wanted,
             int64_t max_entries, int64_t num_threads, float* memory) {
@@ -114,7 +114,8 @@ struct Workspace {
     const int64_t T = num_tokens, E = model.hidden, D = model.head_dim;
     const int64_t H = model.num_heads, G = H / model.num_kv_heads;
     score_stride = padded(max_entries) + kPair;  // not a power of two: rows spread over cache sets
-    scores_size = kAttendedHeads * padded(D) + std::min(T, kTileTokens) * G * score_stride;
+    tile_queries = std::min(T, kTileTokens) * G;
+    scores_size = tile_queries * (score_stride + padded(D) + 1);
     gate_up_size = 2 * padded(T * panel_rows(T));
     take(hidden, T * E);
     take(normed, T * padded(E));
@@ -335,9 +336,10 @@ class Worker {
         {query_at(kv_head, tokens.begin) + head % G * padded(D), G / num_heads * padded(D)},
         &visible_[tokens.begin],
         tokens.end - tokens.begin,
-        scratch + kAttendedHeads * padded(D),
-        work_.score_stride,
         scratch,
+        work_.score_stride,
+        scratch + work_.tile_queries * work_.score_stride,
+        scratch + work_.tile_queries * (work_.score_stride + padded(D)),
     };
     tile.run([&](int64_t token, int64_t within, const float* values, float factor) {
       float* out = work_.attended + (tokens.begin + token) * padded(H * D);

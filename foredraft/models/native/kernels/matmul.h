@@ -128,7 +128,10 @@ inline void panel(const Matrix<Weight>& weights, Range rows, Activations x, int6
 template <class Weight, class Put>
 inline void all_tokens(const Matrix<Weight>& weights, Range rows, Activations x,
                        int64_t num_tokens, int64_t ahead, const Put& put) {
-  const int64_t blocks = (num_tokens + kBlockTokens - 1) / kBlockTokens;
+  // Fours are a little faster than sixes, where they come out even.
+  const bool in_fours = num_tokens % 4 == 0 || num_tokens >= kManyTokens;
+  const int64_t most = in_fours ? 4 : kBlockTokens;
+  const int64_t blocks = (num_tokens + most - 1) / most;
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t token = num_tokens * b / blocks, stop = num_tokens * (b + 1) / blocks;
     panel(weights, rows, x, token, stop - token, ahead, put);
