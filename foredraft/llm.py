@@ -20,6 +20,7 @@ from foredraft.engine.row import GenerationResult, Session
 from foredraft.engine.streams import Streams
 from foredraft.models.base import Target
 from foredraft.models.store import Progress, resolve_model
+from foredraft.models.timing import measure_forward_ms
 from foredraft.models.tokenizer import Message, Tokenizer
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan, plan_model
 
@@ -51,6 +52,7 @@ class LLM:
         draft_tokenizer: Tokenizer | None = None,
         plan: ModelPlan | None = None,
         draft_plan: ModelPlan | None = None,
+        target_ms: Sequence[tuple[int, float]] = (),
         wrap_drafter: Callable[[Drafter], Drafter] = _unwrapped,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
@@ -61,7 +63,7 @@ class LLM:
         if budget is None:
             budget = drafter_spec(self.drafter_name).num_draft_tokens
         self.drafter_context = DrafterContext(
-            target, draft_model, options.drafter_options, tokenizer, draft_tokenizer
+            target, draft_model, options.drafter_options, tokenizer, draft_tokenizer, target_ms
         )
         self.engine = Engine(
             target,
@@ -98,8 +100,10 @@ class LLM:
         if asked.threads is not None:
             torch.set_num_threads(asked.threads)
         plan, target, tokenizer = _load_model(asked.model, asked, progress)
+        plain = resolve_drafter(asked) == "none"
+        target_ms = measure_forward_ms(target) if asked.calibrate and not plain else ()
         if asked.draft_model is None:
-            return cls(target, tokenizer, asked, plan=plan)
+            return cls(target, tokenizer, asked, target_ms=target_ms, plan=plan)
         draft_plan, draft_model, draft_tokenizer = _load_model(
             asked.draft_model, replace(asked, revision=None, exact=False), progress
         )
@@ -111,6 +115,7 @@ class LLM:
             asked,
             draft_model=draft_model,
             draft_tokenizer=draft_tokenizer,
+            target_ms=target_ms,
             plan=plan,
             draft_plan=draft_plan,
         )
@@ -137,6 +142,7 @@ class LLM:
             options,
             draft_model=self._draft_model if options.draft_model else None,
             draft_tokenizer=self._draft_tokenizer if options.draft_model else None,
+            target_ms=self.drafter_context.target_ms,
             plan=self.plan,
             draft_plan=self.draft_plan if options.draft_model else None,
             wrap_drafter=wrap_drafter,

@@ -130,6 +130,7 @@ class DrafterContext:
         options: the user's options for this drafter, checked against `DrafterSpec.options`.
         tokenizer: the target's; None when requests come as token ids only.
         draft_tokenizer: the draft model's.
+        target_ms: measured (tokens, milliseconds) of the target's forward; empty: not measured.
     """
 
     target: Target
@@ -137,6 +138,7 @@ class DrafterContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TextCodec | None = None
     draft_tokenizer: TextCodec | None = None
+    target_ms: Sequence[tuple[int, float]] = ()
 
 
 class DrafterFactory(Protocol):

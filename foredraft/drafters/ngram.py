@@ -102,5 +102,5 @@ DRAFTER = DrafterSpec(
         "max_ngram_size": "longest suffix to look for (4)",
         "min_ngram_size": "shortest suffix that counts (2)",
     },
-    num_draft_tokens=6,
+    num_draft_tokens=4,
 )

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation, TextCodec
-from foredraft.drafters.common.best_first import NODE_COST, best_first
+from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import MatchConfidence
-from foredraft.drafters.common.options import checked_cost
+from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
 
 _FOLLOWED = (0.50, 0.55, 0.65, 0.75, 0.82, 0.88, 0.92, 0.94, 0.96, 0.98)
 _MET = (0.45, 0.45, 0.45, 0.40, 0.30, 0.25, 0.20, 0.15, 0.10, 0.05)
@@ -175,7 +175,7 @@ class PredictionDrafter:
     Args:
         tokenizer: makes ids of predictions; None when requests come as ids only.
         vocab_size: of the target.
-        node_cost: time that one more draft token adds to a step, in plain steps.
+        cost: time of a step by its tokens.
         tree: whether drafts may branch.
     """
 
@@ -185,11 +185,11 @@ class PredictionDrafter:
         self,
         tokenizer: TextCodec | None,
         vocab_size: int,
-        node_cost: float = NODE_COST,
+        cost: StepCost = LINEAR_STEPS,
         tree: bool = True,
     ) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._node_cost, self._tree = node_cost, tree
+        self._cost, self._tree = cost, tree
         self._requests: dict[int, _Request] = {}
 
     def begin(self, request_id: int, prompt: Sequence[int]) -> None:
@@ -206,7 +206,7 @@ class PredictionDrafter:
             following = (p for t, _, p in alignment.successors(place) if t == token)
             if (place := next(following, None)) is None:
                 return NO_PROPOSAL
-        tree = best_first(place, alignment.successors, row.budget, self._node_cost, self._tree)
+        tree = best_first(place, alignment.successors, row.budget, self._cost, self._tree)
         return Proposal.chosen(tree)
 
     def _expected(self, row: DraftRow, prompt: Sequence[int]) -> Sequence[int]:
@@ -233,7 +233,7 @@ def _build(context: DrafterContext) -> PredictionDrafter:
     return PredictionDrafter(
         context.tokenizer,
         context.target.vocab_size,
-        checked_cost("node_cost", context.options.get("node_cost", NODE_COST)),
+        step_cost(context),
         context.target.capabilities.tree_attention,
     )
 
@@ -241,6 +241,6 @@ def _build(context: DrafterContext) -> PredictionDrafter:
 DRAFTER = DrafterSpec(
     build=_build,
     summary="copies the text the user expects (SamplingParams.prediction), and finds back to it",
-    options={"node_cost": "time one more draft token adds to a step, in plain steps (0.15)"},
+    options={"node_cost": "time one more draft token adds to a step, in plain steps (measured)"},
     num_draft_tokens=16,
 )

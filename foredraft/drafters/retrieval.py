@@ -14,10 +14,11 @@ from pathlib import Path
 
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
-from foredraft.drafters.common.best_first import NODE_COST, best_first
+from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import OTHER_TEXT, REPEATED_TEXT, MatchConfidence
 from foredraft.drafters.common.datastore import Datastore, Interval
-from foredraft.drafters.common.options import checked_cost, checked_count
+from foredraft.drafters.common.options import checked_count
+from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
 
 _MAX_MATCH = 16
 """Longest suffix looked for; longer ones are hardly more reliable."""
@@ -70,7 +71,7 @@ class RetrievalDrafter:
         datastore: what to look things up in; None searches each request's prompt instead.
         vocab_size: of the target.
         min_match: shortest suffix that counts as a match.
-        node_cost: time that one more draft token adds to a step, in plain steps.
+        cost: time of a step by its tokens.
         tree: whether drafts may branch.
     """
 
@@ -81,11 +82,11 @@ class RetrievalDrafter:
         datastore: Datastore | None,
         vocab_size: int,
         min_match: int = 2,
-        node_cost: float = NODE_COST,
+        cost: StepCost = LINEAR_STEPS,
         tree: bool = True,
     ) -> None:
         self._datastore, self._vocab_size = datastore, vocab_size
-        self._min_match, self._node_cost, self._tree = min_match, node_cost, tree
+        self._min_match, self._cost, self._tree = min_match, cost, tree
         self._requests: dict[int, _Request] = {}
 
     def begin(self, request_id: int, prompt: Sequence[int]) -> None:
@@ -104,7 +105,7 @@ class RetrievalDrafter:
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         request = self._requests[row.request_id]
         start = request.longest_after(draft)
-        tree = best_first(start, request.successors, row.budget, self._node_cost, self._tree)
+        tree = best_first(start, request.successors, row.budget, self._cost, self._tree)
         return Proposal.chosen(tree)
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -125,7 +126,7 @@ def _build(context: DrafterContext) -> RetrievalDrafter:
         datastore,
         vocab_size,
         checked_count("min_match", options.get("min_match", 2)),
-        checked_cost("node_cost", options.get("node_cost", NODE_COST)),
+        step_cost(context),
         context.target.capabilities.tree_attention,
     )
 
@@ -136,7 +137,7 @@ DRAFTER = DrafterSpec(
     options={
         "index": "folder made by `foredraft index build`; without one the prompt is searched",
         "min_match": "shortest suffix that counts as a match (2)",
-        "node_cost": "time one more draft token adds to a step, in plain steps (0.15)",
+        "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
     },
     num_draft_tokens=16,
 )

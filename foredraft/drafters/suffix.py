@@ -15,10 +15,11 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
 from foredraft.drafters.common.automaton import NO_MATCH, Match, SuffixAutomaton
-from foredraft.drafters.common.best_first import NODE_COST, best_first
+from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import OTHER_TEXT, MatchConfidence
-from foredraft.drafters.common.options import checked_cost, checked_count, checked_flag
+from foredraft.drafters.common.options import checked_count, checked_flag
 from foredraft.drafters.common.past_outputs import PastOutputs, tenant_file
+from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
 
 _Place = tuple[Match, ...]
 """Where a text stands in each source: its longest suffix there."""
@@ -90,7 +91,7 @@ class SuffixDrafter:
     """See the module docstring.
 
     Args:
-        node_cost: time that one more draft token adds to a step, in plain steps.
+        cost: time of a step by its tokens.
         past: outputs of earlier requests to look things up in as well, and to add to.
         tree: whether drafts may branch.
     """
@@ -98,9 +99,9 @@ class SuffixDrafter:
     taps: Sequence[int] = ()
 
     def __init__(
-        self, node_cost: float = NODE_COST, past: PastOutputs | None = None, tree: bool = True
+        self, cost: StepCost = LINEAR_STEPS, past: PastOutputs | None = None, tree: bool = True
     ) -> None:
-        self._node_cost, self._past, self._tree = node_cost, past, tree
+        self._cost, self._past, self._tree = cost, past, tree
         self._requests: dict[int, _Request] = {}
 
     def begin(self, request_id: int, prompt: Sequence[int]) -> None:
@@ -112,7 +113,7 @@ class SuffixDrafter:
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         request = self._requests[row.request_id]
         place = reduce(request.advance, draft, request.place)
-        tree = best_first(place, request.successors, row.budget, self._node_cost, self._tree)
+        tree = best_first(place, request.successors, row.budget, self._cost, self._tree)
         return Proposal.chosen(tree)
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -127,9 +128,9 @@ class SuffixDrafter:
 
 
 def _build(context: DrafterContext) -> SuffixDrafter:
-    options = dict(context.options)
+    options = {k: v for k, v in context.options.items() if k != "node_cost"}
     return SuffixDrafter(
-        checked_cost("node_cost", options.pop("node_cost", NODE_COST)),
+        step_cost(context),
         _past_outputs(context, **options),
         context.target.capabilities.tree_attention,
     )
@@ -162,7 +163,7 @@ DRAFTER = DrafterSpec(
     build=_build,
     summary="copies what followed the longest earlier match, as far as such matches have held",
     options={
-        "node_cost": "time one more draft token adds to a step, in plain steps (0.15)",
+        "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
         "shared": "also look in outputs of earlier requests (false)",
         "shared_tokens": "most tokens of earlier outputs to keep (100000)",
         "shared_dir": "folder to keep them in between runs; memory only when not given",

@@ -19,8 +19,9 @@ from torch import Tensor
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
-from foredraft.drafters.common.best_first import NODE_COST, best_first
-from foredraft.drafters.common.options import checked_cost, checked_count, checked_flag
+from foredraft.drafters.common.best_first import best_first
+from foredraft.drafters.common.options import checked_count, checked_flag
+from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
 
 _STEADIEST = 3
 _PRIOR = (
@@ -149,7 +150,7 @@ class TokenRecyclingDrafter:
 
     Args:
         num_candidates: candidates kept for each token.
-        node_cost: time that one more draft token adds to a step, in plain steps.
+        cost: time of a step by its tokens.
         shared: one table for all requests, instead of one each.
         tree: whether drafts may branch.
     """
@@ -159,7 +160,7 @@ class TokenRecyclingDrafter:
     def __init__(
         self,
         num_candidates: int = 8,
-        node_cost: float = NODE_COST,
+        cost: StepCost = LINEAR_STEPS,
         shared: bool = False,
         tree: bool = True,
     ) -> None:
@@ -167,7 +168,7 @@ class TokenRecyclingDrafter:
             raise ConfigError(
                 f"num_candidates is {num_candidates}; more than {len(_PRIOR[0])} are never drafted"
             )
-        self._num_candidates, self._node_cost, self._tree = num_candidates, node_cost, tree
+        self._num_candidates, self._cost, self._tree = num_candidates, cost, tree
         self._shared = Successors(num_candidates) if shared else None
         self._requests: dict[int, _Request] = {}
 
@@ -181,7 +182,7 @@ class TokenRecyclingDrafter:
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         request = self._requests[row.request_id]
         last = draft[-1] if draft else request.last
-        tree = best_first(last, request.following, row.budget, self._node_cost, self._tree)
+        tree = best_first(last, request.following, row.budget, self._cost, self._tree)
         return Proposal.chosen(tree)
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -200,7 +201,7 @@ def _build(context: DrafterContext) -> TokenRecyclingDrafter:
     options = context.options
     return TokenRecyclingDrafter(
         checked_count("num_candidates", options.get("num_candidates", 8)),
-        checked_cost("node_cost", options.get("node_cost", NODE_COST)),
+        step_cost(context),
         checked_flag("shared", options.get("shared", False)),
         context.target.capabilities.tree_attention,
     )
@@ -211,7 +212,7 @@ DRAFTER = DrafterSpec(
     summary="drafts what the target held likely the last time after each token",
     options={
         "num_candidates": "candidates kept for each token, at most 8 (8)",
-        "node_cost": "time one more draft token adds to a step, in plain steps (0.15)",
+        "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
         "shared": "one table for all requests instead of one each (false)",
     },
     num_draft_tokens=12,

@@ -10,6 +10,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.tree import ROOT
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.options import checked_cost, checked_count, checked_flag
+from foredraft.drafters.common.step_cost import StepCost
 
 Word = tuple[int, ...]
 
@@ -25,7 +26,8 @@ def always(*probs: float) -> object:
 
 
 def paths(successors: object, budget: int, node_cost: float, branch: bool = True) -> list[Word]:
-    tree = best_first((), successors, budget, node_cost, branch)  # type: ignore[arg-type]
+    cost = StepCost.linear(node_cost)
+    tree = best_first((), successors, budget, cost, branch)  # type: ignore[arg-type]
     return [tuple(tree.tokens[node] for node in path) for path in tree.paths]
 
 
@@ -47,6 +49,19 @@ def test_the_rate_is_the_best_of_all_sizes() -> None:
     assert len(paths(always(0.8), 16, 0.2)) == max(range(17), key=rate)
 
 
+def test_nodes_that_cost_nothing_are_taken_up_to_the_next_rise() -> None:
+    """A forward takes tokens in blocks: five cost what two cost, the sixth costs a lot."""
+    cost = StepCost(((1, 10.0), (5, 10.1), (6, 14.0), (9, 14.1)))
+    tree = best_first((), always(0.5), 8, cost)  # type: ignore[arg-type]
+    assert len(tree) == 4
+
+
+def test_a_block_that_pays_as_a_whole_is_taken_as_a_whole() -> None:
+    cost = StepCost(((1, 10.0), (2, 14.0), (5, 14.1)))
+    tree = best_first((), always(0.9), 4, cost)  # type: ignore[arg-type]
+    assert len(tree) == 4
+
+
 def test_without_branches_the_likeliest_successor_is_followed() -> None:
     assert paths(always(0.6, 0.3), 3, 1e-9, branch=False) == [(0,), (0, 0), (0, 0, 0)]
 
@@ -57,7 +72,8 @@ def test_nothing_to_draft_and_nothing_allowed() -> None:
 
 
 def test_parents_come_before_children() -> None:
-    tree = best_first((), always(0.5, 0.4), 12, 1e-9)  # type: ignore[arg-type]
+    cost = StepCost.linear(1e-9)
+    tree = best_first((), always(0.5, 0.4), 12, cost)  # type: ignore[arg-type]
     assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
 
 

@@ -12,38 +12,35 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost
 
 Place = TypeVar("Place")
 Successors = Callable[[Place], Iterable[tuple[int, float, Place]]]
 """From a place: each token that may follow, its probability there, and the place it leads to."""
-
-NODE_COST = 0.15
-"""Time one more draft token adds to a step, in plain steps. Measured on CPU: 1.2 to 1.5 ms on top
-of 8 to 10. A GPU that is far from busy asks for less."""
 
 
 def best_first(
     start: Place,
     successors: Successors[Place],
     budget: int,
-    node_cost: float = NODE_COST,
+    cost: StepCost = LINEAR_STEPS,
     branch: bool = True,
 ) -> TokenTree:
     """The tree with the most expected tokens per time, by the probabilities of `successors`.
 
-    With P the expected number of accepted tokens and n nodes, a step commits 1 + P tokens in
-    1 + node_cost · n plain steps. Nodes come in falling order of their path's probability, so the
-    ratio first rises and then falls: growing ends at the first node that would lower it.
+    With P the expected number of accepted tokens and n nodes, a step commits 1 + P tokens in the
+    time of n + 1. Nodes come in falling order of their path's probability, and any number of them
+    from the front is a tree: the number with the best ratio is taken.
 
     Args:
         start: where the committed text ends.
         budget: most nodes.
-        node_cost: time of a node, in plain steps.
+        cost: time of a step by its tokens.
         branch: whether nodes may have siblings; else the likeliest successor alone is followed.
     """
     tokens: list[int] = []
     parents: list[int] = []
-    expected = 1.0
+    expected, best_rate, best_size = 1.0, 1.0 / cost.ms(1), 0
     frontier: list[tuple[float, int, int, int, Place]] = []
     serial = 0  # breaks ties in the order of discovery, so that places are never compared
     place, path_prob, node = start, 1.0, ROOT
@@ -57,9 +54,11 @@ def best_first(
             break
         negated, _, token, parent, place = heapq.heappop(frontier)
         path_prob, node = -negated, len(tokens)
-        if path_prob * (1.0 + node_cost * node) < node_cost * expected:
-            break
+        if (expected + path_prob * (budget - node)) / cost.ms(node + 2) <= best_rate:
+            break  # not even if all that follow were as probable
         tokens.append(token)
         parents.append(parent)
         expected += path_prob
-    return TokenTree(tuple(tokens), tuple(parents))
+        if expected / cost.ms(node + 2) > best_rate:
+            best_rate, best_size = expected / cost.ms(node + 2), node + 1
+    return TokenTree(tuple(tokens[:best_size]), tuple(parents[:best_size]))

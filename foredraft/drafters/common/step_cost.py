@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from foredraft.core.errors import ConfigError
+from foredraft.drafters.base import DrafterContext
+from foredraft.drafters.common.options import checked_cost
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class StepCost:
             ) from None
         return cls(points, draft_ms)
 
+    @classmethod
+    def linear(cls, node_cost: float) -> StepCost:
+        """Each token after the first adds ``node_cost`` plain steps."""
+        return cls(((1, 1.0), (2, 1.0 + node_cost)))
+
     def ms(self, num_tokens: int) -> float:
         """One forward of the target over ``num_tokens``."""
         points = self.target_ms
@@ -92,5 +99,22 @@ class StepCost:
         return bound > 0.0 and (expected + bound) / (spent + self.draft_ms) >= expected / spent
 
 
+NODE_COST = 0.15
+"""Where nothing was measured: a usual CPU."""
+
+LINEAR_STEPS = StepCost.linear(NODE_COST)
+
 FREE_STEPS = StepCost()
 """Without measurements: every node that fits the budget is taken."""
+
+
+def step_cost(context: DrafterContext) -> StepCost:
+    """What a step costs: as measured, unless the option ``node_cost`` says otherwise.
+
+    Raises:
+        ConfigError: the option is not a number above 0.
+    """
+    given = context.options.get("node_cost")
+    if given is not None:
+        return StepCost.linear(checked_cost("node_cost", given))
+    return StepCost(tuple(context.target_ms)) if context.target_ms else LINEAR_STEPS
