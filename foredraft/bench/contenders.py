@@ -103,14 +103,9 @@ class TransformersContender:
     def __init__(
         self, directory: Path, dtype: torch.dtype, device: str, assistant: str | None = None
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.name = "transformers" + (f" {assistant}" if assistant else "")
         self._options: dict[str, Any] = {"prompt_lookup_num_tokens": 8} if assistant else {}
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
-        self._model = model.to(device).eval()
+        self._model = transformers_model(directory, dtype, device)
 
     def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
         clock = _Clock()
@@ -126,6 +121,18 @@ class TransformersContender:
         total_s = time.perf_counter() - clock.started
         generated = tuple(output[0, ids.shape[1] :].tolist())
         return ContenderRun(generated, clock.first_s, total_s, 1)
+
+
+def transformers_model(directory: Path, dtype: torch.dtype, device: str) -> Any:
+    """The checkpoint as transformers loads it, ready to run."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, use_safetensors=True, trust_remote_code=False
+    )
+    return model.to(device).eval()
 
 
 class _Clock:

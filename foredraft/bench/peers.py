@@ -5,10 +5,10 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from foredraft.bench.contenders import transformers_model
 from foredraft.bench.step import Size, text
 from foredraft.core.errors import ConfigError
 from foredraft.machine import package_version
@@ -20,12 +20,9 @@ class TransformersStepper:
     name = "transformers"
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: str, context: int) -> None:
-        from transformers import AutoModelForCausalLM, DynamicCache
+        from transformers import DynamicCache
 
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
-        self._model: Any = model.to(device).eval()
+        self._model = transformers_model(directory, dtype, device)
         self._device = device
         self._cache = DynamicCache(config=self._model.config)
         self._run(text(context))

@@ -1,0 +1,40 @@
+"""Timing of forwards: what is run, and that nothing is left behind."""
+
+from __future__ import annotations
+
+from foredraft.bench.floor import Machine
+from foredraft.bench.step import DrafterStepper, Size, TargetStepper, text, time_steps
+from foredraft.drafters import build_drafter
+from foredraft.drafters.base import DrafterContext
+from foredraft.models.table import TableModel
+
+
+def test_every_size_is_timed_as_often_as_asked() -> None:
+    target = TableModel.random(1000, seed=1, order=1)
+    stepper = TargetStepper("target", target, context=8, max_rows=2)
+    sizes = [Size(1, 1), Size(2, 4), Size(3, 1)]
+    figures = time_steps([stepper], sizes, rounds=3, advance=lambda: None)
+    assert [figure.size for figure in figures] == sizes[:2]
+    assert all(len(figure.samples) == 3 for figure in figures)
+    assert all(figure.median_ms() >= 0.0 for figure in figures)
+    stepper.close()
+    assert target.cache.entries == {}
+
+
+def test_a_drafter_is_timed_alone() -> None:
+    target = TableModel.random(1000, seed=1, order=1)
+    drafter = build_drafter("ngram", DrafterContext(target))
+    stepper = DrafterStepper("ngram", drafter, target, context=30)
+    assert not stepper.fits(Size(1, 1))
+    assert stepper.step(Size(1, 4))["total"] >= 0.0
+
+
+def test_the_floor_is_memory_for_one_token_and_arithmetic_for_many() -> None:
+    machine = Machine(bytes_per_s=1e9, flops_per_s=1e9)
+    assert machine.floor_ms(10_000_000, 1_000_000, 1) == 10.0
+    assert machine.floor_ms(10_000_000, 1_000_000, 50) == 100.0
+
+
+def test_the_text_repeats_and_stays_in_every_vocabulary() -> None:
+    assert len(set(text(500))) < 100
+    assert max(text(500)) < 100

@@ -1,0 +1,67 @@
+"""`foredraft bench …` on a tiny checkpoint: the commands run and check what they are given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from foredraft.core.errors import ConfigError
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def bench(run: Run, checkpoint: Path) -> Run:
+    """Options go behind the subcommand."""
+    from typer.testing import CliRunner, Result
+
+    from foredraft.cli.main import app
+
+    def bench(name: str, *arguments: str) -> Result:
+        options = ("--model", str(checkpoint), "--dtype", "float32")
+        return CliRunner().invoke(app, ["bench", name, *options, *arguments])
+
+    return bench
+
+
+def test_drafters_are_compared_and_written_down(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "drafters", "--drafters", "ngram,suffix", "--limit", "2", "--max-tokens", "6",
+        "--temperature", "0,1", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    report = json.loads(path.read_text())
+    assert len(report["trials"]) == 2 * 3 * 2
+    assert all(trial["identical"] for trial in report["trials"])
+    assert {row["contender"] for row in report["summaries"]} == {"none", "ngram", "suffix"}
+
+
+def test_step_times_target_and_drafter(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "step", "--tokens", "1,3", "--rows", "1,2", "--context", "16", "--rounds", "2",
+        "--against", "transformers", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    names = {figure["name"] for figure in json.loads(path.read_text())["figures"]}
+    assert names == {"target", "suffix (draft)", "transformers"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("drafters", "--drafters", "ngrm"), "did you mean 'ngram'"),
+        (("drafters", "--against", "transformer"), "did you mean 'transformers'"),
+        (("drafters", "--against", "transformers", "--temperature", "1"), "at temperature 0"),
+        (("drafters", "--temperature", "warm"), "not one or more numbers"),
+        (("step", "--tokens", "0"), "counts start at 1"),
+        (("step", "--tokens", "x"), "not whole numbers"),
+        (("step", "--against", "llama.cp"), "did you mean 'llama.cpp'"),
+    ],
+)
+def test_bad_values_are_explained(bench: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = bench(*arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
