@@ -20,11 +20,12 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
 
+# Two processes of one thread each: threads of one would wait for those of the other.
 test: $(VENV)/.installed-dev example
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-all: $(VENV)/.installed-dev example
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
