@@ -17,6 +17,7 @@
 namespace foredraft {
 
 constexpr int64_t kNearEntries = 128;  // values of so many stay in the nearest cache
+constexpr int64_t kEntriesAhead = 64;  // values are prefetched so far ahead
 
 // What one token sees.
 struct Visible {
@@ -87,7 +88,10 @@ __attribute__((noinline)) void weigh_values(const Ranks& ranks, const Weight* va
       }
     }
   };
-  for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) add(weights + rank, values + rank * D);
+  for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
+    __builtin_prefetch(values + (rank + kEntriesAhead) * D, 0, kToL2);
+    add(weights + rank, values + rank * D);
+  }
   for (int64_t i = 0; i < ranks.num_extras; ++i)
     add(weights + ranks.end + i, values + ranks.extras[i] * D);
   UNROLL for (int q = 0; q < Q; ++q)
@@ -123,7 +127,7 @@ struct AttentionTile {
   float* scores;           // scratch [M, score_stride]
   int64_t score_stride;
   float* attended;         // scratch [M, D], in lane order
-  float* factors;          // scratch [M]
+  float* factors;          // scratch [M], one over the sum of weights
 
   // put(token, head of the group, values [D] in lane order, factor) takes what a head attended.
   template <class Put>

@@ -28,68 +28,13 @@
 #include <vector>
 
 #include "attention.h"
+#include "interface.h"
 #include "matmul.h"
 #include "pages.h"
 #include "simd.h"
 #include "team.h"
 
 using namespace foredraft;
-
-// ---- C interface: mirrored field by field in fused.py -------------------------------------------
-
-extern "C" {
-
-struct ForedraftLayer {
-  const float* attention_norm;  // [E]
-  const void* qkv;              // [(H + 2 H/G) D, E], or null: the layer has no attention
-  const float* qkv_bias;        // or null
-  const float* query_norm;      // [D] or null
-  const float* key_norm;        // [D] or null
-  const void* output;           // [E, H D]
-  const float* output_bias;     // [E] or null
-  const float* mlp_norm;        // [E]
-  const void* gate_up;          // [2 F, E], gate first, or null: the layer has no MLP
-  const void* down;             // [E, F]
-};
-
-struct ForedraftModel {
-  int64_t hidden, feed_forward, num_layers, num_heads, num_kv_heads, head_dim, vocab;
-  int64_t is_bf16;
-  double norm_eps;
-  const ForedraftLayer* layers;  // [L]
-  const void* embedding;         // [V, E]
-  const void* head;              // [V, E]
-  const float* final_norm;       // [E]
-  const float* inv_freq;         // [D / 2]
-};
-
-struct ForedraftRow {
-  int64_t first_token, end_token;
-};
-
-struct ForedraftForward {
-  int64_t num_tokens, num_wanted, num_rows, max_entries;
-  const int32_t* token_ids;     // [T]
-  const int32_t* positions;     // [T]
-  const int32_t* slots;         // [T] cache slot
-  const int32_t* entries;       // [T] cache entry to write
-  const int32_t* prefixes;      // [T] leading entries seen
-  const int32_t* extra_starts;  // [T + 1] into extras
-  const int32_t* extras;        // entries seen beyond the prefix, ascending per token
-  const int32_t* wanted;        // [N]
-  const ForedraftRow* rows;
-  void* keys;                   // [L, S, H/G, C, D]
-  void* values;
-  int64_t layer_stride, slot_stride, head_stride;  // in elements
-  float* logits;                // [N, V]
-  int64_t first_layer, end_layer;
-  const float* hidden;          // [T, E] what the layer before gave; null: start from embeddings
-  float* const* taps;           // [L] where to copy that layer's output [T, E], or null
-  float* workspace;
-  int64_t num_threads;
-};
-
-}  // extern "C"
 
 namespace {
 
@@ -116,7 +61,7 @@ struct Workspace {
     score_stride = padded(max_entries) + kPair;  // not a power of two: rows spread over cache sets
     tile_queries = std::min(T, kTileTokens) * G;
     scores_size = tile_queries * (score_stride + padded(D) + 1);
-    gate_up_size = 2 * padded(T * panel_rows(T));
+    gate_up_size = 2 * padded(T * panel_rows(T, E));
     take(hidden, T * E);
     take(normed, T * padded(E));
     take(qkv, T * (H + 2 * model.num_kv_heads) * D);
@@ -307,43 +252,41 @@ class Worker {
     for (int64_t i = 0; i < D; ++i) from_float(x[i], target[i]);
   }
 
-  // Tiles are dealt out in turn. They get smaller, down to one token at one query head, until each
-  // thread has two.
+  // Tiles are dealt out in turn. They get smaller, down to one token, until each thread has two.
   void attend(int64_t index) const {
-    const int64_t enough = 2 * me_.size, num_kv = model_.num_kv_heads;
+    const int64_t num_kv = model_.num_kv_heads;
     int64_t step = kTileTokens;
-    while (step > 1 && T * num_kv < enough * step) step /= 2;
-    const int64_t heads = T * num_kv < enough ? 1 : G;
+    while (step > 1 && T * num_kv < 2 * me_.size * step) step /= 2;
     int64_t tile = 0;
     for (int64_t r = 0; r < forward_.num_rows; ++r) {
       const ForedraftRow& row = forward_.rows[r];
       for (int64_t t = row.first_token; t < row.end_token; t += step)
-        for (int64_t head = 0; head < H; head += heads)
+        for (int64_t kv_head = 0; kv_head < num_kv; ++kv_head)
           if (tile++ % me_.size == me_.index)
-            attend_tile(index, {t, std::min(t + step, row.end_token)}, head, heads);
+            attend_tile(index, {t, std::min(t + step, row.end_token)}, kv_head);
     }
   }
 
-  // Query heads [head, head + num_heads): one, or all that share a key-value head.
-  void attend_tile(int64_t index, Range tokens, int64_t head, int64_t num_heads) const {
-    const int64_t kv_head = head / G, slot = forward_.slots[tokens.begin];
-    float* scratch = work_.scores + me_.index * work_.scores_size;
+  void attend_tile(int64_t index, Range tokens, int64_t kv_head) const {
+    const int64_t slot = forward_.slots[tokens.begin];
+    float* scores = work_.scores + me_.index * work_.scores_size;
+    float* attended = scores + work_.tile_queries * work_.score_stride;
     const AttentionTile<Weight> tile{
         cache_at(forward_.keys, index, slot, kv_head),
         cache_at(forward_.values, index, slot, kv_head),
         D,
-        num_heads,
-        {query_at(kv_head, tokens.begin) + head % G * padded(D), G / num_heads * padded(D)},
+        G,
+        {query_at(kv_head, tokens.begin), padded(D)},
         &visible_[tokens.begin],
         tokens.end - tokens.begin,
-        scratch,
+        scores,
         work_.score_stride,
-        scratch + work_.tile_queries * work_.score_stride,
-        scratch + work_.tile_queries * (work_.score_stride + padded(D)),
+        attended,
+        attended + work_.tile_queries * padded(D),
     };
-    tile.run([&](int64_t token, int64_t within, const float* values, float factor) {
+    tile.run([&](int64_t token, int64_t head, const float* values, float factor) {
       float* out = work_.attended + (tokens.begin + token) * padded(H * D);
-      put_attended(out, (head + within) * D, values, factor);
+      put_attended(out, (kv_head * G + head) * D, values, factor);
     });
   }
 
@@ -373,7 +316,7 @@ class Worker {
     float* gates = work_.gate_up + me_.index * work_.gate_up_size;
     float* ups = gates + work_.gate_up_size / 2;
     const Range mine = me_.share(F, kPanelRows);
-    const int64_t step = panel_rows(T);
+    const int64_t step = panel_rows(T, E);
     for (int64_t begin = mine.begin; begin < mine.end; begin += step) {
       const Range rows{begin, std::min(begin + step, mine.end)};
       const int64_t width = rows.end - rows.begin;

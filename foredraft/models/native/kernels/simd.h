@@ -85,7 +85,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 
 // The same for running sums held in registers. GCC would else copy sums between registers and, with
 // all 16 in use, spill some to memory, which halves the speed.
-inline void add_product(Vec& sum, Vec a, Vec b) {
+inline void accumulate(Vec& sum, Vec a, Vec b) {
 #if defined(__FMA__) && !defined(__AVX512F__)
   Vec c = sum;
   asm volatile("vfmadd231ps %2, %1, %0" : "+x"(c) : "x"(a), "x"(b));

@@ -1,0 +1,60 @@
+// What Python hands over, mirrored field by field in fused.py.
+//
+// Shape legend: see decoder.cpp.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+struct ForedraftLayer {
+  const float* attention_norm;  // [E]
+  const void* qkv;              // [(H + 2 H/G) D, E], or null: the layer has no attention
+  const float* qkv_bias;        // or null
+  const float* query_norm;      // [D] or null
+  const float* key_norm;        // [D] or null
+  const void* output;           // [E, H D]
+  const float* output_bias;     // [E] or null
+  const float* mlp_norm;        // [E]
+  const void* gate_up;          // [2 F, E], gate first, or null: the layer has no MLP
+  const void* down;             // [E, F]
+};
+
+struct ForedraftModel {
+  int64_t hidden, feed_forward, num_layers, num_heads, num_kv_heads, head_dim, vocab;
+  int64_t is_bf16;
+  double norm_eps;
+  const ForedraftLayer* layers;  // [L]
+  const void* embedding;         // [V, E]
+  const void* head;              // [V, E]
+  const float* final_norm;       // [E]
+  const float* inv_freq;         // [D / 2]
+};
+
+struct ForedraftRow {
+  int64_t first_token, end_token;
+};
+
+struct ForedraftForward {
+  int64_t num_tokens, num_wanted, num_rows, max_entries;
+  const int32_t* token_ids;     // [T]
+  const int32_t* positions;     // [T]
+  const int32_t* slots;         // [T] cache slot
+  const int32_t* entries;       // [T] cache entry to write
+  const int32_t* prefixes;      // [T] leading entries seen
+  const int32_t* extra_starts;  // [T + 1] into extras
+  const int32_t* extras;        // entries seen beyond the prefix, ascending per token
+  const int32_t* wanted;        // [N]
+  const ForedraftRow* rows;
+  void* keys;                   // [L, S, H/G, C, D]
+  void* values;
+  int64_t layer_stride, slot_stride, head_stride;  // in elements
+  float* logits;                // [N, V]
+  int64_t first_layer, end_layer;
+  const float* hidden;          // [T, E] what the layer before gave; null: start from embeddings
+  float* const* taps;           // [L] where to copy that layer's output [T, E], or null
+  float* workspace;
+  int64_t num_threads;
+};
+
+}  // extern "C"
