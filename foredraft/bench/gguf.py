@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import ConfigError, unknown
+from foredraft.models.native.config import DecoderConfig, read_config
 
 QUANTISATIONS = ("bf16", "q8_0", "q4_0")
 
@@ -38,9 +40,9 @@ def write_gguf(directory: Path, path: Path, quantisation: str) -> None:
         raise unknown("quantisation", quantisation, QUANTISATIONS)
     import gguf
 
-    config = json.loads((directory / "config.json").read_text())
-    if config["model_type"] != "llama":
-        raise ConfigError(f"only llama checkpoints are written as GGUF, not {config['model_type']}")
+    config = read_config(directory)
+    if config.model_type != "llama":
+        raise ConfigError(f"only llama checkpoints are written as GGUF, not {config.model_type}")
     writer = gguf.GGUFWriter(str(path), "llama")
     _write_settings(writer, config)
     _write_vocabulary(writer, directory, config)
@@ -55,41 +57,40 @@ def write_gguf(directory: Path, path: Path, quantisation: str) -> None:
     writer.close()
 
 
-def _write_settings(writer: Any, config: dict[str, Any]) -> None:
-    heads = config["num_attention_heads"]
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
-    writer.add_rope_freq_base(float(config["rope_theta"]))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
+def _write_settings(writer: Any, config: DecoderConfig) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
 
 
-def _write_vocabulary(writer: Any, directory: Path, config: dict[str, Any]) -> None:
+def _write_vocabulary(writer: Any, directory: Path, config: DecoderConfig) -> None:
     """Enough of the vocabulary for the file to load; it is only ever given token ids."""
     model = json.loads((directory / "tokenizer.json").read_text())["model"]
     by_id = {index: token for token, index in model["vocab"].items()}
-    tokens = [by_id.get(i, f"<unused{i}>") for i in range(config["vocab_size"])]
+    tokens = [by_id.get(i, f"<unused{i}>") for i in range(config.vocab_size)]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_merges(merges)
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
+    if config.eos_token_ids:
+        writer.add_eos_token_id(config.eos_token_ids[0])
 
 
-def _tensors(directory: Path, config: dict[str, Any]) -> Any:
+def _tensors(directory: Path, config: DecoderConfig) -> Iterator[tuple[str, Any]]:
     """GGUF name and float32 values of each tensor."""
     from safetensors import safe_open
 
     heads = {
-        "self_attn.q_proj": config["num_attention_heads"],
-        "self_attn.k_proj": config["num_key_value_heads"],
+        "self_attn.q_proj": config.num_attention_heads,
+        "self_attn.k_proj": config.num_key_value_heads,
     }
     for file_path in sorted(directory.glob("*.safetensors")):
         with safe_open(str(file_path), framework="pt") as file:
