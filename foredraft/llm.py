@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from os import PathLike
 from typing import Any, SupportsIndex
 
@@ -52,7 +53,7 @@ class LLM:
         draft_tokenizer: Tokenizer | None = None,
         plan: ModelPlan | None = None,
         draft_plan: ModelPlan | None = None,
-        target_ms: Sequence[tuple[int, float]] = (),
+        forward_ms: Callable[[], Sequence[tuple[int, float]]] | None = None,
         wrap_drafter: Callable[[Drafter], Drafter] = _unwrapped,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
@@ -63,7 +64,7 @@ class LLM:
         if budget is None:
             budget = drafter_spec(self.drafter_name).num_draft_tokens
         self.drafter_context = DrafterContext(
-            target, draft_model, options.drafter_options, tokenizer, draft_tokenizer, target_ms
+            target, draft_model, options.drafter_options, tokenizer, draft_tokenizer, forward_ms
         )
         self.engine = Engine(
             target,
@@ -96,18 +97,17 @@ class LLM:
             VocabularyMismatchError: target and draft model do not share a vocabulary.
         """
         asked = LoadOptions.of(model=model, **options)
-        resolve_drafter(asked)  # a mistyped drafter should not cost a download
+        spec = drafter_spec(resolve_drafter(asked))  # a mistyped one should not cost a download
         if asked.threads is not None:
             torch.set_num_threads(asked.threads)
         plan, target, tokenizer = _load_model(asked.model, asked, progress)
-        plain = resolve_drafter(asked) == "none"
-        target_ms = measure_forward_ms(target) if asked.calibrate and not plain else ()
+        forward_ms = cache(lambda: measure_forward_ms(target)) if asked.calibrate else None
         if asked.draft_model is None:
-            return cls(target, tokenizer, asked, target_ms=target_ms, plan=plan)
+            return cls(target, tokenizer, asked, forward_ms=forward_ms, plan=plan)
         draft_plan, draft_model, draft_tokenizer = _load_model(
             asked.draft_model, replace(asked, revision=None, exact=False), progress
         )
-        if not drafter_spec(resolve_drafter(asked)).any_vocabulary:
+        if not spec.any_vocabulary:
             _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
         return cls(
             target,
@@ -115,7 +115,7 @@ class LLM:
             asked,
             draft_model=draft_model,
             draft_tokenizer=draft_tokenizer,
-            target_ms=target_ms,
+            forward_ms=forward_ms,
             plan=plan,
             draft_plan=draft_plan,
         )
@@ -142,7 +142,7 @@ class LLM:
             options,
             draft_model=self._draft_model if options.draft_model else None,
             draft_tokenizer=self._draft_tokenizer if options.draft_model else None,
-            target_ms=self.drafter_context.target_ms,
+            forward_ms=self.drafter_context.forward_ms,
             plan=self.plan,
             draft_plan=self.draft_plan if options.draft_model else None,
             wrap_drafter=wrap_drafter,

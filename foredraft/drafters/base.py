@@ -6,7 +6,7 @@ A drafter is one file in this folder with a class that implements `Drafter` and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -130,7 +130,8 @@ class DrafterContext:
         options: the user's options for this drafter, checked against `DrafterSpec.options`.
         tokenizer: the target's; None when requests come as token ids only.
         draft_tokenizer: the draft model's.
-        target_ms: measured (tokens, milliseconds) of the target's forward; empty: not measured.
+        forward_ms: measures (tokens, milliseconds) of the target's forward, the first time it is
+            asked; None where nobody measures.
     """
 
     target: Target
@@ -138,7 +139,7 @@ class DrafterContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TextCodec | None = None
     draft_tokenizer: TextCodec | None = None
-    target_ms: Sequence[tuple[int, float]] = ()
+    forward_ms: Callable[[], Sequence[tuple[int, float]]] | None = None
 
 
 class DrafterFactory(Protocol):

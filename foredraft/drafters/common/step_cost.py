@@ -117,4 +117,4 @@ def step_cost(context: DrafterContext) -> StepCost:
     given = context.options.get("node_cost")
     if given is not None:
         return StepCost.linear(checked_cost("node_cost", given))
-    return StepCost(tuple(context.target_ms)) if context.target_ms else LINEAR_STEPS
+    return StepCost(tuple(context.forward_ms())) if context.forward_ms else LINEAR_STEPS
