@@ -54,11 +54,12 @@ def best_first(
             break
         negated, _, token, parent, place = heapq.heappop(frontier)
         path_prob, node = -negated, len(tokens)
-        if (expected + path_prob * (budget - node)) / cost.ms(node + 2) <= best_rate:
+        ms = cost.ms(node + 2)
+        if (expected + path_prob * (budget - node)) / ms <= best_rate:
             break  # not even if all that follow were as probable
         tokens.append(token)
         parents.append(parent)
         expected += path_prob
-        if expected / cost.ms(node + 2) > best_rate:
-            best_rate, best_size = expected / cost.ms(node + 2), node + 1
+        if expected / ms > best_rate:
+            best_rate, best_size = expected / ms, node + 1
     return TokenTree(tuple(tokens[:best_size]), tuple(parents[:best_size]))

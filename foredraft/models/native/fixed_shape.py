@@ -46,9 +46,10 @@ class FixedShapeDecoder(EagerDecoder):
         rows = []
         for i, query_HD in enumerate(query_RHD):
             seen = slice(None) if mask_RC is None else mask_RC[i].nonzero()[:, 0]
-            keys_GND, values_GND = _padded(keys_GCD[:, seen]), _padded(values_GCD[:, seen])
-            count = keys_GCD[:, seen].shape[1]
-            mask_N = torch.arange(keys_GND.shape[1], device=query_HD.device) < count
+            seen_keys_GND = keys_GCD[:, seen]
+            keys_GND, values_GND = _padded(seen_keys_GND), _padded(values_GCD[:, seen])
+            entries_N = torch.arange(keys_GND.shape[1], device=query_HD.device)
+            mask_N = entries_N < seen_keys_GND.shape[1]
             attended_HD = F.scaled_dot_product_attention(
                 query_HD[None, :, None],
                 keys_GND[None],
