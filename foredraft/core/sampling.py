@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -140,14 +141,17 @@ def logits_to_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
     Raises:
         NonFiniteScoresError: the largest logit is NaN or infinite.
     """
-    best = logits_V.max()
+    best_token = _argmax(logits_V)
+    best = logits_V[best_token]
     if not math.isfinite(best.item()):
         raise NonFiniteScoresError(
             f"the largest of {logits_V.numel()} logits is {best.item()}; the model's weights or "
             "activations are not finite here"
         )
     if params.temperature == 0.0:
-        return torch.zeros_like(logits_V).index_fill_(0, logits_V.argmax(), 1.0)
+        one_hot_V = torch.zeros_like(logits_V)
+        one_hot_V[best_token] = 1.0
+        return one_hot_V
     # Subtract before dividing, and by no less than the dtype can hold: a tiny temperature must
     # not end in 0/0.
     smallest = torch.finfo(logits_V.dtype).tiny
@@ -163,6 +167,13 @@ def logits_to_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
     return probs_V
 
 
+def _argmax(logits_V: Tensor) -> int:
+    """The first of the largest; a NaN counts as larger than anything."""
+    if logits_V.device.type == "cpu":
+        return int(logits_V.detach().numpy().argmax())  # a tenth of the time that torch takes
+    return int(logits_V.argmax().item())
+
+
 def _renormalise(probs_V: Tensor, keep_V: Tensor) -> Tensor:
     kept_V = torch.where(keep_V, probs_V, probs_V.new_zeros(()))
     return kept_V / kept_V.sum()
@@ -172,10 +183,16 @@ def _top_p_threshold(probs_V: Tensor, top_p: float) -> Tensor:
     """The probability of the last token of the nucleus."""
     shortlist = probs_V.topk(min(_SHORTLIST, probs_V.numel())).values
     if shortlist.sum() < top_p:
-        shortlist = probs_V.sort(descending=True).values
+        shortlist = _descending(probs_V)
     mass_before = shortlist.double().cumsum(0) - shortlist
     inside = int((mass_before < top_p).sum().item())
     return shortlist[max(inside, 1) - 1]
+
+
+def _descending(values_V: Tensor) -> Tensor:
+    if values_V.device.type == "cpu":  # a tenth of the time that torch takes, the same values
+        return torch.from_numpy(np.sort(values_V.detach().numpy())[::-1].copy())
+    return values_V.sort(descending=True).values
 
 
 def draw_token(probs_V: Tensor, uniform: float) -> int:
@@ -184,11 +201,13 @@ def draw_token(probs_V: Tensor, uniform: float) -> int:
     Args:
         probs_V: non-negative weights with a positive sum; they need not be normalised.
     """
-    cumulative_V = probs_V.to(torch.float64).cumsum(0)
+    cumulative_V = probs_V.cumsum(0, dtype=torch.float64)
     total = cumulative_V[-1]
     token = int(torch.searchsorted(cumulative_V, total * uniform, right=True).item())
-    # Rounding can carry total * uniform up to total itself: fall back to the last possible token.
-    return min(token, int(torch.searchsorted(cumulative_V, total).item()))
+    if token == cumulative_V.numel():
+        # Rounding carried total * uniform up to total itself: take the last possible token.
+        token = int(torch.searchsorted(cumulative_V, total).item())
+    return token
 
 
 class NodeProbs(Protocol):
