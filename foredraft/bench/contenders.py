@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,13 +64,14 @@ class OurContender:
     Args:
         llm: holds the loaded models.
         options: names the drafter.
+        name: how results call it; the drafter's name when None.
     """
 
-    def __init__(self, llm: LLM, options: LoadOptions) -> None:
+    def __init__(self, llm: LLM, options: LoadOptions, name: str | None = None) -> None:
         self._target = TimedTarget(llm.target)
         self._drafters: list[TimedDrafter] = []
         self._llm = llm.with_drafter(options, target=self._target, wrap_drafter=self._wrap)
-        self.name = self._llm.drafter_name
+        self.name = name or self._llm.drafter_name
 
     def _wrap(self, drafter: Drafter) -> Drafter:
         self._drafters.append(TimedDrafter(drafter))
@@ -152,12 +153,24 @@ class _Clock:
         pass
 
 
-def our_contenders(llm: LLM, options: LoadOptions, drafters: Sequence[str]) -> list[OurContender]:
-    """One contender a drafter, each with its own default budget unless ``options`` gives one."""
+def our_contenders(
+    llm: LLM, options: LoadOptions, variants: Mapping[str, Mapping[str, Any]]
+) -> list[OurContender]:
+    """One contender a variant, each with its drafter's own budget unless ``options`` gives one.
+
+    Args:
+        variants: by name, whose first word is the drafter's: the drafter's options.
+    """
     found = []
-    for name in drafters:
-        spec = drafter_spec(name)
+    for name, drafter_options in variants.items():
+        drafter = name.split()[0]
+        spec = drafter_spec(drafter)
         wants_model = spec.needs_draft_model or spec.takes_draft_model
-        draft_model = options.draft_model if wants_model else None
-        found.append(OurContender(llm, replace(options, drafter=name, draft_model=draft_model)))
+        asked = replace(
+            options,
+            drafter=drafter,
+            draft_model=options.draft_model if wants_model else None,
+            drafter_options=drafter_options,
+        )
+        found.append(OurContender(llm, asked, name))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -83,8 +84,17 @@ def load_options(
     **options: Any,
 ) -> LoadOptions:
     """The asked-for configuration from command-line values."""
-    drafter_options = dict(_parse_option(text) for text in drafter_option or ())
+    drafter_options = parse_drafter_options(drafter_option or ())
     return LoadOptions.of(model=model, drafter_options=drafter_options, **options)
+
+
+def parse_drafter_options(texts: Iterable[str]) -> dict[str, int | float | str]:
+    """NAME=VALUE texts as a drafter takes them.
+
+    Raises:
+        ConfigError: one is not of that form.
+    """
+    return dict(map(_parse_option, texts))
 
 
 def _parse_option(text: str) -> tuple[str, int | float | str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from foredraft.bench.random_model import Shape
 from foredraft.core.errors import ConfigError
 from tests.cli.conftest import Run
 
@@ -38,6 +39,27 @@ def test_drafters_are_compared_and_written_down(bench: Run, tmp_path: Path) -> N
     assert {row["contender"] for row in report["summaries"]} == {"none", "ngram", "suffix"}
 
 
+def test_a_variant_is_a_drafter_with_options(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "drafters", "--variant", "token-recycling shared=true", "--variant", "suffix node_cost=0.5",
+        "--limit", "1", "--max-tokens", "4", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    names = {row["contender"] for row in json.loads(path.read_text())["summaries"]}
+    assert names == {"none", "token_recycling shared=true", "suffix node_cost=0.5"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("sufix", "suffix"), ("suffix shared", "NAME=VALUE"), ("suffix sharde=1", "shared"), ("", "")],
+)
+def test_a_wrong_variant_is_explained(bench: Run, text: str, message: str) -> None:
+    result = bench("drafters", "--variant", text, "--limit", "1")
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
 def test_step_times_target_and_drafter(bench: Run, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     result = bench(
@@ -47,6 +69,20 @@ def test_step_times_target_and_drafter(bench: Run, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.exception
     names = {figure["name"] for figure in json.loads(path.read_text())["figures"]}
     assert names == {"target", "suffix (draft)", "transformers"}
+
+
+def test_step_times_a_shape_with_random_weights(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = Shape(64, 128, 2, 4, 2, 16, 300, True)
+    monkeypatch.setattr("foredraft.bench.random_model.shapes", lambda: {"tiny": tiny})
+    path = tmp_path / "out.json"
+    result = bench(
+        "step", "--random-weights", "tiny", "--tokens", "1,3", "--rounds", "2", "--json", str(path)
+    )
+    assert result.exit_code == 0, result.exception
+    assert "tiny with random weights (timing only)" in result.stdout
+    assert "timing only" in json.loads(path.read_text())["model"]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +95,9 @@ def test_step_times_target_and_drafter(bench: Run, tmp_path: Path) -> None:
         (("step", "--tokens", "0"), "counts start at 1"),
         (("step", "--tokens", "x"), "not whole numbers"),
         (("step", "--against", "llama.cp"), "did you mean 'llama.cpp'"),
+        (("step", "--random-weights", "lama-8b"), "did you mean 'llama-8b'"),
+        (("step", "--random-weights", "llama-8b", "--against", "transformers"), "a checkpoint"),
+        (("step", "--random-weights", "llama-8b", "--draft-model", "x"), "no vocabulary"),
     ],
 )
 def test_bad_values_are_explained(bench: Run, arguments: tuple[str, ...], message: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,6 +32,10 @@ Temperatures = Annotated[str, typer.Option("--temperature", help="One or more, w
 def drafters(
     only: Annotated[
         str | None, typer.Option("--drafters", help="Names with commas; all that fit otherwise.")
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help='One more, with options: "suffix shared=true". May be repeated.'),
     ] = None,
     against: Annotated[
         str | None, typer.Option(help=f"Peers with commas: {', '.join(PEERS)} (greedy only).")
@@ -66,10 +70,10 @@ def drafters(
         num_draft_tokens=num_draft_tokens, dtype=dtype, device=device, threads=threads,
         max_batch_size=1,
     )  # fmt: skip
-    names = _drafter_names(only, draft_model)
+    variants = _variants(only, variant or [], draft_model)
     peers = _peer_names(against, at)
     llm = o.load_llm(asked)
-    contenders = _contenders(llm, asked, names, peers)
+    contenders = _contenders(llm, asked, variants, peers)
     params = SamplingParams.of(max_tokens=max_tokens, seed=seed)
     trials = _run(llm, contenders, prompts, limit, params, at)
     rows = summaries(trials, "none")
@@ -78,7 +82,7 @@ def drafters(
         write_json(json_file, _figures(llm, rows, trials), seed)
     if plot:
         plot_speedups(rows, plot)
-    if any(not t.identical and t.contender in names for t in trials):
+    if any(not t.identical and t.contender in variants for t in trials):
         raise typer.Exit(1)
 
 
@@ -89,17 +93,27 @@ def _numbers(text: str) -> list[float]:
         raise ConfigError(f"--temperature {text!r} is not one or more numbers") from None
 
 
-def _drafter_names(only: str | None, draft_model: str | None) -> list[str]:
-    """Which drafters run; the baseline is the first of them."""
+def _variants(
+    only: str | None, more: Sequence[str], draft_model: str | None
+) -> dict[str, dict[str, Any]]:
+    """Which drafters run with which options, by name; the baseline is the first of them.
+
+    ``more`` alone replaces the drafters that run by default.
+    """
     from foredraft.drafters import drafter_names, drafter_spec
 
-    asked = only.split(",") if only else drafter_names()
+    asked = only.split(",") if only else () if more else drafter_names()
     names = [name.strip().replace("-", "_") for name in asked]
     if only is None:
         names = [n for n in names if draft_model or not drafter_spec(n).needs_draft_model]
-    for name in names:
-        drafter_spec(name)  # says which name is nearest when it is unknown
-    return ["none", *(name for name in names if name != "none")]
+    variants: dict[str, dict[str, Any]] = {name: {} for name in ("none", *names)}
+    for text in more:
+        name, *options = text.split() or [""]
+        name = name.replace("-", "_")
+        variants[" ".join((name, *options))] = o.parse_drafter_options(options)
+    for name in variants:
+        drafter_spec(name.partition(" ")[0])  # says which name is nearest when it is unknown
+    return variants
 
 
 def _peer_names(against: str | None, temperatures: Sequence[float]) -> list[str]:
@@ -113,13 +127,13 @@ def _peer_names(against: str | None, temperatures: Sequence[float]) -> list[str]
 
 
 def _contenders(
-    llm: LLM, asked: Any, names: Sequence[str], peers: Sequence[str]
+    llm: LLM, asked: Any, variants: Mapping[str, Mapping[str, Any]], peers: Sequence[str]
 ) -> list[Contender]:
     import torch
 
     from foredraft.bench.contenders import TransformersContender, our_contenders
 
-    found: list[Contender] = [*our_contenders(llm, asked, names)]
+    found: list[Contender] = [*our_contenders(llm, asked, variants)]
     for peer in peers:
         assert llm.plan is not None
         dtype = getattr(torch, llm.plan.dtype)
