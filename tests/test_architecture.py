@@ -258,9 +258,12 @@ def test_all_names_what_is_there(path: Path) -> None:
         assert all(hasattr(loaded, name) for name in loaded.__all__)
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = "import foredraft, sys; print([m for m in sys.argv[1:] if m in sys.modules])"
-    heavy = ["torch", "transformers", "tokenizers", "numpy", "typer", "rich", "huggingface_hub"]
+@pytest.mark.parametrize(
+    ("module", "extra"), [("foredraft", ("typer", "rich")), ("foredraft.cli.main", ())]
+)
+def test_importing_it_loads_nothing_heavy(module: str, extra: tuple[str, ...]) -> None:
+    code = f"import {module}, sys; print([m for m in sys.argv[1:] if m in sys.modules])"
+    heavy = ["torch", "transformers", "tokenizers", "numpy", "huggingface_hub", *extra]
     done = subprocess.run(
         [sys.executable, "-c", code, *heavy],
         cwd=PACKAGE.parent,

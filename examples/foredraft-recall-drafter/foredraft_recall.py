@@ -12,15 +12,15 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import (
+    BaseDrafter,
     DrafterContext,
     DrafterSpec,
     DraftRow,
     Observation,
-    StatelessDrafter,
 )
 
 
-class RecallDrafter(StatelessDrafter):
+class RecallDrafter(BaseDrafter):
     """See the module docstring.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from foredraft.cli import bench, chat, demo, doctor, generate, index, tune
 from foredraft.core.errors import ForedraftError
 from foredraft.version import __version__
 
@@ -35,19 +36,10 @@ def _root(
     """Exact speculative decoding: your model's own text, faster, with nothing changed."""
 
 
-def _register() -> None:
-    from foredraft.cli import bench, chat, demo, doctor, generate, index, tune
-
-    app.command()(generate.generate)
-    app.command()(chat.chat)
-    app.command()(doctor.doctor)
-    app.command()(demo.demo)
-    app.add_typer(bench.app, name="bench")
-    app.add_typer(index.app, name="index")
-    app.add_typer(tune.app, name="tune")
-
-
-_register()
+for command in (generate.generate, chat.chat, doctor.doctor, demo.demo):
+    app.command()(command)
+for group, name in ((bench.app, "bench"), (index.app, "index"), (tune.app, "tune")):
+    app.add_typer(group, name=name)
 
 
 def main() -> None:

@@ -2,27 +2,59 @@
 
 Built-in drafters are the modules of this folder; what several share is in ``common``. Other
 packages add theirs with an entry point in the group ``foredraft.drafters`` that names a
-`DrafterSpec`.
+`DrafterSpec`. A built-in drafter's name stays its own.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
 from collections.abc import Iterable
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 
 from foredraft.core.errors import CapabilityError, ConfigError, unknown
 from foredraft.drafters.base import Drafter, DrafterContext, DrafterSpec
 
 _GROUP = "foredraft.drafters"
 _NOT_DRAFTERS = {"base", "common"}
+_log = logging.getLogger("foredraft")
 
 
 def drafter_names() -> list[str]:
-    """Every registered name, built-in and installed."""
-    built_in = {module.name for module in pkgutil.iter_modules(__path__)} - _NOT_DRAFTERS
-    return sorted(built_in | {entry.name for entry in entry_points(group=_GROUP)})
+    """Every registered name, built-in and installed, written with underscores."""
+    return sorted(_built_in() | _installed().keys())
+
+
+def _built_in() -> set[str]:
+    return {module.name for module in pkgutil.iter_modules(__path__)} - _NOT_DRAFTERS
+
+
+def _installed() -> dict[str, EntryPoint]:
+    """What other packages have registered, by name; a name that is taken is ignored."""
+    built_in, found = _built_in(), dict[str, EntryPoint]()
+    for entry in entry_points(group=_GROUP):
+        key = _key(entry.name)
+        if key in built_in or key in found:
+            _warn_of_taken_name(entry.name, entry.value)
+        else:
+            found[key] = entry
+    return found
+
+
+@cache  # so that it is said once
+def _warn_of_taken_name(name: str, value: str) -> None:
+    _log.warning(
+        "the drafter %r from %s is ignored: there is one of that name already; its package has to "
+        "register it under another",
+        name,
+        value,
+    )
+
+
+def _key(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def drafter_spec(name: str) -> DrafterSpec:
@@ -31,15 +63,13 @@ def drafter_spec(name: str) -> DrafterSpec:
     Raises:
         ConfigError: no such drafter.
     """
-    key = name.replace("-", "_")
-    if key not in drafter_names():
-        raise unknown("drafter", name, drafter_names())
-    for entry in entry_points(group=_GROUP):
-        if entry.name == key:
-            spec = entry.load()
-            break
-    else:
+    key = _key(name)
+    if key in _built_in():
         spec = importlib.import_module(f"{__name__}.{key}").DRAFTER
+    elif key in (installed := _installed()):
+        spec = installed[key].load()
+    else:
+        raise unknown("drafter", name, drafter_names())
     if not isinstance(spec, DrafterSpec):
         raise ConfigError(
             f"drafter {name!r} is registered as {type(spec).__name__}, not as a DrafterSpec"

@@ -94,8 +94,8 @@ class Drafter(Protocol):
         ...
 
 
-class StatelessDrafter:
-    """Defaults for drafters that keep nothing between steps."""
+class BaseDrafter:
+    """Do-nothing defaults for every part of `Drafter` but `propose`."""
 
     taps: Sequence[int] = ()
 

@@ -22,11 +22,11 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal, Renaming
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import (
+    BaseDrafter,
     Drafter,
     DrafterContext,
     DrafterSpec,
     DraftRow,
-    StatelessDrafter,
 )
 from foredraft.drafters.common.shared_vocabulary import RestrictedModel, SharedVocabulary
 from foredraft.drafters.common.transcript import CodecPair, Transcript
@@ -108,7 +108,7 @@ def _merged(paths: Sequence[Sequence[int]], budget: int) -> TokenTree:
     return TokenTree(tuple(tokens), tuple(parents))
 
 
-class CrossTokenizerDrafter(StatelessDrafter):
+class CrossTokenizerDrafter(BaseDrafter):
     """See the module docstring. The wrapped drafter sees draft tokens only, and no observations.
 
     Args:

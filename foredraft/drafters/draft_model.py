@@ -19,11 +19,11 @@ from foredraft.core.errors import (
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import (
+    BaseDrafter,
     Drafter,
     DrafterContext,
     DrafterSpec,
     DraftRow,
-    StatelessDrafter,
 )
 from foredraft.drafters.common.chain import ChainDrafter, ModelPredictor
 from foredraft.drafters.common.draft_cache import DraftCache
@@ -44,7 +44,7 @@ class DraftModelDrafter(ChainDrafter):
         super().__init__(ModelPredictor(model))
 
 
-class DraftTreeDrafter(StatelessDrafter):
+class DraftTreeDrafter(BaseDrafter):
     """Drafts trees, one depth a forward; rows that still grow share each.
 
     A forward reads the row's last token and the tree so far. Its entries stay in the cache

@@ -24,11 +24,11 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import (
+    BaseDrafter,
     DrafterContext,
     DrafterSpec,
     DraftRow,
     Observation,
-    StatelessDrafter,
 )
 from foredraft.drafters.common.options import checked_count
 from foredraft.models.base import Capabilities
@@ -210,7 +210,7 @@ class _Request:
         return tree
 
 
-class LookaheadDrafter(StatelessDrafter):
+class LookaheadDrafter(BaseDrafter):
     """See the module docstring.
 
     Args:

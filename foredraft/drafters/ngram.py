@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.core.errors import ConfigError
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, StatelessDrafter
+from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow
+from foredraft.drafters.common.per_request import PerRequestDrafter
 
 
 class NgramIndex:
@@ -53,7 +53,7 @@ class NgramIndex:
         self._indexed = len(tokens)
 
 
-class NgramDrafter(StatelessDrafter):
+class NgramDrafter(PerRequestDrafter[NgramIndex]):
     """See the module docstring.
 
     Args:
@@ -70,25 +70,14 @@ class NgramDrafter(StatelessDrafter):
                 f"n-gram sizes {min_ngram_size} to {max_ngram_size} make no range; use "
                 "1 <= min_ngram_size <= max_ngram_size"
             )
+        super().__init__()
         self._sizes = (min_ngram_size, max_ngram_size)
-        self._indexes: dict[int, NgramIndex] = {}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        self._indexes[request_id] = NgramIndex(*self._sizes)
+    def begin_request(self, prompt: Sequence[int]) -> NgramIndex:
+        return NgramIndex(*self._sizes)
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self._propose(row) if row.budget else NO_PROPOSAL for row in rows]
-
-    def _propose(self, row: DraftRow) -> Proposal:
-        found = self._indexes[row.request_id].lookup(row.tokens, row.budget)
-        return Proposal.chosen(TokenTree.chain(found))
-
-    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
-        found = self._indexes[row.request_id].lookup(row.tokens, row.budget, draft)
-        return Proposal.chosen(TokenTree.chain(found))
-
-    def end(self, request_id: int) -> None:
-        del self._indexes[request_id]
+    def draft_tree(self, request: NgramIndex, row: DraftRow, draft: Sequence[int]) -> TokenTree:
+        return TokenTree.chain(request.lookup(row.tokens, row.budget, draft))
 
 
 def _build(context: DrafterContext) -> NgramDrafter:

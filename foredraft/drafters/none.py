@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.drafters.base import DrafterSpec, DraftRow, StatelessDrafter
+from foredraft.drafters.base import BaseDrafter, DrafterSpec, DraftRow
 
 
-class NoDrafter(StatelessDrafter):
+class NoDrafter(BaseDrafter):
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [NO_PROPOSAL] * len(rows)
 

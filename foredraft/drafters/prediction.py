@@ -12,10 +12,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from foredraft.core.errors import ConfigError
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation, TextCodec
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import MatchConfidence
+from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
 
 _FOLLOWED = (0.50, 0.55, 0.65, 0.75, 0.82, 0.88, 0.92, 0.94, 0.96, 0.98)
@@ -169,7 +170,7 @@ class _Request:
         return self.alignment
 
 
-class PredictionDrafter:
+class PredictionDrafter(PerRequestDrafter[_Request]):
     """See the module docstring.
 
     Args:
@@ -179,8 +180,6 @@ class PredictionDrafter:
         tree: whether drafts may branch.
     """
 
-    taps: Sequence[int] = ()
-
     def __init__(
         self,
         tokenizer: TextCodec | None,
@@ -188,26 +187,24 @@ class PredictionDrafter:
         cost: StepCost = LINEAR_STEPS,
         tree: bool = True,
     ) -> None:
+        super().__init__()
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._cost, self._tree = cost, tree
-        self._requests: dict[int, _Request] = {}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        self._requests[request_id] = _Request(prompt)
+    def begin_request(self, prompt: Sequence[int]) -> _Request:
+        return _Request(prompt)
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self.propose_after(row, ()) if row.budget else NO_PROPOSAL for row in rows]
-
-    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
-        request = self._requests[row.request_id]
+    def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         alignment = request.alignment or request.align(self._expected(row, request.prompt))
         place: _Place | None = None
         for token in draft:
             following = (p for t, _, p in alignment.successors(place) if t == token)
             if (place := next(following, None)) is None:
-                return NO_PROPOSAL
-        tree = best_first(place, alignment.successors, row.budget, self._cost, self._tree)
-        return Proposal.chosen(tree)
+                return EMPTY_TREE
+        return best_first(place, alignment.successors, row.budget, self._cost, self._tree)
+
+    def observe_request(self, request: _Request, seen: Observation) -> None:
+        request.commit(seen.committed)
 
     def _expected(self, row: DraftRow, prompt: Sequence[int]) -> Sequence[int]:
         """The ids of the request's prediction; without one, those of its prompt."""
@@ -220,13 +217,6 @@ class PredictionDrafter:
             )
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return [token for token in ids if token < self._vocab_size]
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        for seen in observations:
-            self._requests[seen.request_id].commit(seen.committed)
-
-    def end(self, request_id: int) -> None:
-        del self._requests[request_id]
 
 
 def _build(context: DrafterContext) -> PredictionDrafter:

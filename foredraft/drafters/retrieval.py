@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 
-from foredraft.core.proposal import Proposal
+from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import OTHER_TEXT, REPEATED_TEXT, MatchConfidence
 from foredraft.drafters.common.datastore import Datastore, Interval
 from foredraft.drafters.common.options import checked_count
+from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
 
 _MAX_MATCH = 16
@@ -64,7 +65,7 @@ class _Request:
                 yield token, trust * share, following
 
 
-class RetrievalDrafter:
+class RetrievalDrafter(PerRequestDrafter[_Request]):
     """See the module docstring.
 
     Args:
@@ -75,8 +76,6 @@ class RetrievalDrafter:
         tree: whether drafts may branch.
     """
 
-    taps: Sequence[int] = ()
-
     def __init__(
         self,
         datastore: Datastore | None,
@@ -85,11 +84,11 @@ class RetrievalDrafter:
         cost: StepCost = LINEAR_STEPS,
         tree: bool = True,
     ) -> None:
+        super().__init__()
         self._datastore, self._vocab_size = datastore, vocab_size
         self._min_match, self._cost, self._tree = min_match, cost, tree
-        self._requests: dict[int, _Request] = {}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+    def begin_request(self, prompt: Sequence[int]) -> _Request:
         datastore, prior = self._datastore, OTHER_TEXT
         if datastore is None:
             earlier = prompt[:-1]  # with the last token its end would match itself
@@ -97,24 +96,15 @@ class RetrievalDrafter:
         request = _Request(datastore, MatchConfidence(prior), self._min_match)
         for token in prompt[-_MAX_MATCH:]:
             request.read(token)
-        self._requests[request_id] = request
+        return request
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self.propose_after(row, ()) for row in rows]
-
-    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
-        request = self._requests[row.request_id]
+    def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         start = request.longest_after(draft)
-        tree = best_first(start, request.successors, row.budget, self._cost, self._tree)
-        return Proposal.chosen(tree)
+        return best_first(start, request.successors, row.budget, self._cost, self._tree)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
-        for seen in observations:
-            for token in seen.committed:
-                self._requests[seen.request_id].commit(token)
-
-    def end(self, request_id: int) -> None:
-        del self._requests[request_id]
+    def observe_request(self, request: _Request, seen: Observation) -> None:
+        for token in seen.committed:
+            request.commit(token)
 
 
 def _build(context: DrafterContext) -> RetrievalDrafter:

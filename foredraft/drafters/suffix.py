@@ -12,13 +12,14 @@ from functools import reduce
 from pathlib import Path
 
 from foredraft.core.errors import ConfigError
-from foredraft.core.proposal import Proposal
+from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
 from foredraft.drafters.common.automaton import NO_MATCH, Match, SuffixAutomaton
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import OTHER_TEXT, MatchConfidence
 from foredraft.drafters.common.options import checked_count, checked_flag
 from foredraft.drafters.common.past_outputs import PastOutputs, tenant_file
+from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
 
 _Place = tuple[Match, ...]
@@ -87,7 +88,7 @@ def _probability(candidates: list[tuple[int, float]]) -> float:
     return candidates[0][1] if candidates else 0.0
 
 
-class SuffixDrafter:
+class SuffixDrafter(PerRequestDrafter[_Request]):
     """See the module docstring.
 
     Args:
@@ -96,33 +97,24 @@ class SuffixDrafter:
         tree: whether drafts may branch.
     """
 
-    taps: Sequence[int] = ()
-
     def __init__(
         self, cost: StepCost = LINEAR_STEPS, past: PastOutputs | None = None, tree: bool = True
     ) -> None:
+        super().__init__()
         self._cost, self._past, self._tree = cost, past, tree
-        self._requests: dict[int, _Request] = {}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        self._requests[request_id] = _Request(prompt, self._past)
+    def begin_request(self, prompt: Sequence[int]) -> _Request:
+        return _Request(prompt, self._past)
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self.propose_after(row, ()) for row in rows]
-
-    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
-        request = self._requests[row.request_id]
+    def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         place = reduce(request.advance, draft, request.place)
-        tree = best_first(place, request.successors, row.budget, self._cost, self._tree)
-        return Proposal.chosen(tree)
+        return best_first(place, request.successors, row.budget, self._cost, self._tree)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
-        for seen in observations:
-            for token in seen.committed:
-                self._requests[seen.request_id].commit(token)
+    def observe_request(self, request: _Request, seen: Observation) -> None:
+        for token in seen.committed:
+            request.commit(token)
 
-    def end(self, request_id: int) -> None:
-        request = self._requests.pop(request_id)
+    def end_request(self, request: _Request) -> None:
         if self._past is not None:
             self._past.add(request.output)
 

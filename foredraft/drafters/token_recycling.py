@@ -17,10 +17,11 @@ import numpy as np
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError
-from foredraft.core.proposal import Proposal
+from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.options import checked_count, checked_flag
+from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
 
 _STEADIEST = 3
@@ -142,7 +143,7 @@ def likeliest(logits_V: Tensor, count: int) -> list[int]:
     return [int(token) for token in candidates[order]]
 
 
-class TokenRecyclingDrafter:
+class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
     """See the module docstring.
 
     Only committed positions teach the table. Positions of rejected nodes have candidates, too, but
@@ -155,8 +156,6 @@ class TokenRecyclingDrafter:
         tree: whether drafts may branch.
     """
 
-    taps: Sequence[int] = ()
-
     def __init__(
         self,
         num_candidates: int = 8,
@@ -164,37 +163,25 @@ class TokenRecyclingDrafter:
         shared: bool = False,
         tree: bool = True,
     ) -> None:
+        super().__init__()
         if num_candidates > len(_PRIOR[0]):
             raise ConfigError(
                 f"num_candidates is {num_candidates}; more than {len(_PRIOR[0])} are never drafted"
             )
         self._num_candidates, self._cost, self._tree = num_candidates, cost, tree
         self._shared = Successors(num_candidates) if shared else None
-        self._requests: dict[int, _Request] = {}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        successors = self._shared or Successors(self._num_candidates)
-        self._requests[request_id] = _Request(prompt, successors)
+    def begin_request(self, prompt: Sequence[int]) -> _Request:
+        return _Request(prompt, self._shared or Successors(self._num_candidates))
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        return [self.propose_after(row, ()) for row in rows]
-
-    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
-        request = self._requests[row.request_id]
+    def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         last = draft[-1] if draft else request.last
-        tree = best_first(last, request.following, row.budget, self._cost, self._tree)
-        return Proposal.chosen(tree)
+        return best_first(last, request.following, row.budget, self._cost, self._tree)
 
-    def observe(self, observations: Sequence[Observation]) -> None:
-        for seen in observations:
-            request = self._requests[seen.request_id]
-            nodes = [0, *(node + 1 for node in seen.path)]
-            for token, node in zip(seen.committed, nodes, strict=False):
-                logits_V = seen.logits_NV[node]
-                request.commit(token, likeliest(logits_V, self._num_candidates))
-
-    def end(self, request_id: int) -> None:
-        del self._requests[request_id]
+    def observe_request(self, request: _Request, seen: Observation) -> None:
+        nodes = [0, *(node + 1 for node in seen.path)]
+        for token, node in zip(seen.committed, nodes, strict=False):
+            request.commit(token, likeliest(seen.logits_NV[node], self._num_candidates))
 
 
 def _build(context: DrafterContext) -> TokenRecyclingDrafter:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TokenDecoder = Callable[[int], str | None]
-"""Feeds one token and returns the text it completes; None while a character is incomplete."""
+"""Fed one token, returns the whole characters it completes, or None."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.json_files import read_json
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _INDEX = "model.safetensors.index.json"
@@ -53,11 +54,11 @@ def _check_config(directory: Path) -> None:
             f"{directory} has no config.json{_what_else_is_there(directory)}; a model is a "
             "directory with config.json, tokenizer.json and *.safetensors"
         )
-    config = _read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
     tokenizer_config = directory / "tokenizer_config.json"
     configs = {"config.json": config}
     if tokenizer_config.is_file():
-        configs["tokenizer_config.json"] = _read_json(tokenizer_config)
+        configs["tokenizer_config.json"] = read_json(tokenizer_config)
     for name, content in configs.items():
         if "auto_map" in content:
             raise ModelLoadError(
@@ -78,7 +79,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _indexed_files(directory: Path, index: Path) -> list[Path]:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelLoadError(f"{index} has no weight_map; get the whole checkpoint again")
     names = sorted({str(name) for name in weight_map.values()})
@@ -123,18 +124,6 @@ def _what_else_is_there(directory: Path) -> str:
 def _names(directory: Path, *patterns: str) -> str:
     found = sorted({path.name for pattern in patterns for path in directory.glob(pattern)})
     return ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(
-            f"{path} cannot be read: {error}. Download the checkpoint again"
-        ) from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} holds a {type(content).__name__} and not a JSON object")
-    return content
 
 
 # ---------------------------------------------------------------------------------- safetensors

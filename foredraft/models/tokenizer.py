@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
 
 from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
+from foredraft.models.json_files import read_json
 
 Message = Mapping[str, str]
 _ROLES = ("system", "user", "assistant", "tool")
+_UNFINISHED = "\ufffd"
+"""How decoders write the bytes of a character that is not complete."""
 
 
 class Tokenizer:
@@ -44,7 +46,7 @@ class Tokenizer:
         # Files saved by a training run may carry its batch settings; a prompt is never cut.
         self._fast.no_truncation()
         self._fast.no_padding()
-        self._config = _read_json(directory / "tokenizer_config.json")
+        self._config = _read_optional(directory / "tokenizer_config.json")
 
     @property
     def vocab_size(self) -> int:
@@ -133,7 +135,7 @@ class Tokenizer:
         """Every id that ends the model's text."""
         found: set[int] = set()
         for name in ("generation_config.json", "config.json"):
-            value = _read_json(self._directory / name).get("eos_token_id")
+            value = _read_optional(self._directory / name).get("eos_token_id")
             found |= {value} if isinstance(value, int) else set(value or ())
         eos = self._config.get("eos_token")
         eos_id = self._fast.token_to_id(eos["content"] if isinstance(eos, dict) else eos or "")
@@ -147,31 +149,40 @@ class Tokenizer:
 
 
 class _StreamDecoder:
-    """Feeds one token at a time; None until a character is complete."""
+    """Fed one token at a time; returns the whole characters it completes, or None."""
 
     def __init__(self, fast: FastTokenizer) -> None:
-        self._fast, self._stream = fast, DecodeStream(skip_special_tokens=True)
-        self._held: list[int] = []  # tokens whose text is not out yet
+        self._fast = fast
+        # Decoders treat the first token of a text differently, so tokens are decoded behind the
+        # last ones whose text is out.
+        self._before: list[int] = []
+        self._before_text = ""
+        self._held: list[int] = []  # tokens after those
+        self._said = ""  # as much of the held tokens' text as is out
 
     def __call__(self, token: int) -> str | None:
         self._held.append(token)
-        try:
-            text: str | None = self._stream.step(self._fast, token)
-        except Exception:
-            # Byte-fallback vocabularies: a stray byte turns the bytes before it, whose text is
-            # out, into replacement characters, and the stream gives up. Decode the rest afresh.
-            text = self._fast.decode(self._held, skip_special_tokens=True)
-            self._stream = DecodeStream([token], skip_special_tokens=True)
-        if text is not None:
-            self._held.clear()
-        return text
+        text = self._held_text()
+        whole = text.rstrip(_UNFINISHED)
+        new = whole[len(self._said) :]
+        if text and whole == text:
+            self._before, self._before_text = self._held, self._decode(self._held)
+            self._held, self._said = [], ""
+        else:
+            self._said += new
+        return new or None
+
+    def _held_text(self) -> str:
+        text = self._decode(self._before + self._held)
+        if text.startswith(self._before_text):
+            return text[len(self._before_text) :]
+        # Byte-fallback vocabularies: a stray byte turns the bytes before it, whose text is out,
+        # into replacement characters.
+        return self._decode(self._held)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._fast.decode(token_ids, skip_special_tokens=True))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    return content if isinstance(content, dict) else {}
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

@@ -9,7 +9,7 @@ import pytest
 from foredraft.core.proposal import Proposal
 from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Drafter, DraftRow, Observation, StatelessDrafter
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.models.base import ScoreRow, Target
@@ -55,7 +55,7 @@ class RemembersRejected(NgramDrafter):
             self._rejected[seen.request_id] = list(tokens[seen.num_accepted :])
 
 
-class NeverRewinds(StatelessDrafter):
+class NeverRewinds(BaseDrafter):
     """Drafts with a model and leaves the cache entries of rejected tokens where they are."""
 
     def __init__(self, model: Target) -> None:

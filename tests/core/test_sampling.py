@@ -161,6 +161,13 @@ def test_top_p_on_a_vocabulary_of_real_size() -> None:
         assert torch.allclose(actual_V, torch.tensor(expected).double(), atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sorting_gives_the_bits_that_torch_gives(dtype: torch.dtype) -> None:
+    logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(4), dtype=dtype)
+    probs_V = logits_V.mul(8).round().softmax(0)  # with many ties
+    assert torch.equal(sampling._descending(probs_V), probs_V.sort(descending=True).values)
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits_NV = torch.randn(5, 700, generator=torch.Generator().manual_seed(2)) * 3
     params = SamplingParams(temperature=0.8, top_k=600, top_p=0.9, min_p=0.001)

@@ -8,8 +8,9 @@ import pytest
 
 import foredraft.drafters
 from foredraft.core.errors import CapabilityError, ConfigError
-from foredraft.drafters import build_drafter, drafter_names, drafter_spec
+from foredraft.drafters import _warn_of_taken_name, build_drafter, drafter_names, drafter_spec
 from foredraft.drafters.base import DrafterContext, DrafterSpec
+from foredraft.drafters.draft_model import DRAFTER as DRAFT_MODEL
 from foredraft.drafters.none import NoDrafter
 from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
@@ -32,6 +33,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
             ("elsewhere", "SPEC"),
             ("broken_entry", "NOT_A_SPEC"),
             ("hungry", "HUNGRY"),
+            ("with-dash", "SPEC"),
+            ("elsewhere", "HUNGRY"),
+            ("draft-model", "SPEC"),
         )
     ]
     monkeypatch.setattr(foredraft.drafters, "entry_points", lambda group: entries)
@@ -69,6 +73,26 @@ def test_packages_add_theirs() -> None:
     assert isinstance(build_drafter("elsewhere", context), NoDrafter)
     with pytest.raises(ConfigError, match="registered as type, not as a DrafterSpec"):
         drafter_spec("broken-entry")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["with-dash", "with_dash"])
+def test_packages_may_use_dashes(name: str) -> None:
+    assert "with_dash" in drafter_names()
+    assert drafter_spec(name) is SPEC
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_name_that_is_taken_stays_whose_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_taken_name.cache_clear()
+    assert drafter_spec("draft-model") is DRAFT_MODEL
+    assert drafter_spec("elsewhere") is SPEC
+    assert len(drafter_names()) == len(set(drafter_names()))
+    ignored = [message.split(" is ignored")[0] for message in caplog.messages]
+    assert ignored == [
+        f"the drafter 'elsewhere' from {__name__}:HUNGRY",
+        f"the drafter 'draft-model' from {__name__}:SPEC",
+    ]
 
 
 @pytest.mark.usefixtures("installed")

@@ -11,7 +11,7 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.proposal import Proposal
 from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Drafter, DraftRow, StatelessDrafter
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.engine.engine import Engine, Event
 from foredraft.engine.row import GenerationResult
@@ -59,7 +59,7 @@ class FaultyTarget(TableModel):
         return scores
 
 
-class ScriptedDrafter(StatelessDrafter):
+class ScriptedDrafter(BaseDrafter):
     """Proposes what a function says."""
 
     def __init__(self, script: Callable[[DraftRow], Proposal]) -> None:

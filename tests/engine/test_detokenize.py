@@ -45,12 +45,15 @@ def assemble(
 
 
 def byte_level_tokenizer() -> FastTokenizer:
-    """One token a byte, and the two halves of the euro sign's three bytes as further tokens."""
+    """One token a byte, and more: the euro sign's first two bytes, all three of them, and tokens
+    that begin it after a letter, after its own end, and after its own end and a letter."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}
     first, second, third = (_symbol(byte) for byte in "€".encode())
     for merged in (first + second, first + second + third):
         vocab[merged] = len(vocab)
+    for straddling in ("a" + first + second, second + third + first, third + "a" + first + second):
+        vocab[straddling] = len(vocab)
     merges = [(first, second), (first + second, third)]
     tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -132,6 +135,38 @@ def test_a_split_character_belongs_to_the_token_that_completes_it(byte_level: To
 def test_bytes_of_an_unfinished_last_character_are_not_text(byte_level: Tokenizer) -> None:
     decode = byte_level.new_decoder()
     assert assemble(bytes_of("ok €")[:-1], decode=decode)[0] == "ok "
+
+
+A_HALF, END_AND_FIRST = token_of(ord("a"), 0xE2, 0x82), token_of(0x82, 0xAC, 0xE2)
+
+
+def test_a_token_that_begins_a_character_gives_out_what_it_completes(byte_level: Tokenizer) -> None:
+    _, taken, _ = assemble([A_HALF, token_of(0xAC)], decode=byte_level.new_decoder())
+    assert taken == ["a", "€", ""]
+    tokens = [token_of(0xE2), END_AND_FIRST, END_AND_FIRST]
+    assert assemble(tokens, decode=byte_level.new_decoder())[1] == ["", "€", "€", ""]
+
+
+def test_a_stop_string_is_found_in_a_token_that_begins_another_character(
+    byte_level: Tokenizer,
+) -> None:
+    tokens = [token_of(ord("x")), A_HALF, token_of(0xAC)]
+    text, taken, stopped = assemble(tokens, ["xa"], byte_level.new_decoder())
+    assert (text, taken, stopped) == ("", ["", ""], True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    tokens=st.lists(
+        st.one_of(st.integers(256, 260), st.sampled_from(bytes_of("a€")), st.integers(0, 260)),
+        max_size=12,
+    )
+)
+def test_the_text_is_all_that_was_decoded_but_the_unfinished_end(
+    byte_level: Tokenizer, tokens: list[int]
+) -> None:
+    text, _, _ = assemble(tokens, decode=byte_level.new_decoder())
+    assert text == byte_level.decode(tokens).rstrip("\ufffd")
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,7 +12,7 @@ from foredraft.core.choices import DraftChoices
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
 from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import DraftRow, StatelessDrafter
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.models.table import TableModel
 from tests.exactness.worlds import Distributions, Tokens
 
@@ -139,7 +139,7 @@ def _text(context: Tokens, parents: Sequence[int], tokens: Sequence[int], node: 
     return (*context, *reversed(path))
 
 
-class TableDrafter(StatelessDrafter):
+class TableDrafter(BaseDrafter):
     """A drafter for the engine around any way to draft.
 
     Args:

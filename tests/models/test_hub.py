@@ -9,18 +9,7 @@ import pytest
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.store import resolve_model
-
-
-class RecordedProgress:
-    def __init__(self) -> None:
-        self.stages: list[str] = []
-        self.fractions: list[float] = []
-
-    def stage(self, text: str) -> None:
-        self.stages.append(text)
-
-    def advance(self, fraction: float) -> None:
-        self.fractions.append(fraction)
+from tests.models.progress import RecordedProgress
 
 
 def fake_hub(monkeypatch: pytest.MonkeyPatch, answer: Any) -> list[dict[str, Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
@@ -87,6 +89,29 @@ def test_a_changed_source_is_compiled_anew(
     (sources / changed).write_text("// other\n")
     assert build(compiler.command, tmp_path / "cache", sources) != first
     assert compiler.num_compilations == 2
+
+
+def test_the_newest_libraries_are_kept(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    built: list[Path] = []
+    for age in (40, 10, 30, 20, -60):  # the last one by a clock that was wrong
+        (sources / "decoder.cpp").write_text(f"int age = {age};\n")
+        built.append(build(compiler.command, tmp_path / "cache", sources))
+        os.utime(built[-1], (time.time() - age,) * 2)
+        assert built[-1].exists()
+    (sources / "decoder.cpp").write_text("int newest;\n")
+    newest = build(compiler.command, tmp_path / "cache", sources)
+    left = {path for path in (tmp_path / "cache").iterdir() if path.suffix == ".so"}
+    assert left == {built[1], built[3], built[4], newest}
+
+
+def test_a_library_that_cannot_be_removed_does_no_harm(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    for i in range(6):  # a directory in a library's place cannot be unlinked
+        (tmp_path / "cache" / f"decoder-{i}.so").mkdir(parents=True)
+    assert build(compiler.command, tmp_path / "cache", sources).is_file()
 
 
 def test_another_cpu_is_compiled_for_anew(

@@ -17,20 +17,9 @@ from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models import smollm2
 from foredraft.models.manifest import MANIFEST_NAME, find_damage, sha256_of
 from foredraft.models.store import BUILT_IN, SilentProgress, cache_root, resolve_model
+from tests.models.progress import RecordedProgress
 
 NAME = smollm2.NAME
-
-
-class RecordedProgress:
-    def __init__(self) -> None:
-        self.stages: list[str] = []
-        self.fractions: list[float] = []
-
-    def stage(self, text: str) -> None:
-        self.stages.append(text)
-
-    def advance(self, fraction: float) -> None:
-        self.fractions.append(fraction)
 
 
 class FakeConverter:

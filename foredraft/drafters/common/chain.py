@@ -16,7 +16,7 @@ from torch import Tensor
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
 from foredraft.core.sampling import logits_to_probs
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import DraftRow, StatelessDrafter
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.common.draft_cache import DraftCache
 from foredraft.models.base import ScoreRow, Target
 
@@ -125,7 +125,7 @@ class ModelPredictor:
         self._cache.end(request_id)
 
 
-class ChainDrafter(StatelessDrafter):
+class ChainDrafter(BaseDrafter):
     """Drafts chains; all rows that still draft share each call of the predictor.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from foredraft.cache.kv import KVShape
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.json_files import read_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """``model_type`` values this decoder implements. SmolLM and SmolLM2 are "llama"."""
@@ -77,7 +77,7 @@ def read_config(directory: Path) -> DecoderConfig:
     Raises:
         ModelLoadError: the family or one of its features is not implemented here.
     """
-    raw = _read_json(directory / "config.json")
+    raw = read_json(directory / "config.json")
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
         raise ModelLoadError(
@@ -92,16 +92,6 @@ def read_config(directory: Path) -> DecoderConfig:
         raise ModelLoadError(
             f"{directory / 'config.json'} does not give {missing}, which a {model_type} model needs"
         ) from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path} holds no JSON object")
-    return content
 
 
 def _parse(raw: Mapping[str, Any]) -> DecoderConfig:

@@ -2,11 +2,12 @@
 
 The library is kept in foredraft's cache under a key of everything it depends on: sources,
 compiler, flags and CPU. It is written beside its place and moved there, under a lock, so two
-processes never see half of it.
+processes never see half of it. A new one replaces the oldest when there are several.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -34,6 +35,9 @@ _FLAGS = (
     "-ffp-contract=off",  # multiply-adds only where the source says so: see simd.h
 )
 _TIMEOUT_SECONDS = 300.0
+_MAX_KEPT = 4
+"""Libraries kept, the newest: of other compilers, versions of foredraft, and CPUs that share the
+cache."""
 
 
 class KernelUnavailable(Exception):  # noqa: N818 - a state of the machine, not a mistake
@@ -87,6 +91,7 @@ def build(compiler: list[str], directory: Path, sources: Path = _SOURCES) -> Pat
         with FileLock(directory / f"decoder-{key}.lock"):
             if not library.exists():
                 _compile(compiler, sources / "decoder.cpp", library)
+                _remove_old(library)
     except OSError as problem:
         raise KernelUnavailable(f"cannot write the kernel into {directory}: {problem}") from None
     return library
@@ -99,6 +104,18 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
         if done.returncode != 0:
             raise KernelUnavailable(f"{compiler[0]} failed: {_first_error(done.stderr)}")
         os.replace(output, library)
+
+
+def _remove_old(new: Path) -> None:
+    """Remove all but the newest libraries. A process that has loaded one can go on using it."""
+    others: list[tuple[float, Path]] = []
+    for library in new.parent.glob("decoder-*.so"):
+        with contextlib.suppress(OSError):  # another process is removing it as well
+            others.append((library.stat().st_mtime, library))
+    others = sorted(other for other in others if other[1] != new)
+    for _, library in others[: 1 - _MAX_KEPT]:
+        with contextlib.suppress(OSError):  # it only takes up room
+            library.unlink()
 
 
 def _first_error(text: str) -> str:
