@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from os import PathLike
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
@@ -24,6 +24,9 @@ from foredraft.models.store import Progress, resolve_model
 from foredraft.models.timing import measure_forward_ms
 from foredraft.models.tokenizer import Message, Tokenizer
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan, plan_model
+
+if TYPE_CHECKING:
+    from foredraft.models.native.target import DecoderFactory
 
 Prompt = str | Sequence[int]
 
@@ -266,21 +269,30 @@ def load_target(plan: ModelPlan) -> Target:
         from foredraft.models.hf import HFTarget
 
         return HFTarget.load(plan.directory, dtype, plan.device, plan.max_context)
-    from foredraft.models.native.eager import EagerDecoder
-    from foredraft.models.native.fixed_shape import FixedShapeDecoder, probe
-    from foredraft.models.native.fused import FusedDecoder
-    from foredraft.models.native.target import DecoderFactory, NativeTarget
+    from foredraft.models.native.fixed_shape import probe
+    from foredraft.models.native.target import NativeTarget
 
-    decoders: dict[str, DecoderFactory] = {
-        "fused": FusedDecoder,
-        "eager": EagerDecoder,
-        "fixed-shape": FixedShapeDecoder,
-    }
-    decoder = decoders[plan.decoder]
+    decoder = native_decoder(plan.decoder)
     target = NativeTarget.load(plan.directory, dtype, plan.device, decoder, plan.max_context)
     if plan.decoder == "fixed-shape":
         probe(target)
     return target
+
+
+def native_decoder(name: str) -> DecoderFactory:
+    """The class behind `ModelPlan.decoder` of a native plan."""
+    from foredraft.models.native.eager import EagerDecoder
+    from foredraft.models.native.fixed_shape import FixedShapeDecoder
+    from foredraft.models.native.fused import FusedDecoder
+    from foredraft.models.native.graphed import GraphedDecoder
+
+    decoders: dict[str, DecoderFactory] = {
+        "fused": FusedDecoder,
+        "graphed": GraphedDecoder,
+        "eager": EagerDecoder,
+        "fixed-shape": FixedShapeDecoder,
+    }
+    return decoders[name]
 
 
 def _check_same_vocabulary(

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foredraft.cache.base import padded_capacity
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError, unknown
+
+if TYPE_CHECKING:
+    from foredraft.models.native.config import DecoderConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
@@ -103,7 +106,7 @@ class ModelPlan:
     """How one checkpoint will run.
 
     Attributes:
-        decoder: "fused", "fixed-shape", "eager" or "transformers".
+        decoder: "fused", "graphed", "fixed-shape", "eager" or "transformers".
         weight_bytes: weights in memory.
         cache_bytes_per_token: keys and values of one token, in bytes.
         notes: what is missing for a faster plan, and how to get it.
@@ -151,7 +154,9 @@ def plan_model(name: str, directory: Path, options: LoadOptions) -> ModelPlan:
                 "is the target's either way)"
             )
         return _plan_hf(name, directory, raw, device, options)
-    return _plan_native(name, directory, device, options)
+    from foredraft.models.native.config import read_config
+
+    return plan_native(name, directory, read_config(directory), options)
 
 
 def _backend(raw: Mapping[str, Any], directory: Path, options: LoadOptions) -> str:
@@ -176,10 +181,15 @@ def _resolve_device(asked: str) -> str:
     return asked
 
 
-def _plan_native(name: str, directory: Path, device: str, options: LoadOptions) -> ModelPlan:
-    from foredraft.models.native.config import read_config
+def plan_native(
+    name: str, directory: Path, config: DecoderConfig, options: LoadOptions
+) -> ModelPlan:
+    """Resolve how the native decoder will run a model of this shape.
 
-    config = read_config(directory)
+    Raises:
+        ConfigError: the device is not there.
+    """
+    device = _resolve_device(options.device)
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
     dtype, notes = options.dtype, []
     if device == "cpu" and kernel_problem:
@@ -192,7 +202,7 @@ def _plan_native(name: str, directory: Path, device: str, options: LoadOptions) 
         name=name,
         directory=directory,
         backend="native",
-        decoder=("fixed-shape" if options.exact else "eager") if kernel_problem else "fused",
+        decoder=_native_decoder(device, kernel_problem, options.exact),
         device=device,
         dtype=dtype,
         weight_bytes=config.num_parameters * size,
@@ -200,6 +210,15 @@ def _plan_native(name: str, directory: Path, device: str, options: LoadOptions) 
         max_context=min(options.max_context or config.max_context, config.max_context),
         notes=tuple(notes),
     )
+
+
+def _native_decoder(device: str, kernel_problem: str | None, exact: bool) -> str:
+    """The fastest decoder that runs on ``device`` and keeps bits where that is asked for."""
+    if kernel_problem is None:
+        return "fused"
+    if exact:
+        return "fixed-shape"
+    return "graphed" if device.startswith("cuda") else "eager"
 
 
 def _kernel_problem() -> str | None:

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-_READ_BYTES = 512 * 2**20
-_MATMUL_SIZE = 1536
+from foredraft.bench.timers import Stopwatch
+
 _ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class _Work:
+    """How much to measure with: long enough that starting it does not count.
+
+    Attributes:
+        read_bytes: of the block that is read, beyond what caches hold.
+        matmul_size: rows and columns of the matrices.
+        repeats: of each, queued one behind the other.
+    """
+
+    read_bytes: int
+    matmul_size: int
+    repeats: int
+
+
+_CPU = _Work(512 * 2**20, 1536, 1)
+_GPU = _Work(2 * 2**30, 8192, 10)
 
 
 @dataclass(frozen=True)
@@ -35,22 +53,23 @@ class Machine:
 
 def measure_machine(device: str, dtype: torch.dtype) -> Machine:
     """Rates of ``device``; products in ``dtype`` on CUDA and in float32 on CPU."""
-    block = torch.ones(_READ_BYTES // 4, device=device)
-    kind = dtype if device.startswith("cuda") else torch.float32
-    left = torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, device=device, dtype=kind)
+    on_gpu = device.startswith("cuda")
+    work, kind = (_GPU, dtype) if on_gpu else (_CPU, torch.float32)
+    block = torch.ones(work.read_bytes // 4, device=device)
+    left = torch.randn(work.matmul_size, work.matmul_size, device=device, dtype=kind)
     return Machine(
-        bytes_per_s=_READ_BYTES / _median_s(lambda: block.sum(), device),
-        flops_per_s=2.0 * _MATMUL_SIZE**3 / _median_s(lambda: left @ left, device),
+        bytes_per_s=work.read_bytes / _median_s(lambda: block.sum(), work.repeats),
+        flops_per_s=2.0 * work.matmul_size**3 / _median_s(lambda: left @ left, work.repeats),
     )
 
 
-def _median_s(work: Callable[[], object], device: str) -> float:
-    work()
+def _median_s(work: Callable[[], object], repeats: int) -> float:
+    """Seconds of one call, the first calls left out."""
     times = []
-    for _ in range(_ROUNDS):
-        started = time.perf_counter()
-        work()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    for _ in range(_ROUNDS + 1):
+        watch = Stopwatch()
+        with watch:
+            for _ in range(repeats):
+                work()
+        times.append(watch.seconds / repeats)
+    return statistics.median(times[1:])

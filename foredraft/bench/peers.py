@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 
 from foredraft.bench.contenders import transformers_model
 from foredraft.bench.step import Size, text
+from foredraft.bench.timers import Stopwatch
 from foredraft.core.errors import ConfigError
 from foredraft.machine import package_version
 
@@ -31,13 +31,11 @@ class TransformersStepper:
         return size.rows == 1
 
     def step(self, size: Size) -> dict[str, float]:
-        started = time.perf_counter()
-        self._run(text(size.tokens))
-        if self._device.startswith("cuda"):
-            torch.cuda.synchronize()
-        total = time.perf_counter() - started
+        watch = Stopwatch()
+        with watch:
+            self._run(text(size.tokens))
         self._cache.crop(-size.tokens)
-        return {"total": total}
+        return {"total": watch.seconds}
 
     @torch.inference_mode()
     def _run(self, tokens: list[int]) -> None:
@@ -81,6 +79,7 @@ class LlamaCppStepper:
 
     def step(self, size: Size) -> dict[str, float]:
         self._llama.n_tokens = self._context  # eval drops what its cache holds beyond
-        started = time.perf_counter()
-        self._llama.eval(text(size.tokens))
-        return {"total": time.perf_counter() - started}
+        watch = Stopwatch()
+        with watch:
+            self._llama.eval(text(size.tokens))
+        return {"total": watch.seconds}

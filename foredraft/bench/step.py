@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
+from foredraft.bench.timers import Stopwatch
 from foredraft.core.choices import KeyedDraftChoices
 from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import TokenTree
@@ -68,11 +66,10 @@ class TargetStepper:
     def step(self, size: Size) -> dict[str, float]:
         tree = TokenTree.chain(text(size.tokens)[1:])
         rows = [ScoreRow(slot, [7], tree) for slot in self._slots[: size.rows]]
-        started = time.perf_counter()
-        scores = self._target.score(rows)
-        if scores[0].logits_NV.is_cuda:
-            torch.cuda.synchronize()
-        total = time.perf_counter() - started
+        watch = Stopwatch()
+        with watch:
+            self._target.score(rows)
+        total = watch.seconds
         parts = self._phases() if self._phases else {}
         python = {"python": total - sum(parts.values())} if parts else {}
         return {"total": total} | parts | python
@@ -98,9 +95,10 @@ class DrafterStepper:
     def step(self, size: Size) -> dict[str, float]:
         choices = KeyedDraftChoices(0, len(self._tokens))
         row = DraftRow(0, self._tokens, SamplingParams(), size.tokens - 1, choices, self._slot)
-        started = time.perf_counter()
-        self._drafter.propose([row])
-        return {"total": time.perf_counter() - started}
+        watch = Stopwatch()
+        with watch:
+            self._drafter.propose([row])
+        return {"total": watch.seconds}
 
 
 @dataclass

@@ -42,6 +42,7 @@ class KVCache:
         self.shape = shape
         self._max_length = max_length
         self._lengths = SlotLengths()
+        self._holds_memory = False
         empty = (shape.num_layers, 0, shape.num_kv_heads, 0, shape.head_dim)
         self.keys_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
         self.values_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
@@ -76,8 +77,16 @@ class KVCache:
         if needed > self._max_length:
             raise ValueError(f"{needed} cache entries wanted; a slot holds {self._max_length}")
         if needed > self.capacity:
-            capacity = max(needed, min(self.capacity * 3 // 2, self._max_length))
-            self._grow(self.keys_LSHCD.shape[1], padded_capacity(capacity))
+            self.make_room(max(needed, min(self.capacity * 3 // 2, self._max_length)))
+
+    def make_room(self, num_entries: int) -> None:
+        """Hold at least ``num_entries`` in every slot, whether or not they will ever count."""
+        if num_entries > self.capacity:
+            self._grow(self.keys_LSHCD.shape[1], padded_capacity(num_entries))
+
+    def hold_memory(self) -> None:
+        """From now on keep the memory when the last slot is freed: its address is recorded."""
+        self._holds_memory = True
 
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
         first = self._lengths[slot] + num_pending
@@ -103,7 +112,7 @@ class KVCache:
 
     def free(self, slot: int) -> None:
         self._lengths.close(slot)
-        if not len(self._lengths):
+        if not len(self._lengths) and not self._holds_memory:
             self._grow(0, 0)
 
     def _grow(self, slots: int, capacity: int) -> None:

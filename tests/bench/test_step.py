@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from foredraft.bench.floor import Machine
+from foredraft.bench.random_model import random_config, random_weights
 from foredraft.bench.step import DrafterStepper, Size, TargetStepper, text, time_steps
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DrafterContext
@@ -33,6 +37,16 @@ def test_the_floor_is_memory_for_one_token_and_arithmetic_for_many() -> None:
     machine = Machine(bytes_per_s=1e9, flops_per_s=1e9)
     assert machine.floor_ms(10_000_000, 1_000_000, 1) == 10.0
     assert machine.floor_ms(10_000_000, 1_000_000, 50) == 100.0
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("smollm2-135m", 134.5), ("llama-1b", 1235.8), ("llama-8b", 8030.3)]
+)
+def test_shapes_are_those_of_the_models_they_are_named_after(name: str, millions: float) -> None:
+    config = random_config(name)
+    weights = random_weights(config, torch.bfloat16, "meta")
+    assert config.num_parameters == sum(tensor.numel() for tensor in weights.tensors())
+    assert config.num_parameters / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def test_the_text_repeats_and_stays_in_every_vocabulary() -> None:

@@ -19,6 +19,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.graphed import GraphedDecoder
 from foredraft.models.native.target import DecoderFactory, NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
@@ -38,7 +39,11 @@ def _fused() -> DecoderFactory:
     return factory
 
 
-DECODERS: dict[str, Callable[[], DecoderFactory]] = {"eager": lambda: EagerDecoder, "fused": _fused}
+DECODERS: dict[str, Callable[[], DecoderFactory]] = {
+    "eager": lambda: EagerDecoder,
+    "graphed": lambda: GraphedDecoder,
+    "fused": _fused,
+}
 
 
 @dataclass

@@ -6,7 +6,8 @@ C cache entries a row sees, D head size, E hidden size, V vocabulary, N wanted l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,29 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.int8 import Matrix, as_tensor
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.rope import inverse_frequencies, rotate
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+
+class Run(Protocol):
+    """What all layers of one forward share.
+
+    Attributes:
+        cos_TD: of the rotary angles.
+        sin_TD: likewise, the first half of each head negated (see `rope.rotate`).
+    """
+
+    @property
+    def cos_TD(self) -> Tensor: ...
+
+    @property
+    def sin_TD(self) -> Tensor: ...
+
+    def attend(self, index: int, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+        """Store layer ``index``'s keys and values, and attend to what each token sees; [T, H D]."""
+        ...
 
 
 class EagerDecoder:
@@ -39,12 +60,21 @@ class EagerDecoder:
         """
         device = self._weights.device
         masks = [_to(plan.mask(row), device) for row in plan.rows]
-        run = _Run(plan, cache, *self._rotations(plan), masks)
+        rotations = self._rotations(plan.positions_T.to(device))
+        run = _RowRun(plan, cache, *rotations, masks, self._attend)
         hidden_TE = plan.hidden_TE
         if hidden_TE is None:
             hidden_TE = F.embedding(plan.token_ids_T.to(device), self._weights.embedding_VE)
+        layers = plan.layers if plan.layers is not None else range(len(self._weights.layers))
+        hidden_TE, tapped = self._run_layers(run, hidden_TE, layers, taps)
+        return self._head(hidden_TE[plan.heads]).float(), tapped
+
+    def _run_layers(
+        self, run: Run, hidden_TE: Tensor, layers: Iterable[int], taps: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The last layer's output [T, E], and that of the tapped ones."""
         tapped: dict[int, Tensor] = {}
-        for index in plan.layers or range(len(self._weights.layers)):
+        for index in layers:
             layer = self._weights.layers[index]
             if index not in self._weights.no_attention:
                 hidden_TE = hidden_TE + self._attention(run, index, layer, hidden_TE)
@@ -52,13 +82,19 @@ class EagerDecoder:
                 hidden_TE = hidden_TE + self._mlp(layer, hidden_TE)
             if index in taps:
                 tapped[index] = hidden_TE
-        wanted_NE = self._norm(hidden_TE[plan.heads], self._weights.final_norm_E)
-        return self._linear(wanted_NE, self._weights.head_VE).float(), tapped
+        return hidden_TE, tapped
 
-    def _rotations(self, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
-        positions_T = plan.positions_T.to(self._inv_freq.device, torch.float32)
-        angles_TD = torch.outer(positions_T, self._inv_freq).repeat(1, 2)
-        return angles_TD.cos().to(self._weights.dtype), angles_TD.sin().to(self._weights.dtype)
+    def _head(self, hidden_NE: Tensor) -> Tensor:
+        """Logits [N, V] in the weights' dtype."""
+        wanted_NE = self._norm(hidden_NE, self._weights.final_norm_E)
+        return self._linear(wanted_NE, self._weights.head_VE)
+
+    def _rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [T, D] for `rope.rotate`, in the weights' dtype."""
+        angles_TF = torch.outer(positions_T.to(torch.float32), self._inv_freq)
+        cos_TF = angles_TF.cos().to(self._weights.dtype)
+        sin_TF = angles_TF.sin().to(self._weights.dtype)
+        return torch.cat((cos_TF, cos_TF), 1), torch.cat((-sin_TF, sin_TF), 1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         scaled = x.float() * torch.rsqrt(
@@ -66,24 +102,27 @@ class EagerDecoder:
         )
         return weight * scaled.to(x.dtype)
 
-    def _attention(self, run: _Run, index: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
+    def _attention(self, run: Run, index: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
         config = self._config
         normed_TE = self._norm(hidden_TE, layer.attention_norm_E)
         qkv = self._linear(normed_TE, layer.qkv_weight, layer.qkv_bias)
-        heads = qkv.view(len(run.plan), -1, config.head_dim)
-        num_kv = config.num_key_value_heads
-        sizes = [config.num_attention_heads, num_kv, num_kv]
-        query_THD, key_TGD, value_TGD = torch.split(heads, sizes, 1)
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        num_query, num_kv = config.num_attention_heads, config.num_key_value_heads
+        turned, value_TGD = torch.split(heads, [num_query + num_kv, num_kv], 1)
         if layer.query_norm_D is not None and layer.key_norm_D is not None:
-            query_THD = self._norm(query_THD, layer.query_norm_D)
-            key_TGD = self._norm(key_TGD, layer.key_norm_D)
-        query_THD = rotate(query_THD, run.cos_TD, run.sin_TD)
-        key_TGD = rotate(key_TGD, run.cos_TD, run.sin_TD)
-        attended = run.attend(index, query_THD, key_TGD, value_TGD, self._attend)
+            query_THD, key_TGD = torch.split(turned, [num_query, num_kv], 1)
+            normed = (
+                self._norm(query_THD, layer.query_norm_D),
+                self._norm(key_TGD, layer.key_norm_D),
+            )
+            turned = torch.cat(normed, 1)
+        turned = rotate(turned, run.cos_TD, run.sin_TD)
+        query_THD, key_TGD = torch.split(turned, [num_query, num_kv], 1)
+        attended = run.attend(index, query_THD, key_TGD, value_TGD)
         return self._linear(attended, layer.output_weight, layer.output_bias)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def _linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, as_tensor(weight, x.dtype), bias)
 
     def _attend(
         self, query_RHD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
@@ -104,8 +143,8 @@ class EagerDecoder:
         return self._linear(F.silu(gate) * up, layer.down_weight)
 
 
-class _Run:
-    """What all layers of one forward share."""
+class _RowRun:
+    """A forward that attends row by row. See `Run`."""
 
     def __init__(
         self,
@@ -114,28 +153,22 @@ class _Run:
         cos_TD: Tensor,
         sin_TD: Tensor,
         masks: list[Tensor | None],
-    ) -> None:
-        self.plan, self.cos_TD, self.sin_TD = plan, cos_TD, sin_TD
-        self._cache, self._masks = cache, masks
-
-    def attend(
-        self,
-        index: int,
-        query_THD: Tensor,
-        key_TGD: Tensor,
-        value_TGD: Tensor,
         attend_row: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
-    ) -> Tensor:
-        """Store keys and values, then attend row by row; [T, H * D]."""
+    ) -> None:
+        self.cos_TD, self.sin_TD = cos_TD, sin_TD
+        self._plan, self._cache, self._masks = plan, cache, masks
+        self._attend_row = attend_row
+
+    def attend(self, index: int, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
         outputs = []
-        for row, mask in zip(self.plan.rows, self._masks, strict=True):
+        for row, mask in zip(self._plan.rows, self._masks, strict=True):
             tokens, entries = _slice(row.tokens), _slice(row.entries)
             keys_GCD = self._cache.keys_LSHCD[index, row.slot]
             values_GCD = self._cache.values_LSHCD[index, row.slot]
             keys_GCD[:, entries] = key_TGD[tokens].transpose(0, 1)
             values_GCD[:, entries] = value_TGD[tokens].transpose(0, 1)
             end = row.entries.stop
-            attended_RHD = attend_row(
+            attended_RHD = self._attend_row(
                 query_THD[tokens], keys_GCD[:, :end], values_GCD[:, :end], mask
             )
             outputs.append(attended_RHD.flatten(1))

@@ -22,10 +22,15 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
 from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.int8 import Int8Matrix, Matrix, tensor_of
 from foredraft.models.native.kernels.build import load_library
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.rope import inverse_frequencies
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+PHASES = ("linear", "attention", "head", "other")
+"""What the kernel's time is split into: linear layers, attention over the cache, scores of the
+vocabulary, and all else (norms, rotary embedding, cache writes, waiting for the slowest thread)."""
 
 _CLOSE_BYTES = 1 << 16
 """Weights this close to each other share huge pages; what lies between may become resident."""
@@ -49,6 +54,7 @@ class _Model(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "feed_forward", "num_layers", "num_heads")),
         *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "is_bf16")),
+        ("is_int8", c_int64),
         ("norm_eps", c_double),
         ("layers", POINTER(_Layer)),
         *((name, c_void_p) for name in ("embedding", "head", "final_norm", "inv_freq")),
@@ -78,6 +84,7 @@ class _Forward(ctypes.Structure):
         ("taps", POINTER(c_void_p)),
         ("workspace", c_void_p),
         ("num_threads", c_int64),
+        ("phase_seconds", POINTER(c_double)),
     ]
 
 
@@ -108,6 +115,7 @@ class FusedDecoder:
         self._layers = (_Layer * len(layers))(*layers)
         self._model = self._describe_model()
         self._workspace = torch.empty(0)
+        self._phase_seconds = (c_double * len(PHASES))()
         self._lock = threading.Lock()
         library = load_library()
         self._forward = library.foredraft_forward
@@ -122,6 +130,10 @@ class FusedDecoder:
     def workspace_bytes(self) -> int:
         """Work memory held between forwards: as much as the largest one so far needed."""
         return self._workspace.numel() * self._workspace.dtype.itemsize
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds of the last forward by what was computed; Python around it is not in them."""
+        return dict(zip(PHASES, self._phase_seconds, strict=True))
 
     def forward(
         self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
@@ -183,6 +195,7 @@ class FusedDecoder:
             ),
             workspace=self._work_memory(len(plan), len(plan.heads), max_entries, threads),
             num_threads=threads,
+            phase_seconds=self._phase_seconds,
         )
 
     def _work_memory(self, *sizes: int) -> int:
@@ -215,6 +228,7 @@ class FusedDecoder:
             head_dim=config.head_dim,
             vocab=config.vocab_size,
             is_bf16=weights.dtype == torch.bfloat16,
+            is_int8=isinstance(weights.head_VE, Int8Matrix),
             norm_eps=config.rms_norm_eps,
             layers=self._layers,
             embedding=self._matrix(weights.embedding_VE),
@@ -239,8 +253,8 @@ class FusedDecoder:
             down=self._matrix(layer.down_weight),
         )
 
-    def _matrix(self, tensor: Tensor) -> int:
-        self._kept.append(tensor.contiguous())
+    def _matrix(self, matrix: Matrix) -> int:
+        self._kept.append(tensor_of(matrix).contiguous())
         return self._kept[-1].data_ptr()
 
     def _vector(self, tensor: Tensor | None) -> int | None:

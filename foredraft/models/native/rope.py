@@ -37,7 +37,6 @@ def _llama3(inv_freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate every head; ``cos`` and ``sin`` repeat their half."""
-    first, second = x_THD.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return x_THD * cos_TD[:, None] + rotated * sin_TD[:, None]
+    """Rotate every head; ``cos`` repeats its half, ``sin`` too, with its first half negated."""
+    swapped = torch.roll(x_THD, x_THD.shape[-1] // 2, -1)
+    return x_THD * cos_TD[:, None] + swapped * sin_TD[:, None]

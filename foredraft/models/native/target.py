@@ -78,14 +78,15 @@ class NativeTarget:
         device: torch.device | str = "cpu",
         new_decoder: DecoderFactory = EagerDecoder,
         max_context: int | None = None,
+        int8: bool = False,
     ) -> NativeTarget:
-        """Load a checkpoint directory.
+        """Load a checkpoint directory; with ``int8``, weights are quantised (see `int8`).
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged or of another kind.
         """
         config = read_config(directory)
-        weights = load_weights(directory, config, dtype, device)
+        weights = load_weights(directory, config, dtype, device, int8)
         return cls(config, weights, new_decoder, max_context)
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.int8 import Matrix, quantise, tensor_of
 
 _CHECKED_ROWS = 1024
 
@@ -27,20 +28,22 @@ class LayerWeights:
     """One decoder layer. Biases and head norms are None for families without them."""
 
     attention_norm_E: Tensor
-    qkv_weight: Tensor  # [Q + 2K, E]
+    qkv_weight: Matrix  # [Q + 2K, E]
     qkv_bias: Tensor | None  # [Q + 2K]
     query_norm_D: Tensor | None
     key_norm_D: Tensor | None
-    output_weight: Tensor  # [E, Q]
+    output_weight: Matrix  # [E, Q]
     output_bias: Tensor | None  # [E]
     mlp_norm_E: Tensor
-    gate_up_weight: Tensor  # [2F, E], gate first
-    down_weight: Tensor  # [E, F]
+    gate_up_weight: Matrix  # [2F, E], gate first
+    down_weight: Matrix  # [E, F]
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights, in one dtype. ``head_VE`` is ``embedding_VE`` itself when they are tied.
+    """All weights, in one dtype, or with all matrices but the embeddings as int8.
+
+    ``head_VE`` is ``embedding_VE`` itself when they are tied, unless it is int8.
 
     Attributes:
         no_attention: layers whose attention is left out.
@@ -50,7 +53,7 @@ class DecoderWeights:
     embedding_VE: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm_E: Tensor
-    head_VE: Tensor
+    head_VE: Matrix
     no_attention: frozenset[int] = frozenset()
     no_mlp: frozenset[int] = frozenset()
 
@@ -66,9 +69,9 @@ class DecoderWeights:
         """Every distinct tensor."""
         found = [self.embedding_VE, self.final_norm_E]
         if self.head_VE is not self.embedding_VE:
-            found.append(self.head_VE)
+            found.append(tensor_of(self.head_VE))
         for layer in self.layers:
-            found.extend(t for t in vars(layer).values() if t is not None)
+            found.extend(tensor_of(weight) for weight in vars(layer).values() if weight is not None)
         return found
 
     @property
@@ -90,15 +93,26 @@ class DecoderWeights:
 
 
 def load_weights(
-    directory: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
+    directory: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    int8: bool = False,
 ) -> DecoderWeights:
     """Read a checkpoint directory.
+
+    Args:
+        directory: where it lies.
+        config: its shape.
+        dtype: of the weights, and of the embeddings where the others are int8.
+        device: where the weights go.
+        int8: quantise the linear layers and the head, each as it is read.
 
     Raises:
         ModelLoadError: a tensor is missing, has another shape, or holds NaN or infinity.
             Attention kernels can hide such values, so they are looked for here.
     """
-    reader = _Reader(directory, dtype, device)
+    reader = _Reader(directory, dtype, device, int8)
     weights = _assemble(reader, config)
     reader.raise_problems()
     return weights
@@ -107,9 +121,11 @@ def load_weights(
 def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding_VE = reader.take("model.embed_tokens.weight", vocab, hidden)
-    head_VE = embedding_VE
-    if not config.tie_word_embeddings:
-        head_VE = reader.take("lm_head.weight", vocab, hidden)
+    head_VE: Matrix
+    if config.tie_word_embeddings:
+        head_VE = reader.as_stored(embedding_VE)
+    else:
+        head_VE = reader.as_stored(reader.take("lm_head.weight", vocab, hidden))
     layers = [_assemble_layer(reader, config, i) for i in range(config.num_hidden_layers)]
     final_norm_E = reader.take("model.norm.weight", hidden)
     return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
@@ -124,6 +140,9 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
     def take(name: str, *shape: int) -> Tensor:
         return reader.take(prefix + name, *shape)
 
+    def take_matrix(name: str, *shape: int) -> Matrix:
+        return reader.as_stored(take(name, *shape))
+
     def take_qkv(kind: str, *columns: int) -> Tensor:
         parts = (("q", query), ("k", key_value), ("v", key_value))
         named = [(f"{prefix}self_attn.{n}_proj.{kind}", rows) for n, rows in parts]
@@ -132,15 +151,15 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
     gate_up = [(f"{prefix}mlp.{n}_proj.weight", feed_forward) for n in ("gate", "up")]
     return LayerWeights(
         attention_norm_E=take("input_layernorm.weight", hidden),
-        qkv_weight=take_qkv("weight", hidden),
+        qkv_weight=reader.as_stored(take_qkv("weight", hidden)),
         qkv_bias=take_qkv("bias") if config.attention_bias else None,
         query_norm_D=take("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
         key_norm_D=take("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
-        output_weight=take("self_attn.o_proj.weight", hidden, query),
+        output_weight=take_matrix("self_attn.o_proj.weight", hidden, query),
         output_bias=take("self_attn.o_proj.bias", hidden) if config.output_bias else None,
         mlp_norm_E=take("post_attention_layernorm.weight", hidden),
-        gate_up_weight=reader.take_stacked(gate_up, hidden),
-        down_weight=take("mlp.down_proj.weight", hidden, feed_forward),
+        gate_up_weight=reader.as_stored(reader.take_stacked(gate_up, hidden), len(gate_up)),
+        down_weight=take_matrix("mlp.down_proj.weight", hidden, feed_forward),
     )
 
 
@@ -148,11 +167,14 @@ class _Reader:
     """Hands out tensors by name and collects everything that is wrong, to report it at once.
 
     Memory stays at one copy of the weights: each tensor is copied from the mapped file straight to
-    its place, and the map is closed again (its pages would count a second time).
+    its place, and the map is closed again (its pages would count a second time). For int8 that
+    place is given up again as soon as the matrix is quantised.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._directory, self._dtype, self._device = directory, dtype, device
+    def __init__(
+        self, directory: Path, dtype: torch.dtype, device: torch.device | str, int8: bool
+    ) -> None:
+        self._directory, self._dtype, self._device, self._int8 = directory, dtype, device, int8
         self._problems: list[str] = []
         self._where: dict[str, Path] = {}
         for name in _file_names(directory):
@@ -172,6 +194,10 @@ class _Reader:
             self._copy(name, stacked[first : first + rows])
             first += rows
         return stacked
+
+    def as_stored(self, weight: Tensor, num_parts: int = 1) -> Matrix:
+        """The matrix in the form that was asked for; see `foredraft.models.native.int8`."""
+        return quantise(weight, num_parts) if self._int8 else weight
 
     def _copy(self, name: str, place: Tensor) -> None:
         if name not in self._where:

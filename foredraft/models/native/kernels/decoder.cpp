@@ -10,24 +10,27 @@
 // size, F feed-forward width, V vocabulary.
 //
 // Phases of a layer, a barrier after each; "split" says what the threads share out:
-//   normalise   split by token          hidden -> normed
-//   qkv         split by weight row     normed -> qkv
-//   rotate      split by token          head norms, rotary embedding; keys and values -> cache
-//   attend      split by token tile     query, cache -> attended
+//   qkv         split by weight row     hidden -> normed -> qkv; keys and values -> cache
+//   attend      split by token tile     qkv -> query; query, cache -> attended
 //   output      split by weight row     hidden += attended . W
-//   normalise   split by token
-//   gate_up     split by weight row     feed_forward = silu(gate) * up
+//   gate_up     split by weight row     hidden -> normed; feed_forward = silu(gate) * up
 //   down        split by weight row     hidden += feed_forward . W
+// Whatever one core writes and another reads costs a transfer, in a machine of several dies some
+// tenths of a microsecond. So each thread normalises few tokens for itself, all of them; many
+// tokens are split, with one more barrier.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("ira-algorithm=priority")  // spills fewer of dot_block's running sums
 #endif
 
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
+#include "int8.h"
 #include "interface.h"
 #include "matmul.h"
 #include "pages.h"
@@ -39,58 +42,67 @@ using namespace foredraft;
 namespace {
 
 constexpr int64_t kTileTokens = 16;
+constexpr int64_t kFewTokens = 32;  // up to here each thread prepares its inputs alone
 
 // The work buffers of one forward, one after another in the caller's workspace. Rows in lane order
 // are padded to whole pairs.
 struct Workspace {
   int64_t size = 0;  // floats
 
-  float *hidden, *normed, *qkv, *cosine, *sine, *query, *attended, *feed_forward, *wanted;
-  float *scores, *gate_up;           // per thread
-  int64_t scores_size, gate_up_size; // floats per thread
+  float *hidden, *normed, *qkv, *cosine, *sine, *attended, *feed_forward;
+  float* int8_inputs;                   // of the product at hand; per thread, if tokens are few
+  float *scores, *gate_up;              // per thread
+  int64_t normed_size, int8_inputs_size, scores_size, gate_up_size;  // floats per thread
   int64_t score_stride, tile_queries;
+
+  static int64_t whole_lines(int64_t count) { return (count + 31) / 32 * 32; }  // pairs of them
 
   Workspace(const ForedraftModel& model, int64_t num_tokens, int64_t num_wanted,
             int64_t max_entries, int64_t num_threads, float* memory) {
     const auto take = [&](float*& buffer, int64_t count) {
       buffer = memory + size;
-      size += (count + 15) / 16 * 16;
+      size += whole_lines(count);
     };
     const int64_t T = num_tokens, E = model.hidden, D = model.head_dim;
     const int64_t H = model.num_heads, G = H / model.num_kv_heads;
     score_stride = padded(max_entries) + kPair;  // not a power of two: rows spread over cache sets
     tile_queries = std::min(T, kTileTokens) * G;
-    scores_size = tile_queries * (score_stride + padded(D) + 1);
-    gate_up_size = 2 * padded(T * panel_rows(T, E));
+    const int64_t prepared = T <= kFewTokens ? num_threads : 1;
+    normed_size = whole_lines(std::max(T, num_wanted) * padded(E));
+    int8_inputs_size = whole_lines(
+        model.is_int8 ? Int8Inputs::size(T, std::max({E, H * D, model.feed_forward})) : 0);
+    scores_size = whole_lines(tile_queries * (score_stride + 2 * padded(D) + 1));
+    gate_up_size = 2 * whole_lines(T * (model.is_int8 ? kGroupRows : panel_rows(T, E)));
     take(hidden, T * E);
-    take(normed, T * padded(E));
+    take(normed, prepared * normed_size);
     take(qkv, T * (H + 2 * model.num_kv_heads) * D);
     take(cosine, T * D / 2);
     take(sine, T * D / 2);
-    take(query, T * H * padded(D));
     take(attended, T * padded(H * D));
     take(feed_forward, T * padded(model.feed_forward));
-    take(wanted, num_wanted * padded(E));
+    take(int8_inputs, prepared * int8_inputs_size);
     take(scores, num_threads * scores_size);
     take(gate_up, num_threads * gate_up_size);
   }
 };
 
-// One thread's view of a forward.
-template <class Weight>
+// One thread's view of a forward. `Weight` is the type of embeddings and cache, and of the weights
+// too unless these are int8.
+template <class Weight, bool kInt8>
 class Worker {
  public:
   Worker(const ForedraftModel& model, const ForedraftForward& forward, const Workspace& work,
          const std::vector<Visible>& visible, Member me)
-      : model_(model), forward_(forward), work_(work), visible_(visible), me_(me) {}
+      : model_(model), forward_(forward), work_(work), visible_(visible), me_(me),
+        clock_(me.index == 0 ? forward.phase_seconds : nullptr) {}
 
-  void run() const {
+  void run() {
     embed();
-    me_.sync();
+    end(kOther);
     for (int64_t index = forward_.first_layer; index < forward_.end_layer; ++index) layer(index);
-    normalise(forward_.num_wanted, forward_.wanted, model_.final_norm, work_.wanted);
-    me_.sync();
+    normalise(forward_.num_wanted, forward_.wanted, model_.final_norm);
     head();
+    end(kHead);
   }
 
  private:
@@ -98,43 +110,87 @@ class Worker {
   const ForedraftForward& forward_;
   const Workspace& work_;
   const std::vector<Visible>& visible_;
-  const Member me_;
+  Member me_;
+  PhaseClock clock_;
 
   const int64_t T = forward_.num_tokens, E = model_.hidden, D = model_.head_dim;
   const int64_t H = model_.num_heads, G = H / model_.num_kv_heads, F = model_.feed_forward;
   const int64_t qkv_width = (H + 2 * model_.num_kv_heads) * D;
 
-  void layer(int64_t index) const {
+  const bool few_ = T <= kFewTokens;
+  float* const normed_ = work_.normed + (few_ ? me_.index * work_.normed_size : 0);
+  float* const int8_inputs_ = work_.int8_inputs + (few_ ? me_.index * work_.int8_inputs_size : 0);
+
+  // Threads meet; what they did since they last met was this phase.
+  void end(Phase phase) {
+    me_.sync();
+    clock_.end(phase);
+  }
+
+  void layer(int64_t index) {
     const ForedraftLayer& layer = model_.layers[index];
     if (layer.qkv) attention(index, layer);
     if (layer.gate_up) mlp(layer);
     tap(index);
   }
 
-  void attention(int64_t index, const ForedraftLayer& layer) const {
-    normalise(T, nullptr, layer.attention_norm, work_.normed);
-    me_.sync();
-    qkv(layer);
-    me_.sync();
-    rotate(index, layer);
-    me_.sync();
-    attend(index);
-    me_.sync();
-    add_product(layer.output, layer.output_bias, {work_.attended, padded(H * D)}, H * D);
-    me_.sync();
+  void attention(int64_t index, const ForedraftLayer& layer) {
+    normalise(T, nullptr, layer.attention_norm);
+    qkv(index, layer);
+    end(kLinear);
+    attend(index, layer);
+    end(kAttention);
+    prepare<Weight>(work_.attended, H * D);
+    add_product(layer.output, layer.output_bias, work_.attended, H * D);
+    end(kLinear);
   }
 
-  void mlp(const ForedraftLayer& layer) const {
-    normalise(T, nullptr, layer.mlp_norm, work_.normed);
-    me_.sync();
+  void mlp(const ForedraftLayer& layer) {
+    normalise(T, nullptr, layer.mlp_norm);
     gate_up(layer);
-    me_.sync();
-    add_product(layer.down, nullptr, {work_.feed_forward, padded(F)}, F);
-    me_.sync();
+    end(kLinear);
+    prepare<Order>(work_.feed_forward, F);
+    add_product(layer.down, nullptr, work_.feed_forward, F);
+    end(kLinear);
   }
 
-  static Matrix<Weight> matrix(const void* data, int64_t K) {
-    return {static_cast<const Weight*>(data), K};
+  using Rows = std::conditional_t<kInt8, Int8Matrix, Matrix<Weight>>;
+  using Inputs = std::conditional_t<kInt8, Int8Inputs, Activations>;
+  using Order = std::conditional_t<kInt8, float, Weight>;  // of normed and feed_forward rows
+  static constexpr int64_t kShareRows = kInt8 ? kGroupRows : kPanelRows;
+
+  static Rows matrix(const void* data, int64_t K) {
+    return {static_cast<decltype(Rows::data)>(data), K};
+  }
+
+  // Rows of K floats in lane order as products read them. For int8 weights that is another buffer:
+  // of rows that are quantised already.
+  Inputs inputs(const float* rows, int64_t K) const {
+    if constexpr (kInt8) return {int8_inputs_, T, K};
+    else return {rows, padded(K)};
+  }
+
+  // Of `count` tokens those that this thread prepares as inputs of the product to come.
+  Range to_prepare(int64_t count) const { return few_ ? Range{0, count} : me_.share(count); }
+
+  void end_prepare(Phase phase) {
+    if (few_) clock_.end(phase);
+    else end(phase);
+  }
+
+  // Quantises the rows of all tokens, for int8 weights. They lie in this type's lane order.
+  template <class Type>
+  void prepare(const float* rows, int64_t K) {
+    if constexpr (kInt8) {
+      const Range mine = to_prepare(T);
+      for (int64_t t = mine.begin; t < mine.end; ++t) quantise<Type>(rows, K, t);
+      end_prepare(kLinear);
+    }
+  }
+
+  template <class Type>
+  void quantise(const float* rows, int64_t K, int64_t row) const {
+    if constexpr (kInt8) inputs(rows, K).template quantise<Type>(rows + row * padded(K), K, row);
   }
 
   // Token embeddings or given states, rotary angles, and the zeros behind rows that are filled
@@ -174,44 +230,57 @@ class Worker {
   }
 
   // RMS-normalised hidden states in lane order, of all tokens or of those listed.
-  void normalise(int64_t count, const int32_t* tokens, const float* weight, float* out) const {
-    const Range mine = me_.share(count);
+  void normalise(int64_t count, const int32_t* tokens, const float* weight) {
+    const Range mine = to_prepare(count);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       const float* x = work_.hidden + (tokens ? tokens[i] : i) * E;
-      const float scale = inverse_rms(x, E);
-      float* row = out + i * padded(E);
-      pad_with_zeros(out, i, E);
-      for (int64_t k = 0; k < E; ++k) row[lane_order<Weight>(k)] = weight[k] * (x[k] * scale);
+      const Vec scale = broadcast(inverse_rms(x, E));
+      float* row = normed_ + i * padded(E);
+      const auto vector = [&](int64_t k) { return load(weight + k) * (load(x + k) * scale); };
+      int64_t k = 0;
+      for (; k + kPair <= E; k += kPair)
+        store_in_lane_order(row + k, vector(k), vector(k + kLanes), static_cast<const Order*>(nullptr));
+      pad_with_zeros(normed_, i, E);
+      for (; k < E; ++k) row[lane_order<Order>(k)] = weight[k] * (x[k] * scale[0]);
+      quantise<Order>(normed_, E, i);
     }
+    end_prepare(kOther);
   }
 
-  void qkv(const ForedraftLayer& layer) const {
+  // Where the weight rows of a thread begin. Keys and values are dealt out in whole heads, so that
+  // who computes one can finish it.
+  int64_t first_qkv_row(int thread) const {
+    if (thread == me_.size) return qkv_width;
+    const int64_t begin = Member{me_.barrier, thread, me_.size}.share(qkv_width, kShareRows).begin;
+    if (begin <= H * D) return begin;
+    if (kInt8 && D % kGroupRows) return H * D / kGroupRows * kGroupRows;
+    return H * D + (begin - H * D + D / 2) / D * D;
+  }
+
+  void qkv(int64_t index, const ForedraftLayer& layer) const {
     const float* bias = layer.qkv_bias;
-    matmul(matrix(layer.qkv, E), me_.share(qkv_width, kPanelRows), {work_.normed, padded(E)}, T,
+    const Range mine{first_qkv_row(me_.index), first_qkv_row(me_.index + 1)};
+    matmul(matrix(layer.qkv, E), mine, inputs(normed_, E), T,
            [&](int64_t token, int64_t row, float value) {
              work_.qkv[token * qkv_width + row] = bias ? value + bias[row] : value;
            });
+    const int64_t begin = (std::max(mine.begin, H * D) + D - 1) / D, end = mine.end / D;
+    for (int64_t head = begin; head < end; ++head)
+      for (int64_t token = 0; token < T; ++token) put_cache(index, layer, token, head - H);
   }
 
-  void rotate(int64_t index, const ForedraftLayer& layer) const {
-    const int64_t num_kv = model_.num_kv_heads, heads = H + 2 * num_kv;
-    const Range mine = me_.share(T * heads);
-    for (int64_t i = mine.begin; i < mine.end; ++i) {
-      const int64_t token = i / heads, head = i % heads;
-      float* x = work_.qkv + token * qkv_width + head * D;
-      if (head < H) {
-        normalise_head(x, layer.query_norm);
-        rotate_head(x, token);
-        put_query(x, token, head);
-      } else if (head < H + num_kv) {
-        normalise_head(x, layer.key_norm);
-        rotate_head(x, token);
-        put_cache(x, token, cache_at(forward_.keys, index, forward_.slots[token], head - H));
-      } else {
-        put_cache(x, token,
-                  cache_at(forward_.values, index, forward_.slots[token], head - H - num_kv));
-      }
+  // Finishes a key head, or a value head behind those, and writes it into the cache.
+  void put_cache(int64_t index, const ForedraftLayer& layer, int64_t token, int64_t kv_head) const {
+    float* x = work_.qkv + token * qkv_width + (H + kv_head) * D;
+    void* store = forward_.values;
+    if (kv_head < model_.num_kv_heads) {
+      normalise_head(x, layer.key_norm);
+      rotate_head(x, token);
+      store = forward_.keys;
     }
+    Weight* target = cache_at(store, index, forward_.slots[token], kv_head % model_.num_kv_heads) +
+                     forward_.entries[token] * D;
+    for (int64_t i = 0; i < D; ++i) from_float(x[i], target[i]);
   }
 
   void normalise_head(float* x, const float* weight) const {
@@ -230,16 +299,19 @@ class Worker {
     }
   }
 
-  // query is [H/G, T, G, D]: the queries of a key-value head are neighbours.
-  float* query_at(int64_t kv_head, int64_t token) const {
-    return work_.query + (kv_head * T + token) * G * padded(D);
-  }
-
-  void put_query(const float* x, int64_t token, int64_t head) const {
-    float* row = query_at(head / G, token) + head % G * padded(D);
+  // Finishes the queries of a tile: [tokens, G, D] in lane order. `x` is room for one.
+  void put_queries(const ForedraftLayer& layer, Range tokens, int64_t kv_head, float* row,
+                   float* x) const {
     const float scale = 1.0f / std::sqrt(float(D));
-    pad_with_zeros(row, 0, D);
-    for (int64_t i = 0; i < D; ++i) row[lane_order<Weight>(i)] = x[i] * scale;
+    for (int64_t token = tokens.begin; token < tokens.end; ++token)
+      for (int64_t head = kv_head * G; head < (kv_head + 1) * G; ++head, row += padded(D)) {
+        const float* source = work_.qkv + token * qkv_width + head * D;
+        std::copy(source, source + D, x);
+        normalise_head(x, layer.query_norm);
+        rotate_head(x, token);
+        pad_with_zeros(row, 0, D);
+        for (int64_t i = 0; i < D; ++i) row[lane_order<Weight>(i)] = x[i] * scale;
+      }
   }
 
   Weight* cache_at(void* store, int64_t index, int64_t slot, int64_t kv_head) const {
@@ -247,13 +319,8 @@ class Worker {
            slot * forward_.slot_stride + kv_head * forward_.head_stride;
   }
 
-  void put_cache(const float* x, int64_t token, Weight* entries) const {
-    Weight* target = entries + forward_.entries[token] * D;
-    for (int64_t i = 0; i < D; ++i) from_float(x[i], target[i]);
-  }
-
   // Tiles are dealt out in turn. They get smaller, down to one token, until each thread has two.
-  void attend(int64_t index) const {
+  void attend(int64_t index, const ForedraftLayer& layer) const {
     const int64_t num_kv = model_.num_kv_heads;
     int64_t step = kTileTokens;
     while (step > 1 && T * num_kv < 2 * me_.size * step) step /= 2;
@@ -263,26 +330,29 @@ class Worker {
       for (int64_t t = row.first_token; t < row.end_token; t += step)
         for (int64_t kv_head = 0; kv_head < num_kv; ++kv_head)
           if (tile++ % me_.size == me_.index)
-            attend_tile(index, {t, std::min(t + step, row.end_token)}, kv_head);
+            attend_tile(index, layer, {t, std::min(t + step, row.end_token)}, kv_head);
     }
   }
 
-  void attend_tile(int64_t index, Range tokens, int64_t kv_head) const {
+  void attend_tile(int64_t index, const ForedraftLayer& layer, Range tokens,
+                   int64_t kv_head) const {
     const int64_t slot = forward_.slots[tokens.begin];
     float* scores = work_.scores + me_.index * work_.scores_size;
     float* attended = scores + work_.tile_queries * work_.score_stride;
+    float* queries = attended + work_.tile_queries * padded(D);
+    put_queries(layer, tokens, kv_head, queries, attended);
     const AttentionTile<Weight> tile{
         cache_at(forward_.keys, index, slot, kv_head),
         cache_at(forward_.values, index, slot, kv_head),
         D,
         G,
-        {query_at(kv_head, tokens.begin), padded(D)},
+        {queries, padded(D)},
         &visible_[tokens.begin],
         tokens.end - tokens.begin,
         scores,
         work_.score_stride,
         attended,
-        attended + work_.tile_queries * padded(D),
+        queries + work_.tile_queries * padded(D),
     };
     tile.run([&](int64_t token, int64_t head, const float* values, float factor) {
       float* out = work_.attended + (tokens.begin + token) * padded(H * D);
@@ -301,8 +371,8 @@ class Worker {
   }
 
   // hidden += x . W (+ bias)
-  void add_product(const void* weights, const float* bias, Activations x, int64_t K) const {
-    matmul(matrix(weights, K), me_.share(E, kPanelRows), x, T,
+  void add_product(const void* weights, const float* bias, const float* x, int64_t K) const {
+    matmul(matrix(weights, K), me_.share(E, kShareRows), inputs(x, K), T,
            [&](int64_t token, int64_t row, float value) {
              work_.hidden[token * E + row] += bias ? value + bias[row] : value;
            });
@@ -310,13 +380,12 @@ class Worker {
 
   // Gate and up rows of a panel go to scratch [T, panel], and their product to feed_forward.
   void gate_up(const ForedraftLayer& layer) const {
-    const Matrix<Weight> gate = matrix(layer.gate_up, E);
-    const Matrix<Weight> up{gate.row(F), E};
-    const Activations x{work_.normed, padded(E)};
+    const Rows gate = matrix(layer.gate_up, E), up = gate.behind(F);
+    const Inputs x = inputs(normed_, E);
     float* gates = work_.gate_up + me_.index * work_.gate_up_size;
     float* ups = gates + work_.gate_up_size / 2;
-    const Range mine = me_.share(F, kPanelRows);
-    const int64_t step = panel_rows(T, E);
+    const Range mine = me_.share(F, kShareRows);
+    const int64_t step = kInt8 ? kGroupRows : panel_rows(T, E);
     for (int64_t begin = mine.begin; begin < mine.end; begin += step) {
       const Range rows{begin, std::min(begin + step, mine.end)};
       const int64_t width = rows.end - rows.begin;
@@ -332,21 +401,21 @@ class Worker {
         store(gates + i, silu(load(gates + i)) * load(ups + i));
       for (int64_t t = 0; t < T; ++t)
         for (int64_t i = 0; i < width; ++i)
-          work_.feed_forward[t * padded(F) + lane_order<Weight>(begin + i)] = gates[t * width + i];
+          work_.feed_forward[t * padded(F) + lane_order<Order>(begin + i)] = gates[t * width + i];
     }
   }
 
-  void tap(int64_t index) const {
+  void tap(int64_t index) {
     if (!forward_.taps[index]) return;
     const Range mine = me_.share(T);
     std::copy(work_.hidden + mine.begin * E, work_.hidden + mine.end * E,
               forward_.taps[index] + mine.begin * E);
-    me_.sync();
+    end(kOther);
   }
 
   void head() const {
     const int64_t V = model_.vocab;
-    matmul(matrix(model_.head, E), me_.share(V, kPanelRows), {work_.wanted, padded(E)},
+    matmul(matrix(model_.head, E), me_.share(V, kShareRows), inputs(normed_, E),
            forward_.num_wanted, [&](int64_t token, int64_t row, float value) {
              forward_.logits[token * V + row] = value;
            });
@@ -362,16 +431,16 @@ std::vector<Visible> visible_entries(const ForedraftForward& forward) {
   return visible;
 }
 
-template <class Weight>
+template <class Weight, bool kInt8>
 void run(const ForedraftModel& model, const ForedraftForward& forward) {
   const Workspace work(model, forward.num_tokens, forward.num_wanted, forward.max_entries,
                        forward.num_threads, forward.workspace);
   const std::vector<Visible> visible = visible_entries(forward);
-  Barrier barrier;
+  Barrier barrier(forward.num_threads);
 #pragma omp parallel num_threads(int(forward.num_threads))
   {
     const Member me{barrier, omp_get_thread_num(), omp_get_num_threads()};
-    Worker<Weight>(model, forward, work, visible, me).run();
+    Worker<Weight, kInt8>(model, forward, work, visible, me).run();
   }
 }
 
@@ -391,8 +460,8 @@ int64_t foredraft_workspace_size(const ForedraftModel* model, int64_t num_tokens
 
 __attribute__((visibility("default")))
 void foredraft_forward(const ForedraftModel* model, const ForedraftForward* forward) {
-  if (model->is_bf16) run<bf16>(*model, *forward);
-  else run<float>(*model, *forward);
+  if (model->is_bf16) model->is_int8 ? run<bf16, true>(*model, *forward) : run<bf16, false>(*model, *forward);
+  else model->is_int8 ? run<float, true>(*model, *forward) : run<float, false>(*model, *forward);
 }
 
 }  // extern "C"

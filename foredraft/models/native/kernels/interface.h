@@ -22,7 +22,8 @@ struct ForedraftLayer {
 
 struct ForedraftModel {
   int64_t hidden, feed_forward, num_layers, num_heads, num_kv_heads, head_dim, vocab;
-  int64_t is_bf16;
+  int64_t is_bf16;               // embeddings, cache and matrices; float32 if 0
+  int64_t is_int8;               // matrices but the embeddings are packed int8, see int8.h
   double norm_eps;
   const ForedraftLayer* layers;  // [L]
   const void* embedding;         // [V, E]
@@ -55,6 +56,7 @@ struct ForedraftForward {
   float* const* taps;           // [L] where to copy that layer's output [T, E], or null
   float* workspace;
   int64_t num_threads;
+  double* phase_seconds;        // [4] linear layers, attention, head, all else; or null
 };
 
 }  // extern "C"

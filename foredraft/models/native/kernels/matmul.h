@@ -44,6 +44,8 @@ struct Matrix {
   int64_t K;
 
   const Weight* row(int64_t index) const { return data + index * K; }
+  // The matrix that begins behind `rows` rows.
+  Matrix behind(int64_t rows) const { return {row(rows), K}; }
 };
 
 // Activation rows in lane order, each padded with zeros to whole pairs.

@@ -182,6 +182,31 @@ inline int64_t lane_order<bf16>(int64_t i) {
 
 inline int64_t padded(int64_t size) { return (size + kPair - 1) / kPair * kPair; }
 
+// Two vectors of consecutive elements in lane order.
+inline void store_in_lane_order(float* target, Vec a, Vec b, const float*) {
+  store(target, a);
+  store(target + kLanes, b);
+}
+
+inline void store_in_lane_order(float* target, Vec a, Vec b, const bf16*) {
+#if defined(__AVX512F__)
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  store(target, (Vec)_mm512_permutex2var_ps((__m512)a, even, (__m512)b));
+  store(target + kLanes, (Vec)_mm512_permutex2var_ps((__m512)a, odd, (__m512)b));
+#elif defined(__AVX__)
+  const __m256 low = _mm256_permute2f128_ps((__m256)a, (__m256)b, 0x20);
+  const __m256 high = _mm256_permute2f128_ps((__m256)a, (__m256)b, 0x31);
+  store(target, (Vec)_mm256_shuffle_ps(low, high, 0x88));
+  store(target + kLanes, (Vec)_mm256_shuffle_ps(low, high, 0xdd));
+#else
+  for (int i = 0; i < kLanes / 2; ++i) {
+    target[i] = a[2 * i], target[kLanes / 2 + i] = b[2 * i];
+    target[kLanes + i] = a[2 * i + 1], target[kLanes + kLanes / 2 + i] = b[2 * i + 1];
+  }
+#endif
+}
+
 inline float to_float(float x) { return x; }
 
 inline float to_float(bf16 x) {

@@ -1,0 +1,260 @@
+"""The decoder of GPUs: the forward of a decoding step is one CUDA graph, replayed.
+
+A small forward on a GPU is hundreds of short kernels, and launching them one by one from Python
+takes longer than running them. So the plans of decoding steps are laid out on a grid of one of a
+few shapes (see `grid`), and the forward of each shape is recorded when it first comes. Prompts,
+forwards of some layers only and very large steps run through the eager decoder.
+
+On other devices nothing is recorded, and the same code runs as it is.
+
+Shape legend: as in `eager` and `grid`; further S cache slots, B rows that attend, P query heads
+that share a key-value head.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foredraft.cache.kv import KVCache
+from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.grid import (
+    Bucket,
+    GridInputs,
+    attention_bias,
+    choose_bucket,
+    fits_grid,
+    grid_inputs,
+    needed_capacity,
+    power_of_two,
+)
+from foredraft.models.native.plan import ForwardPlan
+from foredraft.models.native.recording import Recorder
+from foredraft.models.native.weights import DecoderWeights
+
+_MAX_GRAPHS = 32
+
+_log = logging.getLogger("foredraft")
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """One recorded forward.
+
+    Attributes:
+        inputs_IN: `GridInputs`, written before each replay.
+        logits_NV: in the weights' dtype; shared with other graphs of about the same size.
+        replay: runs it; returns the outputs of the tapped layers [N, E].
+    """
+
+    inputs_IN: Tensor
+    logits_NV: Tensor
+    replay: Callable[[], dict[int, Tensor]]
+
+
+class GraphedDecoder(EagerDecoder):
+    """Runs a `ForwardPlan`, that of a decoding step as one recorded graph.
+
+    Recordings hold the cache's address. So the cache keeps its memory from the first one on, and
+    when it has to move, all are made anew. One decoder serves one cache.
+
+    Memory beyond weights and cache: the pool that all graphs share (activations of the largest
+    grid), logits [N, V] for each power of two N that grids have come in, and the driver's record of
+    each kernel of each graph.
+
+    Args:
+        config: the model's shape.
+        weights: its weights, on any device.
+        max_graphs: the least recently used one makes room for another.
+
+    Attributes:
+        num_recorded: forwards that were recorded.
+        num_replayed: forwards that ran as a recording.
+    """
+
+    name = "graphed"
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, max_graphs: int = _MAX_GRAPHS
+    ) -> None:
+        super().__init__(config, weights)
+        self._max_graphs = max_graphs
+        self._recorder = Recorder(weights.device)
+        self._graphs: OrderedDict[Bucket, _Graph] = OrderedDict()
+        self._logits: dict[int, Tensor] = {}
+        self._storage: tuple[object, ...] = ()
+        self.num_recorded = self.num_replayed = 0
+
+    def forward(
+        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Write the plan's tokens into the cache and score the wanted ones.
+
+        Returns:
+            float32 logits [N, V], and for each tap the output [T, E] of that layer. They are the
+            caller's: the next forward does not touch them.
+        """
+        if not fits_grid(plan):
+            return super().forward(plan, cache, taps)
+        cache.make_room(needed_capacity(plan))
+        bucket = choose_bucket(plan, cache.keys_LSHCD.shape[1], cache.capacity, taps)
+        inputs_IN = grid_inputs(plan, bucket, scratch_entry=cache.capacity - 1)
+        graph = self._graph(bucket, cache, inputs_IN)
+        tapped = graph.replay()
+        self.num_replayed += 1
+        places_T = GridInputs(*graph.inputs_IN).places[: len(plan)]
+        logits_NV = graph.logits_NV[: len(plan.heads)].to(torch.float32, copy=True)
+        return logits_NV, {i: x.index_select(0, places_T) for i, x in tapped.items()}
+
+    def _graph(self, bucket: Bucket, cache: KVCache, inputs_IN: Tensor) -> _Graph:
+        """The bucket's recording with these inputs in place, made if there is none."""
+        storage = _storage(cache)
+        if storage != self._storage:
+            self._drop(len(self._graphs))
+            self._storage = storage
+            cache.hold_memory()
+        if bucket in self._graphs:
+            _copy(inputs_IN, self._graphs[bucket].inputs_IN)
+            self._graphs.move_to_end(bucket)
+        else:
+            self._drop(len(self._graphs) + 1 - self._max_graphs)
+            self._graphs[bucket] = self._record(bucket, cache, inputs_IN)
+        return self._graphs[bucket]
+
+    def _drop(self, count: int) -> None:
+        """Forget the ``count`` least recently used recordings."""
+        if count <= 0:
+            return
+        self._recorder.wait()
+        for _ in range(count):
+            self._graphs.popitem(last=False)
+        if not self._graphs:
+            self._recorder.start_over()
+
+    def _record(self, bucket: Bucket, cache: KVCache, inputs_IN: Tensor) -> _Graph:
+        """Record with real inputs: doing a forward several times leaves the same in the cache."""
+        device, dtype = self._weights.device, self._weights.dtype
+        fixed_IN = torch.empty_like(inputs_IN, device=device)
+        _copy(inputs_IN, fixed_IN)
+        rounded = power_of_two(bucket.size)
+        if rounded not in self._logits:
+            shape = (rounded, self._config.vocab_size)
+            self._logits[rounded] = torch.empty(shape, dtype=dtype, device=device)
+        logits_NV = self._logits[rounded][: bucket.size]
+
+        def work() -> dict[int, Tensor]:
+            return self._run(GridInputs(*fixed_IN), bucket, cache, logits_NV)
+
+        replay = self._recorder.record(work)
+        self.num_recorded += 1
+        _log.debug("recorded %s, %d graphs", bucket, len(self._graphs) + 1)
+        return _Graph(fixed_IN, logits_NV, replay)
+
+    def _run(
+        self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
+    ) -> dict[int, Tensor]:
+        """The forward on fixed buffers; nothing here depends on their values."""
+        bias_RTC = attention_bias(inputs, bucket, self._weights.dtype)
+        rotations = self._rotations(inputs.positions)
+        run = _GridRun(inputs, bucket, cache, *rotations, self._for_groups(bias_RTC))
+        hidden_NE = F.embedding(inputs.token_ids, self._weights.embedding_VE)
+        layers = range(len(self._weights.layers))
+        hidden_NE, tapped = self._run_layers(run, hidden_NE, layers, bucket.taps)
+        logits_NV.copy_(self._head(hidden_NE.index_select(0, inputs.heads)))
+        return tapped
+
+    def _for_groups(self, bias_BTC: Tensor) -> Tensor:
+        """The bias for queries as `_attend_grouped` lays them out; [B, 1, P T, C]."""
+        per_group = self._config.num_attention_heads // self._config.num_key_value_heads
+        return bias_BTC.repeat(1, per_group, 1)[:, None]
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
+
+    def _attend(
+        self, query_RHD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
+    ) -> Tensor:
+        bias = None
+        if mask_RC is not None:
+            zeros_RC = torch.zeros(mask_RC.shape, dtype=query_RHD.dtype, device=mask_RC.device)
+            bias = self._for_groups(zeros_RC.masked_fill_(~mask_RC, float("-inf"))[None])
+        return _attend_grouped(query_RHD[None], keys_GCD[None], values_GCD[None], bias)[0]
+
+
+class _GridRun:
+    """A forward that attends for all rows of a grid at once. See `eager.Run`."""
+
+    def __init__(
+        self,
+        inputs: GridInputs,
+        bucket: Bucket,
+        cache: KVCache,
+        cos_TD: Tensor,
+        sin_TD: Tensor,
+        bias: Tensor,
+    ) -> None:
+        self.cos_TD, self.sin_TD = cos_TD, sin_TD
+        self._inputs, self._bucket, self._cache, self._bias = inputs, bucket, cache, bias
+
+    def attend(self, index: int, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+        keys_SGCD = self._cache.keys_LSHCD[index]
+        values_SGCD = self._cache.values_LSHCD[index]
+        written = (self._inputs.slots, slice(None), self._inputs.entries)
+        keys_SGCD[written] = key_TGD
+        values_SGCD[written] = value_TGD
+        bucket = self._bucket
+        attended_RTHD = _attend_grouped(
+            query_THD.view(bucket.rows, bucket.tokens, *query_THD.shape[1:]),
+            self._seen(keys_SGCD),
+            self._seen(values_SGCD),
+            self._bias,
+        )
+        return attended_RTHD.reshape(bucket.size, -1)
+
+    def _seen(self, store_SGCD: Tensor) -> Tensor:
+        """What the rows attend to, [R, G, C, D]."""
+        bucket = self._bucket
+        if bucket.gathers:
+            row_slots_R = self._inputs.row_slots[: bucket.rows]
+            return store_SGCD[:, :, : bucket.context].index_select(0, row_slots_R)
+        return store_SGCD[: bucket.rows, :, : bucket.context]
+
+
+def _attend_grouped(
+    query_BTHD: Tensor, keys_BGCD: Tensor, values_BGCD: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Attention of B rows, [B, T, H, D].
+
+    The P query heads that share keys are laid behind one another as if they were further tokens:
+    keys are then read once for all of them, by the kernels for masked attention, which know no
+    shared keys.
+
+    Args:
+        bias: [B, 1, P T, C] to add to the scores, or None.
+    """
+    rows, tokens, _, head_dim = query_BTHD.shape
+    groups = keys_BGCD.shape[1]
+    query_BGPTD = query_BTHD.view(rows, tokens, groups, -1, head_dim).permute(0, 2, 3, 1, 4)
+    attended = F.scaled_dot_product_attention(
+        query_BGPTD.reshape(rows, groups, -1, head_dim), keys_BGCD, values_BGCD, attn_mask=bias
+    )
+    attended_BGPTD = attended.view(rows, groups, -1, tokens, head_dim)
+    return attended_BGPTD.permute(0, 3, 1, 2, 4).reshape(rows, tokens, -1, head_dim)
+
+
+def _storage(cache: KVCache) -> tuple[object, ...]:
+    """Where the cache is; recordings are good as long as this stays."""
+    keys, values = cache.keys_LSHCD, cache.values_LSHCD
+    return keys.data_ptr(), values.data_ptr(), keys.shape
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy from the CPU without waiting; pinned memory is not reused before it has been read."""
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

@@ -1,0 +1,399 @@
+"""The graphed decoder computes what the eager one does, and its padding touches nothing.
+
+Nothing is recorded on a CPU, but all else runs: grids, masks, scratch entries, buckets.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.bench.random_model import random_weights
+from foredraft.cache.kv import KVCache
+from foredraft.core.sampling import SamplingParams
+from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
+from foredraft.llm import LLM
+from foredraft.models.base import ScoreRow
+from foredraft.models.native.config import DecoderConfig, read_config
+from foredraft.models.native.graphed import GraphedDecoder
+from foredraft.models.native.grid import (
+    Bucket,
+    GridInputs,
+    attention_bias,
+    choose_bucket,
+    fits_grid,
+    grid_inputs,
+)
+from foredraft.models.native.plan import plan_forward
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import load_weights
+from foredraft.plan import LoadOptions
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+
+TOLERANCE = 1e-4
+TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("graphed") / request.param
+    save_checkpoint(directory, NATIVE_CONFIGS[request.param]())
+    return directory
+
+
+@pytest.fixture
+def target(checkpoint: Path) -> NativeTarget:
+    return NativeTarget.load(checkpoint, new_decoder=GraphedDecoder)
+
+
+@pytest.fixture
+def pair(checkpoint: Path, target: NativeTarget) -> Pair:
+    return Pair(NativeTarget.load(checkpoint), target)
+
+
+def decoder_of(target: NativeTarget) -> GraphedDecoder:
+    assert isinstance(target.decoder, GraphedDecoder)
+    return target.decoder
+
+
+@dataclass
+class Pair:
+    """An eager and a graphed target that are fed the same; every step compares them."""
+
+    eager: NativeTarget
+    graphed: NativeTarget
+    slots: list[int] = field(default_factory=list)
+
+    def open(self, tokens: Sequence[int] = ()) -> int:
+        """A slot of both that holds ``tokens``."""
+        slot, other = self.eager.cache.allocate(), self.graphed.cache.allocate()
+        assert slot == other
+        if tokens:
+            self.score([ScoreRow(slot, tokens)])
+            self.keep(slot, len(tokens))
+        return slot
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> None:
+        pairs = zip(self.eager.score(rows, taps), self.graphed.score(rows, taps), strict=True)
+        for expected, actual in pairs:
+            assert actual.logits_NV.dtype == torch.float32
+            assert_close(actual.logits_NV, expected.logits_NV)
+            assert actual.taps.keys() == expected.taps.keys()
+            for layer, tapped_TE in actual.taps.items():
+                assert_close(tapped_TE, expected.taps[layer])
+
+    def keep(self, slot: int, num_pending: int, path: Sequence[int] = ()) -> None:
+        for target in (self.eager, self.graphed):
+            target.cache.keep(slot, num_pending, path)
+        counted = slice(0, self.eager.cache.length(slot))
+        for store in ("keys_LSHCD", "values_LSHCD"):
+            expected, actual = (
+                getattr(target.cache, store)[:, slot, :, counted]
+                for target in (self.eager, self.graphed)
+            )
+            assert_close(actual, expected)
+
+    def free(self, slot: int) -> None:
+        self.eager.cache.free(slot)
+        self.graphed.cache.free(slot)
+
+    @property
+    def num_replayed(self) -> int:
+        return decoder_of(self.graphed).num_replayed
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert torch.allclose(actual, expected, rtol=0.0, atol=TOLERANCE)
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+# ------------------------------------------------------------------------------------ same values
+
+
+def test_steps_of_one_row_equal_the_eager_decoder(pair: Pair) -> None:
+    slot = pair.open(text(20))
+    before = pair.num_replayed
+    for tree in (EMPTY_TREE, TokenTree.chain((5, 6, 7)), TREE, TokenTree.chain(text(40))):
+        pair.score([ScoreRow(slot, [11], tree)])
+        pair.keep(slot, 1)
+    assert pair.num_replayed == before + 4
+
+
+def test_a_kept_path_goes_on_as_the_eager_decoder_does(pair: Pair) -> None:
+    slot = pair.open(text(20))
+    pair.score([ScoreRow(slot, [11, 12], TREE)])
+    pair.keep(slot, 2, (1, 4, 6))
+    pair.score([ScoreRow(slot, [42], TREE)])
+
+
+def test_ragged_rows_equal_the_eager_decoder(pair: Pair) -> None:
+    slots = [pair.open(text(length, seed=length)) for length in (9, 30, 17, 70, 3)]
+    trees = (EMPTY_TREE, TREE, TokenTree.chain((3, 4, 5)), TREE, TokenTree((4, 5), (ROOT, ROOT)))
+    rows = [ScoreRow(slot, [7], tree) for slot, tree in zip(slots, trees, strict=True)]
+    before = pair.num_replayed
+    pair.score(rows)
+    for chosen in ((3, 1), (4,), (0, 1, 2), (2, 4)):
+        pair.score([rows[i] for i in chosen])
+    assert pair.num_replayed == before + 5
+
+
+def test_an_empty_slot_can_begin_with_a_step(pair: Pair) -> None:
+    slot = pair.open()
+    pair.score([ScoreRow(slot, [5], TREE)])
+    assert pair.num_replayed == 1
+
+
+def test_taps_are_those_of_the_eager_decoder(pair: Pair) -> None:
+    slots = [pair.open(text(length)) for length in (9, 12)]
+    before = pair.num_replayed
+    pair.score([ScoreRow(slots[0], [8, 9]), ScoreRow(slots[1], [7], TREE)], taps=(2, 0))
+    assert pair.num_replayed == before + 1
+
+
+def test_a_random_course_of_steps_equals_the_eager_decoder(pair: Pair) -> None:
+    """Rows come, draft, keep, go back and leave; the cache grows on the way."""
+    generator = random.Random(5)
+    slots: list[int] = []
+    for _ in range(60):
+        if len(slots) < 4 and generator.random() < 0.3:
+            slots.append(pair.open(text(generator.choice((3, 40, 200)))))
+        chosen = generator.sample(slots, generator.randint(min(1, len(slots)), len(slots)))
+        if not chosen:
+            continue
+        trees = [random_tree(generator) for _ in chosen]
+        pair.score([ScoreRow(s, [9], tree) for s, tree in zip(chosen, trees, strict=True)])
+        for slot, tree in zip(chosen, trees, strict=True):
+            pair.keep(slot, 1, generator.choice([(), *tree.paths]))
+        if generator.random() < 0.1:
+            slots.remove(chosen[0])
+            pair.free(chosen[0])
+    assert pair.num_replayed > 40
+
+
+def random_tree(generator: random.Random) -> TokenTree:
+    size = generator.choice((0, 0, 1, 3, 7, 12))
+    parents = [generator.randrange(ROOT, node) for node in range(size)]
+    return TokenTree(tuple(text(size)), tuple(parents))
+
+
+def test_in_bfloat16_it_is_as_precise_as_the_eager_decoder(checkpoint: Path) -> None:
+    precise = load_weights(checkpoint, read_config(checkpoint), torch.bfloat16)
+    for tensor in precise.tensors():
+        tensor.data = tensor.data.float()
+    targets = (
+        NativeTarget(read_config(checkpoint), precise),
+        NativeTarget.load(checkpoint, torch.bfloat16),
+        NativeTarget.load(checkpoint, torch.bfloat16, new_decoder=GraphedDecoder),
+    )
+    scored = []
+    for target in targets:
+        slot = target.cache.allocate()
+        target.score([ScoreRow(slot, text(30))])
+        target.cache.keep(slot, 30, ())
+        scored.append(target.score([ScoreRow(slot, [4], TREE)])[0].logits_NV)
+    expected, eager, graphed = scored
+    assert (graphed - expected).abs().mean() < 1.3 * (eager - expected).abs().mean()
+
+
+# -------------------------------------------------------------------------------- padding is alone
+
+
+def test_only_the_plans_entries_and_the_scratch_entry_are_written(target: NativeTarget) -> None:
+    cache, slots = target.cache, [target.cache.allocate() for _ in range(4)]
+    for slot in slots:
+        target.score([ScoreRow(slot, text(30, seed=slot))])
+        cache.keep(slot, 30, ())
+    target.score([ScoreRow(slots[2], [5], TREE), ScoreRow(slots[0], [6])])
+    before = cache.keys_LSHCD.clone(), cache.values_LSHCD.clone()
+    target.score([ScoreRow(slots[2], [8], TREE), ScoreRow(slots[0], [9])])
+    for old, new in zip(before, (cache.keys_LSHCD, cache.values_LSHCD), strict=True):
+        changed_SC = (old != new).any(-1).any(2).any(0)
+        assert set(changed_SC[slots[2]].nonzero()[:, 0].tolist()) <= {*range(30, 38), 255}
+        assert set(changed_SC[slots[0]].nonzero()[:, 0].tolist()) <= {30, 255}
+        assert not changed_SC[[slots[1], slots[3]]].any()
+
+
+def test_what_does_not_count_has_no_influence(target: NativeTarget) -> None:
+    """Entries of rejected nodes, of other rows and of padding hold anything; no bit changes."""
+    cache, slots = target.cache, [target.cache.allocate() for _ in range(3)]
+    for slot in slots:
+        target.score([ScoreRow(slot, text(30, seed=slot))])
+        cache.keep(slot, 30, ())
+    rows = [ScoreRow(slots[1], [5], TREE), ScoreRow(slots[0], [6])]
+    expected = target.score(rows)
+    for store in (cache.keys_LSHCD, cache.values_LSHCD):
+        store[:, :, :, 30:] = 1e4
+        store[:, slots[2]] = 1e4
+    for actual, wanted in zip(target.score(rows), expected, strict=True):
+        assert torch.equal(actual.logits_NV, wanted.logits_NV)
+
+
+def test_a_scratch_entry_is_made_where_the_cache_is_full(target: NativeTarget) -> None:
+    cache, slot = target.cache, target.cache.allocate()
+    target.score([ScoreRow(slot, text(255))])
+    cache.keep(slot, 255, ())
+    assert cache.capacity == 256
+    target.score([ScoreRow(slot, [5])])  # takes the last entry
+    assert cache.capacity > 256
+
+
+def test_logits_and_taps_belong_to_the_caller(target: NativeTarget) -> None:
+    slot = target.cache.allocate()
+    [first] = target.score([ScoreRow(slot, [5], TREE)], taps=(0,))
+    kept = first.logits_NV.clone(), first.taps[0].clone()
+    target.score([ScoreRow(slot, [6], TREE)], taps=(0,))
+    assert torch.equal(first.logits_NV, kept[0])
+    assert torch.equal(first.taps[0], kept[1])
+
+
+# ------------------------------------------------------------------------------ buckets, recordings
+
+
+def plan_of(*rows: tuple[int, int, int], pending: int = 1):  # type: ignore[no-untyped-def]
+    """A plan of (slot, tokens, start) rows."""
+    score_rows = [
+        ScoreRow(slot, text(pending), TokenTree.chain(text(tokens - pending)))
+        for slot, tokens, _ in rows
+    ]
+    return plan_forward(score_rows, [start for *_, start in rows])
+
+
+@pytest.mark.parametrize(
+    ("rows", "bucket"),
+    [
+        ([(0, 1, 10)], Bucket(1, 1, 256, False, ())),
+        ([(0, 5, 10)], Bucket(1, 8, 256, False, ())),
+        ([(0, 1, 256)], Bucket(1, 1, 512, False, ())),
+        ([(0, 8, 248)], Bucket(1, 8, 256, False, ())),
+        ([(0, 1, 600)], Bucket(1, 1, 768, False, ())),  # no more than the cache holds
+        ([(2, 1, 10)], Bucket(1, 1, 256, True, ())),
+        ([(1, 1, 10), (0, 3, 300)], Bucket(2, 4, 512, False, ())),
+        ([(0, 1, 10), (1, 1, 10), (2, 1, 10)], Bucket(4, 1, 256, False, ())),
+        ([(0, 1, 10), (5, 1, 10)], Bucket(2, 1, 256, True, ())),
+        ([(4, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1), (0, 1, 1)], Bucket(6, 1, 256, False, ())),
+    ],
+)
+def test_the_smallest_bucket_is_chosen(rows: list[tuple[int, int, int]], bucket: Bucket) -> None:
+    assert choose_bucket(plan_of(*rows), num_slots=6, capacity=768) == bucket
+
+
+def test_steps_go_on_the_grid_and_all_else_does_not() -> None:
+    assert fits_grid(plan_of((0, 1, 10)))
+    assert fits_grid(plan_of((0, 64, 10)))
+    assert fits_grid(plan_of(*((slot, 32, 10) for slot in range(8))))
+    assert not fits_grid(plan_of((0, 65, 10)))
+    assert not fits_grid(plan_of(*((slot, 33, 10) for slot in range(8))))
+    assert not fits_grid(plan_of((0, 20, 0), pending=20))  # a prompt
+    assert not fits_grid(replace(plan_of((0, 1, 10)), layers=range(2)))
+    assert not fits_grid(plan_forward([ScoreRow(0, [1])], [0], want_logits=False))
+
+
+def test_the_mask_is_the_plans(target: NativeTarget) -> None:
+    rows = [ScoreRow(1, [4, 5], TREE), ScoreRow(0, [6], TokenTree.chain(text(63)))]
+    plan = plan_forward(rows, [20, 3])
+    bucket = choose_bucket(plan, num_slots=2, capacity=256)
+    bias = attention_bias(GridInputs(*grid_inputs(plan, bucket, 255)), bucket, torch.float32)
+    assert (bias == 0).any(-1).all(), "a token that sees nothing has no defined output"
+    for row in plan.rows:
+        expected = torch.zeros(len(row.tokens), bucket.context, dtype=torch.bool)
+        expected[:, : row.entries.stop] = plan.mask(row)
+        assert torch.equal(bias[row.slot, : len(row.tokens)] == 0, expected)
+
+
+def test_equal_shapes_share_a_recording(pair: Pair) -> None:
+    slot = pair.open(text(20))
+    decoder = decoder_of(pair.graphed)
+    before = decoder.num_recorded
+    for size in (5, 6, 7, 4):  # with the pending token, five to eight
+        pair.score([ScoreRow(slot, [3], TokenTree.chain(text(size)))])
+    assert decoder.num_recorded == before + 1
+
+
+def test_the_least_recently_used_recording_goes(checkpoint: Path) -> None:
+    target = NativeTarget.load(
+        checkpoint, new_decoder=lambda config, weights: GraphedDecoder(config, weights, 2)
+    )
+    decoder, slot = decoder_of(target), target.cache.allocate()
+
+    def recorded(size: int) -> bool:
+        before = decoder.num_recorded
+        target.score([ScoreRow(slot, text(size)[:1], TokenTree.chain(text(size - 1)))])
+        return decoder.num_recorded > before
+
+    assert [recorded(size) for size in (1, 2, 1, 4, 1, 2)] == [True, True, False, True, False, True]
+
+
+def test_a_cache_that_moved_is_recorded_anew(pair: Pair) -> None:
+    slot, decoder = pair.open(text(200)), decoder_of(pair.graphed)
+    pair.score([ScoreRow(slot, [3])])
+    before = decoder.num_recorded
+    pair.open(text(300))
+    pair.score([ScoreRow(slot, [3])])
+    assert decoder.num_recorded == before + 1
+
+
+def test_recordings_outlive_the_last_request(pair: Pair) -> None:
+    slot, decoder = pair.open(text(20)), decoder_of(pair.graphed)
+    pair.score([ScoreRow(slot, [3])])
+    pair.free(slot)
+    assert pair.graphed.cache.num_bytes > 0
+    before = decoder.num_recorded
+    pair.score([ScoreRow(pair.open(text(30)), [3])])
+    assert decoder.num_recorded == before
+
+
+def test_some_layers_only_are_the_eager_decoders(pair: Pair) -> None:
+    slot = pair.open(text(20))
+    plan = plan_forward([ScoreRow(slot, [5], TREE)], [20])
+    first = replace(plan, layers=range(2))
+    before, results = pair.num_replayed, []
+    for target in (pair.eager, pair.graphed):
+        target.cache.reserve(slot, len(plan))
+        with torch.no_grad():
+            _, tapped = target.decoder.forward(first, target.cache, (1,))
+            rest = replace(plan, layers=range(2, 3), hidden_TE=tapped[1])
+            results.append(target.decoder.forward(rest, target.cache)[0])
+    assert_close(*results)
+    assert pair.num_replayed == before
+
+
+# ------------------------------------------------------------------------------------- on a device
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_the_recorded_work_asks_the_device_for_no_value(checkpoint: Path, gathers: bool) -> None:
+    """Tensors on "meta" have no values and mix with no others: whatever would wait, raises."""
+    config: DecoderConfig = replace(read_config(checkpoint), qk_norm=False)
+    decoder = GraphedDecoder(config, random_weights(config, torch.bfloat16, "meta"))
+    cache = KVCache(config.kv_shape, torch.bfloat16, "meta", 512)
+    for _ in range(4):
+        cache.allocate()
+    cache.make_room(512)
+    bucket = Bucket(rows=2, tokens=8, context=256, gathers=gathers, taps=(1,))
+    inputs = GridInputs(*torch.zeros(9, bucket.size, dtype=torch.int64, device="meta"))
+    logits_NV = torch.empty(bucket.size, config.vocab_size, dtype=torch.bfloat16, device="meta")
+    tapped = decoder._run(inputs, bucket, cache, logits_NV)
+    assert tapped[1].shape == (bucket.size, config.hidden_size)
+
+
+def test_drafting_changes_no_text(checkpoint: Path, target: NativeTarget) -> None:
+    params = SamplingParams(max_tokens=24, seed=3)
+    prompts = [text(30) * 2, text(12, seed=1) * 3, text(5)]
+    texts = []
+    for options in (LoadOptions(drafter="none"), LoadOptions(drafter="ngram")):
+        for model in (NativeTarget.load(checkpoint), target):
+            results = LLM(model, None, options).generate(prompts, params)
+            texts.append([result.token_ids for result in results])
+    assert all(found == texts[0] for found in texts)
+    assert decoder_of(target).num_replayed > 0

@@ -1,0 +1,49 @@
+"""Which decoder a machine gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.bench.random_model import random_config
+from foredraft.core.errors import ConfigError
+from foredraft.llm import native_decoder
+from foredraft.plan import LoadOptions, plan_native
+
+CONFIG = random_config("smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("device", "exact", "decoder"),
+    [
+        ("cuda", False, "graphed"),
+        ("cuda:1", False, "graphed"),
+        ("cuda", True, "fixed-shape"),
+        ("auto", False, "graphed"),
+    ],
+)
+def test_a_gpu_runs_recorded_graphs_unless_bits_must_be_exact(
+    device: str, exact: bool, decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    plan = plan_native("model", Path(), CONFIG, LoadOptions(device=device, exact=exact))
+    assert (plan.decoder, plan.dtype, plan.is_exact) == (decoder, "bfloat16", exact)
+    assert native_decoder(plan.decoder).name == decoder  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("exact", "decoder"), [(False, "eager"), (True, "fixed-shape")])
+def test_a_cpu_without_the_kernel_runs_eagerly(
+    exact: bool, decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foredraft.plan._kernel_problem", lambda: "no compiler")
+    plan = plan_native("model", Path(), CONFIG, LoadOptions(device="cpu", exact=exact))
+    assert plan.decoder == decoder
+
+
+def test_a_missing_gpu_is_an_error() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match="sees no CUDA device"):
+        plan_native("model", Path(), CONFIG, LoadOptions(device="cuda"))
