@@ -6,6 +6,7 @@ Speculation pays by how much the reply repeats, so every figure names its catego
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,6 +158,16 @@ def load_prompts(path: str | None, limit: int | None = None) -> list[BenchPrompt
         raise ConfigError(f"limit is {limit}; it must be at least 1")
     prompts = list(BUILT_IN) if path is None else _read(Path(path))
     return prompts if limit is None else _spread(prompts, limit)
+
+
+def random_prompts(limit: int | None = None) -> list[tuple[BenchPrompt, list[int]]]:
+    """Prompts for targets without a tokenizer: token ids below 1000. Four if no limit is given."""
+    found = []
+    for number in range(4 if limit is None else limit):
+        draw = random.Random(number)
+        ids = [draw.randrange(3, 1000) for _ in range(64)]
+        found.append((BenchPrompt(f"random-{number}", "random", ""), ids))
+    return found
 
 
 def _read(path: Path) -> list[BenchPrompt]:

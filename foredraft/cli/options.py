@@ -72,6 +72,10 @@ Coupling = Annotated[
     str,
     _option(_SAMPLING, "--coupling", "seeded, or drawn: the same distribution, another text."),
 ]
+RandomWeights = Annotated[
+    str | None,
+    _option(_MODEL, "--random-weights", "Instead: this shape, random weights, for timing only."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 JsonFile = Annotated[
     str | None, typer.Option("--json", help="Also write all figures to this file.")
@@ -109,8 +113,16 @@ def _parse_option(text: str) -> tuple[str, int | float | str]:
     return name.replace("-", "_"), value
 
 
-def load_llm(options: LoadOptions) -> LLM:
-    """Load with a progress bar for whatever must be downloaded or converted first."""
+def load_llm(options: LoadOptions, random_weights: str | None = None) -> LLM:
+    """Load with a progress bar for whatever must be downloaded or converted first.
+
+    Args:
+        random_weights: the shape of a target to make up, instead of the model in ``options``.
+    """
+    if random_weights:
+        from foredraft.bench.random_model import random_llm
+
+        return random_llm(random_weights, options)
     from foredraft.cli.progress import RichProgress
     from foredraft.llm import LLM
 

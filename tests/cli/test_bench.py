@@ -71,6 +71,23 @@ def test_step_times_target_and_drafter(bench: Run, tmp_path: Path) -> None:
     assert names == {"target", "suffix (draft)", "transformers"}
 
 
+def test_drafters_run_on_random_weights(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = Shape(64, 128, 2, 4, 2, 16, 1000, True)
+    monkeypatch.setattr("foredraft.bench.random_model.shapes", lambda: {"tiny": tiny})
+    path = tmp_path / "out.json"
+    result = bench(
+        "drafters", "--random-weights", "tiny", "--drafters", "lookahead", "--limit", "1",
+        "--max-tokens", "6", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    assert {t["category"] for t in json.loads(path.read_text())["trials"]} == {"random"}
+    assert isinstance(
+        bench("drafters", "--random-weights", "tiny", "--prompts", "x.jsonl").exception, ConfigError
+    )
+
+
 def test_step_times_a_shape_with_random_weights(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def drafters(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     threads: o.Threads = None,
+    random_weights: o.RandomWeights = None,
     json_file: o.JsonFile = None,
     plot: Annotated[str | None, typer.Option(help="Draw speed-ups into this PNG.")] = None,
 ) -> None:
@@ -72,7 +73,11 @@ def drafters(
     )  # fmt: skip
     variants = _variants(only, variant or [], draft_model)
     peers = _peer_names(against, at)
-    llm = o.load_llm(asked)
+    if random_weights and (peers or prompts):
+        raise ConfigError(
+            "random weights have no tokenizer: leave out --against and --prompts, or time a model"
+        )
+    llm = o.load_llm(asked, random_weights)
     contenders = _contenders(llm, asked, variants, peers)
     params = SamplingParams.of(max_tokens=max_tokens, seed=seed)
     trials = _run(llm, contenders, prompts, limit, params, at)
@@ -153,13 +158,16 @@ def _run(
     from dataclasses import replace
 
     from foredraft.bench.compare import run_trials
-    from foredraft.bench.prompts import load_prompts
+    from foredraft.bench.prompts import load_prompts, random_prompts
 
-    assert llm.tokenizer is not None
-    prompts = [
-        (prompt, llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}]))
-        for prompt in load_prompts(prompts_file, limit)
-    ]
+    if llm.tokenizer is None:
+        prompts = random_prompts(limit)
+    else:
+        encode = llm.tokenizer.encode_chat
+        prompts = [
+            (prompt, encode([{"role": "user", "content": prompt.text}]))
+            for prompt in load_prompts(prompts_file, limit)
+        ]
     room = llm.target.max_context - params.max_tokens
     prompts = [(prompt, ids) for prompt, ids in prompts if len(ids) <= room]
     for contender in contenders:  # the first forward of a process is slower

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from foredraft.bench.floor import Machine
     from foredraft.bench.step import Size, StepFigure, Stepper
     from foredraft.llm import LLM
-    from foredraft.plan import LoadOptions
 
 PEERS = ("transformers", "llama.cpp", "llama.cpp-bf16", "llama.cpp-q8_0", "llama.cpp-q4_0")
 _QUANTISED = ("bf16", "q8_0", "q4_0")
@@ -40,10 +39,7 @@ def step(
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     threads: o.Threads = None,
-    random_weights: Annotated[
-        str | None,
-        typer.Option(help="Instead of a model: this shape with random weights, for timing only."),
-    ] = None,
+    random_weights: o.RandomWeights = None,
     json_file: o.JsonFile = None,
     plot: Annotated[str | None, typer.Option(help="Draw the times into this PNG.")] = None,
 ) -> None:
@@ -63,7 +59,12 @@ def step(
         model, drafter=drafter, draft_model=draft_model, dtype=dtype, device=device,
         threads=threads, max_batch_size=max(size.rows for size in sizes),
     )  # fmt: skip
-    llm = _random_llm(asked, random_weights, peers) if random_weights else o.load_llm(asked)
+    if random_weights and peers:
+        raise ConfigError(
+            f"--against {','.join(peers)} needs a checkpoint that peers can load; leave it out "
+            "with --random-weights"
+        )
+    llm = o.load_llm(asked, random_weights)
     import torch
 
     assert llm.plan is not None
@@ -84,17 +85,6 @@ def step(
         write_json(json_file, report, 0)
     if plot:
         plot_steps(figures, {s.tokens: _floor(llm, machine, s.tokens) for s in sizes}, plot)
-
-
-def _random_llm(asked: LoadOptions, shape: str, peers: Sequence[str]) -> LLM:
-    from foredraft.bench.random_model import random_llm
-
-    if peers:
-        raise ConfigError(
-            f"--against {','.join(peers)} needs a checkpoint that peers can load; leave it out "
-            "with --random-weights"
-        )
-    return random_llm(shape, asked)
 
 
 def _counts(name: str, text: str) -> list[int]:
