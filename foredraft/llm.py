@@ -273,7 +273,9 @@ def load_target(plan: ModelPlan) -> Target:
     from foredraft.models.native.target import NativeTarget
 
     decoder = native_decoder(plan.decoder)
-    target = NativeTarget.load(plan.directory, dtype, plan.device, decoder, plan.max_context)
+    target = NativeTarget.load(
+        plan.directory, dtype, plan.device, decoder, plan.max_context, int8=plan.weights == "int8"
+    )
     if plan.decoder == "fixed-shape":
         probe(target)
     return target

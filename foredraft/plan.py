@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from foredraft.models.native.config import DecoderConfig
 
 DTYPES = ("auto", "bfloat16", "float32")
+WEIGHTS = ("auto", "bf16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "hf")
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -35,7 +36,11 @@ class LoadOptions:
         draft_model: name or directory of the draft model, for drafters that use one.
         num_draft_tokens: most nodes to draft a step; None takes the drafter's own default.
         drafter_options: the drafter's own options.
-        dtype: "auto" takes bfloat16 where it is fast and float32 elsewhere.
+        dtype: of activations and cache, and of weights unless ``weights`` says otherwise. "auto"
+            takes bfloat16 where it is fast and float32 elsewhere.
+        weights: "int8" keeps linear layers and head in half the memory of bfloat16, which makes
+            steps faster and the model a little different (`foredraft bench quality` says by how
+            much); on CPU with the fused kernel only. "bf16" means dtype bfloat16.
         device: "auto" takes CUDA when there is one.
         backend: "auto" takes the native decoder for families it knows, transformers otherwise.
         threads: CPU threads; None leaves torch's choice.
@@ -55,6 +60,7 @@ class LoadOptions:
     num_draft_tokens: int | None = None
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "auto"
+    weights: str = "auto"
     device: str = "auto"
     backend: str = "auto"
     threads: int | None = None
@@ -65,9 +71,11 @@ class LoadOptions:
     calibrate: bool = True
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", DTYPES), ("backend", BACKENDS)):
+        for name, known in (("dtype", DTYPES), ("weights", WEIGHTS), ("backend", BACKENDS)):
             if getattr(self, name) not in known:
                 raise unknown(name, str(getattr(self, name)), known)
+        if self.weights == "bf16" and self.dtype == "float32":
+            raise ConfigError("weights 'bf16' and dtype 'float32' exclude each other; give one")
         if str(self.device).split(":")[0] not in DEVICES:
             raise unknown("device", str(self.device), DEVICES)
         self._check_names()
@@ -107,7 +115,11 @@ class ModelPlan:
 
     Attributes:
         decoder: "fused", "graphed", "fixed-shape", "eager" or "transformers".
+        dtype: of activations and cache.
+        weights: the form of the linear layers and the head: "int8", or the same as ``dtype``.
         weight_bytes: weights in memory.
+        read_bytes: weights that a forward reads: all but an embedding table of its own.
+        num_parameters: weights that each token is multiplied with.
         cache_bytes_per_token: keys and values of one token, in bytes.
         notes: what is missing for a faster plan, and how to get it.
     """
@@ -118,7 +130,10 @@ class ModelPlan:
     decoder: str
     device: str
     dtype: str
+    weights: str
     weight_bytes: int
+    read_bytes: int
+    num_parameters: int
     cache_bytes_per_token: int
     max_context: int
     notes: tuple[str, ...] = ()
@@ -127,6 +142,11 @@ class ModelPlan:
     def is_exact(self) -> bool:
         """Whether bits are independent of what is scored together."""
         return self.decoder in ("fused", "fixed-shape")
+
+    @property
+    def number_format(self) -> str:
+        """For people: what the numbers are."""
+        return self.dtype if self.weights == self.dtype else f"{self.dtype}, {self.weights} weights"
 
     def cache_bytes(self, num_tokens: int) -> int:
         """Keys and values of one row of ``num_tokens``, as the cache allocates them."""
@@ -187,17 +207,21 @@ def plan_native(
     """Resolve how the native decoder will run a model of this shape.
 
     Raises:
-        ConfigError: the device is not there.
+        ConfigError: the device is not there, or cannot run these weights.
     """
+    import torch
+
     device = _resolve_device(options.device)
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
-    dtype, notes = options.dtype, []
+    if options.weights == "int8" and kernel_problem:
+        raise _no_int8(kernel_problem)
+    dtype, notes = _asked_dtype(options), []
     if device == "cpu" and kernel_problem:
         notes.append(f"no fused CPU kernel: {kernel_problem}")
     if dtype == "auto":
         dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
-    size = 2 if dtype == "bfloat16" else 4
-    kv = config.kv_shape
+    weights = "int8" if options.weights == "int8" else dtype
+    in_memory, read = _weight_bytes(config, getattr(torch, dtype).itemsize, weights)
     return ModelPlan(
         name=name,
         directory=directory,
@@ -205,11 +229,39 @@ def plan_native(
         decoder=_native_decoder(device, kernel_problem, options.exact),
         device=device,
         dtype=dtype,
-        weight_bytes=config.num_parameters * size,
-        cache_bytes_per_token=2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * size,
+        weights=weights,
+        weight_bytes=in_memory,
+        read_bytes=read,
+        num_parameters=config.num_matrix_parameters,
+        cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
         notes=tuple(notes),
     )
+
+
+def _no_int8(reason: str) -> ConfigError:
+    return ConfigError(
+        f"weights 'int8' are there where they are faster: on CPU with the fused kernel ({reason}); "
+        "leave weights out"
+    )
+
+
+def _asked_dtype(options: LoadOptions) -> str:
+    return "bfloat16" if options.weights == "bf16" else options.dtype
+
+
+def _weight_bytes(config: DecoderConfig, itemsize: int, weights: str) -> tuple[int, int]:
+    """Bytes of weights in memory, and those of them that a forward reads."""
+    from foredraft.models.native.int8 import BYTES_PER_WEIGHT
+
+    matrices = config.num_matrix_parameters
+    if weights != "int8":
+        return config.num_parameters * itemsize, matrices * itemsize
+    read = int(matrices * BYTES_PER_WEIGHT)
+    others = config.num_parameters - matrices  # embeddings, norms, biases
+    if config.tie_word_embeddings:  # the head is a copy
+        others += config.vocab_size * config.hidden_size
+    return read + others * itemsize, read
 
 
 def _native_decoder(device: str, kernel_problem: str | None, exact: bool) -> str:
@@ -246,20 +298,26 @@ def _bf16_is_fast(kernel_problem: str | None) -> bool:
 def _plan_hf(
     name: str, directory: Path, raw: Mapping[str, Any], device: str, options: LoadOptions
 ) -> ModelPlan:
+    import torch
+
+    from foredraft.cache.kv import KVShape
+
+    if options.weights == "int8":
+        raise _no_int8(f"{name!r} runs through transformers")
     text = raw.get("text_config") or raw
-    dtype = options.dtype
+    dtype = _asked_dtype(options)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
-    size = 2 if dtype == "bfloat16" else 4
+    kind: torch.dtype = getattr(torch, dtype)
     heads = text.get("num_attention_heads") or text.get("n_head")
     hidden = text.get("hidden_size") or text.get("n_embd")
     layers = text.get("num_hidden_layers") or text.get("n_layer")
     limit = text.get("max_position_embeddings") or text.get("n_positions")
     if not (heads and hidden and layers and limit):
         raise ModelLoadError(f"{directory}: config.json does not say how large the model is")
-    kv_width = (text.get("num_key_value_heads") or heads) * (
-        text.get("head_dim") or hidden // heads
-    )
+    kv_heads = text.get("num_key_value_heads") or heads
+    kv_shape = KVShape(layers, kv_heads, text.get("head_dim") or hidden // heads)
+    num_parameters = _num_parameters(directory)
     return ModelPlan(
         name=name,
         directory=directory,
@@ -267,8 +325,11 @@ def _plan_hf(
         decoder="transformers",
         device=device,
         dtype=dtype,
-        weight_bytes=_num_parameters(directory) * size,
-        cache_bytes_per_token=2 * layers * kv_width * size,
+        weights=dtype,
+        weight_bytes=num_parameters * kind.itemsize,
+        read_bytes=num_parameters * kind.itemsize,
+        num_parameters=num_parameters,
+        cache_bytes_per_token=kv_shape.bytes_per_token(kind),
         max_context=min(options.max_context or limit, limit),
     )
 

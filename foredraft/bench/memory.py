@@ -35,7 +35,8 @@ def measure_memory(options: LoadOptions, plan: ModelPlan, tokens: int) -> Memory
         ForedraftError: the process failed.
     """
     asked = json.dumps({"model": str(plan.directory), "tokens": tokens, "dtype": plan.dtype,
-                        "device": plan.device, "threads": options.threads})  # fmt: skip
+                        "weights": options.weights, "device": plan.device,
+                        "threads": options.threads})  # fmt: skip
     child = subprocess.run([sys.executable, "-c", _CHILD, asked], capture_output=True, text=True)
     if child.returncode != 0:
         last = child.stderr.strip().splitlines()[-1:]

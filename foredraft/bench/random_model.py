@@ -15,6 +15,7 @@ from torch import Tensor
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.llm import LLM, native_decoder
 from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.int8 import Matrix, quantise
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 from foredraft.plan import LoadOptions, plan_native
@@ -87,19 +88,24 @@ def random_llm(name: str, options: LoadOptions) -> LLM:
     plan = plan_native(label, Path(), config, options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    weights = random_weights(config, getattr(torch, plan.dtype), plan.device)
+    int8 = plan.weights == "int8"
+    weights = random_weights(config, getattr(torch, plan.dtype), plan.device, int8)
     decoder = native_decoder(plan.decoder)
     target = NativeTarget(config, weights, decoder, plan.max_context)
     return LLM(target, None, options, plan=plan)
 
 
 def random_weights(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device | str
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, int8: bool = False
 ) -> DecoderWeights:
     """Weights made on ``device`` itself; layers without biases and head norms."""
 
-    def matrix(rows: int, columns: int) -> Tensor:
+    def table(rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device).normal_(0.0, _SPREAD)
+
+    def matrix(rows: int, columns: int, num_parts: int = 1) -> Matrix:
+        weight = table(rows, columns)
+        return quantise(weight, num_parts) if int8 else weight
 
     def ones() -> Tensor:
         return torch.ones(config.hidden_size, dtype=dtype, device=device)
@@ -117,11 +123,12 @@ def random_weights(
             output_weight=matrix(hidden, query),
             output_bias=None,
             mlp_norm_E=ones(),
-            gate_up_weight=matrix(2 * feed_forward, hidden),
+            gate_up_weight=matrix(2 * feed_forward, hidden, num_parts=2),
             down_weight=matrix(hidden, feed_forward),
         )
         for _ in range(config.num_hidden_layers)
     ]
-    embedding_VE = matrix(config.vocab_size, hidden)
-    head_VE = embedding_VE if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
+    embedding_VE = table(config.vocab_size, hidden)
+    shared = config.tie_word_embeddings and not int8
+    head_VE = embedding_VE if shared else matrix(config.vocab_size, hidden)
     return DecoderWeights(embedding_VE, tuple(layers), ones(), head_VE)

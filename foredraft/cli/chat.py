@@ -35,6 +35,7 @@ def chat(
     seed: o.Seed = None,
     max_tokens: o.MaxTokens = 512,
     dtype: o.Dtype = "auto",
+    weights: o.Weights = "auto",
     device: o.Device = "auto",
     backend: o.Backend = "auto",
     threads: o.Threads = None,
@@ -50,8 +51,8 @@ def chat(
     )  # fmt: skip
     asked = o.load_options(
         model, drafter_option, drafter=drafter, draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens, dtype=dtype, device=device, backend=backend,
-        threads=threads, exact=exact, max_context=max_context, max_batch_size=1,
+        num_draft_tokens=num_draft_tokens, dtype=dtype, weights=weights, device=device,
+        backend=backend, threads=threads, exact=exact, max_context=max_context, max_batch_size=1,
     )  # fmt: skip
     conversation = Conversation(o.load_llm(asked), params, Console(highlight=False), system)
     conversation.console.print(f"{model}, drafter {conversation.llm.drafter_name}", style="bold")

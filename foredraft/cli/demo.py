@@ -32,6 +32,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
     max_tokens: o.MaxTokens = 160,
     dtype: o.Dtype = "auto",
+    weights: o.Weights = "auto",
     device: o.Device = "auto",
     threads: o.Threads = None,
     exact: o.Exact = False,
@@ -45,7 +46,7 @@ def demo(
     params = SamplingParams.of(temperature=temperature, seed=seed, max_tokens=max_tokens)
     asked = o.load_options(
         model, drafter=drafter, draft_model=draft_model, num_draft_tokens=num_draft_tokens,
-        dtype=dtype, device=device, threads=threads, exact=exact, max_batch_size=1,
+        dtype=dtype, weights=weights, device=device, threads=threads, exact=exact, max_batch_size=1,
     )  # fmt: skip
     console = Console(highlight=False)
     speculative = o.load_llm(asked)
@@ -97,8 +98,9 @@ def _print_table(
         )
     console.print(table)
     if llm.plan is not None:
-        plan = f"{llm.plan.name}, {llm.plan.dtype}, {llm.plan.decoder} kernels, {llm.plan.device}"
-        console.print(f"({plan}; decoding only, after the first token)", style="dim")
+        plan = llm.plan
+        how = f"{plan.name}, {plan.number_format}, {plan.decoder} kernels, {plan.device}"
+        console.print(f"({how}; decoding only, after the first token)", style="dim")
     for prompt, plain, speculative in pairs:
         _print_proof(console, _TITLES[prompt.category], plain, speculative)
 

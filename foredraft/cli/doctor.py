@@ -22,6 +22,7 @@ def doctor(
     draft_model: o.DraftModel = None,
     num_draft_tokens: o.NumDraftTokens = None,
     dtype: o.Dtype = "auto",
+    weights: o.Weights = "auto",
     device: o.Device = "auto",
     backend: o.Backend = "auto",
     threads: o.Threads = None,
@@ -35,8 +36,8 @@ def doctor(
     """Print the resolved plan: device, dtype, kernels, memory, and what is missing."""
     asked = o.load_options(
         model, drafter=drafter, draft_model=draft_model, num_draft_tokens=num_draft_tokens,
-        dtype=dtype, device=device, backend=backend, threads=threads, exact=exact,
-        max_context=max_context,
+        dtype=dtype, weights=weights, device=device, backend=backend, threads=threads,
+        exact=exact, max_context=max_context,
     )  # fmt: skip
     report = examine(asked, tokens)
     if as_json:
@@ -93,6 +94,8 @@ def _model_report(plan: ModelPlan, tokens: int) -> dict[str, Any]:
         "kernels": plan.decoder,
         "device": plan.device,
         "dtype": plan.dtype,
+        "weights": plan.weights,
+        "number_format": plan.number_format,
         "exact": plan.is_exact,
         "max_context": plan.max_context,
         "weight_bytes": plan.weight_bytes,
@@ -132,7 +135,7 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
     return [
         ("name", model["name"]),
         ("directory", model["directory"]),
-        ("runs on", f"{model['device']}, {model['dtype']}"),
+        ("runs on", f"{model['device']}, {model['number_format']}"),
         ("kernels", f"{model['kernels']} ({model['backend']})"),
         ("exactness", "bit for bit" if model["exact"] else "up to near-ties of two tokens"),
         ("context", f"{model['max_context']} tokens"),

@@ -46,6 +46,7 @@ def generate(
     stop: o.Stop = None,
     coupling: o.Coupling = "seeded",
     dtype: o.Dtype = "auto",
+    weights: o.Weights = "auto",
     device: o.Device = "auto",
     backend: o.Backend = "auto",
     threads: o.Threads = None,
@@ -79,8 +80,8 @@ def generate(
         drafter = "prediction"
     asked = o.load_options(
         model, drafter_option, drafter=drafter, draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens, dtype=dtype, device=device, backend=backend,
-        threads=threads, exact=exact, max_context=max_context, max_batch_size=1,
+        num_draft_tokens=num_draft_tokens, dtype=dtype, weights=weights, device=device,
+        backend=backend, threads=threads, exact=exact, max_context=max_context, max_batch_size=1,
     )  # fmt: skip
     text = sys.stdin.read() if prompt == "-" else prompt
     llm = o.load_llm(asked)

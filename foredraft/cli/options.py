@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.core.errors import ConfigError
-from foredraft.plan import BACKENDS, DEFAULT_MODEL, DEVICES, DTYPES, LoadOptions
+from foredraft.plan import BACKENDS, DEFAULT_MODEL, DEVICES, DTYPES, WEIGHTS, LoadOptions
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
@@ -24,6 +24,10 @@ Model = Annotated[
     str, _option(_MODEL, "--model", "A built-in name, a checkpoint directory, or a hub id.")
 ]
 Dtype = Annotated[str, _option(_MODEL, "--dtype", f"One of {', '.join(DTYPES)}.")]
+Weights = Annotated[
+    str,
+    _option(_MODEL, "--weights", f"One of {', '.join(WEIGHTS)}. int8 is faster and less precise."),
+]
 Device = Annotated[str, _option(_MODEL, "--device", f"One of {', '.join(DEVICES)}.")]
 Backend = Annotated[str, _option(_MODEL, "--backend", f"One of {', '.join(BACKENDS)}.")]
 Exact = Annotated[

@@ -122,23 +122,22 @@ class _Request:
 
 
 def likeliest(logits_V: Tensor, count: int) -> list[int]:
-    """The ``count`` tokens of the highest logits, highest first.
+    """The ``count`` tokens of the highest logits, highest first, of equal ones the first.
 
-    On CPU in two stages: they all lie in the ``count`` blocks that have the highest maxima. That
-    takes half the time of `torch.topk`, and wakes none of torch's threads for so little.
+    On CPU by a threshold: ``count`` blocks have maxima that reach it, so all that are wanted do. A
+    few candidates are left to sort. That takes half the time of `torch.topk`, and wakes none of
+    torch's threads for so little.
     """
     count = min(count, logits_V.numel())
     if logits_V.device.type != "cpu":
         top: list[int] = logits_V.topk(count).indices.tolist()
         return top
     values_V = logits_V.detach().numpy()
-    num_whole = values_V.size // _BLOCK
     candidates = np.arange(values_V.size)
-    if num_whole > count:
-        blocks = values_V[: num_whole * _BLOCK].reshape(num_whole, _BLOCK)
-        best = np.sort(np.argpartition(blocks.max(axis=1), num_whole - count)[-count:])
-        inside = (best[:, None] * _BLOCK + np.arange(_BLOCK)).ravel()
-        candidates = np.concatenate((inside, np.arange(num_whole * _BLOCK, values_V.size)))
+    num_blocks = values_V.size // _BLOCK
+    if num_blocks > count:
+        maxima = values_V[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).max(axis=1)
+        candidates = np.flatnonzero(values_V >= np.partition(maxima, -count)[-count])
     order = np.argsort(-values_V[candidates], kind="stable")[:count]
     return [int(token) for token in candidates[order]]
 

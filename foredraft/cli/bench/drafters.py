@@ -49,6 +49,7 @@ def drafters(
     max_tokens: o.MaxTokens = 128,
     seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
     dtype: o.Dtype = "auto",
+    weights: o.Weights = "auto",
     device: o.Device = "auto",
     threads: o.Threads = None,
     random_weights: o.RandomWeights = None,
@@ -68,8 +69,8 @@ def drafters(
     at = _numbers(temperature)
     asked = o.load_options(
         model, drafter="draft_model" if draft_model else "auto", draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens, dtype=dtype, device=device, threads=threads,
-        max_batch_size=1,
+        num_draft_tokens=num_draft_tokens, dtype=dtype, weights=weights, device=device,
+        threads=threads, max_batch_size=1,
     )  # fmt: skip
     variants = _variants(only, variant or [], draft_model)
     peers = _peer_names(against, at)
@@ -211,7 +212,12 @@ def _figures(llm: LLM, rows: Sequence[Summary], trials: Sequence[Trial]) -> dict
     plan = llm.plan
     assert plan is not None
     return {
-        "model": {"name": plan.name, "dtype": plan.dtype, "kernels": plan.decoder},
+        "model": {
+            "name": plan.name,
+            "dtype": plan.dtype,
+            "weights": plan.weights,
+            "kernels": plan.decoder,
+        },
         "summaries": [vars(row) for row in rows],
         "trials": [
             {

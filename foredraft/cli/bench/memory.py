@@ -14,6 +14,7 @@ from foredraft.plan import DEFAULT_MODEL
 def memory(
     model: o.Model = DEFAULT_MODEL,
     dtype: o.Dtype = "auto",
+    weights: o.Weights = "auto",
     device: o.Device = "auto",
     threads: o.Threads = None,
     tokens: Annotated[int, typer.Option(help="Length of the text in the cache.")] = 1024,
@@ -25,12 +26,12 @@ def memory(
     from foredraft.models.store import resolve_model
     from foredraft.plan import plan_model
 
-    asked = o.load_options(model, dtype=dtype, device=device, threads=threads)
+    asked = o.load_options(model, dtype=dtype, weights=weights, device=device, threads=threads)
     plan = plan_model(model, resolve_model(model), asked)
     figure = measure_memory(asked, plan, tokens)
     Console(highlight=False, soft_wrap=True).print(
-        f"{plan.name}, {plan.dtype}, {tokens} tokens: predicted {figure.predicted / 1e6:.1f} MB, "
-        f"measured {figure.measured / 1e6:.1f} MB ({figure.ratio:.2f}x)"
+        f"{plan.name}, {plan.number_format}, {tokens} tokens: "
+        f"predicted {figure.predicted / 1e6:.1f} MB, measured {figure.measured / 1e6:.1f} MB ({figure.ratio:.2f}x)"
     )
     if json_file:
         write_json(json_file, vars(figure) | {"ratio": figure.ratio, "tokens": tokens}, 0)

@@ -37,6 +37,7 @@ def step(
     drafter: o.Drafter = "auto",
     draft_model: o.DraftModel = None,
     dtype: o.Dtype = "auto",
+    weights: o.Weights = "auto",
     device: o.Device = "auto",
     threads: o.Threads = None,
     random_weights: o.RandomWeights = None,
@@ -56,8 +57,8 @@ def step(
     sizes = [Size(r, n) for r in _counts("--rows", rows) for n in _counts("--tokens", tokens)]
     peers = _peer_names(against)
     asked = o.load_options(
-        model, drafter=drafter, draft_model=draft_model, dtype=dtype, device=device,
-        threads=threads, max_batch_size=max(size.rows for size in sizes),
+        model, drafter=drafter, draft_model=draft_model, dtype=dtype, weights=weights,
+        device=device, threads=threads, max_batch_size=max(size.rows for size in sizes),
     )  # fmt: skip
     if random_weights and peers:
         raise ConfigError(
@@ -77,6 +78,7 @@ def step(
         floors = {str(n): _floor(llm, machine, n) for n in {s.rows * s.tokens for s in sizes}}
         report = {
             "model": llm.plan.name,
+            "weights": llm.plan.weights,
             "context": context,
             "machine_rates": vars(machine),
             "floor_ms": floors,
@@ -136,8 +138,9 @@ def _steppers(llm: LLM, context: int, sizes: Sequence[Size], peers: Sequence[str
 def _floor(llm: LLM, machine: Machine, num_tokens: int) -> float:
     plan = llm.plan
     assert plan is not None
-    num_parameters = plan.weight_bytes // (2 if plan.dtype == "bfloat16" else 4)
-    return machine.floor_ms(plan.weight_bytes, num_parameters, num_tokens)
+    # Integer products run at a rate of their own, which nothing here measures.
+    num_parameters = 0 if plan.weights == "int8" else plan.num_parameters
+    return machine.floor_ms(plan.read_bytes, num_parameters, num_tokens)
 
 
 def _print_figures(
@@ -146,8 +149,8 @@ def _print_figures(
     plan = llm.plan
     assert plan is not None
     console.print(
-        f"{plan.name}, {plan.dtype}, {plan.decoder} kernels; reads {machine.bytes_per_s / 1e9:.1f} "
-        f"GB/s, multiplies {machine.flops_per_s / 1e9:.0f} GFLOP/s; median ms of a forward",
+        f"{plan.name}, {plan.number_format}, {plan.decoder} kernels; "
+        f"reads {machine.bytes_per_s / 1e9:.1f} GB/s, multiplies {machine.flops_per_s / 1e9:.0f} GFLOP/s; median ms of a forward",
         soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 1, 0, 0))

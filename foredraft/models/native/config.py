@@ -55,6 +55,14 @@ class DecoderConfig:
         )
 
     @property
+    def num_matrix_parameters(self) -> int:
+        """Weights of the linear layers and the head: what each token is multiplied with."""
+        query = self.num_attention_heads * self.head_dim
+        key_value = self.num_key_value_heads * self.head_dim
+        layer = self.hidden_size * (2 * query + 2 * key_value + 3 * self.intermediate_size)
+        return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
+
+    @property
     def num_parameters(self) -> int:
         """Weights, with a tied head counted once."""
         hidden, head = self.hidden_size, self.head_dim

@@ -20,6 +20,9 @@ SCALE_INPUTS = 32
 """Inputs that share a scale. Twice as many make products 4 % faster and the error half as large
 again (docs/decisions/0016-int8-weights.md)."""
 
+BYTES_PER_WEIGHT = (SCALE_INPUTS + 2) / SCALE_INPUTS
+"""Its share of the scale included."""
+
 _SCALE_BYTES = GROUP_ROWS * 2
 _BLOCK_BYTES = _SCALE_BYTES + GROUP_ROWS * SCALE_INPUTS
 _ROWS_AT_ONCE = 1024
@@ -108,9 +111,8 @@ def _pack(weight_RK: Tensor, packed_GBN: Tensor) -> None:
     by_group = scales_RB.view(groups, GROUP_ROWS, blocks).transpose(1, 2).contiguous()
     packed_GBN[..., :_SCALE_BYTES] = by_group.view(torch.int8)
     pairs = rounded_RBK.view(torch.int16).view(groups, GROUP_ROWS, blocks, SCALE_INPUTS // 2)
-    packed_GBN[..., _SCALE_BYTES:].view(torch.int16).unflatten(-1, (-1, GROUP_ROWS)).copy_(
-        pairs.permute(0, 2, 3, 1)
-    )
+    by_pair = pairs.permute(0, 2, 3, 1).reshape(groups, blocks, -1)
+    packed_GBN[..., _SCALE_BYTES:].view(torch.int16).copy_(by_pair)
 
 
 def _unpack(packed_GBN: Tensor) -> Tensor:
