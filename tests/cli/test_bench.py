@@ -102,9 +102,26 @@ def test_step_times_a_shape_with_random_weights(
     assert "timing only" in json.loads(path.read_text())["model"]
 
 
+def test_quality_compares_with_float32(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "quality", "--dtype", "bfloat16", "--backend", "native", "--limit", "90",
+        "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    assert "89 tokens of the built-in text" in result.stdout
+    report = json.loads(path.read_text())
+    assert (report["dtype"], report["weights"]) == ("bfloat16", "bfloat16")
+    assert 0.0 < report["quality"]["mean_kl"] < 0.05
+    assert report["machine"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("quality", "--limit", "1"), "the second token is the first"),
+        (("quality", "--text", "missing.txt"), "cannot read the text"),
+        (("step", "--weights", "bf16"), "exclude each other"),
         (("drafters", "--drafters", "ngrm"), "did you mean 'ngram'"),
         (("drafters", "--against", "transformer"), "did you mean 'transformers'"),
         (("drafters", "--against", "transformers", "--temperature", "1"), "at temperature 0"),

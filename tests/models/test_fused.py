@@ -16,10 +16,12 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
+from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.int8 import Matrix, tensor_of
 from foredraft.models.native.kernels.build import KernelUnavailable, load_library
 from foredraft.models.native.target import NativeTarget
-from foredraft.models.native.weights import load_weights
+from foredraft.models.native.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
 BFLOAT16_TOLERANCE = 0.06
@@ -28,6 +30,8 @@ keys and values are rounded to 8 bits as they enter the cache."""
 
 TREE = TokenTree((7, 8, 9, 8, 10, 11, 8, 3), (ROOT, ROOT, 0, 0, 1, 2, 4, 4))
 DTYPES = (torch.float32, torch.bfloat16)
+FORMATS = [(dtype, int8) for dtype in DTYPES for int8 in (False, True)]
+"""Dtype of cache and weights, and whether the matrices among these are int8 instead."""
 
 
 def _awkward_sizes() -> PretrainedConfig:
@@ -66,24 +70,26 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return directories
 
 
-def fused(directory: Path, dtype: torch.dtype, num_threads: int = 1) -> NativeTarget:
+def fused(
+    directory: Path, dtype: torch.dtype, num_threads: int = 1, int8: bool = False
+) -> NativeTarget:
     decoder = partial(FusedDecoder, num_threads=num_threads)
-    return NativeTarget.load(directory, dtype, new_decoder=decoder)
+    return NativeTarget.load(directory, dtype, new_decoder=decoder, int8=int8)
 
 
 class Alone:
     """The plainest way to score: one thread, one row, one token a forward."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        self._directory, self._dtype = directory, dtype
-        self._target = fused(directory, dtype)
+    def __init__(self, directory: Path, dtype: torch.dtype, int8: bool) -> None:
+        self._directory, self._dtype, self._int8 = directory, dtype, int8
+        self._target = fused(directory, dtype, int8=int8)
         self._slot = self._target.cache.allocate()
         self._tokens: list[int] = []
         self._logits: list[Tensor] = []
 
     def with_threads(self, num_threads: int) -> NativeTarget:
         """The same model, to be fed in some other way."""
-        return fused(self._directory, self._dtype, num_threads)
+        return fused(self._directory, self._dtype, num_threads, self._int8)
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Logits [T, V] after each token. What the last call had in common is not read again."""
@@ -98,10 +104,10 @@ class Alone:
         return torch.cat(self._logits)
 
 
-@pytest.fixture(scope="module", params=[(n, d) for n in FEW_CONFIGS for d in DTYPES], ids=str)
+@pytest.fixture(scope="module", params=[(n, *f) for n in FEW_CONFIGS for f in FORMATS], ids=str)
 def alone(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Alone:
-    name, dtype = request.param
-    return Alone(checkpoints[name], dtype)
+    name, dtype, int8 = request.param
+    return Alone(checkpoints[name], dtype, int8)
 
 
 def step(
@@ -121,6 +127,15 @@ def text(length: int, seed: int = 0) -> list[int]:
 # ------------------------------------------------------------------------------------ same values
 
 
+def rounded_weights(directory: Path, dtype: torch.dtype, int8: bool = False) -> DecoderWeights:
+    """Weights that were rounded to ``dtype`` or int8, to be computed with in float32."""
+    weights = load_weights(directory, read_config(directory), dtype, int8=int8)
+    for tensor in weights.tensors():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    return weights
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_equal_the_eager_decoder_on_the_same_weights(
@@ -128,13 +143,34 @@ def test_logits_equal_the_eager_decoder_on_the_same_weights(
 ) -> None:
     config = read_config(checkpoints[name])
     target = fused(checkpoints[name], dtype, num_threads=2)
-    rounded = load_weights(checkpoints[name], config, dtype)
-    for tensor in rounded.tensors():
-        tensor.data = tensor.data.float()
-    eager = NativeTarget(config, rounded)
+    eager = NativeTarget(config, rounded_weights(checkpoints[name], dtype))
     tokens = text(40)
     found = [t.score([ScoreRow(t.cache.allocate(), tokens, TREE)])[0] for t in (target, eager)]
     tolerance = 1e-4 if dtype == torch.float32 else BFLOAT16_TOLERANCE
+    assert (found[0].logits_NV - found[1].logits_NV).abs().max().item() < tolerance
+
+
+class Int8Reference(EagerDecoder):
+    """Float32 all through, but for weights of int8 and activations of int16."""
+
+    def _linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        step = x.abs().amax(-1, keepdim=True) / 32767
+        return super()._linear((x / step).round() * step, weight, bias)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_logits_equal_the_eager_decoder_on_the_same_integers(
+    name: str, dtype: torch.dtype, checkpoints: dict[str, Path]
+) -> None:
+    config = read_config(checkpoints[name])
+    target = fused(checkpoints[name], dtype, num_threads=2, int8=True)
+    eager = NativeTarget(
+        config, rounded_weights(checkpoints[name], dtype, int8=True), Int8Reference
+    )
+    tokens = text(40)
+    found = [t.score([ScoreRow(t.cache.allocate(), tokens, TREE)])[0] for t in (target, eager)]
+    tolerance = 1e-3 if dtype == torch.float32 else BFLOAT16_TOLERANCE
     assert (found[0].logits_NV - found[1].logits_NV).abs().max().item() < tolerance
 
 
@@ -241,7 +277,16 @@ def test_weights_of_another_dtype_are_refused(checkpoints: dict[str, Path]) -> N
 def test_a_broken_value_reaches_the_logits(checkpoints: dict[str, Path]) -> None:
     """NaN must not be swallowed by a maximum or a clamp on the way."""
     target = fused(checkpoints["llama"], torch.float32)
-    target.weights.layers[0].qkv_weight[0] = float("nan")
+    tensor_of(target.weights.layers[0].qkv_weight)[0] = float("nan")
+    slot = target.cache.allocate()
+    assert step(target, slot, text(9)).isnan().any()
+
+
+def test_a_broken_activation_reaches_the_logits_of_int8_weights(
+    checkpoints: dict[str, Path],
+) -> None:
+    target = fused(checkpoints["llama"], torch.bfloat16, int8=True)
+    target.weights.embedding_VE[text(9)[4], 3] = float("inf")
     slot = target.cache.allocate()
     assert step(target, slot, text(9)).isnan().any()
 

@@ -31,7 +31,8 @@ def memory(
     figure = measure_memory(asked, plan, tokens)
     Console(highlight=False, soft_wrap=True).print(
         f"{plan.name}, {plan.number_format}, {tokens} tokens: "
-        f"predicted {figure.predicted / 1e6:.1f} MB, measured {figure.measured / 1e6:.1f} MB ({figure.ratio:.2f}x)"
+        f"predicted {figure.predicted / 1e6:.1f} MB, measured {figure.measured / 1e6:.1f} MB "
+        f"({figure.ratio:.2f}x)"
     )
     if json_file:
         write_json(json_file, vars(figure) | {"ratio": figure.ratio, "tokens": tokens}, 0)

@@ -150,7 +150,8 @@ def _print_figures(
     assert plan is not None
     console.print(
         f"{plan.name}, {plan.number_format}, {plan.decoder} kernels; "
-        f"reads {machine.bytes_per_s / 1e9:.1f} GB/s, multiplies {machine.flops_per_s / 1e9:.0f} GFLOP/s; median ms of a forward",
+        f"reads {machine.bytes_per_s / 1e9:.1f} GB/s, multiplies "
+        f"{machine.flops_per_s / 1e9:.0f} GFLOP/s; median ms of a forward",
         soft_wrap=True,
     )
     table = Table(box=None, padding=(0, 1, 0, 0))

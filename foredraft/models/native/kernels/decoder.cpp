@@ -2,8 +2,9 @@
 //
 // One call runs one forward plan through all layers, inside one team of threads. A forward of few
 // tokens costs what reading the weights from memory costs, so everything here serves that: weights
-// are read once, in the checkpoint's own layout and type, activations stay in caches as float32,
-// and threads meet at spinning barriers that take a fraction of a microsecond.
+// are read once, in the checkpoint's own layout and type or packed as int8 (int8.h), activations
+// stay in caches as float32, and threads meet at spinning barriers that take a fraction of a
+// microsecond.
 //
 // Shape legend: T tokens of the forward, N tokens whose logits are wanted, L layers, E hidden size,
 // H query heads, G query heads per key-value head, S cache slots, C cache entries of a slot, D head
@@ -44,6 +45,11 @@ namespace {
 constexpr int64_t kTileTokens = 16;
 constexpr int64_t kFewTokens = 32;  // up to here each thread prepares its inputs alone
 
+// Weight rows that gate_up takes at a time.
+int64_t gate_up_panel(const ForedraftModel& model, int64_t num_tokens) {
+  return model.is_int8 ? kGroupRows : panel_rows(num_tokens, model.hidden);
+}
+
 // The work buffers of one forward, one after another in the caller's workspace. Rows in lane order
 // are padded to whole pairs.
 struct Workspace {
@@ -53,7 +59,11 @@ struct Workspace {
   float* int8_inputs;                   // of the product at hand; per thread, if tokens are few
   float *scores, *gate_up;              // per thread
   int64_t normed_size, int8_inputs_size, scores_size, gate_up_size;  // floats per thread
-  int64_t score_stride, tile_queries;
+  int64_t score_stride, tile_queries, gate_up_rows;
+
+  static constexpr int64_t kScratch = 8192;  // floats of gates, and as many of ups
+  // What a thread alone writes lies so far from what others write that no core fetches it unasked.
+  static constexpr int64_t kApart = 1024;
 
   static int64_t whole_lines(int64_t count) { return (count + 31) / 32 * 32; }  // pairs of them
 
@@ -68,11 +78,13 @@ struct Workspace {
     score_stride = padded(max_entries) + kPair;  // not a power of two: rows spread over cache sets
     tile_queries = std::min(T, kTileTokens) * G;
     const int64_t prepared = T <= kFewTokens ? num_threads : 1;
-    normed_size = whole_lines(std::max(T, num_wanted) * padded(E));
+    normed_size = whole_lines(std::max(T, num_wanted) * padded(E)) + kApart;
     int8_inputs_size = whole_lines(
         model.is_int8 ? Int8Inputs::size(T, std::max({E, H * D, model.feed_forward})) : 0);
-    scores_size = whole_lines(tile_queries * (score_stride + 2 * padded(D) + 1));
-    gate_up_size = 2 * whole_lines(T * (model.is_int8 ? kGroupRows : panel_rows(T, E)));
+    scores_size = whole_lines(tile_queries * (score_stride + 2 * padded(D) + 1)) + kApart;
+    const int64_t panel = gate_up_panel(model, T), panels = std::max<int64_t>(1, kScratch / T / panel);
+    gate_up_rows = std::min(whole_lines(panels * panel), whole_lines(model.feed_forward));
+    gate_up_size = whole_lines(2 * T * gate_up_rows) + kApart;
     take(hidden, T * E);
     take(normed, prepared * normed_size);
     take(qkv, T * (H + 2 * model.num_kv_heads) * D);
@@ -157,6 +169,7 @@ class Worker {
   using Rows = std::conditional_t<kInt8, Int8Matrix, Matrix<Weight>>;
   using Inputs = std::conditional_t<kInt8, Int8Inputs, Activations>;
   using Order = std::conditional_t<kInt8, float, Weight>;  // of normed and feed_forward rows
+  static constexpr const Order* kOrder = nullptr;  // names the type
   static constexpr int64_t kShareRows = kInt8 ? kGroupRows : kPanelRows;
 
   static Rows matrix(const void* data, int64_t K) {
@@ -239,7 +252,7 @@ class Worker {
       const auto vector = [&](int64_t k) { return load(weight + k) * (load(x + k) * scale); };
       int64_t k = 0;
       for (; k + kPair <= E; k += kPair)
-        store_in_lane_order(row + k, vector(k), vector(k + kLanes), static_cast<const Order*>(nullptr));
+        store_in_lane_order(row + k, vector(k), vector(k + kLanes), kOrder);
       pad_with_zeros(normed_, i, E);
       for (; k < E; ++k) row[lane_order<Order>(k)] = weight[k] * (x[k] * scale[0]);
       quantise<Order>(normed_, E, i);
@@ -378,31 +391,46 @@ class Worker {
            });
   }
 
-  // Gate and up rows of a panel go to scratch [T, panel], and their product to feed_forward.
+  // Gate and up rows go to scratch, some panels of them, before their product goes to feed_forward
+  // in one stream. Lines of memory that another core has read are slow to write one by one.
   void gate_up(const ForedraftLayer& layer) const {
     const Rows gate = matrix(layer.gate_up, E), up = gate.behind(F);
     const Inputs x = inputs(normed_, E);
+    const int64_t stride = work_.gate_up_rows;
     float* gates = work_.gate_up + me_.index * work_.gate_up_size;
-    float* ups = gates + work_.gate_up_size / 2;
+    float* ups = gates + T * stride;
     const Range mine = me_.share(F, kShareRows);
-    const int64_t step = kInt8 ? kGroupRows : panel_rows(T, E);
+    const int64_t step = gate_up_panel(model_, T);
+    int64_t first = mine.begin;  // of the rows in scratch
     for (int64_t begin = mine.begin; begin < mine.end; begin += step) {
       const Range rows{begin, std::min(begin + step, mine.end)};
-      const int64_t width = rows.end - rows.begin;
-      const int64_t ahead = rows.end < mine.end ? width : 0;
+      const int64_t ahead = rows.end < mine.end ? rows.end - rows.begin : 0;
       const auto into = [&](float* scratch) {
         return [=](int64_t token, int64_t row, float value) {
-          scratch[token * width + row - begin] = value;
+          scratch[token * stride + row - first] = value;
         };
       };
       all_tokens(gate, rows, x, T, ahead, into(gates));
       all_tokens(up, rows, x, T, ahead, into(ups));
-      for (int64_t i = 0; i < T * width; i += kLanes)
-        store(gates + i, silu(load(gates + i)) * load(ups + i));
+      if (ahead && rows.end - first + step <= stride) continue;
       for (int64_t t = 0; t < T; ++t)
-        for (int64_t i = 0; i < width; ++i)
-          work_.feed_forward[t * padded(F) + lane_order<Order>(begin + i)] = gates[t * width + i];
+        put_feed_forward(t, {first, rows.end}, gates + t * stride, ups + t * stride);
+      first = rows.end;
     }
+  }
+
+  // silu(gate) * up of some columns. The scratch rows have room for whole vectors.
+  void put_feed_forward(int64_t token, Range columns, float* gates, const float* ups) const {
+    const int64_t count = columns.end - columns.begin;
+    for (int64_t i = 0; i < count; i += kLanes)
+      store(gates + i, silu(load(gates + i)) * load(ups + i));
+    float* row = work_.feed_forward + token * padded(F);
+    const float* source = gates - columns.begin;
+    int64_t i = columns.begin;
+    for (; i < columns.end && i % kPair; ++i) row[lane_order<Order>(i)] = source[i];
+    for (; i + kPair <= columns.end; i += kPair)
+      store_in_lane_order(row + i, load(source + i), load(source + i + kLanes), kOrder);
+    for (; i < columns.end; ++i) row[lane_order<Order>(i)] = source[i];
   }
 
   void tap(int64_t index) {

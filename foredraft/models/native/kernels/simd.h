@@ -1,4 +1,4 @@
-// Vectors of floats: the only file that knows an instruction set.
+// Vectors of floats: the only file that knows an instruction set, but for the few that int8.h needs.
 //
 // Everything is written against `Vec`, a GCC/Clang vector of kLanes floats. Multiply-adds are
 // always explicit (`fma`) and the build forbids the compiler to make its own, so an expression has

@@ -1,0 +1,141 @@
+"""Int8 weights: what rounding does, what is stored, and who may use them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.core.errors import ConfigError
+from foredraft.models.native.config import read_config
+from foredraft.models.native.int8 import (
+    BYTES_PER_WEIGHT,
+    SCALE_INPUTS,
+    Int8Matrix,
+    as_tensor,
+    quantise,
+    tensor_of,
+)
+from foredraft.models.native.weights import load_weights
+from foredraft.plan import LoadOptions, plan_model
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def expected(weight_RK: Tensor) -> Tensor:
+    """The definition, one block after another."""
+    result = torch.empty_like(weight_RK)
+    for row in range(weight_RK.shape[0]):
+        for start in range(0, weight_RK.shape[1], SCALE_INPUTS):
+            block = weight_RK[row, start : start + SCALE_INPUTS]
+            scale = (block.abs().max() / 127).bfloat16().float()
+            integers = (block / scale).round().clamp(-127, 127)
+            result[row, start : start + SCALE_INPUTS] = integers * scale
+    return result
+
+
+@pytest.mark.parametrize(("shape", "num_parts"), [((32, 64), 1), ((50, 45), 1), ((70, 33), 2)])
+def test_each_block_of_a_row_has_a_scale(shape: tuple[int, int], num_parts: int) -> None:
+    weight_RK = noise(*shape)
+    matrix = quantise(weight_RK, num_parts)
+    assert matrix.shape == shape
+    assert torch.allclose(matrix.dequantised(torch.float32), expected(weight_RK), atol=1e-6)
+
+
+def test_many_rows_are_quantised_piece_by_piece() -> None:
+    weight_RK = noise(1030, 32)
+    assert torch.allclose(quantise(weight_RK).dequantised(torch.float32), expected(weight_RK))
+
+
+def test_the_error_is_at_most_about_half_a_step() -> None:
+    weight_RK = noise(64, 96)
+    blocks = weight_RK.view(64, 3, SCALE_INPUTS)
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    error = (quantise(weight_RK).dequantised(torch.float32).view_as(blocks) - blocks).abs()
+    assert (error <= 0.76 * step).all()  # half, and a quarter where a scale was rounded down
+
+
+def test_zeros_and_outliers_do_not_spoil_their_neighbours() -> None:
+    weight_RK = noise(16, 96)
+    weight_RK[3, :32], weight_RK[5, 40] = 0.0, 1000.0
+    found = quantise(weight_RK).dequantised(torch.float32)
+    assert (found[3, :32] == 0).all()
+    clean = quantise(noise(16, 96)).dequantised(torch.float32)
+    assert torch.equal(found[5, :32], clean[5, :32])
+    assert torch.equal(found[6], clean[6])
+
+
+def test_plain_weights_pass_unchanged() -> None:
+    weight_RK = noise(4, 4)
+    assert as_tensor(weight_RK, torch.bfloat16) is weight_RK
+    assert tensor_of(weight_RK) is weight_RK
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_loading_quantises_all_matrices_but_the_embeddings(name: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, NATIVE_CONFIGS[name]())
+    config = read_config(tmp_path)
+    plain = load_weights(tmp_path, config, torch.bfloat16)
+    int8 = load_weights(tmp_path, config, torch.bfloat16, int8=True)
+    assert torch.equal(int8.embedding_VE, plain.embedding_VE)
+    assert isinstance(int8.head_VE, Int8Matrix)
+    pairs = [(int8.head_VE, plain.head_VE)]
+    for found, original in zip(int8.layers, plain.layers, strict=True):
+        assert torch.equal(found.mlp_norm_E, original.mlp_norm_E)
+        for kind in ("qkv_weight", "output_weight", "gate_up_weight", "down_weight"):
+            pairs.append((getattr(found, kind), getattr(original, kind)))
+    for matrix, weight in pairs:
+        assert torch.allclose(
+            matrix.dequantised(torch.float32), expected(tensor_of(weight).float()), atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_the_plan_says_how_large_int8_weights_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, NATIVE_CONFIGS[name]())
+    monkeypatch.setattr("foredraft.plan._kernel_problem", lambda: None)
+    plan = plan_model("tiny", tmp_path, LoadOptions(weights="int8", device="cpu"))
+    assert (plan.weights, plan.dtype) == ("int8", "bfloat16")
+    assert plan.number_format == "bfloat16, int8 weights"
+    weights = load_weights(tmp_path, read_config(tmp_path), torch.bfloat16, int8=True)
+    assert plan.read_bytes == int(plan.num_parameters * BYTES_PER_WEIGHT)
+    assert plan.weight_bytes <= weights.num_bytes <= 1.05 * plan.weight_bytes  # groups filled up
+    plain = plan_model("tiny", tmp_path, LoadOptions(weights="bf16", device="cpu"))
+    assert (plain.weights, plain.dtype) == ("bfloat16", "bfloat16")
+    assert (
+        plain.weight_bytes
+        == load_weights(tmp_path, read_config(tmp_path), torch.bfloat16).num_bytes
+    )
+    assert plain.read_bytes <= plain.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "int8", "backend": "hf"}, "runs through transformers"),
+        ({"weights": "int8", "device": "cpu"}, "no compiler"),
+        ({"weights": "bf16", "dtype": "float32"}, "exclude each other"),
+        ({"weights": "int4"}, "did you mean 'int8'"),
+    ],
+)
+def test_int8_is_refused_where_it_does_not_run(
+    options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
+    monkeypatch.setattr("foredraft.plan._kernel_problem", lambda: "no compiler")
+    with pytest.raises(ConfigError, match=message):
+        plan_model("tiny", tmp_path, LoadOptions.of(**options))
+
+
+def test_int8_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="on CPU with the fused kernel"):
+        plan_model("tiny", tmp_path, LoadOptions(weights="int8", device="cuda"))
