@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foredraft.bench.contenders import Contender
     from foredraft.llm import LLM
 
-PEERS = ("transformers", "transformers-ngram")
+PEERS = ("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram")
 
 Prompts = Annotated[
     str | None,
@@ -135,17 +135,26 @@ def _peer_names(against: str | None, temperatures: Sequence[float]) -> list[str]
 def _contenders(
     llm: LLM, asked: Any, variants: Mapping[str, Mapping[str, Any]], peers: Sequence[str]
 ) -> list[Contender]:
+    from foredraft.bench.contenders import our_contenders
+
+    return [*our_contenders(llm, asked, variants), *(_peer(llm, name) for name in peers)]
+
+
+def _peer(llm: LLM, name: str) -> Contender:
     import torch
 
-    from foredraft.bench.contenders import TransformersContender, our_contenders
+    from foredraft.bench.contenders import TransformersContender
+    from foredraft.bench.llama_cpp import LlamaCppContender
 
-    found: list[Contender] = [*our_contenders(llm, asked, variants)]
-    for peer in peers:
-        assert llm.plan is not None
-        dtype = getattr(torch, llm.plan.dtype)
-        assistant = "ngram" if peer.endswith("ngram") else None
-        found.append(TransformersContender(llm.plan.directory, dtype, llm.plan.device, assistant))
-    return found
+    plan, tokenizer = llm.plan, llm.tokenizer
+    assert plan is not None
+    assert tokenizer is not None
+    looks_up = name.endswith("-ngram")
+    if name.startswith("llama.cpp"):
+        stop_ids, threads = tokenizer.eos_token_ids, torch.get_num_threads()
+        return LlamaCppContender(plan.directory, plan.max_context, threads, stop_ids, looks_up)
+    dtype, assistant = getattr(torch, plan.dtype), "ngram" if looks_up else None
+    return TransformersContender(plan.directory, dtype, plan.device, assistant)
 
 
 def _run(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from foredraft.bench.step import Size, StepFigure, Stepper
     from foredraft.llm import LLM
 
-PEERS = ("transformers", "llama.cpp", "llama.cpp-bf16", "llama.cpp-q8_0", "llama.cpp-q4_0")
 _QUANTISED = ("bf16", "q8_0", "q4_0")
+PEERS = ("transformers", "llama.cpp", *(f"llama.cpp-{kind}" for kind in _QUANTISED))
 
 
 def step(
@@ -112,8 +112,9 @@ def _peer_names(against: str | None) -> list[str]:
 def _steppers(llm: LLM, context: int, sizes: Sequence[Size], peers: Sequence[str]) -> list[Stepper]:
     import torch
 
-    from foredraft.bench.peers import LlamaCppStepper, TransformersStepper
+    from foredraft.bench.llama_cpp import LlamaCppStepper
     from foredraft.bench.step import DrafterStepper, TargetStepper
+    from foredraft.bench.transformers_peer import TransformersStepper
     from foredraft.drafters import build_drafter
 
     plan = llm.plan
