@@ -1,4 +1,4 @@
-"""The llama.cpp peer, against a stand-in: llama-cpp-python itself is too slow to compile in tests."""
+"""The llama.cpp peer, against a stand-in: llama-cpp-python takes too long to compile."""
 
 from __future__ import annotations
 

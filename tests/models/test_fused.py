@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
 from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.fused import PHASES, FusedDecoder
 from foredraft.models.native.int8 import Matrix, tensor_of
 from foredraft.models.native.kernels.build import KernelUnavailable, load_library
 from foredraft.models.native.target import NativeTarget
@@ -289,6 +290,24 @@ def test_a_broken_activation_reaches_the_logits_of_int8_weights(
     target.weights.embedding_VE[text(9)[4], 3] = float("inf")
     slot = target.cache.allocate()
     assert step(target, slot, text(9)).isnan().any()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_phases_are_parts_of_the_time_of_a_forward(
+    num_tokens: int, checkpoints: dict[str, Path]
+) -> None:
+    target = fused(checkpoints["llama"], torch.float32, num_threads=2)
+    decoder = target.decoder
+    assert isinstance(decoder, FusedDecoder)
+    assert decoder.phase_seconds() == dict.fromkeys(PHASES, 0.0)
+    slot = target.cache.allocate()
+    started = time.perf_counter()
+    step(target, slot, text(num_tokens))
+    passed = time.perf_counter() - started
+    phases = decoder.phase_seconds()
+    assert list(phases) == ["linear", "attention", "head", "other"]
+    assert min(phases.values()) > 0
+    assert sum(phases.values()) < passed
 
 
 def test_work_memory_is_reused(checkpoints: dict[str, Path]) -> None:

@@ -29,8 +29,8 @@ from foredraft.models.native.rope import inverse_frequencies
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 PHASES = ("linear", "attention", "head", "other")
-"""What the kernel's time is split into: linear layers, attention over the cache, scores of the
-vocabulary, and all else (norms, rotary embedding, cache writes, waiting for the slowest thread)."""
+"""What the kernel's time is split into: matrix products of the layers, attention, the product with
+the head, and all else (embedding and norms). Waiting for the slowest thread is in its phase."""
 
 _CLOSE_BYTES = 1 << 16
 """Weights this close to each other share huge pages; what lies between may become resident."""

@@ -17,7 +17,7 @@
 namespace foredraft {
 
 constexpr int64_t kNearEntries = 128;  // values of so many stay in the nearest cache
-constexpr int64_t kEntriesAhead = 64;  // values are prefetched so far ahead
+constexpr int64_t kEntriesAhead = 64;  // keys and values are prefetched so far ahead
 
 // What one token sees.
 struct Visible {
@@ -51,6 +51,72 @@ inline float softmax(float* scores, int64_t count) {
     sum += weight;
   }
   return 1.0f / sum_lanes(sum);
+}
+
+// The keys of kPair entries by words, which are one float or two bfloat16: [words, kPair entries].
+// If there are only `count` entries, zeros stand for the others.
+template <class Weight>
+inline void transpose_keys(const Weight* keys, int64_t D, int64_t count, float* out) {
+  constexpr int64_t kStep = kLanes * sizeof(float) / sizeof(Weight);  // dimensions of a vector
+  for (int64_t half = 0; half < 2; ++half)
+    for (int64_t d = 0; d < D; d += kStep) {
+      const int64_t first = half * kLanes, there = std::min(kStep, D - d);
+      const Weight* source = keys + first * D + d;
+      Ints columns[kLanes];
+      if (first + kLanes <= count && there == kStep) {
+        load_columns(source, D * sizeof(Weight), columns);
+      } else {
+        Ints rows[kLanes] = {};
+        for (int64_t i = 0; i < std::min<int64_t>(kLanes, count - first); ++i)
+          std::memcpy(&rows[i], source + i * D, there * sizeof(Weight));
+        load_columns(rows, sizeof rows[0], columns);
+      }
+      const int64_t words = there * kLanes / kStep;
+      for (int64_t w = 0; w < words; ++w)
+        store(out + (d * kLanes / kStep + w) * kPair + first, (Vec)columns[w]);
+    }
+}
+
+// One dimension of a pair, of kLanes entries out of the transposed keys.
+template <class Weight>
+inline Vec key_vector(const float* words, int64_t pair, int which, int half) {
+  words += half * kLanes;
+  if (sizeof(Weight) == sizeof(float)) return load(words + (2 * pair + which) * kPair);
+  const Bits word = (Bits)load(words + pair * kPair);
+  return which ? (Vec)(word & 0xffff0000u) : (Vec)(word << 16);
+}
+
+// Scores of Q queries at kPair entries, whose keys are transposed: the even dimensions summed up in
+// their order plus the odd ones. Not inlined: the sums need all registers.
+template <int Q, class Weight>
+__attribute__((noinline)) void score_block(const float* words, int64_t D, const float* queries,
+                                           int64_t query_stride, float* scores,
+                                           int64_t score_stride) {
+  constexpr int kTogether = Q <= 3 ? 2 : 1;  // both sums at once, if they fit the registers
+  const auto add_up = [&](auto pass) INLINE {
+    Vec sum[kTogether][Q][2];
+    UNROLL for (int i = 0; i < kTogether; ++i)
+      UNROLL for (int q = 0; q < Q; ++q) sum[i][q][0] = sum[i][q][1] = Vec{};
+    for (int64_t pair = 0; pair < D / 2; ++pair)
+      UNROLL for (int i = 0; i < kTogether; ++i) {
+        Vec low = key_vector<Weight>(words, pair, pass + i, 0);
+        Vec high = key_vector<Weight>(words, pair, pass + i, 1);
+        keep_in_register(low), keep_in_register(high);
+        UNROLL for (int q = 0; q < Q; ++q) {
+          const Vec factor = broadcast(queries[q * query_stride + 2 * pair + pass + i]);
+          sum[i][q][0] = fma(factor, low, sum[i][q][0]);
+          sum[i][q][1] = fma(factor, high, sum[i][q][1]);
+        }
+      }
+    UNROLL for (int q = 0; q < Q; ++q)
+      UNROLL for (int half = 0; half < 2; ++half) {
+        float* target = scores + q * score_stride + half * kLanes;
+        const Vec even = pass ? load(target) : sum[0][q][half];
+        store(target, pass + kTogether == 2 ? even + sum[kTogether - 1][q][half] : even);
+      }
+  };
+  add_up(std::integral_constant<int, 0>{});
+  if constexpr (kTogether == 1) add_up(std::integral_constant<int, 1>{});
 }
 
 // Ranks of which some queries sum up weighted values: entries [begin, end), where rank and entry are
@@ -122,6 +188,7 @@ struct AttentionTile {
   int64_t D;
   int64_t group;           // G
   Activations queries;     // [M, D], scaled; the G heads of a token are neighbours
+  float* transposed;       // scratch [words of D, kPair]
   const Visible* visible;  // [T]
   int64_t num_tokens;      // T
   float* scores;           // scratch [M, score_stride]
@@ -155,10 +222,35 @@ struct AttentionTile {
   void score() const {
     int64_t end = 0;
     for (int64_t t = 0; t < num_tokens; ++t) end = std::max(end, visible[t].end());
-    matmul(Matrix<Weight>{keys_CD, D}, Range{0, end}, queries, num_tokens * group,
-           [&](int64_t query, int64_t entry, float score) {
-             scores[query * score_stride + entry] = score;
-           });
+    for (int64_t entry = 0; entry < end; entry += kPair) {
+      const Weight* keys = keys_CD + entry * D;
+      const int64_t ahead = entry + kEntriesAhead;  // behind the last key come the values
+      const Weight* next = ahead < end ? keys_CD + ahead * D : values_CD + (ahead - end) * D;
+      for (int64_t i = 0; i < kPair * D; i += 64 / sizeof(Weight))
+        __builtin_prefetch(next + i, 0, kToL2);
+      transpose_keys(keys, D, end - entry, transposed);
+      score_entries(entry);
+    }
+  }
+
+  // Scores of all queries at the entries that are transposed.
+  void score_entries(int64_t entry) const {
+    const int64_t count = num_tokens * group, blocks = (count + 5) / 6;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t first = count * b / blocks, stop = count * (b + 1) / blocks;
+      const auto queries_of = [&](auto num_queries) {
+        score_block<num_queries, Weight>(transposed, D, queries.row(first), queries.stride,
+                                 scores + first * score_stride + entry, score_stride);
+      };
+      switch (stop - first) {
+        case 1: queries_of(std::integral_constant<int, 1>{}); break;
+        case 2: queries_of(std::integral_constant<int, 2>{}); break;
+        case 3: queries_of(std::integral_constant<int, 3>{}); break;
+        case 4: queries_of(std::integral_constant<int, 4>{}); break;
+        case 5: queries_of(std::integral_constant<int, 5>{}); break;
+        default: queries_of(std::integral_constant<int, 6>{}); break;
+      }
+    }
   }
 
   // Adds the ranks' weighted values for queries [first, first + count).

@@ -146,7 +146,7 @@ inline void all_tokens(const Matrix<Weight>& weights, Range rows, Activations x,
   }
 }
 
-// Rows of a panel. Short rows, such as keys, make higher panels: a prefetch must be well ahead.
+// Rows of a panel. Short rows make higher panels: a prefetch must be well ahead.
 inline int64_t panel_rows(int64_t num_tokens, int64_t K) {
   const int64_t rows = num_tokens < kManyTokens ? kPanelRows : kLargePanelRows;
   return rows * std::max<int64_t>(1, 512 / K);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <utility>
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -137,6 +138,57 @@ inline float max_lanes(Vec v) {
   float most = v[0];
   for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
   return most;
+}
+
+// ---- transposition ------------------------------------------------------------------------------
+
+// Swaps the lanes of `a` whose number has this bit with the lanes of `b` whose number has not.
+template <int kBit, int... kLane>
+inline void exchange(Ints& a, Ints& b, std::integer_sequence<int, kLane...>) {
+  const Ints x = a, y = b;
+#if defined(__clang__)
+  a = __builtin_shufflevector(x, y, (kLane & kBit ? kLanes + kLane - kBit : kLane)...);
+  b = __builtin_shufflevector(x, y, (kLane & kBit ? kLanes + kLane : kLane + kBit)...);
+#else
+  a = __builtin_shuffle(x, y, Ints{(kLane & kBit ? kLanes + kLane - kBit : kLane)...});
+  b = __builtin_shuffle(x, y, Ints{(kLane & kBit ? kLanes + kLane : kLane + kBit)...});
+#endif
+}
+
+// Lane i of vector j becomes what lane j of vector i was.
+template <int kBit = kLanes / 2>
+inline void transpose(Ints (&vectors)[kLanes]) {
+  UNROLL for (int i = 0; i < kLanes; ++i)
+    if (!(i & kBit))
+      exchange<kBit>(vectors[i], vectors[i | kBit], std::make_integer_sequence<int, kLanes>{});
+  if constexpr (kBit > 1) transpose<kBit / 2>(vectors);
+}
+
+// Lane i of columns[j] becomes word j of row i, for rows of kLanes words that lie `stride` bytes
+// apart.
+inline void load_columns(const void* source, int64_t stride, Ints (&columns)[kLanes]) {
+  const char* rows = static_cast<const char*>(source);
+#if defined(__AVX__) && !defined(__AVX512F__)
+  UNROLL for (int half = 0; half < 2; ++half) {
+    __m256 word[4];
+    UNROLL for (int i = 0; i < 4; ++i) {
+      const auto quad = [&](int row) {
+        return _mm_loadu_ps(reinterpret_cast<const float*>(rows + row * stride + half * 16));
+      };
+      word[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(quad(i)), quad(i + 4), 1);
+    }
+    const __m256 a = _mm256_unpacklo_ps(word[0], word[1]), b = _mm256_unpackhi_ps(word[0], word[1]);
+    const __m256 c = _mm256_unpacklo_ps(word[2], word[3]), d = _mm256_unpackhi_ps(word[2], word[3]);
+    columns[4 * half] = (Ints)_mm256_shuffle_ps(a, c, 0x44);
+    columns[4 * half + 1] = (Ints)_mm256_shuffle_ps(a, c, 0xee);
+    columns[4 * half + 2] = (Ints)_mm256_shuffle_ps(b, d, 0x44);
+    columns[4 * half + 3] = (Ints)_mm256_shuffle_ps(b, d, 0xee);
+  }
+#else
+  UNROLL for (int i = 0; i < kLanes; ++i)
+    std::memcpy(&columns[i], rows + i * stride, sizeof columns[i]);
+  transpose(columns);
+#endif
 }
 
 // ---- weights ------------------------------------------------------------------------------------

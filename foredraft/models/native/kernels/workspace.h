@@ -1,0 +1,76 @@
+// The memory that a forward works in.
+//
+// Shape legend: see decoder.cpp.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "int8.h"
+#include "interface.h"
+#include "matmul.h"
+#include "simd.h"
+
+namespace foredraft {
+
+constexpr int64_t kTileTokens = 16;  // of attention
+constexpr int64_t kFewTokens = 32;   // up to here each thread prepares its inputs alone
+
+// Weight rows that gate_up takes at a time.
+inline int64_t gate_up_panel(const ForedraftModel& model, int64_t num_tokens) {
+  return model.is_int8 ? kGroupRows : panel_rows(num_tokens, model.hidden);
+}
+
+// The work buffers of one forward, one after another in the caller's workspace. Rows in lane order
+// are padded to whole pairs.
+struct Workspace {
+  int64_t size = 0;  // floats
+
+  float *hidden, *normed, *qkv, *cosine, *sine, *attended, *feed_forward;
+  float* int8_inputs;       // of the product at hand; as `normed` per thread, if tokens are few
+  float *scores, *gate_up;  // per thread
+  int64_t normed_size, int8_inputs_size, scores_size, gate_up_size;  // floats per thread
+  int64_t score_stride, tile_queries, gate_up_rows;
+
+  static constexpr int64_t kScratch = 8192;  // floats of gates, and as many of ups
+  // What a thread alone writes lies so far from what others write that no core fetches it unasked.
+  static constexpr int64_t kApart = 1024;
+
+  static int64_t whole_lines(int64_t count) { return (count + 31) / 32 * 32; }  // pairs of them
+
+  Workspace(const ForedraftModel& model, int64_t num_tokens, int64_t num_wanted,
+            int64_t max_entries, int64_t num_threads, float* memory) {
+    const auto take = [&](float*& buffer, int64_t count) {
+      buffer = memory + size;
+      size += whole_lines(count);
+    };
+    const int64_t T = num_tokens, E = model.hidden, D = model.head_dim;
+    const int64_t H = model.num_heads, G = H / model.num_kv_heads;
+    score_stride = padded(max_entries) + kPair;  // not a power of two: rows spread over cache sets
+    tile_queries = std::min(T, kTileTokens) * G;
+    const int64_t prepared = T <= kFewTokens ? num_threads : 1;
+    normed_size = whole_lines(std::max(T, num_wanted) * padded(E)) + kApart;
+    int8_inputs_size =
+        model.is_int8
+            ? whole_lines(Int8Inputs::size(T, std::max({E, H * D, model.feed_forward}))) + kApart
+            : 0;
+    scores_size =
+        whole_lines(tile_queries * (score_stride + 2 * padded(D) + 1) + kPair * D) + kApart;
+    const int64_t panel = gate_up_panel(model, T);
+    const int64_t panels = std::max<int64_t>(1, kScratch / T / panel);
+    gate_up_rows = std::min(whole_lines(panels * panel), whole_lines(model.feed_forward));
+    gate_up_size = whole_lines(2 * T * gate_up_rows) + kApart;
+    take(hidden, T * E);
+    take(normed, prepared * normed_size);
+    take(qkv, T * (H + 2 * model.num_kv_heads) * D);
+    take(cosine, T * D / 2);
+    take(sine, T * D / 2);
+    take(attended, T * padded(H * D));
+    take(feed_forward, T * padded(model.feed_forward));
+    take(int8_inputs, prepared * int8_inputs_size);
+    take(scores, num_threads * scores_size);
+    take(gate_up, num_threads * gate_up_size);
+  }
+};
+
+}  // namespace foredraft
