@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from os import PathLike
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -21,7 +20,7 @@ from foredraft.engine.row import GenerationResult, Session
 from foredraft.engine.streams import Streams
 from foredraft.models.base import Target
 from foredraft.models.store import Progress, resolve_model
-from foredraft.models.timing import measure_forward_ms
+from foredraft.models.timing import ForwardTimes
 from foredraft.models.tokenizer import Message, Tokenizer
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan, plan_model
 
@@ -56,7 +55,7 @@ class LLM:
         draft_tokenizer: Tokenizer | None = None,
         plan: ModelPlan | None = None,
         draft_plan: ModelPlan | None = None,
-        forward_ms: Callable[[], Sequence[tuple[int, float]]] | None = None,
+        forward_times: ForwardTimes | None = None,
         wrap_drafter: Callable[[Drafter], Drafter] = _unwrapped,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
@@ -67,10 +66,11 @@ class LLM:
         if budget is None:
             budget = drafter_spec(self.drafter_name).num_draft_tokens
         self.drafter_context = DrafterContext(
-            target, draft_model, options.drafter_options, tokenizer, draft_tokenizer, forward_ms
+            target, draft_model, options.drafter_options, tokenizer, draft_tokenizer, forward_times
         )
+        self._forward_times = forward_times
         self.engine = Engine(
-            target,
+            forward_times.watch(target) if forward_times else target,
             wrap_drafter(build_drafter(self.drafter_name, self.drafter_context)),
             FixedBudget(budget, target.max_context),
             max_batch_size=options.max_batch_size,
@@ -104,9 +104,9 @@ class LLM:
         if asked.threads is not None:
             torch.set_num_threads(asked.threads)
         plan, target, tokenizer = _load_model(asked.model, asked, progress)
-        forward_ms = cache(lambda: measure_forward_ms(target)) if asked.calibrate else None
+        forward_times = ForwardTimes(target) if asked.calibrate else None
         if asked.draft_model is None:
-            return cls(target, tokenizer, asked, forward_ms=forward_ms, plan=plan)
+            return cls(target, tokenizer, asked, forward_times=forward_times, plan=plan)
         draft_plan, draft_model, draft_tokenizer = _load_model(
             asked.draft_model, replace(asked, revision=None, exact=False), progress
         )
@@ -118,7 +118,7 @@ class LLM:
             asked,
             draft_model=draft_model,
             draft_tokenizer=draft_tokenizer,
-            forward_ms=forward_ms,
+            forward_times=forward_times,
             plan=plan,
             draft_plan=draft_plan,
         )
@@ -145,7 +145,7 @@ class LLM:
             options,
             draft_model=self._draft_model if options.draft_model else None,
             draft_tokenizer=self._draft_tokenizer if options.draft_model else None,
-            forward_ms=self.drafter_context.forward_ms,
+            forward_times=self._forward_times,
             plan=self.plan,
             draft_plan=self.draft_plan if options.draft_model else None,
             wrap_drafter=wrap_drafter,

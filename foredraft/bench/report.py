@@ -38,6 +38,21 @@ def _revision() -> str | None:
     return described.stdout.strip()
 
 
+def check_outputs(json_file: str | None, plot: str | None = None) -> None:
+    """Find out before a long measurement whether its results can be kept.
+
+    Raises:
+        ConfigError: a file's folder is not there, or matplotlib is not installed for a plot.
+    """
+    for path in filter(None, (json_file, plot)):
+        if not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
+    if plot:
+        from foredraft.bench.plots import pyplot
+
+        pyplot()
+
+
 def write_json(path: str, figures: dict[str, Any], seed: int) -> None:
     """Write figures and their provenance.
 

@@ -130,8 +130,8 @@ class DrafterContext:
         options: the user's options for this drafter, checked against `DrafterSpec.options`.
         tokenizer: the target's; None when requests come as token ids only.
         draft_tokenizer: the draft model's.
-        forward_ms: measures (tokens, milliseconds) of the target's forward, the first time it is
-            asked; None where nobody measures.
+        forward_ms: (tokens, milliseconds) of the target's forward as of now, by rising tokens.
+            Measured when first asked for, and then followed; None where nobody measures.
     """
 
     target: Target

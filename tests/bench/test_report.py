@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.bench.report import write_json
+from foredraft.bench import plots
+from foredraft.bench.report import check_outputs, write_json
 from foredraft.core.errors import ConfigError
 
 
@@ -24,3 +25,19 @@ def test_a_file_carries_its_provenance(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot write"):
         write_json("/no/such/folder/out.json", {}, seed=0)
+
+
+def test_outputs_are_checked_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_outputs(None)
+    check_outputs(str(tmp_path / "out.json"))
+    with pytest.raises(ConfigError, match="no folder"):
+        check_outputs(str(tmp_path / "no" / "out.json"))
+
+    def missing() -> None:
+        raise ConfigError("plots need matplotlib")
+
+    monkeypatch.setattr(plots, "pyplot", missing)
+    with pytest.raises(ConfigError, match="matplotlib"):
+        check_outputs(None, str(tmp_path / "out.png"))

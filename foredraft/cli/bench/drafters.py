@@ -63,9 +63,10 @@ def drafters(
     """
     from foredraft.bench.compare import summaries
     from foredraft.bench.plots import plot_speedups
-    from foredraft.bench.report import write_json
+    from foredraft.bench.report import check_outputs, write_json
     from foredraft.core.sampling import SamplingParams
 
+    check_outputs(json_file, plot)
     at = _numbers(temperature)
     asked = o.load_options(
         model, drafter="draft_model" if draft_model else "auto", draft_model=draft_model,

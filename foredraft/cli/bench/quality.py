@@ -44,11 +44,12 @@ def quality(
         foredraft bench quality --weights int8 --text book.txt --limit 20000
     """
     from foredraft.bench.quality import measure_quality, windows
-    from foredraft.bench.report import write_json
+    from foredraft.bench.report import check_outputs, write_json
     from foredraft.bench.texts import read_text
     from foredraft.llm import load_target
     from foredraft.plan import plan_model
 
+    check_outputs(json_file)
     if limit is not None and limit < 2:
         raise ConfigError(f"--limit is {limit}; the second token is the first to be predicted")
     content = read_text(text)

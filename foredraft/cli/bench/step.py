@@ -51,9 +51,10 @@ def step(
     """
     from foredraft.bench.floor import measure_machine
     from foredraft.bench.plots import plot_steps
-    from foredraft.bench.report import write_json
+    from foredraft.bench.report import check_outputs, write_json
     from foredraft.bench.step import Size, time_steps
 
+    check_outputs(json_file, plot)
     sizes = [Size(r, n) for r in _counts("--rows", rows) for n in _counts("--tokens", tokens)]
     peers = _peer_names(against)
     asked = o.load_options(

@@ -9,7 +9,7 @@ the most expected committed tokens per millisecond (Sequoia, arXiv 2402.12374; O
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -65,7 +65,9 @@ class StepCost:
 
     def ms(self, num_tokens: int) -> float:
         """One forward of the target over ``num_tokens``."""
-        points = self.target_ms
+        return self._between(self.target_ms, num_tokens)
+
+    def _between(self, points: Sequence[tuple[int, float]], num_tokens: int) -> float:
         if len(points) < 2 or num_tokens <= points[0][0]:
             return points[0][1] if points else 1.0
         enclosing = (pair for pair in pairwise(points) if num_tokens <= pair[1][0])
@@ -99,6 +101,20 @@ class StepCost:
         return bound > 0.0 and (expected + bound) / (spent + self.draft_ms) >= expected / spent
 
 
+@dataclass(frozen=True)
+class LiveStepCost(StepCost):
+    """Times as they are now.
+
+    Attributes:
+        forward_ms: gives the latest ones; see `DrafterContext.forward_ms`.
+    """
+
+    forward_ms: Callable[[], Sequence[tuple[int, float]]] = tuple
+
+    def ms(self, num_tokens: int) -> float:
+        return self._between(self.forward_ms(), num_tokens)
+
+
 NODE_COST = 0.15
 """Where nothing was measured: a usual CPU."""
 
@@ -109,7 +125,7 @@ FREE_STEPS = StepCost()
 
 
 def step_cost(context: DrafterContext) -> StepCost:
-    """What a step costs: as measured, unless the option ``node_cost`` says otherwise.
+    """What a step costs: as measured from now on, unless the option ``node_cost`` says otherwise.
 
     Raises:
         ConfigError: the option is not a number above 0.
@@ -117,4 +133,7 @@ def step_cost(context: DrafterContext) -> StepCost:
     given = context.options.get("node_cost")
     if given is not None:
         return StepCost.linear(checked_cost("node_cost", given))
-    return StepCost(tuple(context.forward_ms())) if context.forward_ms else LINEAR_STEPS
+    if context.forward_ms is None:
+        return LINEAR_STEPS
+    context.forward_ms()  # measures now, not in the middle of the first reply
+    return LiveStepCost(forward_ms=context.forward_ms)
