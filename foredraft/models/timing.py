@@ -38,25 +38,23 @@ class ForwardTimes:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._measured: Times | None = None
-        self._then = self._now = Roofline(1.0, 1.0, 0.0)
+        self._roofline: Roofline | None = None
         self._times: Times = ()
+        self._shares: Times = ()  # measured times in those of the roofline measured with them
 
     def __call__(self) -> Times:
-        if self._measured is None:
-            self._measured = self._times = measure_forward_ms(self._target)
-            self._then = self._now = Roofline.through(self._measured)
+        if self._roofline is None:
+            self._times = measure_forward_ms(self._target)
+            self._roofline = Roofline.through(self._times)
+            self._shares = tuple((n, ms / self._roofline.ms(n)) for n, ms in self._times)
         return self._times
 
     def observe(self, num_tokens: int, ms: float) -> None:
         """A forward took this long. Does nothing before times were asked for."""
-        if self._measured is None:
+        if self._roofline is None:
             return
-        self._now = self._now.moved(num_tokens, ms)
-        self._times = tuple(
-            (size, measured * self._now.ms(size) / self._then.ms(size))
-            for size, measured in self._measured
-        )
+        self._roofline = now = self._roofline.moved(num_tokens, ms)
+        self._times = tuple((size, share * now.ms(size)) for size, share in self._shares)
 
     def watch(self, target: Target) -> Target:
         """A target that reports its decoding steps here; everything else is the target's own."""

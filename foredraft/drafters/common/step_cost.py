@@ -65,15 +65,7 @@ class StepCost:
 
     def ms(self, num_tokens: int) -> float:
         """One forward of the target over ``num_tokens``."""
-        return self._between(self.target_ms, num_tokens)
-
-    def _between(self, points: Sequence[tuple[int, float]], num_tokens: int) -> float:
-        if len(points) < 2 or num_tokens <= points[0][0]:
-            return points[0][1] if points else 1.0
-        enclosing = (pair for pair in pairwise(points) if num_tokens <= pair[1][0])
-        left, right = next(enclosing, points[-2:])
-        share = (num_tokens - left[0]) / (right[0] - left[0])
-        return left[1] + share * (right[1] - left[1])
+        return _interpolated(self.target_ms, num_tokens)
 
     def best_num_nodes(self, values: Sequence[float], num_forwards: int) -> int:
         """How many of the nodes to keep, given their values in descending order; may be 0.
@@ -112,7 +104,16 @@ class LiveStepCost(StepCost):
     forward_ms: Callable[[], Sequence[tuple[int, float]]] = tuple
 
     def ms(self, num_tokens: int) -> float:
-        return self._between(self.forward_ms(), num_tokens)
+        return _interpolated(self.forward_ms(), num_tokens)
+
+
+def _interpolated(points: Sequence[tuple[int, float]], num_tokens: int) -> float:
+    if len(points) < 2 or num_tokens <= points[0][0]:
+        return points[0][1] if points else 1.0
+    enclosing = (pair for pair in pairwise(points) if num_tokens <= pair[1][0])
+    left, right = next(enclosing, points[-2:])
+    share = (num_tokens - left[0]) / (right[0] - left[0])
+    return left[1] + share * (right[1] - left[1])
 
 
 NODE_COST = 0.15
