@@ -6,7 +6,6 @@ can be printed before anything heavy is loaded (`foredraft doctor`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
@@ -161,10 +160,11 @@ def plan_model(name: str, directory: Path, options: LoadOptions) -> ModelPlan:
         CapabilityError: ``exact`` was asked for and the backend cannot keep it.
         ModelLoadError: the directory is not a checkpoint that can be loaded safely.
     """
+    from foredraft.models.json_files import read_json
     from foredraft.models.safety import check_checkpoint_dir
 
     check_checkpoint_dir(directory)
-    raw = json.loads((directory / "config.json").read_text())
+    raw = read_json(directory / "config.json")
     device = _resolve_device(options.device)
     if _backend(raw, directory, options) == "hf":
         if options.exact:

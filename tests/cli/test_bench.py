@@ -26,6 +26,13 @@ def bench(run: Run, checkpoint: Path) -> Run:
     return bench
 
 
+@pytest.fixture
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one shape that --random-weights knows."""
+    tiny = Shape(64, 128, 2, 4, 2, 16, 1000, True)
+    monkeypatch.setattr("foredraft.bench.random_model.shapes", lambda: {"tiny": tiny})
+
+
 def test_drafters_are_compared_and_written_down(bench: Run, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     result = bench(
@@ -71,11 +78,7 @@ def test_step_times_target_and_drafter(bench: Run, tmp_path: Path) -> None:
     assert names == {"target", "suffix (draft)", "transformers"}
 
 
-def test_drafters_run_on_random_weights(
-    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = Shape(64, 128, 2, 4, 2, 16, 1000, True)
-    monkeypatch.setattr("foredraft.bench.random_model.shapes", lambda: {"tiny": tiny})
+def test_drafters_run_on_random_weights(bench: Run, tmp_path: Path, tiny_shape: None) -> None:
     path = tmp_path / "out.json"
     result = bench(
         "drafters", "--random-weights", "tiny", "--drafters", "lookahead", "--limit", "1",
@@ -89,10 +92,8 @@ def test_drafters_run_on_random_weights(
 
 
 def test_step_times_a_shape_with_random_weights(
-    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Run, tmp_path: Path, tiny_shape: None
 ) -> None:
-    tiny = Shape(64, 128, 2, 4, 2, 16, 300, True)
-    monkeypatch.setattr("foredraft.bench.random_model.shapes", lambda: {"tiny": tiny})
     path = tmp_path / "out.json"
     result = bench(
         "step", "--random-weights", "tiny", "--tokens", "1,3", "--rounds", "2", "--json", str(path)

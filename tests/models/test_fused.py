@@ -137,6 +137,13 @@ def rounded_weights(directory: Path, dtype: torch.dtype, int8: bool = False) -> 
     return weights
 
 
+def largest_difference(one: NativeTarget, other: NativeTarget) -> float:
+    """Of the logits of a text and a tree behind it."""
+    tokens = text(40)
+    found = [t.score([ScoreRow(t.cache.allocate(), tokens, TREE)])[0] for t in (one, other)]
+    return (found[0].logits_NV - found[1].logits_NV).abs().max().item()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_equal_the_eager_decoder_on_the_same_weights(
@@ -145,10 +152,8 @@ def test_logits_equal_the_eager_decoder_on_the_same_weights(
     config = read_config(checkpoints[name])
     target = fused(checkpoints[name], dtype, num_threads=2)
     eager = NativeTarget(config, rounded_weights(checkpoints[name], dtype))
-    tokens = text(40)
-    found = [t.score([ScoreRow(t.cache.allocate(), tokens, TREE)])[0] for t in (target, eager)]
     tolerance = 1e-4 if dtype == torch.float32 else BFLOAT16_TOLERANCE
-    assert (found[0].logits_NV - found[1].logits_NV).abs().max().item() < tolerance
+    assert largest_difference(target, eager) < tolerance
 
 
 class Int8Reference(EagerDecoder):
@@ -169,10 +174,8 @@ def test_int8_logits_equal_the_eager_decoder_on_the_same_integers(
     eager = NativeTarget(
         config, rounded_weights(checkpoints[name], dtype, int8=True), Int8Reference
     )
-    tokens = text(40)
-    found = [t.score([ScoreRow(t.cache.allocate(), tokens, TREE)])[0] for t in (target, eager)]
     tolerance = 1e-3 if dtype == torch.float32 else BFLOAT16_TOLERANCE
-    assert (found[0].logits_NV - found[1].logits_NV).abs().max().item() < tolerance
+    assert largest_difference(target, eager) < tolerance
 
 
 # ---------------------------------------------------------------------------------------- same bits

@@ -65,7 +65,7 @@ class EagerDecoder:
         hidden_TE = plan.hidden_TE
         if hidden_TE is None:
             hidden_TE = F.embedding(plan.token_ids_T.to(device), self._weights.embedding_VE)
-        layers = plan.layers if plan.layers is not None else range(len(self._weights.layers))
+        layers = plan.layers_to_run(len(self._weights.layers))
         hidden_TE, tapped = self._run_layers(run, hidden_TE, layers, taps)
         return self._head(hidden_TE[plan.heads]).float(), tapped
 

@@ -163,7 +163,7 @@ class FusedDecoder:
         threads = self._num_threads or torch.get_num_threads()
         max_entries = max(row.entries.stop for row in plan.rows)
         keys, values = cache.keys_LSHCD, cache.values_LSHCD
-        layers = plan.layers or range(len(self._layers))
+        layers = plan.layers_to_run(len(self._layers))
         extra_starts = [0]
         for extras in plan.extras:
             extra_starts.append(extra_starts[-1] + len(extras))

@@ -73,6 +73,10 @@ class ForwardPlan:
         """Whether another plan goes on from here: taps are then in the decoder's own precision."""
         return self.layers is not None and self.layers.start == 0
 
+    def layers_to_run(self, num_layers: int) -> range:
+        """`layers`, or all of a model's ``num_layers``."""
+        return range(num_layers) if self.layers is None else self.layers
+
     @cached_property
     def token_ids_T(self) -> Tensor:
         return torch.tensor(self.token_ids)
