@@ -13,9 +13,9 @@ from foredraft.version import __version__
 
 if TYPE_CHECKING:
     from foredraft.core.errors import ForedraftError
-    from foredraft.core.sampling import SamplingParams
-    from foredraft.core.sequence import SpeculationStats
-    from foredraft.drop_in import custom_generate
+    from foredraft.core.params import SamplingParams
+    from foredraft.core.request import SpeculationStats
+    from foredraft.custom_generate import custom_generate
     from foredraft.engine.row import GenerationResult
     from foredraft.llm import LLM
 
@@ -23,9 +23,9 @@ _PUBLIC = {
     "LLM": "foredraft.llm",
     "ForedraftError": "foredraft.core.errors",
     "GenerationResult": "foredraft.engine.row",
-    "SamplingParams": "foredraft.core.sampling",
-    "SpeculationStats": "foredraft.core.sequence",
-    "custom_generate": "foredraft.drop_in",
+    "SamplingParams": "foredraft.core.params",
+    "SpeculationStats": "foredraft.core.request",
+    "custom_generate": "foredraft.custom_generate",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError, PromptError, VocabularyMismatchError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter, check_options, drafter_spec, needs_draft_model
 from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.engine.engine import Engine, Event

@@ -275,7 +275,7 @@ def _native_decoder(device: str, kernel_problem: str | None, exact: bool) -> str
 
 def _kernel_problem() -> str | None:
     """Why the fused CPU kernel cannot run here, or None. Compiles it on first use."""
-    from foredraft.models.native.kernels.build import KernelUnavailable, load_library
+    from foredraft.kernels.build import KernelUnavailable, load_library
 
     try:
         load_library()

@@ -15,20 +15,22 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "foredraft"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {
-    "core": 0,
+    "paths": 0,
+    "core": 1,
+    "kernels": 1,
     "version": 0,
-    "cache": 1,
-    "models": 2,
-    "drafters": 3,
-    "control": 3,
-    "engine": 4,
-    "plan": 5,
-    "machine": 5,
-    "llm": 6,
-    "measure": 6,
-    "drop_in": 7,
-    "bench": 8,
-    "cli": 9,
+    "cache": 2,
+    "models": 3,
+    "drafters": 4,
+    "control": 4,
+    "engine": 5,
+    "plan": 6,
+    "machine": 6,
+    "llm": 7,
+    "measure": 7,
+    "custom_generate": 8,
+    "bench": 9,
+    "cli": 10,
 }
 """A module imports from its own layer and the ones below."""
 APART = [("drafters", "control"), ("control", "drafters")]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from foredraft.bench.contenders import Contender, ContenderRun
 from foredraft.bench.prompts import BenchPrompt
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 
 _T = TypeVar("_T")
 

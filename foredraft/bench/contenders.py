@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from foredraft.bench.timers import TimedDrafter, TimedTarget
-from foredraft.core.sampling import SamplingParams
-from foredraft.core.sequence import SpeculationStats
+from foredraft.core.params import SamplingParams
+from foredraft.core.request import SpeculationStats
 from foredraft.drafters import drafter_spec
 from foredraft.drafters.base import Drafter
 from foredraft.llm import LLM

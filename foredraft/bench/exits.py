@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from foredraft.bench.timers import Stopwatch
 from foredraft.core.choices import KeyedDraftChoices
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DrafterContext, DraftRow

@@ -12,7 +12,7 @@ from foredraft.bench.contenders import ContenderRun
 from foredraft.bench.step import Size, text
 from foredraft.bench.timers import Stopwatch
 from foredraft.core.errors import ConfigError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.machine import package_version
 
 

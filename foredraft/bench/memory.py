@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import ForedraftError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.plan import LoadOptions, ModelPlan, plan_model
 
 _CHILD = "from foredraft.bench.memory import report_peak; report_peak()"

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from foredraft.bench.timers import Stopwatch
 from foredraft.core.choices import KeyedDraftChoices
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.models.base import ScoreRow, Target

@@ -15,7 +15,7 @@ from foredraft.core.errors import PromptError
 from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from foredraft.core.sampling import SamplingParams
+    from foredraft.core.params import SamplingParams
     from foredraft.llm import LLM
 
 _HELP = "/reset starts over, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
@@ -43,7 +43,7 @@ def chat(
     max_context: o.MaxContext = None,
 ) -> None:
     """Talk to a chat model. Each turn reads only what is new; Ctrl-C stops a reply."""
-    from foredraft.core.sampling import SamplingParams
+    from foredraft.core.params import SamplingParams
 
     params = SamplingParams.of(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,

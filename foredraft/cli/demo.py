@@ -16,7 +16,7 @@ from foredraft.cli.display import legend, show_pieces
 from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from foredraft.core.sampling import SamplingParams
+    from foredraft.core.params import SamplingParams
     from foredraft.llm import LLM
     from foredraft.measure import MeasuredRun
 
@@ -41,7 +41,7 @@ def demo(
 
     The exit status is 1 if any text differs.
     """
-    from foredraft.core.sampling import SamplingParams
+    from foredraft.core.params import SamplingParams
 
     params = SamplingParams.of(temperature=temperature, seed=seed, max_tokens=max_tokens)
     asked = o.load_options(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from foredraft.core.sequence import SpeculationStats
+    from foredraft.core.request import SpeculationStats
     from foredraft.engine.detokenize import Piece
 
 DRAFTED = "underline green"

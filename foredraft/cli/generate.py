@@ -69,7 +69,7 @@ def generate(
 
         foredraft generate --chat "Rename total to result: …" --prediction code.py
     """
-    from foredraft.core.sampling import SamplingParams
+    from foredraft.core.params import SamplingParams
 
     params = SamplingParams.of(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,

@@ -104,7 +104,7 @@ def _passages(llm: LLM, text: str | None, tokens: int) -> list[Passage]:
 def _replies(llm: LLM, tokens: int) -> list[tuple[list[int], int]]:
     """Greedy replies of the model to the built-in prompts: tokens, and where the reply starts."""
     from foredraft.bench.prompts import load_prompts
-    from foredraft.core.sampling import SamplingParams
+    from foredraft.core.params import SamplingParams
 
     assert llm.tokenizer is not None
     prompts = [

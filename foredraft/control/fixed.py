@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 from foredraft.core.errors import ConfigError
-from foredraft.core.sequence import Sequence
+from foredraft.core.request import Request
 
 
 class FixedBudget:
@@ -27,12 +27,12 @@ class FixedBudget:
         self.num_draft_tokens = num_draft_tokens
         self._max_context = max_context
 
-    def budget(self, rows: Rows[Sequence]) -> list[int]:
+    def budget(self, rows: Sequence[Request]) -> list[int]:
         return [max(0, min(self.num_draft_tokens, self._room(row))) for row in rows]
 
-    def _room(self, row: Sequence) -> int:
+    def _room(self, row: Request) -> int:
         # The last token a step commits is the target's own, so one fewer can be drafted.
         return min(row.num_remaining - 1, self._max_context - len(row.tokens))
 
-    def observe(self, rows: Rows[Sequence]) -> None:
+    def observe(self, rows: Sequence[Request]) -> None:
         pass

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from foredraft.core.choices import DraftChoices
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import SamplingParams
 from foredraft.models.base import Capabilities, Target
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.proposal import Proposal
-from foredraft.core.sequence import FinishReason
+from foredraft.core.request import FinishReason
 from foredraft.core.verify import Verdict
 from foredraft.engine.row import Row
 
@@ -33,32 +33,32 @@ class Commit:
 
 def commit(row: Row, proposal: Proposal, verdict: Verdict | NonFiniteScoresError) -> Commit:
     """Append the accepted tokens and the next one, up to whatever ends the request."""
-    sequence = row.sequence
-    num_pending = len(sequence.tokens) - sequence.num_cached
+    request = row.request
+    num_pending = len(request.tokens) - request.num_cached
     if isinstance(verdict, NonFiniteScoresError):
-        row.error, sequence.finish_reason = str(verdict), "error"
+        row.error, request.finish_reason = str(verdict), "error"
         return Commit(row, (), 0, 0, (), "error")
     offered = (*(proposal.tree.tokens[node] for node in verdict.path), verdict.next_token)
     taken = _append(row, offered)
     num_accepted = min(taken, verdict.num_accepted)
-    sequence.stats.record(len(proposal.tree), verdict.num_accepted, num_accepted, taken)
+    request.stats.record(len(proposal.tree), verdict.num_accepted, num_accepted, taken)
     # The last committed token stays pending, also when a stop made it a drafted one.
     path = verdict.path[: min(num_accepted, taken - 1)]
-    sequence.num_cached += num_pending + len(path)
-    sequence.check()
-    return Commit(row, offered[:taken], num_accepted, num_pending, path, sequence.finish_reason)
+    request.num_cached += num_pending + len(path)
+    request.check()
+    return Commit(row, offered[:taken], num_accepted, num_pending, path, request.finish_reason)
 
 
 def _append(row: Row, offered: tuple[int, ...]) -> int:
     """Append tokens until one ends the request; returns how many were taken."""
-    sequence = row.sequence
+    request = row.request
     for taken, token in enumerate(offered, start=1):
-        sequence.tokens.append(token)
+        request.tokens.append(token)
         drafted = taken < len(offered)
         if token in row.stop_ids or row.text.push(token, drafted):
-            sequence.finish_reason = "stop"
-        elif sequence.num_remaining <= 0:
-            sequence.finish_reason = "length"
-        if sequence.finish_reason:
+            request.finish_reason = "stop"
+        elif request.num_remaining <= 0:
+            request.finish_reason = "length"
+        if request.finish_reason:
             return taken
     return len(offered)

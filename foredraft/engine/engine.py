@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from foredraft.control.base import Controller
 from foredraft.core.errors import ConfigError, PromptError
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
+from foredraft.core.request import Request
 from foredraft.core.rng import SEED_BITS
-from foredraft.core.sampling import SamplingParams
-from foredraft.core.sequence import Sequence as TokenSequence
 from foredraft.drafters.base import Drafter
 from foredraft.engine.commit import Commit
 from foredraft.engine.detokenize import Piece, TextAssembler, TokenDecoder
@@ -94,13 +94,13 @@ class Engine:
         room = self._target.max_context - len(prompt)
         params = replace(params, max_tokens=min(params.max_tokens, room))
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
-        sequence = TokenSequence(next(self._ids), -1, list(prompt), len(prompt), params, seed)
+        request = Request(next(self._ids), -1, list(prompt), len(prompt), params, seed)
         text = TextAssembler(self._new_decoder() if self._new_decoder else None, tuple(params.stop))
         eos = frozenset() if params.ignore_eos else self._eos
         if session is not None:
             session.busy = True
-        self._scheduler.add(Row(sequence, text, eos | set(params.stop_token_ids), session))
-        return sequence.request_id
+        self._scheduler.add(Row(request, text, eos | set(params.stop_token_ids), session))
+        return request.request_id
 
     @property
     def has_work(self) -> bool:
@@ -136,7 +136,7 @@ class Engine:
         row = self._scheduler.find(request_id)
         if row is None:
             return None
-        row.sequence.finish_reason = "cancelled"
+        row.request.finish_reason = "cancelled"
         return self._finish(row)
 
     def close_session(self, session: Session) -> None:
@@ -174,53 +174,53 @@ class Engine:
     def _begin(self, row: Row) -> Event | None:
         """Give a new row its cache slot; its last event when that fails."""
         try:
-            self._open_slot(row.sequence, row.session)
+            self._open_slot(row.request, row.session)
         except Exception as error:
             return self._fail(row, error)
-        self._drafter.begin(row.request_id, tuple(row.sequence.tokens))
+        self._drafter.begin(row.request_id, tuple(row.request.tokens))
         return None
 
-    def _open_slot(self, sequence: TokenSequence, session: Session | None) -> None:
+    def _open_slot(self, request: Request, session: Session | None) -> None:
         cache = self._target.cache
         if session is None or session.slot is None:
-            sequence.slot = cache.allocate()
+            request.slot = cache.allocate()
             return
-        sequence.slot = session.slot
-        sequence.num_cached = _common_prefix(session.tokens, sequence.tokens[:-1])
-        cache.truncate(sequence.slot, sequence.num_cached)
+        request.slot = session.slot
+        request.num_cached = _common_prefix(session.tokens, request.tokens[:-1])
+        cache.truncate(request.slot, request.num_cached)
 
     def _event(self, row: Row) -> Event:
-        finished = row.sequence.finish_reason is not None
+        finished = row.request.finish_reason is not None
         (token_ids, num_accepted), pieces = row.take(), tuple(row.text.take(final=finished))
         result = self._finish(row) if finished else None
         return Event(row.request_id, token_ids, num_accepted, pieces, result)
 
     def _fail(self, row: Row, error: Exception) -> Event:
         """End a row that an exception cut short, unless it was already complete."""
-        if row.sequence.finish_reason is None:
-            row.sequence.finish_reason = "error"
+        if row.request.finish_reason is None:
+            row.request.finish_reason = "error"
             row.error = f"{type(error).__name__}: {error}"
         return self._event(row)
 
     def _finish(self, row: Row) -> GenerationResult:
         self._scheduler.remove(row)
         self._drafter.end(row.request_id)
-        self._release(row.sequence, row.session)
-        sequence = row.sequence
-        assert sequence.finish_reason is not None
+        self._release(row.request, row.session)
+        request = row.request
+        assert request.finish_reason is not None
         return GenerationResult(
             request_id=row.request_id,
             text=row.text.text,
-            token_ids=tuple(sequence.generated),
-            finish_reason=sequence.finish_reason,
-            stats=sequence.stats,
-            seed=sequence.seed,
-            num_prompt_tokens=sequence.num_prompt,
+            token_ids=tuple(request.generated),
+            finish_reason=request.finish_reason,
+            stats=request.stats,
+            seed=request.seed,
+            num_prompt_tokens=request.num_prompt,
             error=row.error,
         )
 
-    def _release(self, sequence: TokenSequence, session: Session | None) -> None:
-        cache, slot = self._target.cache, sequence.slot
+    def _release(self, request: Request, session: Session | None) -> None:
+        cache, slot = self._target.cache, request.slot
         if session is not None:
             session.busy = False
         if slot < 0:  # it never began
@@ -228,10 +228,10 @@ class Engine:
         if session is None:
             cache.free(slot)
             return
-        # What the cache counts, not the sequence: an interrupted step leaves it behind. After an
+        # What the cache counts, not the request: an interrupted step leaves it behind. After an
         # error its entries may be the cause, so the next turn reads everything again.
-        num_kept = 0 if sequence.finish_reason == "error" else cache.length(slot)
-        session.slot, session.tokens = slot, sequence.tokens[:num_kept]
+        num_kept = 0 if request.finish_reason == "error" else cache.length(slot)
+        session.slot, session.tokens = slot, request.tokens[:num_kept]
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

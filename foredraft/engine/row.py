@@ -1,11 +1,11 @@
-"""A request inside the engine: its sequence, its text, and what it came with."""
+"""A request inside the engine: its tokens, its text, and what it came with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from foredraft.cache.base import Cache
-from foredraft.core.sequence import FinishReason, Sequence, SpeculationStats
+from foredraft.core.request import FinishReason, Request, SpeculationStats
 from foredraft.engine.detokenize import TextAssembler
 
 
@@ -35,7 +35,7 @@ class Row:
         num_accepted_sent: how many of those were drafted.
     """
 
-    sequence: Sequence
+    request: Request
     text: TextAssembler
     stop_ids: frozenset[int]
     session: Session | None = None
@@ -45,12 +45,12 @@ class Row:
 
     @property
     def request_id(self) -> int:
-        return self.sequence.request_id
+        return self.request.request_id
 
     def take(self) -> tuple[tuple[int, ...], int]:
         """Generated ids that were not taken before, and how many of them were drafted."""
-        ids = tuple(self.sequence.tokens[self.sequence.num_prompt + self.num_sent :])
-        num_accepted = self.sequence.stats.accepted - self.num_accepted_sent
+        ids = tuple(self.request.tokens[self.request.num_prompt + self.num_sent :])
+        num_accepted = self.request.stats.accepted - self.num_accepted_sent
         self.num_sent += len(ids)
         self.num_accepted_sent += num_accepted
         return ids, num_accepted
@@ -61,7 +61,7 @@ class Row:
         Raises:
             RuntimeError: sequence and cache disagree; the text would silently be another.
         """
-        held, counted = cache.length(self.sequence.slot), self.sequence.num_cached
+        held, counted = cache.length(self.request.slot), self.request.num_cached
         if held != counted:
             raise RuntimeError(
                 f"the cache holds {held} tokens of request {self.request_id} and its sequence "

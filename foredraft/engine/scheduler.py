@@ -31,7 +31,7 @@ class Scheduler:
         """Move waiting rows into the batch while there is room; returns those without a slot."""
         while self._waiting and len(self._running) < self._max_rows:
             self._running.append(self._waiting.popleft())
-        return [row for row in self._running if row.sequence.slot < 0]
+        return [row for row in self._running if row.request.slot < 0]
 
     def next_batch(self) -> list[Row]:
         """The rows of the next step. A row that has not been prefilled has a longer pending."""

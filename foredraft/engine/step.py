@@ -36,36 +36,36 @@ def step(parts: Parts) -> list[Commit]:
     batch = parts.scheduler.next_batch()
     for row in batch:
         row.check(parts.target.cache)
-    budgets = parts.controller.budget([row.sequence for row in batch])
+    budgets = parts.controller.budget([row.request for row in batch])
     proposals = parts.drafter.propose([*map(_draft_row, batch, budgets)])
     scores = parts.target.score([*map(_score_row, batch, proposals)], parts.drafter.taps)
     verdicts = [*map(_verify_row, batch, proposals, scores)]
     commits = [*map(commit, batch, proposals, verdicts)]
     for done in commits:
-        parts.target.cache.keep(done.row.sequence.slot, done.num_pending, done.path)
+        parts.target.cache.keep(done.row.request.slot, done.num_pending, done.path)
     parts.drafter.observe(_observations(commits, proposals, scores))
-    parts.controller.observe([row.sequence for row in batch])
+    parts.controller.observe([row.request for row in batch])
     parts.trace(proposals, commits)
     return commits
 
 
 def _draft_row(row: Row, budget: int) -> DraftRow:
-    sequence = row.sequence
-    choices = KeyedDraftChoices(sequence.seed, len(sequence.tokens))
+    request = row.request
+    choices = KeyedDraftChoices(request.seed, len(request.tokens))
     return DraftRow(
-        row.request_id, tuple(sequence.tokens), sequence.params, budget, choices, sequence.slot
+        row.request_id, tuple(request.tokens), request.params, budget, choices, request.slot
     )
 
 
 def _score_row(row: Row, proposal: Proposal) -> ScoreRow:
-    return ScoreRow(row.sequence.slot, row.sequence.pending, proposal.tree)
+    return ScoreRow(row.request.slot, row.request.pending, proposal.tree)
 
 
 def _verify_row(row: Row, proposal: Proposal, scores: RowScores) -> Verdict | NonFiniteScoresError:
-    sequence = row.sequence
-    probs = TargetProbs(scores.logits_NV, sequence.params)
+    request = row.request
+    probs = TargetProbs(scores.logits_NV, request.params)
     try:
-        return verify(proposal, probs, KeyedVerifyChoices(sequence.seed, len(sequence.tokens)))
+        return verify(proposal, probs, KeyedVerifyChoices(request.seed, len(request.tokens)))
     except NonFiniteScoresError as error:  # this row is lost; the others are not
         return error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.engine.engine import Engine, Event
 from foredraft.engine.row import Session
 

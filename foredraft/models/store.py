@@ -12,13 +12,13 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
 from foredraft.models import smollm2
 from foredraft.models.manifest import find_damage, write_manifest
+from foredraft.paths import cache_root
 
 BUILT_IN = (smollm2.NAME,)
 
@@ -78,18 +78,6 @@ def resolve_model(
 
         return fetch(name, revision, local_files_only, progress)
     return _existing_directory(name, path)
-
-
-def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where foredraft keeps what it makes.
-
-    The first of ``$FOREDRAFT_CACHE``, ``$XDG_CACHE_HOME/foredraft`` and ``~/.cache/foredraft``.
-    """
-    if own := environment.get("FOREDRAFT_CACHE"):
-        return Path(own).expanduser()
-    if shared := environment.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "foredraft"
-    return Path.home() / ".cache" / "foredraft"
 
 
 def _built_in_name(name: str) -> str | None:

@@ -9,8 +9,8 @@ import pytest
 from foredraft.bench.compare import run_trials, summaries
 from foredraft.bench.contenders import ContenderRun
 from foredraft.bench.prompts import BenchPrompt
-from foredraft.core.sampling import SamplingParams
-from foredraft.core.sequence import SpeculationStats
+from foredraft.core.params import SamplingParams
+from foredraft.core.request import SpeculationStats
 
 PROMPTS = [(BenchPrompt(str(i), "ab"[i % 2], "text"), [i]) for i in range(4)]
 

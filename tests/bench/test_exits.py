@@ -18,7 +18,7 @@ from foredraft.bench.exits import (
     split_passages,
 )
 from foredraft.core.errors import CapabilityError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DrafterContext
 from foredraft.drafters.early_exit import parse_skip

@@ -12,7 +12,7 @@ from foredraft.bench import llama_cpp
 from foredraft.bench.llama_cpp import LlamaCppContender, LlamaCppStepper, open_llama
 from foredraft.bench.step import Size
 from foredraft.core.errors import ConfigError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 
 
 class StandIn:

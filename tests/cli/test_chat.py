@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from foredraft.cli.chat import Conversation
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.engine.engine import Event
 from foredraft.llm import LLM
 

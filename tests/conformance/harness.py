@@ -22,9 +22,9 @@ import torch
 from foredraft.cache.base import Cache
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.sampling import SamplingParams
-from foredraft.core.sequence import Sequence as TokenSequence
+from foredraft.core.request import Request
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import Drafter, DrafterContext, DraftRow, Observation, TextCodec
@@ -108,7 +108,7 @@ def _tokenizer() -> TextCodec:
 
 
 def fused_decoder() -> Any:
-    from foredraft.models.native.kernels.build import KernelUnavailable, load_library
+    from foredraft.kernels.build import KernelUnavailable, load_library
 
     try:
         load_library()
@@ -321,7 +321,7 @@ class NeverRight(Wrapped):
 class UnevenBudget(FixedBudget):
     """Another budget for each row and step, zero included."""
 
-    def budget(self, rows: Sequence[TokenSequence]) -> list[int]:
+    def budget(self, rows: Sequence[Request]) -> list[int]:
         most = super().budget(rows)
         uneven = [(len(row.tokens) * 7 + row.request_id) % 9 for row in rows]
         return [min(pair) for pair in zip(most, uneven, strict=True)]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_names, drafter_spec
 from foredraft.engine.engine import Engine
 from tests.conformance.harness import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_names
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.target import NativeTarget

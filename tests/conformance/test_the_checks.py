@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.draft_model import DraftModelDrafter

@@ -6,13 +6,13 @@ import pytest
 
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError
-from foredraft.core.sampling import SamplingParams
-from foredraft.core.sequence import Sequence
+from foredraft.core.params import SamplingParams
+from foredraft.core.request import Request
 
 
-def row(num_tokens: int, max_tokens: int = 100, num_prompt: int = 1) -> Sequence:
+def row(num_tokens: int, max_tokens: int = 100, num_prompt: int = 1) -> Request:
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(0, 0, [0] * num_tokens, num_prompt, params, seed=0)
+    return Request(0, 0, [0] * num_tokens, num_prompt, params, seed=0)
 
 
 def test_is_the_same_each_step() -> None:

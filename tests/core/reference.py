@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 
 
 def reference_probs(logits: list[float], params: SamplingParams) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from foredraft.core.errors import ConfigError, ForedraftError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 
 NAN, INF = math.nan, math.inf
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from foredraft.core import sampling
 from foredraft.core.errors import NonFiniteScoresError
-from foredraft.core.sampling import SamplingParams, TargetProbs, draw_token, logits_to_probs
+from foredraft.core.params import SamplingParams
+from foredraft.core.sampling import TargetProbs, draw_token, logits_to_probs
 from foredraft.core.tree import ROOT
 from tests.core.reference import reference_probs
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from foredraft.core.choices import VerifyChoices
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
-from foredraft.core.sampling import NodeProbs, SamplingParams, TargetProbs
+from foredraft.core.sampling import NodeProbs, TargetProbs
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.core.verify.block import verify_block

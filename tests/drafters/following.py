@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import Drafter, DraftRow, Observation
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from foredraft.core.errors import ConfigError, VocabularyMismatchError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DrafterContext, TextCodec
 from foredraft.drafters.common.shared_vocabulary import RestrictedModel, SharedVocabulary

@@ -10,7 +10,8 @@ import pytest
 
 from foredraft.core.choices import KeyedDraftChoices
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
-from foredraft.core.sampling import SamplingParams, logits_to_probs
+from foredraft.core.params import SamplingParams
+from foredraft.core.sampling import logits_to_probs
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DrafterContext, DraftRow
 from foredraft.drafters.common.shapes import BestFirstShape, FixedShape, Shape

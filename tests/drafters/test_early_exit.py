@@ -9,7 +9,7 @@ import pytest
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.choices import KeyedDraftChoices
 from foredraft.core.errors import CapabilityError, ConfigError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DrafterContext, DraftRow
 from foredraft.drafters.draft_model import DraftModelDrafter

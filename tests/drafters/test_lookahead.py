@@ -9,8 +9,8 @@ import pytest
 
 from foredraft.core.choices import KeyedDraftChoices
 from foredraft.core.errors import CapabilityError, ConfigError
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import ROOT
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import DrafterContext, DraftRow, Observation

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foredraft.core.choices import KeyedDraftChoices
 from foredraft.core.errors import ConfigError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.ngram import NgramDrafter, NgramIndex
 

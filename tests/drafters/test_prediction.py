@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from foredraft.core.errors import ConfigError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.models.table import TableModel

@@ -11,8 +11,8 @@ import torch
 
 from foredraft.core.choices import KeyedDraftChoices
 from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.common.shapes import (

@@ -9,8 +9,8 @@ import torch
 
 from foredraft.core.choices import KeyedDraftChoices
 from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DrafterContext, DraftRow, Observation

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from foredraft.control.fixed import FixedBudget
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.none import NoDrafter

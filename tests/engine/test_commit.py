@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 
 import pytest
 
 from foredraft.core.errors import NonFiniteScoresError
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.sampling import SamplingParams
-from foredraft.core.sequence import Sequence
+from foredraft.core.request import Request
 from foredraft.core.tree import TokenTree
 from foredraft.core.verify import Verdict
 from foredraft.engine.commit import commit
@@ -20,9 +20,9 @@ from tests.engine.helpers import letters
 PROMPT = [9, 9, 9]
 
 
-def new_row(stop_ids: Many[int] = (), stop: Many[str] = (), max_tokens: int = 100) -> Row:
+def new_row(stop_ids: Sequence[int] = (), stop: Sequence[str] = (), max_tokens: int = 100) -> Row:
     params = SamplingParams(max_tokens=max_tokens, stop=stop, seed=0)
-    sequence = Sequence(0, 0, list(PROMPT), len(PROMPT), params, seed=0)
+    sequence = Request(0, 0, list(PROMPT), len(PROMPT), params, seed=0)
     return Row(sequence, TextAssembler(letters(), stop), frozenset(stop_ids))
 
 
@@ -57,10 +57,10 @@ def test_what_stops_cuts_everything_at_one_token(
     done = commit(row, CHAIN, ALL)
     assert (done.tokens, done.finish_reason, done.num_accepted) == (tokens, reason, num_accepted)
     assert (done.path, done.num_pending) == (path, len(PROMPT))
-    assert row.sequence.generated == list(tokens)
-    assert row.sequence.pending == [tokens[-1]]
+    assert row.request.generated == list(tokens)
+    assert row.request.pending == [tokens[-1]]
     assert row.text.text == text
-    stats = row.sequence.stats
+    stats = row.request.stats
     assert (stats.steps, stats.drafted, stats.committed) == (1, 4, len(tokens))
     assert (stats.accepted, stats.rejected, stats.discarded) == (num_accepted, 0, discarded)
 
@@ -69,7 +69,7 @@ def test_a_correction_commits_the_path_and_one_more() -> None:
     row = new_row()
     done = commit(row, CHAIN, Verdict((0, 1), 7, "correction"))
     assert (done.tokens, done.path, done.num_accepted) == ((0, 1, 7), (0, 1), 2)
-    assert (row.sequence.stats.accepted, row.sequence.stats.rejected) == (2, 2)
+    assert (row.request.stats.accepted, row.request.stats.rejected) == (2, 2)
 
 
 def test_a_path_through_a_tree() -> None:
@@ -77,7 +77,7 @@ def test_a_path_through_a_tree() -> None:
     row = new_row()
     done = commit(row, Proposal.chosen(tree), Verdict((1, 3), 7, "bonus"))
     assert (done.tokens, done.path) == ((5, 6, 7), (1, 3))
-    assert row.sequence.num_cached == len(PROMPT) + 2
+    assert row.request.num_cached == len(PROMPT) + 2
 
 
 def test_without_a_draft_it_is_plain_decoding() -> None:
@@ -85,8 +85,8 @@ def test_without_a_draft_it_is_plain_decoding() -> None:
     for token in (3, 4):
         done = commit(row, NO_PROPOSAL, Verdict((), token, "bonus"))
         assert (done.tokens, done.path, done.num_accepted) == ((token,), (), 0)
-    assert row.sequence.stats.steps == row.sequence.stats.committed == 2
-    assert row.sequence.pending == [4]
+    assert row.request.stats.steps == row.request.stats.committed == 2
+    assert row.request.pending == [4]
 
 
 def test_a_row_without_a_verdict_ends_in_an_error_and_keeps_what_it_had() -> None:
@@ -94,7 +94,7 @@ def test_a_row_without_a_verdict_ends_in_an_error_and_keeps_what_it_had() -> Non
     commit(row, CHAIN, ALL)
     done = commit(row, CHAIN, NonFiniteScoresError("the largest logit is nan"))
     assert (done.tokens, done.path, done.num_pending) == ((), (), 0)
-    assert done.finish_reason == row.sequence.finish_reason == "error"
+    assert done.finish_reason == row.request.finish_reason == "error"
     assert row.error == "the largest logit is nan"
-    assert row.sequence.generated == [0, 1, 2, 3, 4]
-    assert row.sequence.stats.steps == 1
+    assert row.request.generated == [0, 1, 2, 3, 4]
+    assert row.request.stats.steps == 1

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from foredraft.core.errors import ConfigError, PromptError
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.ngram import NgramDrafter

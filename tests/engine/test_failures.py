@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.sampling import SamplingParams
-from foredraft.core.sequence import Sequence as TokenSequence
+from foredraft.core.params import SamplingParams
+from foredraft.core.request import Request
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import Session
 from tests.engine.helpers import (
@@ -129,7 +129,7 @@ class RaisingController(FixedBudget):
 
     observed = 0
 
-    def observe(self, rows: Sequence[TokenSequence]) -> None:
+    def observe(self, rows: Sequence[Request]) -> None:
         self.observed += 1
         if self.observed == 2:
             raise ZeroDivisionError("no rows accepted")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
-from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow, Observation
 from foredraft.engine.row import GenerationResult

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from foredraft.core.errors import PromptError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.engine.engine import Event
 from foredraft.engine.streams import Streams
 from tests.engine.helpers import counting_drafter, counting_model, generate, new_engine

@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from foredraft.core.choices import DraftChoices
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
-from foredraft.core.sampling import SamplingParams
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.models.table import TableModel

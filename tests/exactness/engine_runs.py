@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import GenerationResult

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from foredraft.core.choices import VerifyChoices
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import NodeProbs, SamplingParams
+from foredraft.core.sampling import NodeProbs
 from foredraft.core.verify import Verdict
 from tests.exactness.drafting import Draft
 from tests.exactness.ledger import Law, Ledger, LedgerChoices, law

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import DraftChoices, KeyedDraftChoices, VerifyChoices
+from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.rng import Purpose
-from foredraft.core.sampling import NodeProbs, SamplingParams, TargetProbs
+from foredraft.core.sampling import NodeProbs, TargetProbs
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.engine import step as engine_step

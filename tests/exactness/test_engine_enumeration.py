@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from foredraft.core import choices as keyed_choices
+from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform
-from foredraft.core.sampling import SamplingParams
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.common.shapes import BestFirstShape, FixedShape
 from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.core.tree import ROOT
 from foredraft.core.verify import verify
 from foredraft.core.verify.block import verify_block

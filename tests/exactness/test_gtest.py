@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.common.shapes import FixedShape
 from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter

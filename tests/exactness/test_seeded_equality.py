@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.ngram import NgramDrafter

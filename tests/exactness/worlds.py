@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.core.sampling import SamplingParams, logits_to_probs
+from foredraft.core.params import SamplingParams
+from foredraft.core.sampling import logits_to_probs
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.table import TableModel

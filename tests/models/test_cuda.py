@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from foredraft.bench.random_model import Shape
 from foredraft.core.errors import CapabilityError
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow

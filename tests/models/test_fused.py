@@ -15,12 +15,12 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
+from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.fused import PHASES, FusedDecoder
 from foredraft.models.native.int8 import Matrix, tensor_of
-from foredraft.models.native.kernels.build import KernelUnavailable, load_library
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint

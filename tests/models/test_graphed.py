@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.bench.random_model import random_weights
 from foredraft.cache.kv import KVCache
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.models.native.kernels import build as build_module
-from foredraft.models.native.kernels.build import (
+from foredraft.kernels import build as build_module
+from foredraft.kernels.build import (
     SWITCH,
     KernelUnavailable,
     build,
@@ -61,7 +61,7 @@ def sources(tmp_path: Path) -> Path:
 
 
 def test_the_sources_are_in_the_package() -> None:
-    package = files("foredraft.models.native.kernels")
+    package = files("foredraft.kernels")
     assert package.joinpath("decoder.cpp").is_file()
     assert package.joinpath("simd.h").is_file()
 

@@ -30,7 +30,7 @@ TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))
 
 def _fused() -> DecoderFactory:
     fused = pytest.importorskip("foredraft.models.native.fused")
-    build = pytest.importorskip("foredraft.models.native.kernels.build")
+    build = pytest.importorskip("foredraft.kernels.build")
     try:
         build.load_library()
     except build.KernelUnavailable as reason:

@@ -16,7 +16,8 @@ import pytest
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models import smollm2
 from foredraft.models.manifest import MANIFEST_NAME, find_damage, sha256_of
-from foredraft.models.store import BUILT_IN, SilentProgress, cache_root, resolve_model
+from foredraft.models.store import BUILT_IN, SilentProgress, resolve_model
+from foredraft.paths import cache_root
 from tests.models.progress import RecordedProgress
 
 NAME = smollm2.NAME

@@ -64,7 +64,7 @@ def drafters(
     from foredraft.bench.compare import summaries
     from foredraft.bench.plots import plot_speedups
     from foredraft.bench.report import check_outputs, write_json
-    from foredraft.core.sampling import SamplingParams
+    from foredraft.core.params import SamplingParams
 
     check_outputs(json_file, plot)
     at = _numbers(temperature)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
+from foredraft.kernels.build import load_library
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.int8 import Int8Matrix, Matrix, tensor_of
-from foredraft.models.native.kernels.build import load_library
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.rope import inverse_frequencies
 from foredraft.models.native.weights import DecoderWeights, LayerWeights

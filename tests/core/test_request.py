@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.core.sampling import SamplingParams
-from foredraft.core.sequence import Sequence, SpeculationStats
+from foredraft.core.params import SamplingParams
+from foredraft.core.request import Request, SpeculationStats
 
 
-def sequence(prompt: list[int], max_tokens: int = 8) -> Sequence:
+def sequence(prompt: list[int], max_tokens: int = 8) -> Request:
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(0, 0, list(prompt), len(prompt), params, seed=1)
+    return Request(0, 0, list(prompt), len(prompt), params, seed=1)
 
 
 def test_a_new_sequence_is_all_pending() -> None:

@@ -27,8 +27,8 @@ from transformers.generation import (
 )
 
 from foredraft.core.errors import ConfigError, ForedraftError
-from foredraft.core.sampling import SamplingParams
-from foredraft.core.sequence import SpeculationStats
+from foredraft.core.params import SamplingParams
+from foredraft.core.request import SpeculationStats
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import GenerationResult
 from foredraft.llm import LLM

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from foredraft.core.sampling import SamplingParams
+from foredraft.core.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
@@ -49,7 +49,7 @@ class SpeculationStats:
 
 
 @dataclass
-class Sequence:
+class Request:
     """The committed tokens of one request and how many of them the KV cache holds.
 
     Between steps ``num_cached + len(pending) == len(tokens)`` and ``pending`` is never empty.

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from foredraft.models.store import cache_root
+from foredraft.paths import cache_root
 
 SWITCH = "FOREDRAFT_KERNELS"
 """Environment variable; "off" makes foredraft run without compiled kernels."""

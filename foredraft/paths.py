@@ -1,0 +1,19 @@
+"""Where foredraft keeps files of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where foredraft keeps what it makes.
+
+    The first of ``$FOREDRAFT_CACHE``, ``$XDG_CACHE_HOME/foredraft`` and ``~/.cache/foredraft``.
+    """
+    if own := environment.get("FOREDRAFT_CACHE"):
+        return Path(own).expanduser()
+    if shared := environment.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "foredraft"
+    return Path.home() / ".cache" / "foredraft"
