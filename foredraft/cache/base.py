@@ -1,10 +1,17 @@
-"""What the engine may ask of a cache. It names slots and tokens, never memory."""
+"""What the engine may ask of a cache. It names slots and tokens, never memory.
+
+Shape legend: L layers, H key-value heads, T tokens, D head size.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 _BLOCK = 256
 
@@ -12,6 +19,39 @@ _BLOCK = 256
 def padded_capacity(num_tokens: int) -> int:
     """Entries a cache allocates for ``num_tokens``: memory grows in whole blocks."""
     return -(-num_tokens // _BLOCK) * _BLOCK
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one token costs."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+class CacheLayers(Protocol):
+    """Further layers of a cache, for a drafter that keeps a state for each token.
+
+    They hold entries for the same slots and positions as the cache itself, and are allocated,
+    forked, truncated and freed with it. Their owner writes them: those of committed tokens when it
+    observes them, those of its guesses as it likes (nothing of them counts, and `Cache.keep` does
+    not move them).
+    """
+
+    @property
+    def shape(self) -> KVShape: ...
+
+    def write(self, layer: int, slot: int, start: int, keys_HTD: Tensor, values_HTD: Tensor) -> None:
+        """Set the entries of positions ``start`` to ``start + T``; makes room for them."""
+        ...
+
+    def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, end, D] of the positions before ``end``. Do not change them."""
+        ...
 
 
 class Cache(Protocol):
@@ -46,6 +86,19 @@ class Cache(Protocol):
 
     def free(self, slot: int) -> None:
         """Give the slot back; its number may be handed out again."""
+        ...
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` entries behind the ones that count.
+
+        Raises:
+            ValueError: a slot may not hold that many.
+            MemoryError, RuntimeError: there is no memory left; nothing has changed then.
+        """
+        ...
+
+    def add_layers(self, shape: KVShape, dtype: torch.dtype) -> CacheLayers:
+        """Further layers of this shape; see `Capabilities.cache_layers`."""
         ...
 
 

@@ -6,24 +6,11 @@ Shape legend: L layers, S slots, H key-value heads, C capacity (tokens), D head 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import SlotLengths, padded_capacity
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """What one token costs."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+from foredraft.cache.base import KVShape, SlotLengths, padded_capacity
 
 
 class KVCache:

@@ -1,14 +1,16 @@
 """The target seam: whatever can score pending tokens and a tree in one forward.
 
-Shape legend: N tree nodes, V vocabulary, T tokens of one row in one forward, E hidden size.
+Shape legend: N positions whose logits are wanted, V vocabulary, T tokens of the forward (T of one
+row in `RowScores`), E hidden size, R some rows of the head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from foredraft.cache.base import Cache
@@ -21,27 +23,49 @@ class Capabilities:
 
     Attributes:
         tree_attention: drafts may branch.
-        taps: hidden states of inner layers can be handed out.
+        taps: the layers whose outputs can be handed out, by number; an empty range when none.
+        parts: embedding, final norm and head can be used by others (see `PartsTarget`).
         layer_views: a model of some of its layers can be made from it, sharing the weights (see
             `LayeredTarget`).
         shallow: its first layers can draft on its own cache, and `score` goes on from them.
+        cache_layers: its cache keeps layers of others beside its own (see `Cache.add_layers`).
         encoder: it has an encoder whose output the decoder attends to.
     """
 
     tree_attention: bool = False
-    taps: bool = False
+    taps: range = range(0)
+    parts: bool = False
     layer_views: bool = False
     shallow: bool = False
+    cache_layers: bool = False
     encoder: bool = False
+
+
+class Computed(Protocol):
+    """What the first layers of a target have already made of a row's tokens.
+
+    Opaque: a `ShallowTarget` makes it, a draft carries it, and the target that it was made from
+    goes on from there. It saves time and changes no number; a target may ignore it.
+    """
 
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """One row's part of a forward: the pending tokens, then the tree that hangs off the last."""
+    """One row's part of a forward: some pending tokens, then the tree that hangs off the last.
+
+    Attributes:
+        slot: the row's slot in the target's cache.
+        pending: the tokens to read, at least one: all that are pending, or the first of them.
+        tree: draft tokens; empty unless all that are pending are read.
+        wants_logits: False for a chunk after which nothing is to be said yet.
+        computed: what is known already of these very tokens, if anything.
+    """
 
     slot: int
     pending: Sequence[int]
     tree: TokenTree = EMPTY_TREE
+    wants_logits: bool = True
+    computed: Computed | None = None
 
 
 @dataclass(frozen=True)
@@ -50,12 +74,61 @@ class RowScores:
 
     Attributes:
         logits_NV: float32 (or float64) logits after the last pending token (row 0) and after each
-            tree node (row i + 1).
-        taps: for each tapped layer its output [T, E] over pending tokens and nodes.
+            tree node (row i + 1); no rows if none were wanted.
+        taps: for each tapped layer its output [T, E] over the tokens read and the nodes.
     """
 
     logits_NV: Tensor
     taps: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scores(Sequence[RowScores]):
+    """What a forward says, for all rows together; item i is about row i.
+
+    Attributes:
+        logits_NV: the wanted logits of all rows, one row below the other, on the target's device.
+        heads: the rows of ``logits_NV`` that belong to each row of the forward.
+        taps: for each tapped layer its output [T, E] over all tokens of the forward.
+        tokens: the rows of these that belong to each row of the forward.
+    """
+
+    logits_NV: Tensor
+    heads: tuple[range, ...]
+    taps: Mapping[int, Tensor] = field(default_factory=dict)
+    tokens: tuple[range, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[RowScores]) -> Scores:
+        """From rows that were scored one by one."""
+        logits_NV = torch.cat([row.logits_NV for row in rows])
+        layers = rows[0].taps
+        taps = {layer: torch.cat([row.taps[layer] for row in rows]) for layer in layers}
+        sizes = [len(next(iter(row.taps.values()), ())) for row in rows]
+        heads = _ranges([len(row.logits_NV) for row in rows])
+        return cls(logits_NV, heads, taps, _ranges(sizes))
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def __getitem__(self, index: int) -> RowScores:  # type: ignore[override]
+        heads = self.heads[index]
+        taps = {
+            layer: x_TE[self.tokens[index].start : self.tokens[index].stop]
+            for layer, x_TE in self.taps.items()
+        }
+        return RowScores(self.logits_NV[heads.start : heads.stop], taps)
+
+    def __iter__(self) -> Iterator[RowScores]:
+        return (self[i] for i in range(len(self)))
+
+
+def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:
+    ranges, start = [], 0
+    for size in sizes:
+        ranges.append(range(start, start + size))
+        start += size
+    return tuple(ranges)
 
 
 class Target(Protocol):
@@ -78,24 +151,73 @@ class Target(Protocol):
     @property
     def cache(self) -> Cache: ...
 
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         """One forward over all rows.
 
         Writes cache entries for all tokens but commits none: `Cache.keep` does. A failed call
         leaves every slot's length as it was.
+
+        Raises:
+            ConfigError: a layer of ``taps`` is not among those that `Capabilities.taps` names.
         """
         ...
+
+
+class TargetParts(Protocol):
+    """The ends of a target, for drafters that stand on them. They share the target's weights.
+
+    Attributes:
+        hidden_size: E.
+        dtype: of embeddings and hidden states.
+        device: where they are.
+    """
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """Embeddings [T, E] of tokens."""
+        ...
+
+    def norm(self, hidden_TE: Tensor) -> Tensor:
+        """The final norm [T, E] of the last layer's output."""
+        ...
+
+    def logits(self, normed_TE: Tensor) -> Tensor:
+        """The head: float32 logits [T, V] of normed states."""
+        ...
+
+    def head_rows(self, token_ids_R: Tensor) -> Tensor:
+        """The head's weights [R, E] for some tokens, in ``dtype``."""
+        ...
+
+
+class PartsTarget(Target, Protocol):
+    """A target with the capability ``parts``."""
+
+    @property
+    def parts(self) -> TargetParts: ...
 
 
 class ShallowTarget(Protocol):
     """The first layers of a target, its final norm and its head, on the target's own cache."""
 
-    def score_last(self, rows: Sequence[ScoreRow]) -> list[Tensor]:
-        """Float32 logits [V] of these layers after the last token of each row.
+    def score_last(
+        self, rows: Sequence[ScoreRow]
+    ) -> tuple[list[Tensor], list[Computed]]:
+        """Run these layers over each row's pending tokens and the tree so far.
 
-        A row repeats its pending tokens and the tree so far; what an earlier call made of the same
-        tokens is not computed again, neither here nor in the target's next `Target.score` of them.
-        Commits nothing.
+        What a row's ``computed`` already knows is not computed again; the new one knows all of
+        the row. Commits nothing, and remembers nothing.
+
+        Returns:
+            Float32 logits [V] after the last token of each row, and what is known of each row.
         """
         ...
 
