@@ -45,7 +45,9 @@ class CacheLayers(Protocol):
     @property
     def shape(self) -> KVShape: ...
 
-    def write(self, layer: int, slot: int, start: int, keys_HTD: Tensor, values_HTD: Tensor) -> None:
+    def write(
+        self, layer: int, slot: int, start: int, keys_HTD: Tensor, values_HTD: Tensor
+    ) -> None:
         """Set the entries of positions ``start`` to ``start + T``; makes room for them."""
         ...
 

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from foredraft.core.cost import USUAL_PRICE, Price
+from foredraft.core.record import StepRecord
 from foredraft.core.request import Request
 
 
+@dataclass(frozen=True)
+class Allowance:
+    """What one row may draft.
+
+    Attributes:
+        budget: the most nodes; 0 is a legal answer.
+        price: what nodes cost it in this step.
+    """
+
+    budget: int
+    price: Price = USUAL_PRICE
+
+
 class Controller(Protocol):
-    """Decides how many nodes each row may draft; 0 is a legal answer."""
+    """Decides how much each row may draft, from how steps went; never what, and it does not see
+    which tokens are drafted before they are verified.
+    """
 
-    def budget(self, rows: Sequence[Request]) -> list[int]: ...
+    def allow(self, rows: Sequence[Request]) -> list[Allowance]:
+        """One allowance for each row of the step to come.
 
-    def observe(self, rows: Sequence[Request]) -> None:
-        """A step over these rows has been committed."""
+        Rows that will read only a part of their pending tokens are not asked about.
+        """
+        ...
+
+    def observe(self, record: StepRecord) -> None:
+        """A step has been committed."""
         ...

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foredraft.control.base import Allowance
+from foredraft.core.cost import USUAL_PRICE, CostModel, Price
 from foredraft.core.errors import ConfigError
+from foredraft.core.record import StepRecord
 from foredraft.core.request import Request
 
 
@@ -14,25 +17,40 @@ class FixedBudget:
     Args:
         num_draft_tokens: nodes a step, at least 0.
         max_context: most tokens a row of the target may hold.
+        cost: what steps cost here; followed from now on. None: a usual machine.
 
     Raises:
         ConfigError: ``num_draft_tokens`` is negative or not a whole number.
     """
 
-    def __init__(self, num_draft_tokens: int, max_context: int) -> None:
+    def __init__(
+        self, num_draft_tokens: int, max_context: int, cost: CostModel | None = None
+    ) -> None:
         if type(num_draft_tokens) is not int or num_draft_tokens < 0:
             raise ConfigError(
                 f"num_draft_tokens is {num_draft_tokens!r}; it must be a whole number, 0 or more"
             )
         self.num_draft_tokens = num_draft_tokens
         self._max_context = max_context
+        self._cost = cost
 
-    def budget(self, rows: Sequence[Request]) -> list[int]:
-        return [max(0, min(self.num_draft_tokens, self._room(row))) for row in rows]
+    def allow(self, rows: Sequence[Request]) -> list[Allowance]:
+        return [
+            Allowance(
+                max(0, min(self.num_draft_tokens, self._room(row))), self._price(row, len(rows))
+            )
+            for row in rows
+        ]
+
+    def observe(self, record: StepRecord) -> None:
+        if self._cost is not None and record.is_decoding:
+            self._cost.observe(record.sizes, record.times.score_ms)
 
     def _room(self, row: Request) -> int:
         # The last token a step commits is the target's own, so one fewer can be drafted.
         return min(row.num_remaining - 1, self._max_context - len(row.tokens))
 
-    def observe(self, rows: Sequence[Request]) -> None:
-        pass
+    def _price(self, row: Request, num_rows: int) -> Price:
+        if self._cost is None:
+            return USUAL_PRICE
+        return self._cost.price(len(row.tokens), num_rows)

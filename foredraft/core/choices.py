@@ -1,33 +1,82 @@
-"""The only random primitives: accept with a probability, and draw from a distribution.
+"""The only random primitives: accept with a probability, draw from a law, choose with its noise.
 
-Verification and drafting see these two verbs and no random numbers, so a test can put a ledger of
+Verification and drafting see these verbs and no random numbers, so a test can put a ledger of
 every outcome behind them and prove the shipped rules exact. The numbers behind them are keyed by
-what they decide (see `core/rng.py`).
+what they decide (see `core/rng.py` and `core/noise.py`).
+
+A drafter gets one of two kinds, by the request's coupling, and they have no verb in common. With
+"seeded" it may *choose* with the noise the target will draw with: likely right, and accepted only
+if it is. With "drawn" it may *draw*, with numbers the target never sees, for the ratio test. A
+token chosen with the target's noise and put to a ratio test would bend the distribution; there is
+no way to write that down.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from foredraft.core.noise import gumbel_argmax, gumbel_noise, gumbel_top
 from foredraft.core.rng import Purpose, keyed_uniform
-from foredraft.core.sampling import draw_token
+from foredraft.core.sampling import Law, draw_token
+
+_SHARPENED_BELOW = 0.6
+_SHARPENING = 2.5
+"""At low temperature a draft model's log weights count this much more against the noise: the gain
+is a point or two of acceptance, and any factor is exact."""
+_TRUST = 1.4
+"""How fast the chance of a choice falls with its distance from the best perturbed score. Fitted to
+accepted shares by distance; it weighs nodes against time and touches no token."""
 
 
-class DraftChoices(Protocol):
-    """What a drafter may draw from. It gives no access to the verify stream."""
+class Choice(NamedTuple):
+    """A token that a drafter may choose, and the estimated chance that the target takes it."""
+
+    token: int
+    chance: float
+
+
+class SharedChoices(Protocol):
+    """What a drafter of a seeded request chooses with: the noise of the target's own draw."""
+
+    def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
+        """The ``count`` tokens that a target with this law would likeliest draw, likeliest first.
+
+        Args:
+            law: the drafter's own, of the token ``depth`` places after the last committed one.
+        """
+        ...
+
+    def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
+        """The same tokens with the chances that the noise leaves them, likeliest first.
+
+        Args:
+            candidates: distinct tokens and the probability of each as far as is known. What is
+                missing to 1 belongs to tokens that nobody named.
+        """
+        ...
+
+
+@runtime_checkable
+class DrawnChoices(Protocol):
+    """What a drafter of a request with coupling "drawn" draws with, unseen by the target."""
 
     def draw(self, probs_V: Tensor, index: int) -> int:
         """Draw draft token number ``index`` of this step."""
         ...
 
 
+DraftChoices = SharedChoices | DrawnChoices
+
+
 class VerifyChoices(Protocol):
     """What verification decides with, for one row in one step."""
 
-    def draw_target(self, probs_V: Tensor, depth: int) -> int:
+    def draw_target(self, law: Law, depth: int) -> int:
         """Draw the token ``depth`` places after the last committed one.
 
         Keyed by absolute position alone: plain decoding draws the same number there.
@@ -44,7 +93,55 @@ class VerifyChoices(Protocol):
 
 
 @dataclass(frozen=True)
-class KeyedDraftChoices:
+class KeyedSharedChoices:
+    """See `SharedChoices`; ``num_tokens`` tokens are committed before the step."""
+
+    seed: int
+    num_tokens: int
+    temperature: float
+
+    def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
+        if law.scale is None:
+            return _likeliest(law, count)
+        scale = law.scale * _sharpening(self.temperature)
+        # One more than asked for: what comes behind the last one says how sure it is.
+        scored = gumbel_top(law.logits_V, count + 1, self.seed, self._at(depth), scale)
+        chances = _softmax([_TRUST * score for _, score in scored])
+        pairs = zip(scored, chances, strict=True)
+        return [Choice(token, chance) for (token, _), chance in pairs][:count]
+
+    def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
+        if self.temperature == 0.0 or not candidates:
+            return list(candidates)
+        noise = gumbel_noise([c.token for c in candidates], self.seed, self._at(depth))
+        scores = [math.log(max(c.chance, 1e-9)) + g for c, g in zip(candidates, noise, strict=True)]
+        # The best of the unnamed tokens is Gumbel around the log of their mass: the chance that
+        # it stays below the best named score is known. (Maximum of independent Gumbels.)
+        unnamed = max(0.0, 1.0 - sum(c.chance for c in candidates))
+        named_wins = math.exp(-unnamed * math.exp(-max(scores)))
+        chances = _softmax([_TRUST * score for score in scores])
+        weighed = [
+            Choice(c.token, chance * named_wins)
+            for c, chance in zip(candidates, chances, strict=True)
+        ]
+        return sorted(weighed, key=lambda choice: -choice.chance)
+
+    def _at(self, depth: int) -> int:
+        return self.num_tokens + depth
+
+
+class LikeliestChoices:
+    """`SharedChoices` without noise: the tokens that are likeliest before anything is drawn."""
+
+    def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
+        return _likeliest(law, count)
+
+    def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
+        return list(candidates)
+
+
+@dataclass(frozen=True)
+class KeyedDrawnChoices:
     """Draft draws of one row in one step.
 
     Keyed by the number of committed tokens and the node: a position that is drafted again after a
@@ -66,12 +163,34 @@ class KeyedVerifyChoices:
     seed: int
     num_tokens: int
 
-    def draw_target(self, probs_V: Tensor, depth: int) -> int:
-        position = self.num_tokens + depth
-        return draw_token(probs_V, keyed_uniform(self.seed, position, Purpose.TARGET))
+    def draw_target(self, law: Law, depth: int) -> int:
+        if law.scale is None:
+            return law.token
+        return gumbel_argmax(law.logits_V, self.seed, self.num_tokens + depth, law.scale)
 
     def accept(self, probability: float, index: int) -> bool:
         return keyed_uniform(self.seed, self.num_tokens, Purpose.ACCEPT, index) < probability
 
     def draw_residual(self, probs_V: Tensor) -> int:
         return draw_token(probs_V, keyed_uniform(self.seed, self.num_tokens, Purpose.RESIDUAL))
+
+
+def _sharpening(temperature: float) -> float:
+    return _SHARPENING if temperature < _SHARPENED_BELOW else 1.0
+
+
+def _likeliest(law: Law, count: int) -> list[Choice]:
+    """The tokens of the largest logits, with their probability at temperature 1."""
+    logits_V = law.logits_V
+    top = logits_V.topk(min(count, logits_V.numel()))
+    chances = (top.values - logits_V.logsumexp(0)).exp().tolist()
+    pairs = zip(top.indices.tolist(), chances, strict=True)
+    found = [Choice(token, chance) for token, chance in pairs if chance > 0.0]
+    # Of equal logits torch may name any first; the target takes the first.
+    return [Choice(law.token, found[0].chance), *(c for c in found if c.token != law.token)][:count]
+
+
+def _softmax(scores: Sequence[float]) -> list[float]:
+    best = max(scores)
+    weights = [math.exp(score - best) for score in scores]
+    return [weight / sum(weights) for weight in weights]

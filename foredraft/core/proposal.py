@@ -8,64 +8,85 @@ Shape legend: N tree nodes, V vocabulary, S tokens with a new name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from foredraft.core.choices import DraftChoices
+from foredraft.core.choices import DrawnChoices
 from foredraft.core.errors import MalformedProposalError
-from foredraft.core.tree import EMPTY_TREE, TokenTree
+from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter offers for one row.
+    """What a drafter offers for one row: a chosen draft, or a `DrawnProposal`.
 
-    Build one with `Proposal.chosen` (tokens are a function of the text so far) or with a
-    `DrawnProposalBuilder` (tokens are random draws), never directly.
+    Chosen tokens are a function of the text so far, and of the target's own noise if need be: they
+    are accepted if they are what the target draws, and only then.
 
     Attributes:
         tree: the draft tokens.
-        draft_probs_NV: for drawn tokens, row i is the distribution node i was drawn from (before
-            its earlier siblings were removed, when drawn without replacement); None for chosen.
-        replacement: whether siblings were drawn with replacement.
+        computed: what drafting has already computed of the target's own forward (see
+            `foredraft.models.base.Computed`), or None.
     """
 
     tree: TokenTree
-    draft_probs_NV: Tensor | None = field(default=None, repr=False)
-    replacement: bool = True
+    computed: object | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def chosen(cls, tree: TokenTree) -> Proposal:
-        """A deterministic draft: always exact, the safe default."""
-        return cls(tree)
+        """A chosen draft: always exact, the safe default."""
+        return Proposal(tree)
 
     def renamed(self, renaming: Renaming) -> Proposal:
         """The same draft in another vocabulary.
 
-        Drawing a token and then renaming it is drawing from the renamed distribution.
-
         Raises:
             MalformedProposalError: a token of the draft has no new name.
         """
-        try:
-            tokens = tuple(renaming.names[token] for token in self.tree.tokens)
-        except KeyError as error:
-            raise MalformedProposalError(f"draft token {error} has no new name") from None
-        tree = TokenTree(tokens, self.tree.parents)
-        if self.draft_probs_NV is None:
-            return Proposal(tree)
-        old_S, new_S = renaming.ids_S
-        probs_NV = self.draft_probs_NV.new_zeros((len(tree), renaming.vocab_size))
-        probs_NV[:, new_S] = self.draft_probs_NV[:, old_S]
-        return Proposal(tree, probs_NV, self.replacement)
+        return Proposal(renaming.tree(self.tree))
 
     @property
     def is_drawn(self) -> bool:
-        return self.draft_probs_NV is not None
+        return isinstance(self, DrawnProposal)
+
+
+@dataclass(frozen=True)
+class DrawnProposal(Proposal):
+    """Tokens that are random draws, and what they were drawn from. `DrawnProposalBuilder` makes it.
+
+    Attributes:
+        draft_probs_NV: row i is the distribution that node i was drawn from (before its earlier
+            siblings were removed, when drawn without replacement).
+        replacement: whether siblings were drawn with replacement.
+    """
+
+    draft_probs_NV: Tensor = field(kw_only=True, repr=False)
+    replacement: bool = field(default=True, kw_only=True)
+
+    def renamed(self, renaming: Renaming) -> DrawnProposal:
+        """Likewise: drawing a token and renaming it is drawing from the renamed distribution."""
+        old_S, new_S = renaming.ids_S
+        tree = renaming.tree(self.tree)
+        probs_NV = self.draft_probs_NV.new_zeros((len(tree), renaming.vocab_size))
+        probs_NV[:, new_S] = self.draft_probs_NV[:, old_S]
+        return DrawnProposal(tree, draft_probs_NV=probs_NV, replacement=self.replacement)
+
+    def restricted_to(self, nodes: Sequence[int]) -> DrawnProposal:
+        """The draft with these nodes only, ascending; their parents are among them.
+
+        Lossless where a node's being left out depends on nothing but the tokens above it.
+        """
+        new = {old: i for i, old in enumerate(nodes)} | {ROOT: ROOT}
+        tree = TokenTree(
+            tuple(self.tree.tokens[n] for n in nodes),
+            tuple(new[self.tree.parents[n]] for n in nodes),
+        )
+        probs_NV = self.draft_probs_NV[list(nodes)]
+        return DrawnProposal(tree, draft_probs_NV=probs_NV, replacement=self.replacement)
 
 
 @dataclass(frozen=True)
@@ -89,9 +110,26 @@ class Renaming:
             raise MalformedProposalError("two tokens cannot be renamed to one")
 
     @cached_property
+    def old_names(self) -> dict[int, int]:
+        """The old id of each new one."""
+        return {new: old for old, new in self.names.items()}
+
+    @cached_property
     def ids_S(self) -> tuple[Tensor, Tensor]:
         """Old and new ids, pair by pair."""
         return torch.tensor(list(self.names)), torch.tensor(list(self.names.values()))
+
+    def tree(self, tree: TokenTree) -> TokenTree:
+        """The same tree under the new names.
+
+        Raises:
+            MalformedProposalError: a token has none.
+        """
+        try:
+            tokens = tuple(self.names[token] for token in tree.tokens)
+        except KeyError as error:
+            raise MalformedProposalError(f"draft token {error} has no new name") from None
+        return TokenTree(tokens, tree.parents)
 
 
 NO_PROPOSAL = Proposal.chosen(EMPTY_TREE)
@@ -110,7 +148,7 @@ class DrawnProposalBuilder:
             parent.
     """
 
-    def __init__(self, choices: DraftChoices, replacement: bool = True) -> None:
+    def __init__(self, choices: DrawnChoices, replacement: bool = True) -> None:
         self._choices = choices
         self._replacement = replacement
         self._tokens: list[int] = []
@@ -144,8 +182,14 @@ class DrawnProposalBuilder:
     def token(self, node: int) -> int:
         return self._tokens[node]
 
+    @property
+    def tree(self) -> TokenTree:
+        """What has been drawn so far."""
+        return TokenTree(tuple(self._tokens), tuple(self._parents))
+
     def build(self) -> Proposal:
         if not self._tokens:
             return NO_PROPOSAL
-        tree = TokenTree(tuple(self._tokens), tuple(self._parents))
-        return Proposal(tree, torch.stack(self._probs), self._replacement)
+        return DrawnProposal(
+            self.tree, draft_probs_NV=torch.stack(self._probs), replacement=self._replacement
+        )

@@ -1,11 +1,13 @@
-"""From logits to the distribution the user asked for, and from a distribution to a token.
+"""From logits to the distribution the user asked for.
 
-Shape legend: N nodes (the root and the draft tokens), V vocabulary.
+Shape legend: V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +21,44 @@ _SHORTLIST = 512
 """Top-p first looks at this many candidates; a full sort of the vocabulary is rarely needed."""
 
 
-def logits_to_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution ``params`` asks for at one position.
+@dataclass(frozen=True)
+class Law:
+    """A distribution over tokens: token v has weight ``exp(scale * logits_V[v])``.
+
+    What is drawn with shared noise needs the logits alone; probabilities are computed when asked
+    for, which greedy and seeded requests never do.
+
+    Attributes:
+        logits_V: float logits after all filters; -inf is a token that cannot occur.
+        scale: 1 / temperature; None puts everything on ``token``.
+        token: the likeliest token, of equal ones the first.
+    """
+
+    logits_V: Tensor
+    scale: float | None
+    token: int
+
+    @classmethod
+    def of_probs(cls, probs_V: Tensor) -> Law:
+        """The law with these probabilities (or weights)."""
+        return cls(probs_V.log(), 1.0, int(probs_V.argmax()))
+
+    @property
+    def is_sure(self) -> bool:
+        return self.scale is None
+
+    @cached_property
+    def probs_V(self) -> Tensor:
+        """Probabilities [V] in the dtype of the logits."""
+        if self.scale is None:
+            one_hot_V = torch.zeros_like(self.logits_V)
+            one_hot_V[self.token] = 1.0
+            return one_hot_V
+        return tempered(self.logits_V, self.logits_V[self.token], self.scale).softmax(0)
+
+
+def law_of(logits_V: Tensor, params: SamplingParams) -> Law:
+    """The distribution that ``params`` asks for at one position.
 
     Works on one row at a time on purpose: the bits of a result then cannot depend on how many
     rows were scored together.
@@ -28,48 +66,56 @@ def logits_to_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
     Args:
         logits_V: float32 or float64 logits; -inf is a token that cannot occur.
 
-    Returns:
-        Probabilities [V] of the same dtype. One-hot at temperature 0.
-
     Raises:
         NonFiniteScoresError: the largest logit is NaN or infinite.
     """
-    best_token = _argmax(logits_V)
-    best = logits_V[best_token]
-    if not math.isfinite(best.item()):
-        raise NonFiniteScoresError(
-            f"the largest of {logits_V.numel()} logits is {best.item()}; the model's weights or "
-            "activations are not finite here"
-        )
+    token = argmax(logits_V)
+    best = logits_V[token]
+    check_finite(best.item(), logits_V.numel())
     if params.temperature == 0.0:
-        one_hot_V = torch.zeros_like(logits_V)
-        one_hot_V[best_token] = 1.0
-        return one_hot_V
-    # Subtract before dividing, and by no less than the dtype can hold: a tiny temperature must
-    # not end in 0/0.
-    smallest = torch.finfo(logits_V.dtype).tiny
-    logits_V = (logits_V - best) / max(params.temperature, smallest)
+        return Law(logits_V, None, token)
+    # No larger than the dtype can hold: a tiny temperature must not end in 0 * inf.
+    scale = 1.0 / max(params.temperature, torch.finfo(logits_V.dtype).tiny * 16)
     if 0 < params.top_k < logits_V.numel():
         kth = logits_V.topk(params.top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < kth, -math.inf)
-    probs_V = logits_V.softmax(0)
-    if params.top_p < 1.0:
-        probs_V = _renormalise(probs_V, probs_V >= _top_p_threshold(probs_V, params.top_p))
-    if params.min_p > 0.0:
-        probs_V = _renormalise(probs_V, probs_V >= params.min_p * probs_V.max())
-    return probs_V
+    if params.top_p < 1.0 or params.min_p > 0.0:
+        probs_V = tempered(logits_V, best, scale).softmax(0)
+        least = params.min_p * probs_V.max()
+        if params.top_p < 1.0:
+            least = torch.maximum(least, _top_p_threshold(probs_V, params.top_p))
+        logits_V = logits_V.masked_fill(probs_V < least, -math.inf)
+    return Law(logits_V, scale, token)
 
 
-def _argmax(logits_V: Tensor) -> int:
+def tempered(logits_V: Tensor, best: Tensor, scale: float) -> Tensor:
+    """Log weights, the largest of them 0. Subtracted before scaling, so that nothing overflows."""
+    return (logits_V - best) * scale
+
+
+def logits_to_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities [V] of `law_of`; one-hot at temperature 0."""
+    return law_of(logits_V, params).probs_V
+
+
+def check_finite(best: float, num_logits: int) -> None:
+    """Refuse a position whose largest logit is ``best``.
+
+    Raises:
+        NonFiniteScoresError: it is NaN or infinite.
+    """
+    if not math.isfinite(best):
+        raise NonFiniteScoresError(
+            f"the largest of {num_logits} logits is {best}; the model's weights or activations "
+            "are not finite here"
+        )
+
+
+def argmax(logits_V: Tensor) -> int:
     """The first of the largest; a NaN counts as larger than anything."""
     if logits_V.device.type == "cpu":
         return int(logits_V.detach().numpy().argmax())  # a tenth of the time that torch takes
     return int(logits_V.argmax().item())
-
-
-def _renormalise(probs_V: Tensor, keep_V: Tensor) -> Tensor:
-    kept_V = torch.where(keep_V, probs_V, probs_V.new_zeros(()))
-    return kept_V / kept_V.sum()
 
 
 def _top_p_threshold(probs_V: Tensor, top_p: float) -> Tensor:
@@ -103,26 +149,11 @@ def draw_token(probs_V: Tensor, uniform: float) -> int:
     return token
 
 
-class NodeProbs(Protocol):
-    """Target probabilities by node: ``probs[ROOT]`` after the last pending token, and so on."""
+class NodeLaws(Protocol):
+    """The target's laws by node: ``laws[ROOT]`` after the last pending token, and so on.
 
-    def __getitem__(self, node: int) -> Tensor: ...
-
-
-class TargetProbs:
-    """Target probabilities of one row, computed for the nodes that verification visits.
-
-    Args:
-        logits_NV: logits after the root (first) and after each tree node.
-        params: the distribution asked for.
+    Looking one up may raise: a node with NaN logits has no law. So nobody looks at a node that
+    verification does not reach.
     """
 
-    def __init__(self, logits_NV: Tensor, params: SamplingParams) -> None:
-        self.logits_NV = logits_NV
-        self._params = params
-        self._cache: dict[int, Tensor] = {}
-
-    def __getitem__(self, node: int) -> Tensor:
-        if node not in self._cache:
-            self._cache[node] = logits_to_probs(self.logits_NV[node + 1], self._params)
-        return self._cache[node]
+    def __getitem__(self, node: int) -> Law: ...

@@ -1,21 +1,54 @@
 """The drafter seam: everything that guesses ahead implements this and nothing more.
 
 A drafter is one file in this folder with a class that implements `Drafter` and is named by
-``DRAFTER`` at the end of the file; the file's name is its registry key. See docs/add-a-drafter.md.
+``DRAFTER`` at the end of the file; the file's name is its registry key. One that needs helpers of
+its own is a folder whose ``__init__`` names it. See docs/add-a-drafter.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from foredraft.core.choices import DraftChoices
+from foredraft.core.choices import (
+    Choice,
+    DraftChoices,
+    DrawnChoices,
+    KeyedDrawnChoices,
+    KeyedSharedChoices,
+    LikeliestChoices,
+)
+from foredraft.core.cost import USUAL_PRICE, Price
+from foredraft.core.draft import ChosenDraft, Draft, DrawnDraft
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
+from foredraft.core.rules import Rules, SamplingRules
 from foredraft.models.base import Capabilities, Target
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A request that starts.
+
+    Attributes:
+        request_id: unchanged from `Drafter.begin` to `Drafter.end`.
+        tokens: the prompt.
+        params: the distribution the user asked for, and the rest of the request.
+        tenant: whose request it is: nothing of one tenant's text may draft for another.
+        num_cached: how many of the tokens the target's cache holds already, from an earlier turn.
+            They will not be observed; the drafter's own cache layers hold their entries.
+        slot: the row's slot in the target's cache.
+    """
+
+    request_id: int
+    tokens: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    tenant: str | None = None
+    num_cached: int = 0
+    slot: int = -1
 
 
 @dataclass(frozen=True)
@@ -27,7 +60,9 @@ class DraftRow:
         tokens: all committed tokens, prompt included. Do not change it.
         params: the distribution the user asked for.
         budget: the most nodes to draft; 0 asks for an empty proposal.
-        choices: the row's draft stream, for drawn proposals.
+        choices: what the row's tokens are chosen or drawn with. `draft` knows which it is.
+        rules: what the request makes of any logits: applied before a token is chosen or drawn.
+        price: what nodes cost in this step, for drafters that weigh them.
         slot: the row's slot in the target's cache, for drafters that run the target's own layers.
     """
 
@@ -36,21 +71,87 @@ class DraftRow:
     params: SamplingParams
     budget: int
     choices: DraftChoices
+    rules: Rules
+    price: Price = USUAL_PRICE
     slot: int = -1
+
+    @classmethod
+    def of(
+        cls,
+        request_id: int,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        budget: int,
+        seed: int = 0,
+        *,
+        rules: Rules | None = None,
+        price: Price = USUAL_PRICE,
+        slot: int = -1,
+    ) -> DraftRow:
+        """A row with the choices that its coupling allows, keyed by its seed and length."""
+        choices = draft_choices(params, seed, len(tokens))
+        rules = rules or SamplingRules(params)
+        return cls(request_id, tokens, params, budget, choices, rules, price, slot)
+
+    def draft(self) -> Draft:
+        """An empty draft that takes logits and chooses or draws, as the row's coupling asks."""
+        if isinstance(self.choices, DrawnChoices):
+            return DrawnDraft(self.rules, self.tokens, self.choices)
+        return ChosenDraft(self.rules, self.tokens, self.choices)
+
+    def choose(self, logits_V: Tensor, drafted: Sequence[int] = (), count: int = 1) -> list[Choice]:
+        """The tokens that the target will likeliest draw after ``drafted``, likeliest first.
+
+        For seeded requests: drawn ones have no such thing (see `draft`).
+
+        Args:
+            logits_V: the drafter's own of the position.
+        """
+        assert not isinstance(self.choices, DrawnChoices)
+        law = self.rules.law(logits_V, self.tokens, drafted)
+        return self.choices.best(law, len(drafted), count)
+
+    def without_noise(self, budget: int) -> DraftRow:
+        """The same row for a drafter whose tokens go on to another drafter, not to the target."""
+        params = replace(self.params, coupling="seeded")
+        return replace(self, params=params, choices=LikeliestChoices(), budget=budget)
+
+    def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
+        """What the row's noise leaves of the chances of known candidates; see `SharedChoices`.
+
+        For drafters that have counts and no logits. Where there is no shared noise (drawn
+        requests, temperature 0) the candidates come back as they are.
+
+        Args:
+            depth: how many drafted tokens lie between the committed ones and the candidates.
+        """
+        if isinstance(self.choices, DrawnChoices):
+            return list(candidates)
+        return self.choices.weigh(candidates, depth)
+
+
+def draft_choices(params: SamplingParams, seed: int, num_tokens: int) -> DraftChoices:
+    """What a drafter may choose or draw with, by the request's coupling."""
+    if params.coupling == "drawn":
+        return KeyedDrawnChoices(seed, num_tokens)
+    return KeyedSharedChoices(seed, num_tokens, params.temperature)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What became of one row's step.
+    """What became of one row's part of a step: of a whole one, or of a chunk of its prompt.
 
     Attributes:
         request_id: which request.
-        committed: the tokens the step committed.
+        committed: the tokens the step committed; none after a chunk.
         num_accepted: how many of them were drafted.
         proposal: what was verified.
         path: nodes of the proposal that were committed.
-        logits_NV: the target's logits at the root (row 0) and at each node.
-        taps: hidden states of the layers the drafter asked for, over pending tokens and nodes.
+        logits_NV: the target's logits at the root (row 0) and at each node; no rows after a chunk.
+        taps: hidden states of the layers the drafter asked for, [T, E] over the tokens read and
+            the nodes; empty where the step did not fetch them.
+        start: the position of the first token read.
+        num_read: how many pending tokens the step read.
     """
 
     request_id: int
@@ -60,6 +161,8 @@ class Observation:
     path: Sequence[int]
     logits_NV: Tensor
     taps: Mapping[int, Tensor] = field(default_factory=dict)
+    start: int = 0
+    num_read: int = 1
 
 
 class Drafter(Protocol):
@@ -68,16 +171,28 @@ class Drafter(Protocol):
     A drafter can be wrong, slow or useless without changing a single token of the output: it
     never sees the verify stream, and every step commits at least one token without it. After
     `observe`, or at the next `propose` at the latest, nothing of a rejected branch may be left in
-    its state.
+    its state. A fault of its own costs it the request that it happened in: `end` follows, also
+    after a `begin` that failed.
 
     Attributes:
         taps: hidden layers of the target whose outputs `observe` wants; usually none.
+        keeps_state: whether it keeps something for each token of the text (in cache layers of its
+            own, see `Cache.add_layers`), and so must see the taps of every step, chunks of prompts
+            included. False: taps of steps that may draft, so that plain steps pay nothing.
+        look_ahead: how many tokens behind its own such an entry depends on. A conversation's next
+            turn then shares that many entries fewer.
     """
 
     @property
     def taps(self) -> Sequence[int]: ...
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+    @property
+    def keeps_state(self) -> bool: ...
+
+    @property
+    def look_ahead(self) -> int: ...
+
+    def begin(self, request: DraftRequest) -> None:
         """A request starts."""
         ...
 
@@ -86,7 +201,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """A step has been committed."""
+        """A step has been committed, or chunks of prompts have been read."""
         ...
 
     def end(self, request_id: int) -> None:
@@ -98,8 +213,10 @@ class BaseDrafter:
     """Do-nothing defaults for every part of `Drafter` but `propose`."""
 
     taps: Sequence[int] = ()
+    keeps_state: bool = False
+    look_ahead: int = 0
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+    def begin(self, request: DraftRequest) -> None:
         pass
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -130,8 +247,6 @@ class DrafterContext:
         options: the user's options for this drafter, checked against `DrafterSpec.options`.
         tokenizer: the target's; None when requests come as token ids only.
         draft_tokenizer: the draft model's.
-        forward_ms: (tokens, milliseconds) of the target's forward as of now, by rising tokens.
-            Measured when first asked for, and then followed; None where nobody measures.
     """
 
     target: Target
@@ -139,7 +254,6 @@ class DrafterContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TextCodec | None = None
     draft_tokenizer: TextCodec | None = None
-    forward_ms: Callable[[], Sequence[tuple[int, float]]] | None = None
 
 
 class DrafterFactory(Protocol):
@@ -156,11 +270,11 @@ class DrafterSpec:
         options: option names with one line of help each; others are refused.
         num_draft_tokens: a sensible default budget of nodes a step.
         needs: capabilities the target must have.
-        needs_draft_model: whether the user must name a draft model.
-        takes_draft_model: whether it can use one and do without.
-        any_vocabulary: whether that model may have another vocabulary than the target.
-        learns_from_guesses: whether it learns from the target's scores of guesses that were not
-            accepted, so that its drafts are no function of the committed text alone.
+        draft_model: whether it uses a draft model: never, if the user names one, always, or always
+            and of any vocabulary.
+        drafts_from: "text": drafts are a function of the committed text (and the noise). "steps":
+            also of what was scored and rejected on the way, so that another number of draft tokens
+            gives other drafts.
     """
 
     build: DrafterFactory
@@ -168,7 +282,9 @@ class DrafterSpec:
     options: Mapping[str, str] = field(default_factory=dict)
     num_draft_tokens: int = 4
     needs: Capabilities = field(default_factory=Capabilities)
-    needs_draft_model: bool = False
-    takes_draft_model: bool = False
-    any_vocabulary: bool = False
-    learns_from_guesses: bool = False
+    draft_model: Literal["none", "optional", "required", "any vocabulary"] = "none"
+    drafts_from: Literal["text", "steps"] = "text"
+
+    @property
+    def needs_draft_model(self) -> bool:
+        return self.draft_model in ("required", "any vocabulary")

@@ -11,6 +11,7 @@ Shape legend: N the root and the guessed nodes, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,14 @@ from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DrafterContext, DrafterSpec, DraftRow, Observation
+from foredraft.drafters.base import (
+    Drafter,
+    DrafterContext,
+    DrafterSpec,
+    DraftRequest,
+    DraftRow,
+    Observation,
+)
 from foredraft.drafters.common.chain import ChainDraft
 from foredraft.drafters.common.continuing import ContinuingDrafter
 from foredraft.drafters.common.draft_cache import DraftCache
@@ -89,16 +97,19 @@ class Cascade:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = tuple(stages)
         self._authors: dict[int, list[Stage]] = {}  # of each node under verification
-        self.taps: Sequence[int] = sorted({tap for stage in stages for tap in stage.drafter.taps})
+        drafters = [stage.drafter for stage in stages]
+        self.taps: Sequence[int] = sorted({tap for drafter in drafters for tap in drafter.taps})
+        self.keeps_state = any(drafter.keeps_state for drafter in drafters)
+        self.look_ahead = max((drafter.look_ahead for drafter in drafters), default=0)
 
     @property
     def stage_counts(self) -> Mapping[str, StageCounts]:
         """Counts since the drafter was built, by stage."""
         return {stage.name: stage.counts for stage in self._stages}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+    def begin(self, request: DraftRequest) -> None:
         for stage in self._stages:
-            stage.drafter.begin(request_id, prompt)
+            stage.drafter.begin(request)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
@@ -113,7 +124,8 @@ class Cascade:
     def end(self, request_id: int) -> None:
         self._authors.pop(request_id, None)
         for stage in self._stages:
-            stage.drafter.end(request_id)
+            with contextlib.suppress(KeyError):  # a stage that has not begun it
+                stage.drafter.end(request_id)
         _log.debug("cascade after request %d: %s", request_id, self.stage_counts)
 
 
@@ -179,13 +191,14 @@ class VerticalCascade(Cascade):
     def stage_counts(self) -> Mapping[str, StageCounts]:
         return {**super().stage_counts, self._drafting.name: self._drafting.counts}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        super().begin(request_id, prompt)
-        self._cache.begin(request_id)
+    def begin(self, request: DraftRequest) -> None:
+        super().begin(request)
+        self._cache.begin(request.request_id)
 
     def end(self, request_id: int) -> None:
         super().end(request_id)
-        self._cache.end(request_id)
+        with contextlib.suppress(KeyError):
+            self._cache.end(request_id)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         chains = [ChainDraft(row) for row in rows]
@@ -273,7 +286,7 @@ def _seeded(row: DraftRow, budget: int) -> DraftRow:
     """The same row for a stage whose tokens must be chosen."""
     if row.params.coupling == "seeded":
         return replace(row, budget=budget)
-    return replace(row, params=replace(row.params, coupling="seeded"), budget=budget)
+    return row.without_noise(budget)
 
 
 def _joined(chain: TokenTree, tree: TokenTree) -> TokenTree:
@@ -331,5 +344,5 @@ DRAFTER = DrafterSpec(
         "mode": "vertical: they draft for the last one; horizontal: the first that has something",
     },
     num_draft_tokens=8,
-    takes_draft_model=True,
+    draft_model="optional",
 )

@@ -17,8 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from foredraft.cache.base import Cache
+from foredraft.core.choices import Choice, DrawnChoices, SharedChoices
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.proposal import NO_PROPOSAL, Proposal, Renaming
+from foredraft.core.rules import SamplingRules
+from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import (
@@ -26,6 +29,7 @@ from foredraft.drafters.base import (
     Drafter,
     DrafterContext,
     DrafterSpec,
+    DraftRequest,
     DraftRow,
 )
 from foredraft.drafters.common.shared_vocabulary import RestrictedModel, SharedVocabulary
@@ -54,13 +58,10 @@ class ThroughText:
 
     def ask(self, row: DraftRow, transcript: Transcript) -> DraftRow | None:
         ratio = len(transcript.draft_tokens) / len(row.tokens)
-        return replace(
-            row,
-            tokens=tuple(transcript.draft_tokens),
-            params=replace(row.params, coupling="seeded"),
-            budget=math.ceil(row.budget * min(max(ratio, 1.0), _MAX_RATIO)),
-            slot=-1,
-        )
+        budget = math.ceil(row.budget * min(max(ratio, 1.0), _MAX_RATIO))
+        asked = row.without_noise(budget)  # the noise is that of other tokens at other positions
+        rules = SamplingRules(asked.params)
+        return replace(asked, tokens=tuple(transcript.draft_tokens), rules=rules, slot=-1)
 
     def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
         tree = draft.tree
@@ -84,10 +85,38 @@ class SharedTokens:
         # Inside a character the draft model's text ends earlier than the target's.
         if transcript.held:
             return None
-        return replace(row, tokens=tuple(transcript.draft_tokens), slot=-1)
+        choices = row.choices
+        if not isinstance(choices, DrawnChoices):
+            choices = _RenamedChoices(choices, self._renaming)
+        rules = SamplingRules(row.params)
+        tokens = tuple(transcript.draft_tokens)
+        return replace(row, tokens=tokens, choices=choices, rules=rules, slot=-1)
 
     def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
         return draft.renamed(self._renaming)
+
+
+@dataclass(frozen=True)
+class _RenamedChoices:
+    """Choices in the draft model's ids, with the noise of the target's."""
+
+    choices: SharedChoices
+    renaming: Renaming
+
+    def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
+        old_S, new_S = self.renaming.ids_S
+        logits_V = law.logits_V.new_full((self.renaming.vocab_size,), -math.inf)
+        logits_V[new_S] = law.logits_V[old_S]
+        renamed = Law(logits_V, law.scale, int(logits_V.argmax()))
+        return self._back(self.choices.best(renamed, depth, count))
+
+    def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
+        names = self.renaming.names
+        renamed = [Choice(names[c.token], c.chance) for c in candidates if c.token in names]
+        return self._back(self.choices.weigh(renamed, depth))
+
+    def _back(self, chosen: Sequence[Choice]) -> list[Choice]:
+        return [Choice(self.renaming.old_names[c.token], c.chance) for c in chosen]
 
 
 def _merged(paths: Sequence[Sequence[int]], budget: int) -> TokenTree:
@@ -121,11 +150,12 @@ class CrossTokenizerDrafter(BaseDrafter):
         self._inner, self._codecs, self._mode = inner, codecs, mode
         self._transcripts: dict[int, Transcript] = {}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
+    def begin(self, request: DraftRequest) -> None:
         transcript = Transcript(self._codecs)
-        transcript.begin(prompt)
-        self._transcripts[request_id] = transcript
-        self._inner.begin(request_id, tuple(transcript.draft_tokens))
+        transcript.begin(request.tokens)
+        self._transcripts[request.request_id] = transcript
+        tokens = tuple(transcript.draft_tokens)
+        self._inner.begin(replace(request, tokens=tokens, num_cached=0, slot=-1))
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         asked = [(row, asks) for row in rows if (asks := self._ask(row)) is not None]
@@ -191,7 +221,7 @@ def _inner(
     name: str, model: Target, context: DrafterContext, options: Mapping[str, Any]
 ) -> Drafter:
     spec = drafter_spec(name)
-    if spec.any_vocabulary or not spec.needs_draft_model:
+    if spec.draft_model != "required":
         raise ConfigError(
             f"drafter {name!r} has no model of another vocabulary to wrap; use 'draft-model'"
         )
@@ -213,6 +243,5 @@ DRAFTER = DrafterSpec(
         "shape": "of that drafter: chain, children at each depth, or best-first (chain)",
     },
     num_draft_tokens=4,
-    needs_draft_model=True,
-    any_vocabulary=True,
+    draft_model="any vocabulary",
 )

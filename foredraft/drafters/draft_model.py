@@ -23,13 +23,13 @@ from foredraft.drafters.base import (
     Drafter,
     DrafterContext,
     DrafterSpec,
+    DraftRequest,
     DraftRow,
 )
 from foredraft.drafters.common.chain import ChainDrafter, ModelPredictor
 from foredraft.drafters.common.draft_cache import DraftCache
-from foredraft.drafters.common.options import checked_count
+from foredraft.drafters.common.options import checked_count, checked_ms
 from foredraft.drafters.common.shapes import BestFirstShape, FixedShape, Growth, Shape
-from foredraft.drafters.common.step_cost import StepCost
 from foredraft.models.base import ScoreRow, Target
 
 
@@ -60,8 +60,8 @@ class DraftTreeDrafter(BaseDrafter):
         self._cache = DraftCache(model)
         self._last_reads: dict[int, ScoreRow] = {}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        self._cache.begin(request_id)
+    def begin(self, request: DraftRequest) -> None:
+        self._cache.begin(request.request_id)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         growths = {row.request_id: self._shape.grow(row) for row in rows if self._has_room(row)}
@@ -160,7 +160,7 @@ def _shape(options: Mapping[str, Any]) -> Shape | None:
         return BestFirstShape(
             width=checked_count("width", options.get("width", 4)),
             max_depth=checked_count("max_depth", options.get("max_depth", 6)),
-            cost=StepCost.parse(str(options.get("step_ms", "")), options.get("draft_ms", 0.0)),
+            draft_ms=checked_ms("draft_ms", options.get("draft_ms", 0.0)),
         )
     counts = name.split(",")
     if not all(count.strip().isdecimal() for count in counts):
@@ -175,9 +175,8 @@ DRAFTER = DrafterSpec(
         "shape": "chain, children at each depth such as 3,2,1, or best-first (chain)",
         "width": "best-first: nodes expanded at each depth, and children of each (4)",
         "max_depth": "best-first: most tokens on a path (6)",
-        "step_ms": "best-first: measured step times, tokens:ms,… ; cuts what costs too much",
-        "draft_ms": "best-first: measured time of one draft forward (0)",
+        "draft_ms": "best-first: time of one draft forward, in milliseconds (0)",
     },
     num_draft_tokens=4,
-    needs_draft_model=True,
+    draft_model="required",
 )

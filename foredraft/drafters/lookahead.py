@@ -27,6 +27,7 @@ from foredraft.drafters.base import (
     BaseDrafter,
     DrafterContext,
     DrafterSpec,
+    DraftRequest,
     DraftRow,
     Observation,
 )
@@ -221,8 +222,8 @@ class LookaheadDrafter(BaseDrafter):
         self._sizes = sizes
         self._requests: dict[int, _Request] = {}
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        self._requests[request_id] = _Request(self._sizes, prompt)
+    def begin(self, request: DraftRequest) -> None:
+        self._requests[request.request_id] = _Request(self._sizes, request.tokens)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [
@@ -255,5 +256,5 @@ DRAFTER = DrafterSpec(
     },
     num_draft_tokens=Sizes().num_nodes,
     needs=Capabilities(tree_attention=True),
-    learns_from_guesses=True,
+    drafts_from="steps",
 )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow
+from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRequest, DraftRow
 from foredraft.drafters.common.per_request import PerRequestDrafter
 
 
@@ -73,7 +73,7 @@ class NgramDrafter(PerRequestDrafter[NgramIndex]):
         super().__init__()
         self._sizes = (min_ngram_size, max_ngram_size)
 
-    def begin_request(self, prompt: Sequence[int]) -> NgramIndex:
+    def begin_request(self, request: DraftRequest) -> NgramIndex:
         return NgramIndex(*self._sizes)
 
     def draft_tree(self, request: NgramIndex, row: DraftRow, draft: Sequence[int]) -> TokenTree:

@@ -11,13 +11,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
+from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, TokenTree
-from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation, TextCodec
+from foredraft.drafters.base import (
+    DrafterContext,
+    DrafterSpec,
+    DraftRequest,
+    DraftRow,
+    Observation,
+    TextCodec,
+)
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import MatchConfidence
 from foredraft.drafters.common.per_request import PerRequestDrafter
-from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
+from foredraft.drafters.common.price import asked_price
 
 _FOLLOWED = (0.50, 0.55, 0.65, 0.75, 0.82, 0.88, 0.92, 0.94, 0.96, 0.98)
 _MET = (0.45, 0.45, 0.45, 0.40, 0.30, 0.25, 0.20, 0.15, 0.10, 0.05)
@@ -176,7 +184,7 @@ class PredictionDrafter(PerRequestDrafter[_Request]):
     Args:
         tokenizer: makes ids of predictions; None when requests come as ids only.
         vocab_size: of the target.
-        cost: time of a step by its tokens.
+        price: what nodes cost; the controller's when None.
         tree: whether drafts may branch.
     """
 
@@ -184,15 +192,15 @@ class PredictionDrafter(PerRequestDrafter[_Request]):
         self,
         tokenizer: TextCodec | None,
         vocab_size: int,
-        cost: StepCost = LINEAR_STEPS,
+        price: Price | None = None,
         tree: bool = True,
     ) -> None:
         super().__init__()
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._cost, self._tree = cost, tree
+        self._price, self._tree = price, tree
 
-    def begin_request(self, prompt: Sequence[int]) -> _Request:
-        return _Request(prompt)
+    def begin_request(self, request: DraftRequest) -> _Request:
+        return _Request(request.tokens)
 
     def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         alignment = request.alignment or request.align(self._expected(row, request.prompt))
@@ -201,7 +209,7 @@ class PredictionDrafter(PerRequestDrafter[_Request]):
             following = (p for t, _, p in alignment.successors(place) if t == token)
             if (place := next(following, None)) is None:
                 return EMPTY_TREE
-        return best_first(place, alignment.successors, row.budget, self._cost, self._tree)
+        return best_first(place, alignment.successors, row, self._tree, self._price, len(draft))
 
     def observe_request(self, request: _Request, seen: Observation) -> None:
         request.commit(seen.committed)
@@ -223,7 +231,7 @@ def _build(context: DrafterContext) -> PredictionDrafter:
     return PredictionDrafter(
         context.tokenizer,
         context.target.vocab_size,
-        step_cost(context),
+        asked_price(context),
         context.target.capabilities.tree_attention,
     )
 

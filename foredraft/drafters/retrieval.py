@@ -12,14 +12,21 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 
+from foredraft.core.cost import Price
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
+from foredraft.drafters.base import (
+    DrafterContext,
+    DrafterSpec,
+    DraftRequest,
+    DraftRow,
+    Observation,
+)
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import OTHER_TEXT, REPEATED_TEXT, MatchConfidence
 from foredraft.drafters.common.datastore import Datastore, Interval
 from foredraft.drafters.common.options import checked_count
 from foredraft.drafters.common.per_request import PerRequestDrafter
-from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
+from foredraft.drafters.common.price import asked_price
 
 _MAX_MATCH = 16
 """Longest suffix looked for; longer ones are hardly more reliable."""
@@ -72,7 +79,7 @@ class RetrievalDrafter(PerRequestDrafter[_Request]):
         datastore: what to look things up in; None searches each request's prompt instead.
         vocab_size: of the target.
         min_match: shortest suffix that counts as a match.
-        cost: time of a step by its tokens.
+        price: what nodes cost; the controller's when None.
         tree: whether drafts may branch.
     """
 
@@ -81,26 +88,27 @@ class RetrievalDrafter(PerRequestDrafter[_Request]):
         datastore: Datastore | None,
         vocab_size: int,
         min_match: int = 2,
-        cost: StepCost = LINEAR_STEPS,
+        price: Price | None = None,
         tree: bool = True,
     ) -> None:
         super().__init__()
         self._datastore, self._vocab_size = datastore, vocab_size
-        self._min_match, self._cost, self._tree = min_match, cost, tree
+        self._min_match, self._price, self._tree = min_match, price, tree
 
-    def begin_request(self, prompt: Sequence[int]) -> _Request:
+    def begin_request(self, request: DraftRequest) -> _Request:
+        prompt = request.tokens
         datastore, prior = self._datastore, OTHER_TEXT
         if datastore is None:
             earlier = prompt[:-1]  # with the last token its end would match itself
             datastore, prior = Datastore.of_documents([earlier], self._vocab_size), REPEATED_TEXT
-        request = _Request(datastore, MatchConfidence(prior), self._min_match)
+        found = _Request(datastore, MatchConfidence(prior), self._min_match)
         for token in prompt[-_MAX_MATCH:]:
-            request.read(token)
-        return request
+            found.read(token)
+        return found
 
     def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         start = request.longest_after(draft)
-        return best_first(start, request.successors, row.budget, self._cost, self._tree)
+        return best_first(start, request.successors, row, self._tree, self._price, len(draft))
 
     def observe_request(self, request: _Request, seen: Observation) -> None:
         for token in seen.committed:
@@ -116,7 +124,7 @@ def _build(context: DrafterContext) -> RetrievalDrafter:
         datastore,
         vocab_size,
         checked_count("min_match", options.get("min_match", 2)),
-        step_cost(context),
+        asked_price(context),
         context.target.capabilities.tree_attention,
     )
 

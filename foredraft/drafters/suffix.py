@@ -11,16 +11,23 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 
+from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
+from foredraft.drafters.base import (
+    DrafterContext,
+    DrafterSpec,
+    DraftRequest,
+    DraftRow,
+    Observation,
+)
 from foredraft.drafters.common.automaton import NO_MATCH, Match, SuffixAutomaton
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import OTHER_TEXT, MatchConfidence
 from foredraft.drafters.common.options import checked_count, checked_flag
 from foredraft.drafters.common.past_outputs import PastOutputs, tenant_file
 from foredraft.drafters.common.per_request import PerRequestDrafter
-from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
+from foredraft.drafters.common.price import asked_price
 
 _Place = tuple[Match, ...]
 """Where a text stands in each source: its longest suffix there."""
@@ -92,23 +99,23 @@ class SuffixDrafter(PerRequestDrafter[_Request]):
     """See the module docstring.
 
     Args:
-        cost: time of a step by its tokens.
+        price: what nodes cost; the controller's when None.
         past: outputs of earlier requests to look things up in as well, and to add to.
         tree: whether drafts may branch.
     """
 
     def __init__(
-        self, cost: StepCost = LINEAR_STEPS, past: PastOutputs | None = None, tree: bool = True
+        self, price: Price | None = None, past: PastOutputs | None = None, tree: bool = True
     ) -> None:
         super().__init__()
-        self._cost, self._past, self._tree = cost, past, tree
+        self._price, self._past, self._tree = price, past, tree
 
-    def begin_request(self, prompt: Sequence[int]) -> _Request:
-        return _Request(prompt, self._past)
+    def begin_request(self, request: DraftRequest) -> _Request:
+        return _Request(request.tokens, self._past)
 
     def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         place = reduce(request.advance, draft, request.place)
-        return best_first(place, request.successors, row.budget, self._cost, self._tree)
+        return best_first(place, request.successors, row, self._tree, self._price, len(draft))
 
     def observe_request(self, request: _Request, seen: Observation) -> None:
         for token in seen.committed:
@@ -122,7 +129,7 @@ class SuffixDrafter(PerRequestDrafter[_Request]):
 def _build(context: DrafterContext) -> SuffixDrafter:
     options = {k: v for k, v in context.options.items() if k != "node_cost"}
     return SuffixDrafter(
-        step_cost(context),
+        asked_price(context),
         _past_outputs(context, **options),
         context.target.capabilities.tree_attention,
     )

@@ -16,13 +16,20 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow, Observation
+from foredraft.drafters.base import (
+    DrafterContext,
+    DrafterSpec,
+    DraftRequest,
+    DraftRow,
+    Observation,
+)
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.options import checked_count, checked_flag
 from foredraft.drafters.common.per_request import PerRequestDrafter
-from foredraft.drafters.common.step_cost import LINEAR_STEPS, StepCost, step_cost
+from foredraft.drafters.common.price import asked_price
 
 _STEADIEST = 3
 _PRIOR = (
@@ -150,7 +157,7 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
 
     Args:
         num_candidates: candidates kept for each token.
-        cost: time of a step by its tokens.
+        price: what nodes cost; the controller's when None.
         shared: one table for all requests, instead of one each.
         tree: whether drafts may branch.
     """
@@ -158,7 +165,7 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
     def __init__(
         self,
         num_candidates: int = 8,
-        cost: StepCost = LINEAR_STEPS,
+        price: Price | None = None,
         shared: bool = False,
         tree: bool = True,
     ) -> None:
@@ -167,15 +174,15 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
             raise ConfigError(
                 f"num_candidates is {num_candidates}; more than {len(_PRIOR[0])} are never drafted"
             )
-        self._num_candidates, self._cost, self._tree = num_candidates, cost, tree
+        self._num_candidates, self._price, self._tree = num_candidates, price, tree
         self._shared = Successors(num_candidates) if shared else None
 
-    def begin_request(self, prompt: Sequence[int]) -> _Request:
-        return _Request(prompt, self._shared or Successors(self._num_candidates))
+    def begin_request(self, request: DraftRequest) -> _Request:
+        return _Request(request.tokens, self._shared or Successors(self._num_candidates))
 
     def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         last = draft[-1] if draft else request.last
-        return best_first(last, request.following, row.budget, self._cost, self._tree)
+        return best_first(last, request.following, row, self._tree, self._price, len(draft))
 
     def observe_request(self, request: _Request, seen: Observation) -> None:
         nodes = [0, *(node + 1 for node in seen.path)]
@@ -187,7 +194,7 @@ def _build(context: DrafterContext) -> TokenRecyclingDrafter:
     options = context.options
     return TokenRecyclingDrafter(
         checked_count("num_candidates", options.get("num_candidates", 8)),
-        step_cost(context),
+        asked_price(context),
         checked_flag("shared", options.get("shared", False)),
         context.target.capabilities.tree_attention,
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from foredraft.core.errors import NonFiniteScoresError
+from foredraft.control.base import Allowance
 from foredraft.core.proposal import Proposal
+from foredraft.core.record import RowRecord
 from foredraft.core.request import FinishReason
 from foredraft.core.verify import Verdict
-from foredraft.engine.row import Row
+from foredraft.drafters.base import Observation
+from foredraft.engine.row import Row, Turn
+from foredraft.models.base import RowScores
 
 
 @dataclass(frozen=True)
@@ -16,9 +19,10 @@ class Commit:
     """What one step did to one row.
 
     Attributes:
-        tokens: committed tokens, in order; empty only after an error.
+        tokens: committed tokens, in order; none after a chunk of a prompt, or an error.
         num_accepted: how many of them were drafted.
-        num_pending: tokens that entered the cache as committed text.
+        start: where in the cache the tokens read begin.
+        num_read: pending tokens that entered the cache.
         path: tree nodes that stay in the cache.
         finish_reason: why the request is over, or None.
     """
@@ -26,36 +30,85 @@ class Commit:
     row: Row
     tokens: tuple[int, ...]
     num_accepted: int
-    num_pending: int
+    start: int
+    num_read: int
     path: tuple[int, ...]
     finish_reason: FinishReason | None
 
+    def observation(self, proposal: Proposal, scores: RowScores) -> Observation:
+        """What the drafter learns of it."""
+        return Observation(
+            request_id=self.row.request_id,
+            committed=self.tokens,
+            num_accepted=self.num_accepted,
+            proposal=proposal,
+            path=self.path,
+            logits_NV=scores.logits_NV,
+            taps=scores.taps,
+            start=self.start,
+            num_read=self.num_read,
+        )
 
-def commit(row: Row, proposal: Proposal, verdict: Verdict | NonFiniteScoresError) -> Commit:
-    """Append the accepted tokens and the next one, up to whatever ends the request."""
-    request = row.request
-    num_pending = len(request.tokens) - request.num_cached
-    if isinstance(verdict, NonFiniteScoresError):
-        row.error, request.finish_reason = str(verdict), "error"
-        return Commit(row, (), 0, 0, (), "error")
-    offered = (*(proposal.tree.tokens[node] for node in verdict.path), verdict.next_token)
-    taken = _append(row, offered)
-    num_accepted = min(taken, verdict.num_accepted)
-    request.stats.record(len(proposal.tree), verdict.num_accepted, num_accepted, taken)
-    # The last committed token stays pending, also when a stop made it a drafted one.
-    path = verdict.path[: min(num_accepted, taken - 1)]
-    request.num_cached += num_pending + len(path)
-    request.check()
-    return Commit(row, offered[:taken], num_accepted, num_pending, path, request.finish_reason)
+    def record(
+        self, allowance: Allowance, proposal: Proposal, verdict: Verdict | None
+    ) -> RowRecord:
+        """What everyone else does."""
+        return RowRecord(
+            request_id=self.row.request_id,
+            context=self.start,
+            num_read=self.num_read,
+            budget=allowance.budget,
+            proposal=proposal,
+            verdict=verdict,
+            committed=self.tokens,
+            num_accepted=self.num_accepted,
+            finish_reason=self.finish_reason,
+        )
 
 
-def _append(row: Row, offered: tuple[int, ...]) -> int:
+def commit(turn: Turn, proposal: Proposal, verdict: Verdict | None) -> Commit:
+    """Count what was read, and append the accepted tokens and the next one.
+
+    Whatever ends the request ends it here: a stop, the limit, a verdict without a next token (what
+    was accepted before it is kept), or a text that cannot be decoded.
+
+    Args:
+        verdict: None for a chunk of a prompt.
+    """
+    row, request = turn.row, turn.row.request
+    start = request.num_cached
+    offered: tuple[int, ...] = ()
+    if verdict is not None:
+        offered = tuple(proposal.tree.tokens[node] for node in verdict.path)
+        offered += () if verdict.next_token is None else (verdict.next_token,)
+    taken = _append(row, offered, 0 if verdict is None else verdict.num_accepted)
+    path: tuple[int, ...] = ()
+    num_accepted = 0
+    if verdict is not None:
+        num_accepted = min(taken, verdict.num_accepted)
+        request.stats.record(len(proposal.tree), verdict.num_accepted, num_accepted, taken)
+        # The last committed token stays pending, also when a stop made it a drafted one.
+        path = verdict.path[: max(0, min(num_accepted, taken - 1))]
+        if verdict.error is not None:
+            row.fail(verdict.error)
+    request.num_cached += turn.num_read + len(path)
+    if request.finish_reason != "error":
+        request.check()
+    tokens = offered[:taken]
+    return Commit(row, tokens, num_accepted, start, turn.num_read, path, request.finish_reason)
+
+
+def _append(row: Row, offered: tuple[int, ...], num_drafted: int) -> int:
     """Append tokens until one ends the request; returns how many were taken."""
     request = row.request
     for taken, token in enumerate(offered, start=1):
         request.tokens.append(token)
-        drafted = taken < len(offered)
-        if token in row.stop_ids or row.text.push(token, drafted):
+        try:
+            stopped = token in row.stop_ids or row.text.push(token, taken <= num_drafted)
+        except Exception as error:  # its own decoder's: the others go on
+            row.fail(error)
+            return taken
+        if stopped:
             request.finish_reason = "stop"
         elif request.num_remaining <= 0:
             request.finish_reason = "length"

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from foredraft.cache.prefix import Session, Sessions
 from foredraft.control.base import Controller
 from foredraft.core.errors import ConfigError, PromptError
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import Proposal
+from foredraft.core.record import StepRecord
 from foredraft.core.request import Request
 from foredraft.core.rng import SEED_BITS
-from foredraft.drafters.base import Drafter
-from foredraft.engine.commit import Commit
+from foredraft.core.rules import Rules, SamplingRules
+from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.engine.detokenize import Piece, TextAssembler, TokenDecoder
 from foredraft.engine.guard import GuardedDrafter
-from foredraft.engine.row import GenerationResult, Row, Session
-from foredraft.engine.scheduler import Scheduler
-from foredraft.engine.step import Parts, Trace, step
+from foredraft.engine.row import GenerationResult, Row, Turn
+from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
+from foredraft.engine.step import Parts, step
 from foredraft.models.base import Target
+
+Trace = Callable[[StepRecord], None]
+"""Told of every step. What it raises is said once in the log, and it is not told again."""
+
+_log = logging.getLogger("foredraft")
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Event:
         token_ids: newly committed ids.
         num_accepted: how many of them were drafted.
         pieces: text that became certain, marked as drafted or the target's own.
+        num_prompt_read: tokens of the prompt that have been read by now.
         result: the final result, on the request's last event.
     """
 
@@ -38,24 +47,24 @@ class Event:
     token_ids: tuple[int, ...]
     num_accepted: int
     pieces: tuple[Piece, ...]
+    num_prompt_read: int = 0
     result: GenerationResult | None = None
 
 
-def _no_trace(proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
-    pass
-
-
 class Engine:
-    """Runs requests to their end.
+    """Runs requests to their end. Safe to use from several threads: they take turns.
 
     Args:
         target: the model whose text it is.
         drafter: guesses ahead; watched, so that its faults cost speed only.
         controller: how much to draft.
         max_batch_size: most requests in one step; further ones wait.
+        max_step_tokens: most prompt tokens read in one step.
         eos_token_ids: ids that end every request unless it ignores them.
         new_decoder: makes a token decoder for a request; None when there is no tokenizer.
-        trace: called after each step.
+        new_rules: what a request asks of a distribution.
+        trace: told of each step.
+        lock: held during each call; engines that share a target share it.
     """
 
     def __init__(
@@ -65,22 +74,37 @@ class Engine:
         controller: Controller,
         *,
         max_batch_size: int = 8,
+        max_step_tokens: int = MAX_STEP_TOKENS,
         eos_token_ids: Sequence[int] = (),
         new_decoder: Callable[[], TokenDecoder] | None = None,
-        trace: Trace = _no_trace,
+        new_rules: Callable[[SamplingParams], Rules] = SamplingRules,
+        trace: Trace | None = None,
+        lock: threading.RLock | None = None,
     ) -> None:
-        self._target = target
-        self._scheduler = Scheduler(max_batch_size)
+        self._target, self._controller, self._trace = target, controller, trace
+        self._scheduler = Scheduler(max_batch_size, max_step_tokens)
         self._drafter = GuardedDrafter(drafter, target)
-        self._parts = Parts(self._scheduler, controller, self._drafter, target, trace)
+        self._parts = Parts(controller, self._drafter, target, self._report)
+        self._sessions = Sessions(target.cache, drafter.look_ahead)
         self._eos = frozenset(eos_token_ids)
-        self._new_decoder = new_decoder
+        self._new_decoder, self._new_rules = new_decoder, new_rules
         self._ids = itertools.count()
+        self.lock = lock or threading.RLock()
+        self._is_stepping = False
+        self._cancelled_meanwhile: list[int] = []
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, session: Session | None = None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        session: Session | None = None,
+        tenant: str | None = None,
     ) -> int:
         """Queue a request and return its id.
+
+        Args:
+            session: a conversation, whose earlier turns are not read again.
+            tenant: whose request it is; drafters keep what they learn of one from the others.
 
         Raises:
             PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
@@ -89,18 +113,20 @@ class Engine:
         self.check_prompt(prompt)
         if params.stop and self._new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
-        if session is not None and session.busy:
-            raise ConfigError("this conversation already has a reply under way")
         room = self._target.max_context - len(prompt)
         params = replace(params, max_tokens=min(params.max_tokens, room))
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
-        request = Request(next(self._ids), -1, list(prompt), len(prompt), params, seed)
         text = TextAssembler(self._new_decoder() if self._new_decoder else None, tuple(params.stop))
         eos = frozenset() if params.ignore_eos else self._eos
-        if session is not None:
-            session.busy = True
-        self._scheduler.add(Row(request, text, eos | set(params.stop_token_ids), session))
-        return request.request_id
+        stop_ids, rules = eos | set(params.stop_token_ids), self._new_rules(params)
+        with self.lock:
+            if session is not None:
+                if session.busy:
+                    raise ConfigError("this conversation already has a reply under way")
+                session.busy = True
+            request = Request(next(self._ids), -1, list(prompt), len(prompt), params, seed)
+            self._scheduler.add(Row(request, text, stop_ids, rules, session, tenant))
+            return request.request_id
 
     @property
     def has_work(self) -> bool:
@@ -111,20 +137,30 @@ class Engine:
         return self._scheduler.find(request_id) is not None
 
     def step(self) -> list[Event]:
-        """One step: at least one token for each running request.
+        """One step: a token at least for each request whose prompt has been read.
 
-        A failure of the target ends the running requests with finish reason "error"; what they
-        had committed is in their results, and the engine goes on. A request that cannot begin (no
-        memory for its cache, say) fails alone.
+        A failure costs the one request that it happened in: it ends with finish reason "error" and
+        what it had committed. Where a forward of several rows fails, each is tried alone.
         """
-        events = [event for row in self._scheduler.admit() if (event := self._begin(row))]
-        if not self._scheduler.next_batch():
+        with self.lock:
+            self._is_stepping = True
+            try:
+                for row in self._scheduler.admit():
+                    self._begin(row)
+                batch = [t for t in self._scheduler.next_batch() if not t.row.is_over]
+                self._run(batch)
+                changed = {turn.row for turn in batch}
+                events = [
+                    self._event(row)
+                    for row in self._scheduler.running
+                    if row in changed or row.is_over
+                ]
+            finally:
+                self._is_stepping = False
+            for request_id in self._cancelled_meanwhile:
+                self.cancel(request_id)
+            self._cancelled_meanwhile.clear()
             return events
-        try:
-            commits = step(self._parts)
-        except Exception as error:
-            return events + [self._fail(row, error) for row in self._scheduler.next_batch()]
-        return events + [self._event(done.row) for done in commits]
 
     def run(self) -> Iterator[Event]:
         """Step until no request is left."""
@@ -132,12 +168,19 @@ class Engine:
             yield from self.step()
 
     def cancel(self, request_id: int) -> GenerationResult | None:
-        """End a request now and return what it has; None when it is already over."""
-        row = self._scheduler.find(request_id)
-        if row is None:
-            return None
-        row.request.finish_reason = "cancelled"
-        return self._finish(row)
+        """End a request now and return what it has; None when it is already over.
+
+        From within a step (a stream that the garbage collector closes) it ends right after it.
+        """
+        with self.lock:
+            if self._is_stepping:
+                self._cancelled_meanwhile.append(request_id)
+                return None
+            row = self._scheduler.find(request_id)
+            if row is None:
+                return None
+            row.request.finish_reason = "cancelled"
+            return self._finish(row)
 
     def close_session(self, session: Session) -> None:
         """Give a conversation's cache slot back.
@@ -145,11 +188,8 @@ class Engine:
         Raises:
             ConfigError: a reply is under way.
         """
-        if session.busy:
-            raise ConfigError("a reply of this conversation is under way; cancel it first")
-        if session.slot is not None:
-            self._target.cache.free(session.slot)
-        session.slot, session.tokens = None, []
+        with self.lock:
+            self._sessions.close(session)
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Refuse what cannot be generated from.
@@ -171,71 +211,73 @@ class Engine:
                     f"prompt token {token!r} is not an id below {self._target.vocab_size}"
                 )
 
-    def _begin(self, row: Row) -> Event | None:
-        """Give a new row its cache slot; its last event when that fails."""
+    def _begin(self, row: Row) -> None:
+        """Give a new row its cache slot."""
+        request = row.request
         try:
-            self._open_slot(row.request, row.session)
+            request.slot, request.num_cached = self._sessions.open(row.session, request.tokens)
         except Exception as error:
-            return self._fail(row, error)
-        self._drafter.begin(row.request_id, tuple(row.request.tokens))
-        return None
-
-    def _open_slot(self, request: Request, session: Session | None) -> None:
-        cache = self._target.cache
-        if session is None or session.slot is None:
-            request.slot = cache.allocate()
+            row.fail(error)
             return
-        request.slot = session.slot
-        request.num_cached = _common_prefix(session.tokens, request.tokens[:-1])
-        cache.truncate(request.slot, request.num_cached)
+        row.num_reused = request.num_cached
+        begun = DraftRequest(
+            row.request_id,
+            tuple(request.tokens),
+            request.params,
+            row.tenant,
+            request.num_cached,
+            request.slot,
+        )
+        self._drafter.begin(begun)
+
+    def _run(self, batch: Sequence[Turn]) -> None:
+        """One step of these rows; where it fails, of each alone."""
+        if not batch:
+            return
+        starts = [turn.row.request.num_cached for turn in batch]
+        try:
+            step(self._parts, batch)
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0].row.fail(error)
+                return
+            _log.debug("a step of %d rows failed; each is tried alone", len(batch), exc_info=error)
+            for turn, start in zip(batch, starts, strict=True):
+                if not turn.row.is_over and turn.row.request.num_cached == start:
+                    self._run([turn])
+
+    def _report(self, record: StepRecord) -> None:
+        """Tell controller and trace of a step; their faults are theirs."""
+        record = replace(record, num_waiting=self._scheduler.num_waiting)
+        try:
+            self._controller.observe(record)
+        except Exception as error:
+            _log.warning("the controller failed to observe a step: %s", error, exc_info=error)
+        if self._trace is None:
+            return
+        try:
+            self._trace(record)
+        except Exception as error:
+            self._trace = None
+            _log.warning("the trace failed and is switched off: %s", error, exc_info=error)
 
     def _event(self, row: Row) -> Event:
-        finished = row.request.finish_reason is not None
+        finished = row.is_over
         (token_ids, num_accepted), pieces = row.take(), tuple(row.text.take(final=finished))
+        num_read = min(row.request.num_cached, row.request.num_prompt)
         result = self._finish(row) if finished else None
-        return Event(row.request_id, token_ids, num_accepted, pieces, result)
-
-    def _fail(self, row: Row, error: Exception) -> Event:
-        """End a row that an exception cut short, unless it was already complete."""
-        if row.request.finish_reason is None:
-            row.request.finish_reason = "error"
-            row.error = f"{type(error).__name__}: {error}"
-        return self._event(row)
+        return Event(row.request_id, token_ids, num_accepted, pieces, num_read, result)
 
     def _finish(self, row: Row) -> GenerationResult:
         self._scheduler.remove(row)
+        followed = self._drafter.is_live(row.request_id)
         self._drafter.end(row.request_id)
-        self._release(row.request, row.session)
         request = row.request
-        assert request.finish_reason is not None
-        return GenerationResult(
-            request_id=row.request_id,
-            text=row.text.text,
-            token_ids=tuple(request.generated),
-            finish_reason=request.finish_reason,
-            stats=request.stats,
-            seed=request.seed,
-            num_prompt_tokens=request.num_prompt,
-            error=row.error,
-        )
-
-    def _release(self, request: Request, session: Session | None) -> None:
-        cache, slot = self._target.cache, request.slot
-        if session is not None:
-            session.busy = False
-        if slot < 0:  # it never began
-            return
-        if session is None:
-            cache.free(slot)
-            return
-        # What the cache counts, not the request: an interrupted step leaves it behind. After an
-        # error its entries may be the cause, so the next turn reads everything again.
-        num_kept = 0 if request.finish_reason == "error" else cache.length(slot)
-        session.slot, session.tokens = slot, request.tokens[:num_kept]
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    for i, (mine, theirs) in enumerate(zip(left, right, strict=False)):
-        if mine != theirs:
-            return i
-    return min(len(left), len(right))
+        # After an error the entries may be the cause. Those of a drafter's own layers are whole
+        # only if it has followed to the end.
+        is_sound = request.finish_reason != "error" and (followed or not self._drafter.keeps_state)
+        if request.slot >= 0:
+            self._sessions.release(request.slot, row.session, request.tokens, is_sound)
+        if row.session is not None:
+            row.session.busy = False
+        return row.result()

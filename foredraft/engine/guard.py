@@ -1,4 +1,4 @@
-"""Keeps a faulty drafter from costing anything but speed."""
+"""Keeps a faulty drafter from costing anything but speed, and that only where it is faulty."""
 
 from __future__ import annotations
 
@@ -9,65 +9,75 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from foredraft.core.errors import MalformedProposalError
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Drafter, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
 from foredraft.models.base import Target
 
 _log = logging.getLogger("foredraft")
 _MAX_FAULTS = 3
+_FIRST_PAUSE = 8
+_LONGEST_PAUSE = 1024
 
 
 class GuardedDrafter:
     """A drafter whose exceptions and malformed proposals turn into empty ones.
 
-    The requests that were running at a fault are decoded plainly to their end (what the drafter
-    remembers of them is no longer trusted) and it is said once. New requests get another chance;
-    after three faults the drafter stays off. Texts of seeded requests are unaffected. For drawn
-    ones a fault that depends on which token was drawn discards a draft after seeing it, which
-    bends the distribution until the drafter is off; nothing can undo that after the draw.
+    The request in which it fails is decoded plainly to its end; the others go on. After three
+    faulty requests in a row the drafter is left out of the next few requests, then tried again,
+    with longer pauses as long as it keeps failing. All of it is said in the log. Texts of seeded
+    requests are unaffected. For drawn ones a fault that depends on which token was drawn discards
+    a draft after seeing it, which bends that request's distribution; nothing can undo that after
+    the draw.
 
     Args:
         drafter: the drafter to watch.
         target: what its proposals must be scorable by.
+
+    Attributes:
+        num_faults: requests in which it failed.
     """
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
         self._drafter, self._target = drafter, target
         self._live: set[int] = set()
+        self._in_a_row, self._pause, self._left_out = 0, _FIRST_PAUSE, 0
+        self._observes_alone = False
         self.num_faults = 0
         self.taps: Sequence[int] = tuple(drafter.taps)
+        self.keeps_state, self.look_ahead = drafter.keeps_state, drafter.look_ahead
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        if self.num_faults >= _MAX_FAULTS:
+    def is_live(self, request_id: int) -> bool:
+        """Whether the drafter has followed a request from its beginning."""
+        return request_id in self._live
+
+    def begin(self, request: DraftRequest) -> None:
+        if self._left_out:
+            self._left_out -= 1
             return
         try:
-            self._drafter.begin(request_id, prompt)
-            self._live.add(request_id)
+            self._drafter.begin(request)
+            self._live.add(request.request_id)
         except Exception as error:
-            self._fault("begin", error)
+            self._live.add(request.request_id)  # so that what it did begin is ended
+            self._abandon(request.request_id, "begin", error)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         asked = [row for row in rows if row.request_id in self._live and row.budget > 0]
-        if not asked:
-            return [NO_PROPOSAL] * len(rows)
-        try:
-            proposals = self._drafter.propose(asked)
-            check_proposals(proposals, asked, self._target)
-        except Exception as error:
-            self._fault("propose", error)
-            return [NO_PROPOSAL] * len(rows)
-        by_id = {row.request_id: p for row, p in zip(asked, proposals, strict=True)}
+        by_id = self._propose(asked) if asked else {}
         return [by_id.get(row.request_id, NO_PROPOSAL) for row in rows]
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        watched = [o for o in observations if o.request_id in self._live]
-        if not watched:
-            return
-        try:
-            self._drafter.observe(watched)
-        except Exception as error:
-            self._fault("observe", error)
+        watched = [seen for seen in observations if seen.request_id in self._live]
+        groups = [[seen] for seen in watched] if self._observes_alone else [watched]
+        for group in filter(None, groups):
+            try:
+                self._drafter.observe(group)
+            except Exception as error:
+                # Nobody knows which rows it got to. From now on it gets them one by one.
+                self._observes_alone = True
+                for seen in group:
+                    self._abandon(seen.request_id, "observe", error)
 
     def end(self, request_id: int) -> None:
         if request_id not in self._live:
@@ -76,30 +86,63 @@ class GuardedDrafter:
         try:
             self._drafter.end(request_id)
         except Exception as error:
-            self._fault("end", error)
+            self._count(request_id, "end", error)
+        else:
+            self._in_a_row, self._pause = 0, _FIRST_PAUSE
 
-    def _fault(self, where: str, error: Exception) -> None:
-        self.num_faults += 1
-        if self.num_faults == 1:
-            _log.warning(
-                "drafter failed in %s (%s: %s); going on with plain decoding, the text is "
-                "unaffected",
-                where,
-                type(error).__name__,
-                error,
-                exc_info=error,
-            )
-        abandoned, self._live = self._live, set()
-        for request_id in abandoned:
+    def _propose(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
+        """Proposals by request, all rows together, or one by one after a fault."""
+        try:
+            proposals = self._drafter.propose(rows)
+            if len(proposals) != len(rows):
+                raise MalformedProposalError(f"{len(proposals)} proposals for {len(rows)} rows")
+        except Exception as error:
+            if len(rows) > 1:
+                return {k: v for row in rows for k, v in self._propose([row]).items()}
+            self._abandon(rows[0].request_id, "propose", error)
+            return {}
+        found: dict[int, Proposal] = {}
+        for row, proposal in zip(rows, proposals, strict=True):
+            try:
+                check_proposal(proposal, row, self._target)
+                found[row.request_id] = proposal
+            except Exception as error:
+                self._abandon(row.request_id, "propose", error)
+        return found
+
+    def _abandon(self, request_id: int, where: str, error: Exception) -> None:
+        """Leave a request to plain decoding: what the drafter keeps of it is not trusted."""
+        self._count(request_id, where, error)
+        if request_id in self._live:
+            self._live.discard(request_id)
             try:
                 self._drafter.end(request_id)
-            except Exception as again:  # it already failed once; there is nothing left to save
+            except Exception as again:  # it has failed already; there is nothing left to save
                 _log.debug("drafter failed to forget request %d: %s", request_id, again)
 
+    def _count(self, request_id: int, where: str, error: Exception) -> None:
+        self.num_faults += 1
+        self._in_a_row += 1
+        _log.warning(
+            "drafter failed in %s (%s: %s); request %d goes on with plain decoding, its text is "
+            "unaffected",
+            where,
+            type(error).__name__,
+            error,
+            request_id,
+            exc_info=error,
+        )
+        if self._in_a_row >= _MAX_FAULTS:
+            self._left_out = self._pause
+            _log.warning(
+                "drafter switched off for the next %d requests: it failed in %d in a row",
+                self._left_out,
+                self._in_a_row,
+            )
+            self._in_a_row, self._pause = _MAX_FAULTS - 1, min(2 * self._pause, _LONGEST_PAUSE)
 
-def check_proposals(
-    proposals: Sequence[Proposal], rows: Sequence[DraftRow], target: Target
-) -> None:
+
+def check_proposal(proposal: Proposal, row: DraftRow, target: Target) -> None:
     """Make sure that what a drafter returned can be scored and verified.
 
     Costs one pass over the draft probabilities, and nothing to speak of for chosen tokens.
@@ -107,14 +150,11 @@ def check_proposals(
     Raises:
         MalformedProposalError: it cannot.
     """
-    if len(proposals) != len(rows):
-        raise MalformedProposalError(f"{len(proposals)} proposals for {len(rows)} rows")
-    for proposal, row in zip(proposals, rows, strict=True):
-        if not isinstance(proposal, Proposal) or not isinstance(proposal.tree, TokenTree):
-            raise MalformedProposalError(f"{proposal!r} is not a Proposal of a TokenTree")
-        _check_tree(proposal.tree, row, target)
-        if proposal.draft_probs_NV is not None:
-            _check_draft_probs(proposal.draft_probs_NV, proposal.tree, row, target)
+    if not isinstance(proposal, Proposal) or not isinstance(proposal.tree, TokenTree):
+        raise MalformedProposalError(f"{proposal!r} is not a Proposal of a TokenTree")
+    _check_tree(proposal.tree, row, target)
+    if isinstance(proposal, DrawnProposal):
+        _check_draft_probs(proposal.draft_probs_NV, proposal.tree, row, target)
 
 
 def _check_tree(tree: TokenTree, row: DraftRow, target: Target) -> None:

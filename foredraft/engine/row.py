@@ -2,71 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from foredraft.cache.base import Cache
+from foredraft.cache.prefix import Session
+from foredraft.control.base import Allowance
+from foredraft.core.choices import KeyedVerifyChoices
+from foredraft.core.proposal import Proposal
 from foredraft.core.request import FinishReason, Request, SpeculationStats
+from foredraft.core.rules import Rules
+from foredraft.core.sampling import Law
+from foredraft.core.tree import ROOT
+from foredraft.core.verify import Verdict, verify
+from foredraft.drafters.base import DraftRow
 from foredraft.engine.detokenize import TextAssembler
+from foredraft.engine.fetch import FetchedRow
+from foredraft.models.base import ScoreRow
 
-
-@dataclass(eq=False)
-class Session:
-    """A conversation whose cache entries outlive a request.
-
-    The next request whose prompt starts with the same tokens reads only what is new.
-
-    Attributes:
-        slot: the target's cache slot, or None before the first request.
-        tokens: the tokens whose entries the slot holds.
-        busy: whether a request is using it.
-    """
-
-    slot: int | None = None
-    tokens: list[int] = field(default_factory=list)
-    busy: bool = False
-
-
-@dataclass(eq=False)
-class Row:
-    """What the scheduler schedules.
-
-    Attributes:
-        num_sent: generated tokens that events have already carried.
-        num_accepted_sent: how many of those were drafted.
-    """
-
-    request: Request
-    text: TextAssembler
-    stop_ids: frozenset[int]
-    session: Session | None = None
-    error: str | None = None
-    num_sent: int = 0
-    num_accepted_sent: int = 0
-
-    @property
-    def request_id(self) -> int:
-        return self.request.request_id
-
-    def take(self) -> tuple[tuple[int, ...], int]:
-        """Generated ids that were not taken before, and how many of them were drafted."""
-        ids = tuple(self.request.tokens[self.request.num_prompt + self.num_sent :])
-        num_accepted = self.request.stats.accepted - self.num_accepted_sent
-        self.num_sent += len(ids)
-        self.num_accepted_sent += num_accepted
-        return ids, num_accepted
-
-    def check(self, cache: Cache) -> None:
-        """Refuse to go on from a step that was interrupted between its commit and its cache.
-
-        Raises:
-            RuntimeError: sequence and cache disagree; the text would silently be another.
-        """
-        held, counted = cache.length(self.request.slot), self.request.num_cached
-        if held != counted:
-            raise RuntimeError(
-                f"the cache holds {held} tokens of request {self.request_id} and its sequence "
-                f"counts {counted}: an earlier step was interrupted"
-            )
+_log = logging.getLogger("foredraft")
 
 
 @dataclass(frozen=True)
@@ -81,6 +36,7 @@ class GenerationResult:
         stats: what speculation did.
         seed: the seed in use, also when none was asked for.
         num_prompt_tokens: length of the prompt.
+        num_cached_tokens: how many of them were still in the cache from an earlier turn.
         error: what went wrong, for finish reason "error".
     """
 
@@ -91,4 +47,146 @@ class GenerationResult:
     stats: SpeculationStats
     seed: int
     num_prompt_tokens: int
+    num_cached_tokens: int = 0
     error: str | None = None
+
+
+@dataclass(eq=False)
+class Row:
+    """What the scheduler schedules.
+
+    Attributes:
+        rules: what the request asks of a distribution.
+        num_reused: tokens of the prompt that were in the cache when it began.
+        num_sent: generated tokens that events have already carried.
+        num_accepted_sent: how many of those were drafted.
+    """
+
+    request: Request
+    text: TextAssembler
+    stop_ids: frozenset[int]
+    rules: Rules
+    session: Session | None = None
+    tenant: str | None = None
+    error: str | None = None
+    num_reused: int = 0
+    num_sent: int = 0
+    num_accepted_sent: int = 0
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.request.tokens) - self.request.num_cached
+
+    @property
+    def is_over(self) -> bool:
+        return self.request.finish_reason is not None
+
+    def verify(self, proposal: Proposal, scores: FetchedRow) -> Verdict:
+        """Accept what the target would have written itself; by the row's own rules and noise."""
+        request = self.request
+        laws = _RowLaws(proposal, scores, self.rules, request.tokens)
+        return verify(proposal, laws, KeyedVerifyChoices(request.seed, len(request.tokens)))
+
+    def fail(self, error: Exception) -> None:
+        """End this row, and no other. What it committed stays; a row that is over stays so."""
+        if self.request.finish_reason is not None:
+            return
+        self.request.finish_reason = "error"
+        self.error = f"{type(error).__name__}: {error}"
+        _log.warning("request %d ends: %s", self.request_id, self.error, exc_info=error)
+
+    def take(self) -> tuple[tuple[int, ...], int]:
+        """Generated ids that were not taken before, and how many of them were drafted."""
+        ids = tuple(self.request.tokens[self.request.num_prompt + self.num_sent :])
+        num_accepted = self.request.stats.accepted - self.num_accepted_sent
+        self.num_sent += len(ids)
+        self.num_accepted_sent += num_accepted
+        return ids, num_accepted
+
+    def result(self) -> GenerationResult:
+        """What it produced; it must be over."""
+        request = self.request
+        assert request.finish_reason is not None
+        return GenerationResult(
+            request_id=self.request_id,
+            text=self.text.text,
+            token_ids=tuple(request.generated),
+            finish_reason=request.finish_reason,
+            stats=request.stats,
+            seed=request.seed,
+            num_prompt_tokens=request.num_prompt,
+            num_cached_tokens=self.num_reused,
+            error=self.error,
+        )
+
+    def check(self, cache: Cache) -> None:
+        """Refuse to go on from a step that was interrupted between its commit and its cache.
+
+        Raises:
+            RuntimeError: request and cache disagree; the text would silently be another.
+        """
+        held, counted = cache.length(self.request.slot), self.request.num_cached
+        if held != counted:
+            raise RuntimeError(
+                f"the cache holds {held} tokens of request {self.request_id} and its row counts "
+                f"{counted}: an earlier step was interrupted"
+            )
+
+
+@dataclass(frozen=True)
+class _RowLaws:
+    """The target's law at each node of a row's proposal, looked up as verification gets there."""
+
+    proposal: Proposal
+    scores: FetchedRow
+    rules: Rules
+    text: Sequence[int]
+
+    def __getitem__(self, node: int) -> Law:
+        tree = self.proposal.tree
+        path = () if node == ROOT else tree.paths[node]
+        return self.scores.law(node, self.rules, self.text, [tree.tokens[i] for i in path])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A row's part in one step: it reads the first ``num_read`` of its pending tokens.
+
+    Only a row that reads all of them may draft, and commits something.
+    """
+
+    row: Row
+    num_read: int
+
+    @property
+    def reads_all(self) -> bool:
+        return self.num_read == self.row.num_pending
+
+    @property
+    def pending(self) -> list[int]:
+        """What is read."""
+        request = self.row.request
+        return request.tokens[request.num_cached : request.num_cached + self.num_read]
+
+    def draft_row(self, allowance: Allowance) -> DraftRow:
+        """What a drafter may know of it."""
+        request = self.row.request
+        return DraftRow.of(
+            request.request_id,
+            tuple(request.tokens),
+            request.params,
+            allowance.budget,
+            request.seed,
+            rules=self.row.rules,
+            price=allowance.price,
+            slot=request.slot,
+        )
+
+    def score_row(self, proposal: Proposal) -> ScoreRow:
+        """Its part of the forward."""
+        slot = self.row.request.slot
+        return ScoreRow(slot, self.pending, proposal.tree, self.reads_all, proposal.computed)

@@ -2,87 +2,70 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from foredraft.control.base import Controller
-from foredraft.core.choices import KeyedDraftChoices, KeyedVerifyChoices
-from foredraft.core.errors import NonFiniteScoresError
-from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import TargetProbs
-from foredraft.core.verify import Verdict, verify
-from foredraft.drafters.base import Drafter, DraftRow, Observation
+from foredraft.control.base import Allowance, Controller
+from foredraft.core.record import StepRecord, StepTimes
+from foredraft.drafters.base import Drafter
 from foredraft.engine.commit import Commit, commit
-from foredraft.engine.row import Row
-from foredraft.engine.scheduler import Scheduler
-from foredraft.models.base import RowScores, ScoreRow, Target
-
-Trace = Callable[[Sequence[Proposal], Sequence[Commit]], None]
+from foredraft.engine.fetch import fetch
+from foredraft.engine.row import Turn
+from foredraft.models.base import Target
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The five things a step talks to."""
+    """What a step talks to; ``report`` is told of it when it is over."""
 
-    scheduler: Scheduler
     controller: Controller
     drafter: Drafter
     target: Target
-    trace: Trace
+    report: Callable[[StepRecord], None]
 
 
-def step(parts: Parts) -> list[Commit]:
-    """Draft, score in one forward, verify, commit; at least one token for every row."""
-    batch = parts.scheduler.next_batch()
-    for row in batch:
-        row.check(parts.target.cache)
-    budgets = parts.controller.budget([row.request for row in batch])
-    proposals = parts.drafter.propose([*map(_draft_row, batch, budgets)])
-    scores = parts.target.score([*map(_score_row, batch, proposals)], parts.drafter.taps)
-    verdicts = [*map(_verify_row, batch, proposals, scores)]
+def step(parts: Parts, batch: Sequence[Turn]) -> None:
+    """Draft, score in one forward, verify, commit.
+
+    At least one token for every row that reads all of its pending ones.
+    """
+    laps = [time.perf_counter()]
+    for turn in batch:
+        turn.row.check(parts.target.cache)
+    allowances = _allowances(parts.controller, batch)
+    proposals = parts.drafter.propose([*map(Turn.draft_row, batch, allowances)])
+    laps.append(time.perf_counter())
+    taps = _taps_for(parts.drafter, allowances)
+    scores = parts.target.score([*map(Turn.score_row, batch, proposals)], taps)
+    fetched = fetch(scores, [turn.row.rules for turn in batch])
+    laps.append(time.perf_counter())
+    verdicts = [
+        turn.row.verify(proposal, row) if turn.reads_all else None
+        for turn, proposal, row in zip(batch, proposals, fetched, strict=True)
+    ]
     commits = [*map(commit, batch, proposals, verdicts)]
     for done in commits:
-        parts.target.cache.keep(done.row.request.slot, done.num_pending, done.path)
-    parts.drafter.observe(_observations(commits, proposals, scores))
-    parts.controller.observe([row.request for row in batch])
-    parts.trace(proposals, commits)
-    return commits
+        parts.target.cache.keep(done.row.request.slot, done.num_read, done.path)
+    laps.append(time.perf_counter())
+    parts.drafter.observe([*map(Commit.observation, commits, proposals, scores)])
+    laps.append(time.perf_counter())
+    rows = tuple(map(Commit.record, commits, allowances, proposals, verdicts))
+    parts.report(StepRecord(rows, _times(laps)))
 
 
-def _draft_row(row: Row, budget: int) -> DraftRow:
-    request = row.request
-    choices = KeyedDraftChoices(request.seed, len(request.tokens))
-    return DraftRow(
-        row.request_id, tuple(request.tokens), request.params, budget, choices, request.slot
-    )
+def _allowances(controller: Controller, batch: Sequence[Turn]) -> list[Allowance]:
+    """The controller's, for rows that get to draft; nothing for chunks of prompts."""
+    allowed = iter(controller.allow([turn.row.request for turn in batch if turn.reads_all]))
+    return [next(allowed) if turn.reads_all else Allowance(0) for turn in batch]
 
 
-def _score_row(row: Row, proposal: Proposal) -> ScoreRow:
-    return ScoreRow(row.request.slot, row.request.pending, proposal.tree)
+def _taps_for(drafter: Drafter, allowances: Sequence[Allowance]) -> Sequence[int]:
+    """Hidden states are fetched for drafts to come, or where the drafter keeps each of them."""
+    drafts = any(allowance.budget for allowance in allowances)
+    return drafter.taps if drafts or drafter.keeps_state else ()
 
 
-def _verify_row(row: Row, proposal: Proposal, scores: RowScores) -> Verdict | NonFiniteScoresError:
-    request = row.request
-    probs = TargetProbs(scores.logits_NV, request.params)
-    try:
-        return verify(proposal, probs, KeyedVerifyChoices(request.seed, len(request.tokens)))
-    except NonFiniteScoresError as error:  # this row is lost; the others are not
-        return error
-
-
-def _observations(
-    commits: Sequence[Commit], proposals: Sequence[Proposal], scores: Sequence[RowScores]
-) -> list[Observation]:
-    return [
-        Observation(
-            request_id=done.row.request_id,
-            committed=done.tokens,
-            num_accepted=done.num_accepted,
-            proposal=proposal,
-            path=done.path,
-            logits_NV=score.logits_NV,
-            taps=score.taps,
-        )
-        for done, proposal, score in zip(commits, proposals, scores, strict=True)
-        if done.tokens  # a row that ended in an error has nothing to learn from
-    ]
+def _times(laps: Sequence[float]) -> StepTimes:
+    return StepTimes(*(1e3 * (end - start) for start, end in pairwise(laps)))

@@ -208,9 +208,7 @@ class PartsTarget(Target, Protocol):
 class ShallowTarget(Protocol):
     """The first layers of a target, its final norm and its head, on the target's own cache."""
 
-    def score_last(
-        self, rows: Sequence[ScoreRow]
-    ) -> tuple[list[Tensor], list[Computed]]:
+    def score_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
         """Run these layers over each row's pending tokens and the tree so far.
 
         What a row's ``computed`` already knows is not computed again; the new one knows all of

@@ -15,26 +15,32 @@ chains (`token_rule.py`) and recursive rejection sampling for trees (`recursive.
 from __future__ import annotations
 
 from foredraft.core.choices import VerifyChoices
-from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import NodeProbs
+from foredraft.core.proposal import DrawnProposal, Proposal
+from foredraft.core.sampling import NodeLaws
+from foredraft.core.tree import ROOT
 from foredraft.core.verify.block import verify_block
+from foredraft.core.verify.sound import sound_part
 from foredraft.core.verify.target_only import verify_target_only
 from foredraft.core.verify.traversal import verify_traversal
 from foredraft.core.verify.verdict import Verdict
 
 
-def verify(proposal: Proposal, target_probs: NodeProbs, choices: VerifyChoices) -> Verdict:
+def verify(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
     """Accept a path of the proposal and draw the next token.
 
     Args:
         proposal: the draft of one row.
-        target_probs: target probabilities [V] by node.
+        laws: the target's laws by node. One that cannot be had ends the row where plain decoding
+            would have ended; what was accepted before it stays accepted.
         choices: the row's verify stream.
     """
-    if not proposal.is_drawn:
-        return verify_target_only(proposal, target_probs, choices)
-    rule = verify_block if proposal.tree.is_chain else verify_traversal
-    return rule(proposal, target_probs, choices)
+    if not isinstance(proposal, DrawnProposal):
+        return verify_target_only(proposal, laws, choices)
+    sound = sound_part(proposal, laws)
+    if ROOT in sound.errors:
+        return Verdict.failed((), sound.errors[ROOT])
+    rule = verify_block if sound.proposal.tree.is_chain else verify_traversal
+    return sound.in_whole(rule(sound.proposal, sound.laws, choices))
 
 
 __all__ = ["Verdict", "verify"]

@@ -9,22 +9,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from foredraft.core.choices import VerifyChoices
-from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import NodeProbs
+from foredraft.core.proposal import DrawnProposal
+from foredraft.core.sampling import NodeLaws
 from foredraft.core.verify.maths import normalised, positive_part, residual_or
 from foredraft.core.verify.verdict import Verdict
 
 
-def verify_block(proposal: Proposal, target_probs: NodeProbs, choices: VerifyChoices) -> Verdict:
+def verify_block(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
     """Accept the longest prefix whose own decision succeeds.
 
     With weight w_i = min(1, w_{i-1} p(x_i)/q(x_i)) and uncovered mass
     S_i = sum max(w_i p - q, 0) after i tokens, prefix i succeeds with S_i / (S_i + 1 - w_i); the
     whole block with w_K.
     """
-    assert proposal.draft_probs_NV is not None
     tokens = proposal.tree.tokens
-    target = [normalised(target_probs[node]) for node in range(-1, len(tokens))]
+    target = [normalised(laws[node].probs_V) for node in range(-1, len(tokens))]
     draft = [normalised(draft_V) for draft_V in proposal.draft_probs_NV]
     weights = [1.0]
     for i, token in enumerate(tokens):

@@ -8,22 +8,19 @@ the residual as the next child's target. Siblings drawn without replacement (Seq
 from __future__ import annotations
 
 from foredraft.core.choices import VerifyChoices
-from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import NodeProbs
+from foredraft.core.proposal import DrawnProposal
+from foredraft.core.sampling import NodeLaws
 from foredraft.core.tree import ROOT
 from foredraft.core.verify.maths import normalised, positive_part, residual_or
 from foredraft.core.verify.verdict import Verdict
 
 
-def verify_recursive(
-    proposal: Proposal, target_probs: NodeProbs, choices: VerifyChoices
-) -> Verdict:
+def verify_recursive(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
     tree, draft_probs_NV = proposal.tree, proposal.draft_probs_NV
-    assert draft_probs_NV is not None
     node = ROOT
     path: list[int] = []
     while node in tree.children:
-        target_V = normalised(target_probs[node])
+        target_V = normalised(laws[node].probs_V)
         draft_V = normalised(draft_probs_NV[tree.children[node][0]])
         for child in tree.children[node]:
             token = tree.tokens[child]
@@ -39,4 +36,4 @@ def verify_recursive(
                 draft_V = normalised(draft_V)
         else:
             return Verdict(tuple(path), choices.draw_residual(target_V), "correction")
-    return Verdict(tuple(path), choices.draw_residual(target_probs[node]), "bonus")
+    return Verdict(tuple(path), choices.draw_residual(laws[node].probs_V), "bonus")

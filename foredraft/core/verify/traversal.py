@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foredraft.core.choices import VerifyChoices
-from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import NodeProbs
+from foredraft.core.proposal import DrawnProposal
+from foredraft.core.sampling import NodeLaws
 from foredraft.core.tree import ROOT
 from foredraft.core.verify.maths import normalised, positive_part, residual_or
 from foredraft.core.verify.verdict import Verdict
 
 
-def verify_traversal(
-    proposal: Proposal, target_probs: NodeProbs, choices: VerifyChoices
-) -> Verdict:
+def verify_traversal(proposal: DrawnProposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
     """Accept a path, deepest first.
 
     A node of weight w is accepted, it or something below it, with probability w. Its children are
@@ -31,7 +29,7 @@ def verify_traversal(
     last child the node itself is accepted with what w is then, and the next token comes from t.
     Drawn without replacement, a rejected token also leaves q.
     """
-    accepted = _Traversal(proposal, target_probs, choices).visit(ROOT, 1.0)
+    accepted = _Traversal(proposal, laws, choices).visit(ROOT, 1.0)
     assert accepted is not None  # the root has weight 1 to the end
     tree, node = proposal.tree, accepted.node
     path = () if node == ROOT else tree.paths[node]
@@ -49,14 +47,14 @@ class _Accepted:
 
 @dataclass(frozen=True)
 class _Traversal:
-    proposal: Proposal
-    target_probs: NodeProbs
+    proposal: DrawnProposal
+    laws: NodeLaws
     choices: VerifyChoices
 
     def visit(self, node: int, weight: float) -> _Accepted | None:
         """The accepted end of a path through ``node``; None when there is none."""
         tree = self.proposal.tree
-        target_V = normalised(self.target_probs[node])
+        target_V = normalised(self.laws[node].probs_V)
         children = tree.children.get(node, ())
         draft_V = self._draft_probs(children[0]) if children else target_V
         for child in children:
@@ -76,7 +74,6 @@ class _Traversal:
         return None
 
     def _draft_probs(self, node: int) -> Tensor:
-        assert self.proposal.draft_probs_NV is not None
         return normalised(self.proposal.draft_probs_NV[node])
 
 

@@ -12,13 +12,21 @@ class Verdict:
 
     Attributes:
         path: accepted node indices, outermost first; empty when none was accepted.
-        next_token: drawn from the target, or from the residual after a rejection.
-        kind: "correction" where the draft offered something else, "bonus" where it had ended.
+        next_token: drawn from the target, or from the residual after a rejection; None where the
+            target has no law at the end of the path.
+        kind: "correction" where the draft offered something else, "bonus" where it had ended,
+            "failed" where there is no next token. Plain decoding would have failed there, too.
+        error: why it failed.
     """
 
     path: tuple[int, ...]
-    next_token: int
-    kind: Literal["bonus", "correction"]
+    next_token: int | None
+    kind: Literal["bonus", "correction", "failed"]
+    error: Exception | None = None
+
+    @classmethod
+    def failed(cls, path: tuple[int, ...], error: Exception) -> Verdict:
+        return cls(path, None, "failed", error)
 
     @property
     def num_accepted(self) -> int:

@@ -13,10 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from foredraft.core.proposal import DrawnProposalBuilder, Proposal
-from foredraft.core.sampling import logits_to_probs
-from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.core.proposal import Proposal
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow
 from foredraft.drafters.common.draft_cache import DraftCache
 from foredraft.models.base import ScoreRow, Target
 
@@ -32,15 +30,19 @@ class ChainDraft:
 
     def __init__(self, row: DraftRow, min_confidence: float = 0.0) -> None:
         self.row = row
-        self.tokens: list[int] = []
         self._min_confidence = min_confidence
-        self._builder = DrawnProposalBuilder(row.choices)
+        self._draft = row.draft()
         self._has_ended = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """What has been drafted so far. Do not change it."""
+        return self._draft.tokens
 
     @property
     def num_left(self) -> int:
         """How many tokens it may still grow by."""
-        return 0 if self._has_ended else self.row.budget - len(self.tokens)
+        return 0 if self._has_ended else self.row.budget - len(self._draft)
 
     def extend(self, logits_V: Tensor) -> int | None:
         """Add the token that follows the last one, and return it; None ends the chain.
@@ -48,22 +50,14 @@ class ChainDraft:
         Args:
             logits_V: what the draft model says about it.
         """
-        if self._min_confidence and confidence(logits_V) < self._min_confidence:
+        unsure = self._min_confidence and confidence(logits_V) < self._min_confidence
+        if unsure or not self._draft.extend(len(self._draft) - 1, logits_V):
             self._has_ended = True
             return None
-        if self.row.params.coupling == "seeded":
-            self.tokens.append(int(logits_V.argmax()))
-        else:
-            probs_V = logits_to_probs(logits_V, self.row.params)
-            node = self._builder.draw(len(self.tokens) - 1 if self.tokens else ROOT, probs_V)
-            assert node is not None  # a chain has no siblings: something is always left to draw
-            self.tokens.append(self._builder.token(node))
         return self.tokens[-1]
 
     def build(self) -> Proposal:
-        if self.row.params.coupling == "seeded":
-            return Proposal.chosen(TokenTree.chain(self.tokens))
-        return self._builder.build()
+        return self._draft.build()
 
 
 def confidence(logits_V: Tensor) -> float:
@@ -136,8 +130,8 @@ class ChainDrafter(BaseDrafter):
     def __init__(self, predictor: Predictor, min_confidence: float = 0.0) -> None:
         self._predictor, self._min_confidence = predictor, min_confidence
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        self._predictor.begin(request_id)
+    def begin(self, request: DraftRequest) -> None:
+        self._predictor.begin(request.request_id)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         chains = [ChainDraft(row, self._min_confidence) for row in rows]

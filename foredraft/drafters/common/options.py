@@ -32,6 +32,17 @@ def checked_count(name: str, value: object, low: int = 1) -> int:
     return value
 
 
+def checked_ms(name: str, value: object) -> float:
+    """``value`` as a time in milliseconds, 0 or more.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1e6:
+        raise ConfigError(f"{name} is {value!r}; it must be a time in milliseconds")
+    return float(value)
+
+
 def checked_cost(name: str, value: object) -> float:
     """``value`` as a cost: a finite number above 0.
 

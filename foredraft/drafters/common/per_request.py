@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
 
 Request = TypeVar("Request")
 """What the drafter keeps for a request while it runs."""
@@ -25,7 +25,7 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
         self._requests: dict[int, Request] = {}
 
     @abstractmethod
-    def begin_request(self, prompt: Sequence[int]) -> Request:
+    def begin_request(self, request: DraftRequest) -> Request:
         """What to keep for a request that starts."""
 
     @abstractmethod
@@ -43,8 +43,8 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
     def end_request(self, request: Request) -> None:
         """The request is over and forgotten; does nothing more if not overridden."""
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        self._requests[request_id] = self.begin_request(prompt)
+    def begin(self, request: DraftRequest) -> None:
+        self._requests[request.request_id] = self.begin_request(request)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [self.propose_after(row, ()) for row in rows]

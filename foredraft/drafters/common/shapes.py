@@ -17,12 +17,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
-from foredraft.core.proposal import DrawnProposalBuilder, Proposal
-from foredraft.core.sampling import logits_to_probs
+from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.common.step_cost import FREE_STEPS, StepCost
+from foredraft.drafters.common.price import Worth
 
 RANK_ACCEPTANCE = (0.6, 0.15, 0.07, 0.04)
 """How often the target takes a draft model's first, second, … guess, for shapes that are planned
@@ -142,8 +142,8 @@ def planned_parents(
 class PlannedGrowth:
     """A tree whose shape is known before its tokens.
 
-    With coupling "drawn" tokens are drawn, siblings without replacement; else they are the most
-    likely ones.
+    With coupling "drawn" tokens are drawn, siblings without replacement; else they are those that
+    the target will likeliest draw.
 
     Args:
         row: the row that drafts.
@@ -151,18 +151,15 @@ class PlannedGrowth:
     """
 
     def __init__(self, row: DraftRow, parents: Sequence[int]) -> None:
-        self._params, self._drawn = row.params, row.params.coupling == "drawn"
-        self._builder = DrawnProposalBuilder(row.choices, replacement=False)
+        self._draft = row.draft()
         self._planned: dict[int, list[int]] = {}
         for node, parent in enumerate(parents):
             self._planned.setdefault(parent, []).append(node)
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
         self._level = [(ROOT, ROOT)] if parents else []  # nodes as planned and as built
 
     @property
     def tree(self) -> TokenTree:
-        return TokenTree(tuple(self._tokens), tuple(self._parents))
+        return self._draft.tree
 
     @property
     def frontier(self) -> Sequence[int]:
@@ -173,24 +170,12 @@ class PlannedGrowth:
         for (planned, parent), logits_V in zip(self._level, logits_FV, strict=True):
             children = self._planned[planned]
             # A small vocabulary may run out of tokens; what hung below them falls away.
-            below += zip(children, self._add(parent, logits_V, len(children)), strict=False)
+            found = self._draft.extend(parent, logits_V, len(children))
+            below += zip(children, found, strict=False)
         self._level = [(planned, node) for planned, node in below if planned in self._planned]
 
-    def _add(self, parent: int, logits_V: Tensor, count: int) -> list[int]:
-        """Up to ``count`` children below ``parent``; their nodes."""
-        first = len(self._tokens)
-        if self._drawn:
-            probs_V = logits_to_probs(logits_V, self._params)
-            drawn = [self._builder.draw(parent, probs_V) for _ in range(count)]
-            self._tokens += [self._builder.token(node) for node in drawn if node is not None]
-        else:
-            best = logits_V.topk(min(count, len(logits_V)))
-            self._tokens += best.indices[best.values > -math.inf].tolist()
-        self._parents += [parent] * (len(self._tokens) - first)
-        return list(range(first, len(self._tokens)))
-
     def build(self) -> Proposal:
-        return self._builder.build() if self._drawn else Proposal.chosen(self.tree)
+        return self._draft.build()
 
 
 # ---------------------------------------------------------------------------------- best-first
@@ -200,27 +185,28 @@ class PlannedGrowth:
 class BestFirstShape:
     """Expand the likeliest nodes at each depth, then keep the likeliest nodes of all.
 
-    EAGLE-2 (arXiv 2406.16858): a node's value is the product of draft probabilities on its path,
-    which estimates its chance of being accepted. With a measured `StepCost` the tree is also cut
-    where one more node, or one more depth, would cost more time than it brings tokens (OPT-Tree,
-    arXiv 2406.17276). Drawn tokens may not be cut away, so with coupling "drawn" the planned tree
-    of the same size takes its place.
+    EAGLE-2 (arXiv 2406.16858): a node's value is the product of the chances on its path, which
+    estimates its chance of being accepted. The tree is also cut where one more node, or one more
+    depth, would cost more time than it brings tokens (OPT-Tree, arXiv 2406.17276). Drawn tokens
+    may not be cut away, so with coupling "drawn" the planned tree of the same size takes its place.
 
     Attributes:
         width: nodes expanded at each depth, and children looked at for each.
         max_depth: the most tokens on a path.
-        cost: measured cost of a step.
+        draft_ms: one draft forward, in milliseconds.
+        price: what nodes cost; the row's when None.
     """
 
     width: int = 4
     max_depth: int = 6
-    cost: StepCost = FREE_STEPS
+    draft_ms: float = 0.0
+    price: Price | None = None
 
     def grow(self, row: DraftRow) -> Growth:
         if row.params.coupling == "drawn":
             parents = planned_parents(RANK_ACCEPTANCE[: self.width], row.budget, self.max_depth)
             return PlannedGrowth(row, parents)
-        return BestFirstGrowth(self, row.budget)
+        return BestFirstGrowth(self, row)
 
     def max_scored(self, budget: int) -> int:
         return max(budget, self.width * (self.max_depth - 1))
@@ -240,15 +226,16 @@ class BestFirstGrowth:
 
     Args:
         shape: how wide and how deep.
-        budget: the most nodes to keep.
+        row: the row that drafts; its budget is the most nodes to keep.
     """
 
-    def __init__(self, shape: BestFirstShape, budget: int) -> None:
-        self._shape, self._budget = shape, budget
+    def __init__(self, shape: BestFirstShape, row: DraftRow) -> None:
+        self._shape, self._row, self._budget = shape, row, row.budget
+        self._worth = Worth(shape.price or row.price, shape.draft_ms)
         self._candidates: list[_Candidate] = []
         self._expanded: list[int] = []  # candidates that are nodes of `tree`
         self._num_forwards = 0
-        self.frontier: Sequence[int] = [ROOT] if budget else []
+        self.frontier: Sequence[int] = [ROOT] if row.budget else []
 
     @property
     def tree(self) -> TokenTree:
@@ -260,20 +247,26 @@ class BestFirstGrowth:
 
     def extend(self, logits_FV: Tensor) -> None:
         first = len(self._candidates)
-        top = logits_FV.log_softmax(1).topk(min(self._shape.width, logits_FV.shape[1]))
-        rows = zip(self.frontier, top.values.tolist(), top.indices.tolist(), strict=True)
-        for node, log_probs, tokens in rows:
+        for node, logits_V in zip(self.frontier, logits_FV, strict=True):
             parent = ROOT if node == ROOT else self._expanded[node]
             above = 0.0 if parent == ROOT else self._candidates[parent].log_prob
+            found = self._row.choose(logits_V, self._path_tokens(parent), self._shape.width)
             self._candidates += [
-                _Candidate(above + log_prob, token, parent)
-                for log_prob, token in zip(log_probs, tokens, strict=True)
-                if log_prob > -math.inf
+                _Candidate(above + math.log(chance), token, parent)
+                for token, chance in found
+                if chance > 0.0
             ]
         self._num_forwards += 1
         chosen = self._worth_expanding(first)
         self.frontier = range(len(self._expanded), len(self._expanded) + len(chosen))
         self._expanded += chosen
+
+    def _path_tokens(self, candidate: int) -> list[int]:
+        tokens: list[int] = []
+        while candidate != ROOT:
+            tokens.insert(0, self._candidates[candidate].token)
+            candidate = self._candidates[candidate].parent
+        return tokens
 
     def _worth_expanding(self, first: int) -> list[int]:
         """Candidates of the last depth, from number ``first`` on, to look below."""
@@ -285,8 +278,7 @@ class BestFirstGrowth:
         likely = [i for i in room if i >= first][: self._shape.width]
         # What hangs below a node adds at most that node's own value, for each depth.
         bound = sum(self._values(likely))
-        cost = self._shape.cost
-        if not cost.is_worth_a_forward(self._values(best), bound, self._num_forwards):
+        if not self._worth.is_worth_a_forward(self._values(best), bound, self._num_forwards):
             return []
         return sorted(likely)
 
@@ -302,7 +294,7 @@ class BestFirstGrowth:
 
     def build(self) -> Proposal:
         best = self._best()
-        size = self._shape.cost.best_num_nodes(self._values(best), self._num_forwards)
+        size = self._worth.best_num_nodes(self._values(best), self._num_forwards)
         kept = sorted(best[:size])
         node = {candidate: i for i, candidate in enumerate(kept)}
         taken = [self._candidates[i] for i in kept]

@@ -1,0 +1,104 @@
+"""Conversations whose cache entries outlive a request: the next turn reads only what is new."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from foredraft.cache.base import Cache
+from foredraft.core.errors import ConfigError
+
+
+@dataclass(eq=False)
+class Session:
+    """A conversation. `Sessions` fills it in.
+
+    Attributes:
+        slot: the target's cache slot, or None before the first request.
+        tokens: the tokens whose entries the slot holds.
+        busy: whether a request is using it.
+    """
+
+    slot: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    busy: bool = False
+
+
+class Sessions:
+    """Hands out slots, those of conversations with what they hold already.
+
+    Args:
+        cache: the target's.
+        look_ahead: how many tokens behind its own an entry of the cache's further layers depends
+            on: so many fewer are shared with an earlier turn.
+    """
+
+    def __init__(self, cache: Cache, look_ahead: int = 0) -> None:
+        self._cache, self._look_ahead = cache, look_ahead
+        self._dropped: deque[int] = deque()
+        self._finalizers: dict[int, weakref.finalize[[], Session]] = {}
+
+    def open(self, session: Session | None, tokens: Sequence[int]) -> tuple[int, int]:
+        """A slot for a request, and how many of its tokens the slot holds already.
+
+        At least one is left to read, so that something follows it.
+        """
+        self.free_dropped()
+        if session is None or session.slot is None:
+            return self._cache.allocate(), 0
+        shared = common_prefix(session.tokens, tokens)
+        num_cached = max(0, min(shared - self._look_ahead, len(tokens) - 1))
+        self._cache.truncate(session.slot, num_cached)
+        return session.slot, num_cached
+
+    def release(
+        self, slot: int, session: Session | None, tokens: Sequence[int], keep: bool = True
+    ) -> None:
+        """A request is over: its slot is freed, or waits for the conversation's next turn.
+
+        Args:
+            tokens: the request's.
+            keep: False where the entries are not to be trusted; all is read again then.
+        """
+        if session is None:
+            self._cache.free(slot)
+            return
+        # What the cache counts, not the request: an interrupted step leaves it behind.
+        num_kept = self._cache.length(slot) if keep else 0
+        session.slot, session.tokens = slot, list(tokens[:num_kept])
+        if slot not in self._finalizers:
+            # A conversation that nobody closed: its slot is freed with the next call from outside,
+            # never from within the garbage collector, which may run at any moment.
+            self._finalizers[slot] = weakref.finalize(session, self._dropped.append, slot)
+            self._finalizers[slot].atexit = False
+
+    def close(self, session: Session) -> None:
+        """Give a conversation's slot back.
+
+        Raises:
+            ConfigError: a reply is under way.
+        """
+        if session.busy:
+            raise ConfigError("a reply of this conversation is under way; cancel it first")
+        self.free_dropped()
+        if session.slot is not None:
+            self._finalizers.pop(session.slot).detach()
+            self._cache.free(session.slot)
+        session.slot, session.tokens = None, []
+
+    def free_dropped(self) -> None:
+        """Free the slots of conversations that nobody holds any more."""
+        while self._dropped:
+            slot = self._dropped.popleft()
+            del self._finalizers[slot]
+            self._cache.free(slot)
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    for i, (mine, theirs) in enumerate(zip(left, right, strict=False)):
+        if mine != theirs:
+            return i
+    return min(len(left), len(right))

@@ -1,0 +1,205 @@
+"""What a step costs, by its rows, their tokens and their contexts; and so what a node costs.
+
+One model of it serves everyone: it is measured once (`foredraft.models.timing`), follows the
+machine through the steps that are run, and is shared out. The controller prices a row's nodes for
+the batch as it is now, and hands the price to the drafter with the row.
+
+A forward reads all weights, which takes ``read_ms``, and multiplies them with n tokens; it takes
+about as long as the longer of the two, ``(read^p + multiply(n)^p)^(1/p)``, with a corner as round
+as times on CPUs show (the roofline of S. Williams et al., 2009). Attention comes on top: each row's
+entries are read once, and multiplied once a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+from foredraft.core.errors import ConfigError
+
+_SHARPNESS = 6.0
+_STEP = 0.1
+_MOST = 0.3
+
+Times = tuple[tuple[int, float], ...]
+"""(tokens, milliseconds), by rising tokens."""
+
+
+class Price(Protocol):
+    """What drafting costs one row in the step to come."""
+
+    def ms(self, num_nodes: int) -> float:
+        """The row's share of the step, in milliseconds, if it drafts this many nodes."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearPrice:
+    """Each node adds ``node_cost`` plain steps; a plain step is 1."""
+
+    node_cost: float
+
+    def ms(self, num_nodes: int) -> float:
+        return 1.0 + num_nodes * self.node_cost
+
+
+USUAL_PRICE = LinearPrice(0.15)
+"""Where nothing was measured: a usual CPU."""
+
+FREE_NODES = LinearPrice(0.0)
+"""A step costs the same whatever is drafted: every node that fits the budget is worth it."""
+
+
+@dataclass(frozen=True)
+class TablePrice:
+    """Times by the tokens of the forward: the root and the nodes.
+
+    Attributes:
+        times: straight lines between them, and beyond the last.
+
+    Raises:
+        ConfigError: sizes do not rise from 1 on, or a time is no time.
+    """
+
+    times: Times
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.times]
+        if not sizes or any(a >= b for a, b in pairwise([0, *sizes])):
+            raise ConfigError(f"step times for {sizes} tokens; the numbers must rise from 1 on")
+        for _, ms in self.times:
+            if not isinstance(ms, int | float) or not 0.0 < ms < math.inf:
+                raise ConfigError(f"{ms!r} is no time in milliseconds")
+
+    def ms(self, num_nodes: int) -> float:
+        return interpolated(self.times, num_nodes + 1)
+
+
+def interpolated(points: Times, x: int) -> float:
+    """Straight lines through the points, and beyond the last; at least two, or constant."""
+    if len(points) < 2 or x <= points[0][0]:
+        return points[0][1]
+    enclosing = (pair for pair in pairwise(points) if x <= pair[1][0])
+    left, right = next(enclosing, points[-2:])
+    share = (x - left[0]) / (right[0] - left[0])
+    return left[1] + share * (right[1] - left[1])
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """See the module docstring.
+
+    Attributes:
+        read_ms: whatever the number of tokens.
+        base_ms, token_ms: multiplying takes ``base_ms + n * token_ms``.
+    """
+
+    read_ms: float
+    base_ms: float
+    token_ms: float
+
+    @classmethod
+    def through(cls, times: Times) -> Roofline:
+        """One that fits measured times: the first is all reading, the last two all multiplying."""
+        (small, before), (large, last) = times[-2:] if len(times) > 1 else times * 2
+        token_ms = (last - before) / (large - small) if large > small else 0.0
+        return cls(times[0][1], max(0.0, last - large * token_ms), token_ms)
+
+    def ms(self, num_tokens: int) -> float:
+        read, multiply = self._parts(num_tokens)
+        return float(max(1e-6, (read + multiply) ** (1.0 / _SHARPNESS)))
+
+    def moved(self, num_tokens: int, ms: float) -> Roofline:
+        """A little closer to what was observed, mostly in the part that forward was bound by."""
+        read, multiply = self._parts(num_tokens)
+        change = max(-_MOST, min(_MOST, ms / self.ms(num_tokens) - 1.0)) * _STEP
+        share = read / max(read + multiply, 1e-30)
+        slower = 1.0 + change * (1.0 - share)
+        return replace(
+            self,
+            read_ms=self.read_ms * (1.0 + change * share),
+            base_ms=self.base_ms * slower,
+            token_ms=self.token_ms * slower,
+        )
+
+    def _parts(self, num_tokens: int) -> tuple[float, float]:
+        """Both to the power of p."""
+        multiply_ms = self.base_ms + num_tokens * self.token_ms
+        return self.read_ms**_SHARPNESS, multiply_ms**_SHARPNESS
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Milliseconds that contexts add.
+
+    Attributes:
+        entry_ms: for each cache entry of a row.
+        pair_ms: for each entry and token of that row.
+    """
+
+    entry_ms: float = 0.0
+    pair_ms: float = 0.0
+
+    def ms(self, rows: Sequence[tuple[int, int]]) -> float:
+        """``rows``: (tokens, context) of each."""
+        return sum(context * (self.entry_ms + n * self.pair_ms) for n, context in rows)
+
+
+class CostModel:
+    """Milliseconds of a forward, measured and then followed.
+
+    Args:
+        times: of one row of so many tokens after a short text.
+        attention: what longer ones add.
+
+    Raises:
+        ConfigError: see `TablePrice`.
+    """
+
+    def __init__(self, times: Times, attention: Attention | None = None) -> None:
+        TablePrice(times)
+        self.attention = attention or Attention()
+        self._roofline = Roofline.through(times)
+        # What was measured beside what the roofline says: steps that it cannot know of.
+        self._shares = tuple((n, ms / self._roofline.ms(n)) for n, ms in times)
+
+    def ms(self, rows: Sequence[tuple[int, int]]) -> float:
+        """A forward of these rows, each (tokens, context)."""
+        num_tokens = sum(n for n, _ in rows)
+        return self._weights_ms(num_tokens) + self.attention.ms(rows)
+
+    def observe(self, rows: Sequence[tuple[int, int]], ms: float) -> None:
+        """A forward of these rows took this long: what is said from now on follows."""
+        num_tokens = sum(n for n, _ in rows)
+        weights_ms = max(ms - self.attention.ms(rows), 0.1 * ms)
+        measured_in_roofline = weights_ms / self._share(num_tokens)
+        self._roofline = self._roofline.moved(num_tokens, measured_in_roofline)
+
+    def price(self, context: int, num_rows: int = 1) -> Price:
+        """For a row of this context beside ``num_rows - 1`` others that draft as it does."""
+        return _SharedPrice(self, context, num_rows)
+
+    def times(self, sizes: Sequence[int], context: int = 0) -> Times:
+        """What one row costs as of now, for people."""
+        return tuple((n, self.ms([(n, context)])) for n in sizes)
+
+    def _weights_ms(self, num_tokens: int) -> float:
+        return self._share(num_tokens) * self._roofline.ms(num_tokens)
+
+    def _share(self, num_tokens: int) -> float:
+        last, share = self._shares[-1]
+        return share if num_tokens >= last else interpolated(self._shares, num_tokens)
+
+
+@dataclass(frozen=True)
+class _SharedPrice:
+    cost: CostModel
+    context: int
+    num_rows: int
+
+    def ms(self, num_nodes: int) -> float:
+        rows = [(num_nodes + 1, self.context)] * self.num_rows
+        return self.cost.ms(rows) / self.num_rows

@@ -1,0 +1,111 @@
+"""Drafting from a distribution: one verb for chosen and drawn tokens.
+
+A drafter that has logits hangs tokens below a node with `Draft.extend` and need not know which
+kind the request asks for. The row's own rules (temperature, filters, bans, grammars) are applied
+to the drafter's logits *before* a token is chosen or drawn; taking one away afterwards would bias
+drawn drafts.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from foredraft.core.choices import DrawnChoices, SharedChoices
+from foredraft.core.proposal import DrawnProposalBuilder, Proposal
+from foredraft.core.rules import Rules
+from foredraft.core.sampling import Law
+from foredraft.core.tree import ROOT, TokenTree
+
+
+class Draft(ABC):
+    """A draft under construction.
+
+    Args:
+        rules: the row's.
+        text: all committed tokens.
+
+    Attributes:
+        tokens, parents: as in `TokenTree`.
+        chances: for each node the estimated chance that it is accepted if its parent is.
+    """
+
+    def __init__(self, rules: Rules, text: Sequence[int]) -> None:
+        self._rules, self._text = rules, text
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.chances: list[float] = []
+
+    @abstractmethod
+    def extend(self, parent: int, logits_V: Tensor, count: int = 1) -> list[int]:
+        """Hang up to ``count`` tokens below ``parent``; their nodes, the most promising first.
+
+        Fewer where fewer are possible. To be called once for each parent.
+
+        Args:
+            parent: `ROOT` or a node.
+            logits_V: the drafter's logits of the token after it.
+        """
+
+    @abstractmethod
+    def build(self) -> Proposal:
+        """What there is, as a proposal."""
+
+    @property
+    def tree(self) -> TokenTree:
+        """What there is so far."""
+        return TokenTree(tuple(self.tokens), tuple(self.parents))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def _law(self, parent: int, logits_V: Tensor) -> tuple[Law, int]:
+        """What the row's rules make of the logits, and how deep ``parent`` is."""
+        drafted: list[int] = []
+        node = parent
+        while node != ROOT:
+            drafted.insert(0, self.tokens[node])
+            node = self.parents[node]
+        return self._rules.law(logits_V, self._text, drafted), len(drafted)
+
+    def _add(self, parent: int, token: int, chance: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.chances.append(chance)
+        return len(self.tokens) - 1
+
+
+class ChosenDraft(Draft):
+    """Tokens chosen with the noise that the target draws with; at temperature 0 the likeliest."""
+
+    def __init__(self, rules: Rules, text: Sequence[int], choices: SharedChoices) -> None:
+        super().__init__(rules, text)
+        self._choices = choices
+
+    def extend(self, parent: int, logits_V: Tensor, count: int = 1) -> list[int]:
+        law, depth = self._law(parent, logits_V)
+        return [self._add(parent, *choice) for choice in self._choices.best(law, depth, count)]
+
+    def build(self) -> Proposal:
+        return Proposal.chosen(self.tree)
+
+
+class DrawnDraft(Draft):
+    """Tokens drawn from the drafter's distribution, siblings without replacement."""
+
+    def __init__(self, rules: Rules, text: Sequence[int], choices: DrawnChoices) -> None:
+        super().__init__(rules, text)
+        self._builder = DrawnProposalBuilder(choices, replacement=False)
+
+    def extend(self, parent: int, logits_V: Tensor, count: int = 1) -> list[int]:
+        probs_V = self._law(parent, logits_V)[0].probs_V
+        drawn = [self._builder.draw(parent, probs_V) for _ in range(count)]
+        tokens = [self._builder.token(node) for node in drawn if node is not None]
+        return [self._add(parent, token, float(probs_V[token])) for token in tokens]
+
+    def build(self) -> Proposal:
+        return self._builder.build()

@@ -1,0 +1,83 @@
+"""What verification needs of a forward, brought to the host in two transfers at most.
+
+A GPU works ahead of Python; every number that Python reads makes it wait for the GPU. So the
+likeliest tokens of all greedy rows come in one piece, and the logits of all rows that sample in
+another, however many rows and nodes there are.
+
+Shape legend: N positions whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.core.rules import Rules
+from foredraft.core.sampling import Law, check_finite
+from foredraft.models.base import Scores
+
+
+@dataclass(frozen=True)
+class FetchedRow:
+    """One row's scores.
+
+    Attributes:
+        logits_NV: after the last token read (row 0) and after each node; on the host unless
+            ``best`` is there.
+        best: the likeliest token and its logit at each position, where nothing else is needed.
+    """
+
+    logits_NV: Tensor
+    best: Sequence[tuple[int, float]] | None = None
+
+    def law(self, node: int, rules: Rules, text: Sequence[int], drafted: Sequence[int]) -> Law:
+        """The target's law after ``node``.
+
+        Raises:
+            NonFiniteScoresError: its logits are not finite.
+            ForedraftError: the rules allow no token.
+        """
+        logits_V = self.logits_NV[node + 1]
+        if self.best is None:
+            return rules.law(logits_V, text, drafted)
+        token, logit = self.best[node + 1]
+        check_finite(logit, logits_V.numel())
+        return Law(logits_V, None, token)
+
+
+def fetch(scores: Scores, rules: Sequence[Rules]) -> list[FetchedRow]:
+    """Each row's scores as its rules need them.
+
+    On CPU everything is on the host already, and only what verification reaches is looked at.
+    """
+    logits_NV = scores.logits_NV
+    rows = [FetchedRow(logits_NV[span.start : span.stop]) for span in scores.heads]
+    if is_on_host(logits_NV):
+        return rows
+    greedy = [i for i, rule in enumerate(rules) if rule.takes_best and scores.heads[i]]
+    others = [i for i in range(len(rows)) if i not in greedy and scores.heads[i]]
+    if greedy:
+        largest_N, best_N = _joined(logits_NV, scores, greedy).max(dim=1)
+        found = torch.stack((best_N.double(), largest_N.double()), 1).tolist()  # one transfer
+        pairs = iter([(int(token), logit) for token, logit in found])
+        for i in greedy:
+            rows[i] = FetchedRow(rows[i].logits_NV, [next(pairs) for _ in scores.heads[i]])
+    if others:
+        here_NV = _joined(logits_NV, scores, others).cpu()  # one transfer
+        sizes = [len(scores.heads[i]) for i in others]
+        for i, part_NV in zip(others, here_NV.split(sizes), strict=True):
+            rows[i] = FetchedRow(part_NV)
+    return rows
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _joined(logits_NV: Tensor, scores: Scores, rows: Sequence[int]) -> Tensor:
+    if len(rows) == len(scores.heads):
+        return logits_NV
+    return torch.cat([logits_NV[scores.heads[i].start : scores.heads[i].stop] for i in rows])
