@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, SupportsIndex
-
-import torch
+from typing import Any, SupportsIndex
 
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.errors import ConfigError, PromptError, VocabularyMismatchError
+from foredraft.core.errors import ConfigError, PromptError
 from foredraft.core.params import SamplingParams
-from foredraft.drafters import build_drafter, check_options, drafter_spec, needs_draft_model
+from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.engine.engine import Engine, Event
 from foredraft.engine.row import GenerationResult, Session
 from foredraft.engine.streams import Streams
+from foredraft.loading import load_models, resolve_drafter
 from foredraft.models.base import Target
-from foredraft.models.store import Progress, resolve_model
+from foredraft.models.progress import Progress
 from foredraft.models.timing import ForwardTimes
 from foredraft.models.tokenizer import Message, Tokenizer
-from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan, plan_model
-
-if TYPE_CHECKING:
-    from foredraft.models.native.target import DecoderFactory
+from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan
 
 Prompt = str | Sequence[int]
 
@@ -91,7 +86,7 @@ class LLM:
 
         Args:
             model: a built-in name, a local directory, or a hub id.
-            progress: told about downloads and conversions (`foredraft.models.store.Progress`).
+            progress: told about downloads and conversions (`foredraft.models.progress.Progress`).
             **options: fields of `LoadOptions`.
 
         Raises:
@@ -100,27 +95,17 @@ class LLM:
             VocabularyMismatchError: target and draft model do not share a vocabulary.
         """
         asked = LoadOptions.of(model=model, **options)
-        spec = drafter_spec(resolve_drafter(asked))  # a mistyped one should not cost a download
-        if asked.threads is not None:
-            torch.set_num_threads(asked.threads)
-        plan, target, tokenizer = _load_model(asked.model, asked, progress)
-        forward_times = ForwardTimes(target) if asked.calibrate else None
-        if asked.draft_model is None:
-            return cls(target, tokenizer, asked, forward_times=forward_times, plan=plan)
-        draft_plan, draft_model, draft_tokenizer = _load_model(
-            asked.draft_model, replace(asked, revision=None, exact=False), progress
-        )
-        if not spec.any_vocabulary:
-            _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
+        loaded, draft = load_models(asked, progress)
+        forward_times = ForwardTimes(loaded.target) if asked.calibrate else None
         return cls(
-            target,
-            tokenizer,
+            loaded.target,
+            loaded.tokenizer,
             asked,
-            draft_model=draft_model,
-            draft_tokenizer=draft_tokenizer,
+            draft_model=draft.target if draft else None,
+            draft_tokenizer=draft.tokenizer if draft else None,
             forward_times=forward_times,
-            plan=plan,
-            draft_plan=draft_plan,
+            plan=loaded.plan,
+            draft_plan=draft.plan if draft else None,
         )
 
     def with_drafter(
@@ -224,90 +209,6 @@ class LLM:
         if self.tokenizer is None:
             raise ConfigError("this LLM was built without a tokenizer; pass token ids")
         return self.tokenizer
-
-
-def resolve_drafter(options: LoadOptions, has_draft_model: bool | None = None) -> str:
-    """The registered name behind ``options.drafter``; "auto" is the best that is there.
-
-    Args:
-        has_draft_model: None goes by whether ``options`` names one.
-
-    Raises:
-        ConfigError: no such drafter or option of it, no draft model where one is needed, or one
-            where none is used.
-    """
-    if has_draft_model is None:
-        has_draft_model = options.draft_model is not None
-    name = options.drafter
-    if name == "auto":
-        name = "draft_model" if has_draft_model else "suffix"
-    spec = drafter_spec(name)
-    if spec.needs_draft_model and not has_draft_model:
-        raise needs_draft_model(name)
-    if has_draft_model and not (spec.needs_draft_model or spec.takes_draft_model):
-        raise ConfigError(
-            f"drafter {name!r} uses no draft model, but "
-            f"{options.draft_model or 'one'!r} was given; use drafter 'draft-model'"
-        )
-    check_options(name, options.drafter_options)
-    return name.replace("-", "_")
-
-
-def _load_model(
-    name: str, options: LoadOptions, progress: Progress | None
-) -> tuple[ModelPlan, Target, Tokenizer]:
-    directory = resolve_model(name, revision=options.revision, progress=progress)
-    plan = plan_model(name, directory, options)
-    tokenizer = Tokenizer(directory)
-    return plan, load_target(plan), tokenizer
-
-
-def load_target(plan: ModelPlan) -> Target:
-    """Load the weights of a resolved plan."""
-    dtype = getattr(torch, plan.dtype)
-    if plan.backend == "hf":
-        from foredraft.models.hf import HFTarget
-
-        return HFTarget.load(plan.directory, dtype, plan.device, plan.max_context)
-    from foredraft.models.native.fixed_shape import probe
-    from foredraft.models.native.target import NativeTarget
-
-    decoder = native_decoder(plan.decoder)
-    target = NativeTarget.load(
-        plan.directory, dtype, plan.device, decoder, plan.max_context, int8=plan.weights == "int8"
-    )
-    if plan.decoder == "fixed-shape":
-        probe(target)
-    return target
-
-
-def native_decoder(name: str) -> DecoderFactory:
-    """The class behind `ModelPlan.decoder` of a native plan."""
-    from foredraft.models.native.eager import EagerDecoder
-    from foredraft.models.native.fixed_shape import FixedShapeDecoder
-    from foredraft.models.native.fused import FusedDecoder
-    from foredraft.models.native.graphed import GraphedDecoder
-
-    decoders: dict[str, DecoderFactory] = {
-        "fused": FusedDecoder,
-        "graphed": GraphedDecoder,
-        "eager": EagerDecoder,
-        "fixed-shape": FixedShapeDecoder,
-    }
-    return decoders[name]
-
-
-def _check_same_vocabulary(
-    plan: ModelPlan, tokenizer: Tokenizer, draft_plan: ModelPlan, draft_tokenizer: Tokenizer
-) -> None:
-    if tokenizer.fingerprint != draft_tokenizer.fingerprint:
-        raise VocabularyMismatchError(
-            f"target {plan.name!r} has a vocabulary of {tokenizer.vocab_size} tokens "
-            f"(fingerprint {tokenizer.fingerprint}) and draft model {draft_plan.name!r} one of "
-            f"{draft_tokenizer.vocab_size} (fingerprint {draft_tokenizer.fingerprint}): the same "
-            "id means different text. Use a draft model of the same family, or the drafter "
-            "'cross-tokenizer'"
-        )
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

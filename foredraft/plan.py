@@ -6,17 +6,18 @@ can be printed before anything heavy is loaded (`foredraft doctor`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foredraft.cache.base import padded_capacity
-from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError, unknown
+from foredraft.core.errors import CapabilityError, ConfigError, unknown
 
 if TYPE_CHECKING:
     from foredraft.models.native.config import DecoderConfig
+    from foredraft.models.safety import Checkpoint
 
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "bf16", "int8")
@@ -75,8 +76,7 @@ class LoadOptions:
                 raise unknown(name, str(getattr(self, name)), known)
         if self.weights == "bf16" and self.dtype == "float32":
             raise ConfigError("weights 'bf16' and dtype 'float32' exclude each other; give one")
-        if str(self.device).split(":")[0] not in DEVICES:
-            raise unknown("device", str(self.device), DEVICES)
+        self._check_device()
         self._check_names()
         if not isinstance(self.drafter_options, Mapping):
             raise ConfigError(
@@ -86,6 +86,15 @@ class LoadOptions:
             value, low = getattr(self, name), 0 if name == "num_draft_tokens" else 1
             if value is not None and (type(value) is not int or value < low):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+
+    def _check_device(self) -> None:
+        kind, colon, number = str(self.device).partition(":")
+        if kind not in DEVICES:
+            raise unknown("device", str(self.device), DEVICES)
+        if colon and not (kind == "cuda" and re.fullmatch("[0-9]{1,4}", number)):
+            raise ConfigError(
+                f"device is {self.device!r}; a number goes with cuda alone, such as 'cuda:1'"
+            )
 
     def _check_names(self) -> None:
         for name in ("model", "draft_model", "drafter", "revision"):
@@ -113,6 +122,7 @@ class ModelPlan:
     """How one checkpoint will run.
 
     Attributes:
+        checkpoint: what is loaded; None for weights that are made up.
         decoder: "fused", "graphed", "fixed-shape", "eager" or "transformers".
         dtype: of activations and cache.
         weights: the form of the linear layers and the head: "int8", or the same as ``dtype``.
@@ -124,7 +134,7 @@ class ModelPlan:
     """
 
     name: str
-    directory: Path
+    checkpoint: Checkpoint | None
     backend: str
     decoder: str
     device: str
@@ -138,6 +148,11 @@ class ModelPlan:
     notes: tuple[str, ...] = ()
 
     @property
+    def directory(self) -> Path:
+        """Where the checkpoint lies; an empty path for weights that are made up."""
+        return self.checkpoint.directory if self.checkpoint else Path()
+
+    @property
     def is_exact(self) -> bool:
         """Whether bits are independent of what is scored together."""
         return self.decoder in ("fused", "fixed-shape")
@@ -149,69 +164,83 @@ class ModelPlan:
 
     def cache_bytes(self, num_tokens: int) -> int:
         """Keys and values of one row of ``num_tokens``, as the cache allocates them."""
+        from foredraft.cache.base import padded_capacity
+
         return self.cache_bytes_per_token * padded_capacity(num_tokens)
 
 
-def plan_model(name: str, directory: Path, options: LoadOptions) -> ModelPlan:
-    """Resolve how ``directory`` will run. Reads its config, loads no weights.
+def resolve_device(asked: str) -> str:
+    """The device behind "auto", or the one that was asked for.
 
     Raises:
-        ConfigError: the device is not there, or the backend does not fit the model.
-        CapabilityError: ``exact`` was asked for and the backend cannot keep it.
-        ModelLoadError: the directory is not a checkpoint that can be loaded safely.
+        ConfigError: it is not there.
     """
-    from foredraft.models.json_files import read_json
-    from foredraft.models.safety import check_checkpoint_dir
-
-    check_checkpoint_dir(directory)
-    raw = read_json(directory / "config.json")
-    device = _resolve_device(options.device)
-    if _backend(raw, directory, options) == "hf":
-        if options.exact:
-            raise CapabilityError(
-                f"exact=True needs the native decoder, and {name!r} runs through transformers, "
-                "whose bits depend on what is scored together; leave exact out (the distribution "
-                "is the target's either way)"
-            )
-        return _plan_hf(name, directory, raw, device, options)
-    from foredraft.models.native.config import read_config
-
-    return plan_native(name, directory, read_config(directory), options)
-
-
-def _backend(raw: Mapping[str, Any], directory: Path, options: LoadOptions) -> str:
-    from foredraft.models.native.config import is_native, read_config
-
-    if options.backend == "native":
-        read_config(directory)  # says what is not supported
-        return "native"
-    return "native" if options.backend == "auto" and is_native(raw) else "hf"
-
-
-def _resolve_device(asked: str) -> str:
     import torch
 
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked.startswith("cuda") and not torch.cuda.is_available():
+    if asked == "cpu":
+        return asked
+    if not torch.cuda.is_available():
         raise ConfigError(
             f"device {asked!r} was asked for and torch {torch.__version__} sees no CUDA device; "
             "use device 'cpu' or install a CUDA build of torch"
         )
+    number, there = int(asked.partition(":")[2] or 0), torch.cuda.device_count()
+    if number >= there:
+        raise ConfigError(f"device {asked!r} was asked for and torch sees {there} CUDA device(s)")
     return asked
 
 
+def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: str) -> ModelPlan:
+    """Resolve how a checkpoint will run. Reads its config and compares sizes, loads no weights.
+
+    Args:
+        name: what people call it.
+        device: from `resolve_device`.
+
+    Raises:
+        ConfigError: the backend does not fit the model.
+        CapabilityError: ``exact`` was asked for and the backend cannot keep it.
+        ModelLoadError: the checkpoint does not hold a model that can be run.
+    """
+    from foredraft.models.native.config import is_native, read_config
+    from foredraft.models.native.weights import fit
+
+    native = options.backend == "native" or (
+        options.backend == "auto"
+        and is_native(checkpoint.config, checkpoint.directory / "config.json")
+    )
+    if native:
+        config, _ = fit(checkpoint, read_config(checkpoint.directory))
+        return plan_native(name, checkpoint, config, options, device)
+    if options.exact:
+        raise CapabilityError(
+            f"exact=True needs the native decoder, and {name!r} runs through transformers, "
+            "whose bits depend on what is scored together; leave exact out (the distribution "
+            "is the target's either way)"
+        )
+    return _plan_hf(name, checkpoint, options, device)
+
+
 def plan_native(
-    name: str, directory: Path, config: DecoderConfig, options: LoadOptions
+    name: str,
+    checkpoint: Checkpoint | None,
+    config: DecoderConfig,
+    options: LoadOptions,
+    device: str,
 ) -> ModelPlan:
     """Resolve how the native decoder will run a model of this shape.
 
+    Args:
+        checkpoint: None for weights that are made up.
+        device: from `resolve_device`.
+
     Raises:
-        ConfigError: the device is not there, or cannot run these weights.
+        ConfigError: the device cannot run these weights.
     """
     import torch
 
-    device = _resolve_device(options.device)
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
     if options.weights == "int8" and kernel_problem:
         raise _no_int8(kernel_problem)
@@ -224,7 +253,7 @@ def plan_native(
     in_memory, read = _weight_bytes(config, getattr(torch, dtype).itemsize, weights)
     return ModelPlan(
         name=name,
-        directory=directory,
+        checkpoint=checkpoint,
         backend="native",
         decoder=_native_decoder(device, kernel_problem, options.exact),
         device=device,
@@ -295,55 +324,37 @@ def _bf16_is_fast(kernel_problem: str | None) -> bool:
     return kernel_problem is None or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _plan_hf(
-    name: str, directory: Path, raw: Mapping[str, Any], device: str, options: LoadOptions
-) -> ModelPlan:
+def _plan_hf(name: str, checkpoint: Checkpoint, options: LoadOptions, device: str) -> ModelPlan:
     import torch
 
     from foredraft.cache.kv import KVShape
+    from foredraft.models.hf_sizes import read_sizes
 
     if options.weights == "int8":
         raise _no_int8(f"{name!r} runs through transformers")
-    text = raw.get("text_config") or raw
+    sizes = read_sizes(checkpoint)
     dtype = _asked_dtype(options)
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     kind: torch.dtype = getattr(torch, dtype)
-    heads = text.get("num_attention_heads") or text.get("n_head")
-    hidden = text.get("hidden_size") or text.get("n_embd")
-    layers = text.get("num_hidden_layers") or text.get("n_layer")
-    limit = text.get("max_position_embeddings") or text.get("n_positions")
-    if not (heads and hidden and layers and limit):
-        raise ModelLoadError(f"{directory}: config.json does not say how large the model is")
-    kv_heads = text.get("num_key_value_heads") or heads
-    kv_shape = KVShape(layers, kv_heads, text.get("head_dim") or hidden // heads)
-    num_parameters = _num_parameters(directory)
+    heads, limit = sizes.num_attention_heads, sizes.max_position_embeddings
+    kv_shape = KVShape(
+        sizes.num_hidden_layers,
+        sizes.num_key_value_heads or heads,
+        sizes.head_dim or sizes.hidden_size // heads,
+    )
+    num_bytes = checkpoint.num_parameters * kind.itemsize
     return ModelPlan(
         name=name,
-        directory=directory,
+        checkpoint=checkpoint,
         backend="hf",
         decoder="transformers",
         device=device,
         dtype=dtype,
         weights=dtype,
-        weight_bytes=num_parameters * kind.itemsize,
-        read_bytes=num_parameters * kind.itemsize,
-        num_parameters=num_parameters,
+        weight_bytes=num_bytes,
+        read_bytes=num_bytes,
+        num_parameters=checkpoint.num_parameters,
         cache_bytes_per_token=kv_shape.bytes_per_token(kind),
         max_context=min(options.max_context or limit, limit),
     )
-
-
-def _num_parameters(directory: Path) -> int:
-    """Parameters stored in the checkpoint's safetensors files, from their headers."""
-    from safetensors import safe_open
-
-    total = 0
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                count = 1
-                for size in file.get_slice(key).get_shape():
-                    count *= size
-                total += count
-    return total

@@ -26,11 +26,12 @@ LAYERS = {
     "engine": 5,
     "plan": 6,
     "machine": 6,
-    "llm": 7,
-    "measure": 7,
-    "custom_generate": 8,
-    "bench": 9,
-    "cli": 10,
+    "loading": 7,
+    "llm": 8,
+    "measure": 8,
+    "custom_generate": 9,
+    "bench": 10,
+    "cli": 11,
 }
 """A module imports from its own layer and the ones below."""
 APART = [("drafters", "control"), ("control", "drafters")]

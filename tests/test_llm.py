@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import foredraft.llm
+import foredraft.loading
 from foredraft import LLM, SamplingParams
 from foredraft.core.errors import (
     ConfigError,
@@ -187,7 +187,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(*args: Any, **options: Any) -> Path:
         raise AssertionError("went on to the model")
 
-    monkeypatch.setattr(foredraft.llm, "resolve_model", resolve)
+    monkeypatch.setattr(foredraft.loading, "resolve_model", resolve)
 
 
 @pytest.mark.usefixtures("no_loading")

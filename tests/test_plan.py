@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from foredraft.bench.random_model import random_config
 from foredraft.core.errors import ConfigError
-from foredraft.llm import native_decoder
-from foredraft.plan import LoadOptions, plan_native
+from foredraft.loading import native_decoder
+from foredraft.plan import LoadOptions, plan_native, resolve_device
 
 CONFIG = random_config("smollm2-135m")
 
@@ -28,7 +26,8 @@ def test_a_gpu_runs_recorded_graphs_unless_bits_must_be_exact(
     device: str, exact: bool, decoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    plan = plan_native("model", Path(), CONFIG, LoadOptions(device=device, exact=exact))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    plan = plan_native("model", None, CONFIG, LoadOptions(exact=exact), resolve_device(device))
     assert (plan.decoder, plan.dtype, plan.is_exact) == (decoder, "bfloat16", exact)
     assert native_decoder(plan.decoder).name == decoder  # type: ignore[attr-defined]
 
@@ -38,7 +37,7 @@ def test_a_cpu_without_the_kernel_runs_eagerly(
     exact: bool, decoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("foredraft.plan._kernel_problem", lambda: "no compiler")
-    plan = plan_native("model", Path(), CONFIG, LoadOptions(device="cpu", exact=exact))
+    plan = plan_native("model", None, CONFIG, LoadOptions(exact=exact), "cpu")
     assert plan.decoder == decoder
 
 
@@ -46,4 +45,4 @@ def test_a_missing_gpu_is_an_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ConfigError, match="sees no CUDA device"):
-        plan_native("model", Path(), CONFIG, LoadOptions(device="cuda"))
+        resolve_device("cuda")

@@ -11,7 +11,7 @@ from typing import Any
 
 from foredraft.core.errors import ForedraftError
 from foredraft.core.params import SamplingParams
-from foredraft.plan import LoadOptions, ModelPlan, plan_model
+from foredraft.plan import LoadOptions, ModelPlan
 
 _CHILD = "from foredraft.bench.memory import report_peak; report_peak()"
 
@@ -50,10 +50,11 @@ def report_peak() -> None:
     tokens = asked.pop("tokens")
     _warm_up()
     before = _resident("VmRSS")
-    from foredraft.llm import LLM, load_target
+    from foredraft.llm import LLM
+    from foredraft.loading import load_target, plan_models
 
     options = replace(LoadOptions(), **asked, drafter="none", max_batch_size=1)
-    plan = plan_model("measured", Path(options.model), options)
+    plan, _ = plan_models(options)
     llm = LLM(load_target(plan), None, options, plan=plan)
     prompt = [index % 100 + 5 for index in range(tokens - 16)]
     llm.generate(prompt, SamplingParams(max_tokens=16))

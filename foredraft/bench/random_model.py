@@ -6,19 +6,19 @@ that nobody has to download.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.llm import LLM, native_decoder
+from foredraft.llm import LLM
+from foredraft.loading import native_decoder
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.int8 import Matrix, quantise
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
-from foredraft.plan import LoadOptions, plan_native
+from foredraft.plan import LoadOptions, plan_native, resolve_device
 
 _SPREAD = 0.02
 
@@ -85,7 +85,7 @@ def random_llm(name: str, options: LoadOptions) -> LLM:
             "it out, or time a real checkpoint"
         )
     label = f"{name} with random weights (timing only)"
-    plan = plan_native(label, Path(), config, options)
+    plan = plan_native(label, None, config, options, resolve_device(options.device))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     int8 = plan.weights == "int8"

@@ -57,23 +57,17 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
 
     from foredraft.cli.progress import RichProgress
     from foredraft.drafters import drafter_spec
-    from foredraft.llm import resolve_drafter
+    from foredraft.loading import plan_models, resolve_drafter
     from foredraft.machine import describe_machine
-    from foredraft.models.store import resolve_model
-    from foredraft.plan import plan_model
 
     name = resolve_drafter(options)
     spec = drafter_spec(name)
     if options.threads:
         torch.set_num_threads(options.threads)
     budget = options.num_draft_tokens
-    plans = {}
     with RichProgress() as progress:
-        for role, which in (("target", options.model), ("draft model", options.draft_model)):
-            if which is not None:
-                revision = options.revision if role == "target" else None
-                directory = resolve_model(which, revision=revision, progress=progress)
-                plans[role] = plan_model(which, directory, options)
+        plan, draft_plan = plan_models(options, progress)
+    plans = {"target": plan} | ({"draft model": draft_plan} if draft_plan else {})
     return {
         "machine": describe_machine(),
         "drafter": name,

@@ -14,7 +14,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from foredraft.models.store import Progress
+    from foredraft.models.progress import Progress
     from foredraft.models.tokenizer import Tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Make texts searchable for the retrieval drafter.")

@@ -20,7 +20,7 @@ from rich.progress import TaskProgressColumn as PercentColumn
 
 
 class RichProgress:
-    """Shows the stages of slow work on stderr; a `foredraft.models.store.Progress`.
+    """Shows the stages of slow work on stderr; a `foredraft.models.progress.Progress`.
 
     On a terminal each stage is a line with a spinner, and a bar as soon as its share is known; the
     line disappears on exit. Anywhere else a stage is one printed line and shares are left out.

@@ -23,7 +23,9 @@ from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import Capabilities, RowScores, ScoreRow
 from foredraft.models.hf_cache import HFCache, layer_factory
+from foredraft.models.hf_sizes import read_sizes
 from foredraft.models.native.plan import ForwardPlan, plan_forward
+from foredraft.models.safety import Checkpoint
 
 _NO_LIMIT = 1 << 30
 """Context of models whose config names no limit (positions by attention bias)."""
@@ -61,20 +63,25 @@ class HFTarget:
     @classmethod
     def load(
         cls,
-        directory: Path,
+        source: Path | Checkpoint,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_context: int | None = None,
     ) -> HFTarget:
-        """Load a checkpoint directory: safetensors only, and no code out of the directory.
+        """Load a checkpoint: safetensors only, and no code out of the directory.
+
+        Args:
+            source: the checkpoint; a directory is checked first.
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged, or of a kind that transformers
                 itself does not know.
             CapabilityError: see the class.
         """
-        model = _load_model(directory, dtype)
-        _check_finite(directory, model)
+        checkpoint = Checkpoint.of(source)
+        read_sizes(checkpoint)
+        model = _load_model(checkpoint, dtype)
+        _check_finite(checkpoint.directory, model)
         return cls(model.to(device), max_context)
 
     @torch.no_grad()
@@ -235,7 +242,8 @@ def _without_progress_bars() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _load_model(directory: Path, dtype: torch.dtype) -> Any:
+def _load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    directory = checkpoint.directory
     try:
         with _without_progress_bars():  # whoever called us shows progress in their own way
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -256,6 +264,7 @@ def _load_model(directory: Path, dtype: torch.dtype) -> Any:
             f"{', '.join(missing[:3])}{more} missing. Missing weights are never made up; get the "
             "whole checkpoint."
         )
+    checkpoint.warn_of_unused(map(str, info["unexpected_keys"]))
     return model.eval()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
 
 if TYPE_CHECKING:
-    from foredraft.models.store import Progress
+    from foredraft.models.progress import Progress
 
 FILES = (
     "*.safetensors",

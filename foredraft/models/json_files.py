@@ -8,14 +8,19 @@ from typing import Any
 
 from foredraft.core.errors import ModelLoadError
 
+_MAX_BYTES = 64 << 20
+"""Far above any real one. Read as Python objects, a file takes some ten times its size."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object that ``path`` holds.
 
     Raises:
-        ModelLoadError: the file cannot be read, or holds something else.
+        ModelLoadError: the file cannot be read, is absurdly large, or holds something else.
     """
     try:
+        if (num_bytes := path.stat().st_size) > _MAX_BYTES:
+            raise ValueError(f"it has {num_bytes} bytes, and {_MAX_BYTES} at most are read")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(

@@ -8,16 +8,25 @@ or as wrong numbers later.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.json_files import read_json
+from foredraft.models.schema import IndexFields, read_fields
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+FLOATS = ("BF16", "F16", "F32", "F64")
+"""Types of weights that mean something by themselves. Others need scales."""
+
+_SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_NEVER_NEEDED = ("rotary_emb.inv_freq", ".cos_cached", ".sin_cached", ".position_ids")
+"""Ends of names of what older versions of transformers stored, and any version computes anew."""
 _HEADER_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 # Bits, because some types of the format are narrower than a byte.
@@ -30,25 +39,68 @@ _BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+_LOG = logging.getLogger("foredraft")
 
 
-def check_checkpoint_dir(directory: Path) -> None:
-    """See that ``directory`` holds a checkpoint that can be read safely and completely.
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies, and what the header of that file says of it.
 
-    Reads ``config.json``, the index and the headers of the weight files, never the weights.
+    Attributes:
+        dtype: in the spelling of safetensors, such as "BF16".
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """A directory that was found to hold a checkpoint which can be read safely and completely.
+
+    Building one is the check, so whoever is handed one need not ask. Reads ``config.json``, the
+    index and the headers of the weight files, never the weights.
+
+    Args:
+        directory: with ``config.json`` and ``model.safetensors``, or an index and its files.
 
     Raises:
         ModelLoadError: there is no readable ``config.json``; it names code to be run; the weights
             are missing, incomplete, damaged, or in a format that is never read (pickle, GGUF).
     """
-    if not directory.is_dir():
-        raise ModelLoadError(f"no such directory: {directory}")
-    _check_config(directory)
-    for path in _weight_files(directory):
-        check_safetensors(path)
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise ModelLoadError(f"no such directory: {directory}")
+        self.directory = directory
+        self.config: Mapping[str, Any] = _checked_config(directory)
+        self.tensors: Mapping[str, StoredTensor] = _stored_tensors(directory)
+
+    @classmethod
+    def of(cls, source: Path | Checkpoint) -> Checkpoint:
+        """What was checked already, or the directory, checked now."""
+        return source if isinstance(source, Checkpoint) else cls(source)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of all stored tensors."""
+        return sum(prod(tensor.shape) for tensor in self.tensors.values())
+
+    def warn_of_unused(self, names: Iterable[str]) -> None:
+        """Say in the log which tensors are left out; not those that a model never needs."""
+        unused = sorted(name for name in names if not name.endswith(_NEVER_NEEDED))
+        if unused:
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            _LOG.warning(
+                "%s holds tensors that are not in the model its config.json describes, and they "
+                "are left out: %s%s",
+                self.directory,
+                ", ".join(unused[:3]),
+                more,
+            )
 
 
-def _check_config(directory: Path) -> None:
+def _checked_config(directory: Path) -> dict[str, Any]:
     if not (directory / "config.json").is_file():
         raise ModelLoadError(
             f"{directory} has no config.json{_what_else_is_there(directory)}; a model is a "
@@ -66,23 +118,50 @@ def _check_config(directory: Path) -> None:
                 f"run ({content['auto_map']}). foredraft never runs code from a checkpoint. Use a "
                 "model whose architecture is part of transformers"
             )
+    if "transformers_weights" in config:
+        raise ModelLoadError(
+            f"{directory / 'config.json'} names its own weight file in transformers_weights "
+            f"({config['transformers_weights']!r:.80}); only {_SINGLE}, or the files that {_INDEX} "
+            "lists, are read. Rename the file and delete that entry"
+        )
+    return config
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if index.is_file():
-        return _indexed_files(directory, index)
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
+def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the files that are read: transformers takes the same."""
+    if (directory / _SINGLE).is_file():
+        return _tensors_of(directory / _SINGLE)
+    if not (directory / _INDEX).is_file():
         raise ModelLoadError(_no_weights(directory))
-    return files
+    weight_map = read_fields(directory / _INDEX, IndexFields).weight_map
+    found: dict[str, StoredTensor] = {}
+    for path in _indexed_files(directory, weight_map):
+        tensors = _tensors_of(path)
+        if twice := sorted(found.keys() & tensors):
+            raise ModelLoadError(
+                f"{twice[0]} is in {found[twice[0]].file} and again in {path.name}; which one is "
+                "meant cannot be known. Get the whole checkpoint again"
+            )
+        found |= tensors
+    for name, file in weight_map.items():
+        if name not in found or found[name].file.name != file:
+            raise ModelLoadError(
+                f"{directory / _INDEX} says that {name!r:.80} is in {file}, and it is not; get the "
+                "whole checkpoint again"
+            )
+    return found
 
 
-def _indexed_files(directory: Path, index: Path) -> list[Path]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelLoadError(f"{index} has no weight_map; get the whole checkpoint again")
-    names = sorted({str(name) for name in weight_map.values()})
+def _tensors_of(path: Path) -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(path, str(entry["dtype"]), tuple(entry["shape"]))
+        for name, entry in check_safetensors(path).items()
+    }
+
+
+def _indexed_files(directory: Path, weight_map: Mapping[str, str]) -> list[Path]:
+    names = sorted(set(weight_map.values()))
+    index = directory / _INDEX
     for name in names:
         # Compared as text: files of the hub's cache are links that rightly lead elsewhere.
         if name != Path(name).name or not name.endswith(".safetensors") or "\\" in name:
@@ -108,6 +187,11 @@ def _no_weights(directory: Path) -> str:
             "is never opened. Get the model as safetensors, or convert it where you trust it with "
             "AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)"
         )
+    if others := _names(directory, "*.safetensors"):
+        return (
+            f"{directory} has neither {_SINGLE} nor {_INDEX}, and which of its files belong "
+            f"together ({others}) is not guessed; get the whole checkpoint"
+        )
     return (
         f"{directory} has no weights (*.safetensors){_what_else_is_there(directory)}; get the "
         "whole checkpoint"
@@ -129,8 +213,11 @@ def _names(directory: Path, *patterns: str) -> str:
 # ---------------------------------------------------------------------------------- safetensors
 
 
-def check_safetensors(path: Path) -> None:
-    """See that a safetensors file is whole: its header describes exactly the bytes that follow.
+def check_safetensors(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file that is whole: it describes exactly the bytes that follow.
+
+    Returns:
+        ``dtype``, ``shape`` and ``data_offsets`` of each tensor, by name.
 
     Raises:
         ModelLoadError: it is truncated, longer than it says, or its header is damaged.
@@ -147,9 +234,11 @@ def check_safetensors(path: Path) -> None:
         raise _damaged(path, f"its header cannot be read ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not a JSON object")
-    end = _check_spans(path, {k: v for k, v in header.items() if k != "__metadata__"})
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    end = _check_spans(path, tensors)
     if data_start + end != num_bytes:
         raise _damaged(path, f"it has {num_bytes} bytes and should have {data_start + end}")
+    return tensors
 
 
 def _check_spans(path: Path, tensors: Mapping[str, Any]) -> int:

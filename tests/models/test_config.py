@@ -37,7 +37,7 @@ def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> No
     theirs = NATIVE_CONFIGS[name]()
     theirs.save_pretrained(tmp_path)
     ours = read_config(tmp_path)
-    assert is_native(json.loads((tmp_path / "config.json").read_text()))
+    assert is_native(json.loads((tmp_path / "config.json").read_text()), tmp_path)
     for field in (
         "model_type",
         "vocab_size",
@@ -115,7 +115,7 @@ def test_what_the_decoder_lacks_is_refused(
     change: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     raw = {**LLAMA, **change}
-    assert not is_native(raw)
+    assert not is_native(raw, tmp_path)
     with pytest.raises(ModelLoadError, match=reason) as refused:
         read(tmp_path, raw)
     assert "backend 'hf'" in str(refused.value)

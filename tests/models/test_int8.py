@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError
+from foredraft.loading import plan_models
 from foredraft.models.native.config import read_config
 from foredraft.models.native.int8 import (
     BYTES_PER_WEIGHT,
@@ -19,12 +21,16 @@ from foredraft.models.native.int8 import (
     tensor_of,
 )
 from foredraft.models.native.weights import load_weights
-from foredraft.plan import LoadOptions, plan_model
+from foredraft.plan import LoadOptions, ModelPlan
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plan_of(directory: Path, device: str = "cpu", **options: Any) -> ModelPlan:
+    return plan_models(LoadOptions.of(model=str(directory), device=device, **options))[0]
 
 
 def expected(weight_RK: Tensor) -> Tensor:
@@ -101,13 +107,13 @@ def test_the_plan_says_how_large_int8_weights_are(
 ) -> None:
     save_checkpoint(tmp_path, NATIVE_CONFIGS[name]())
     monkeypatch.setattr("foredraft.plan._kernel_problem", lambda: None)
-    plan = plan_model("tiny", tmp_path, LoadOptions(weights="int8", device="cpu"))
+    plan = plan_of(tmp_path, weights="int8")
     assert (plan.weights, plan.dtype) == ("int8", "bfloat16")
     assert plan.number_format == "bfloat16, int8 weights"
     weights = load_weights(tmp_path, read_config(tmp_path), torch.bfloat16, int8=True)
     assert plan.read_bytes == int(plan.num_parameters * BYTES_PER_WEIGHT)
     assert plan.weight_bytes <= weights.num_bytes <= 1.05 * plan.weight_bytes  # groups filled up
-    plain = plan_model("tiny", tmp_path, LoadOptions(weights="bf16", device="cpu"))
+    plain = plan_of(tmp_path, weights="bf16")
     assert (plain.weights, plain.dtype) == ("bfloat16", "bfloat16")
     assert (
         plain.weight_bytes
@@ -131,11 +137,12 @@ def test_int8_is_refused_where_it_does_not_run(
     save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
     monkeypatch.setattr("foredraft.plan._kernel_problem", lambda: "no compiler")
     with pytest.raises(ConfigError, match=message):
-        plan_model("tiny", tmp_path, LoadOptions.of(**options))
+        plan_of(tmp_path, **options)
 
 
 def test_int8_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="on CPU with the fused kernel"):
-        plan_model("tiny", tmp_path, LoadOptions(weights="int8", device="cuda"))
+        plan_of(tmp_path, weights="int8", device="cuda")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.safety import check_checkpoint_dir, check_safetensors
+from foredraft.models.safety import Checkpoint, check_safetensors
 
 
 @pytest.fixture
@@ -27,6 +27,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def write_index(directory: Path, **weight_map: Any) -> None:
+    """Make the checkpoint a sharded one, of which the file a.safetensors is there."""
+    (directory / "model.safetensors").rename(directory / "a.safetensors")
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
 
@@ -42,13 +44,16 @@ def entry(start: int, stop: int, shape: list[int], dtype: str = "U8") -> dict[st
 
 
 def test_a_whole_checkpoint_passes(checkpoint: Path) -> None:
-    check_checkpoint_dir(checkpoint)
+    Checkpoint(checkpoint)
 
 
 def test_a_sharded_checkpoint_passes(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00001.safetensors")
-    write_index(checkpoint, a="model-00001-of-00001.safetensors")
-    check_checkpoint_dir(checkpoint)
+    write_index(checkpoint, a="a.safetensors", b="a.safetensors")
+    tensors = Checkpoint(checkpoint).tensors
+    assert {name: (t.dtype, t.shape) for name, t in tensors.items()} == {
+        "a": ("F32", (2, 3)),
+        "b": ("BF16", (5,)),
+    }
 
 
 def test_links_out_of_the_directory_pass_as_the_hub_cache_is_made_of_them(
@@ -57,30 +62,43 @@ def test_links_out_of_the_directory_pass_as_the_hub_cache_is_made_of_them(
     weights = checkpoint / "model.safetensors"
     weights.rename(tmp_path / "blob")
     weights.symlink_to(tmp_path / "blob")
-    check_checkpoint_dir(checkpoint)
+    Checkpoint(checkpoint)
+
+
+def test_one_file_that_holds_everything_goes_before_an_index_as_with_transformers(
+    checkpoint: Path,
+) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text("{}")
+    assert Checkpoint(checkpoint).tensors.keys() == {"a", "b"}
+
+
+def test_files_that_nothing_names_are_not_put_together(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "half.safetensors")
+    with pytest.raises(ModelLoadError, match=r"half\.safetensors.*is not guessed"):
+        Checkpoint(checkpoint)
 
 
 def test_pickles_beside_safetensors_are_let_be(checkpoint: Path) -> None:
     (checkpoint / "pytorch_model.bin").write_bytes(b"never opened")
-    check_checkpoint_dir(checkpoint)
+    Checkpoint(checkpoint)
 
 
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="no such directory"):
-        check_checkpoint_dir(tmp_path / "nowhere")
+        Checkpoint(tmp_path / "nowhere")
 
 
 def test_no_config(checkpoint: Path) -> None:
     (checkpoint / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"has no config\.json"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b"null", b"[" * 100_000])
 def test_unreadable_config(checkpoint: Path, content: bytes) -> None:
     (checkpoint / "config.json").write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"config\.json (cannot be read|holds a)"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
@@ -88,20 +106,20 @@ def test_remote_code_is_refused_and_named(checkpoint: Path, name: str) -> None:
     content = {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
     (checkpoint / name).write_text(json.dumps(content))
     with pytest.raises(ModelLoadError, match=r"modeling_own\.Own.*never runs code"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "a.pt", "a.pth", "a.ckpt", "a.pkl"])
 def test_pickle_only(checkpoint: Path, name: str) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / name)
     with pytest.raises(ModelLoadError, match=f"pickle-only \\({name}\\).*can run code.*convert"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
 
 
 def test_no_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match="has no weights"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("with_config", [True, False])
@@ -110,13 +128,13 @@ def test_a_foreign_gguf_is_not_parsed(checkpoint: Path, with_config: bool) -> No
     if not with_config:
         (checkpoint / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"model\.gguf.*foreign GGUF file is never parsed"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
 
 
 def test_missing_shards_are_counted_and_named(checkpoint: Path) -> None:
-    write_index(checkpoint, a="model.safetensors", b="b.safetensors", c="c.safetensors")
+    write_index(checkpoint, a="a.safetensors", b="b.safetensors", c="c.safetensors")
     with pytest.raises(ModelLoadError, match=r"lacks 2 of the 3 .*b\.safetensors, c\.safetensors"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -129,20 +147,23 @@ def test_missing_shards_are_counted_and_named(checkpoint: Path) -> None:
         "pytorch_model.bin",
         "..",
         "",
-        3,
     ],
 )
 def test_a_shard_must_be_a_safetensors_file_of_the_directory(checkpoint: Path, name: Any) -> None:
     write_index(checkpoint, a=name)
     with pytest.raises(ModelLoadError, match="not a safetensors file of its own directory"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": 3}}'],
+)
 def test_a_useless_index(checkpoint: Path, content: str) -> None:
+    write_index(checkpoint)
     (checkpoint / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ModelLoadError, match=r"index\.json"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
 
 
 def test_a_file_cut_anywhere_is_found(checkpoint: Path) -> None:
@@ -151,21 +172,40 @@ def test_a_file_cut_anywhere_is_found(checkpoint: Path) -> None:
     for length in range(len(content)):
         path.write_bytes(content[:length])
         with pytest.raises(ModelLoadError, match="truncated or damaged"):
-            check_checkpoint_dir(checkpoint)
+            Checkpoint(checkpoint)
 
 
 def test_a_file_with_something_behind_it_is_found(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(ModelLoadError, match="should have"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
 
 
 def test_a_damaged_shard_is_found(checkpoint: Path) -> None:
     (checkpoint / "b.safetensors").write_bytes(b"<html>not found</html>")
-    write_index(checkpoint, a="model.safetensors", b="b.safetensors")
+    write_index(checkpoint, a="a.safetensors", b="b.safetensors")
     with pytest.raises(ModelLoadError, match=r"b\.safetensors is truncated or damaged"):
-        check_checkpoint_dir(checkpoint)
+        Checkpoint(checkpoint)
+
+
+def test_an_index_that_is_wrong_about_a_tensor(checkpoint: Path) -> None:
+    write_index(checkpoint, a="a.safetensors", c="a.safetensors")
+    with pytest.raises(ModelLoadError, match=r"says that 'c' is in a\.safetensors, and it is not"):
+        Checkpoint(checkpoint)
+
+
+def test_a_tensor_in_two_files(checkpoint: Path) -> None:
+    write_index(checkpoint, a="a.safetensors", b="b.safetensors")
+    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, checkpoint / "b.safetensors")
+    with pytest.raises(ModelLoadError, match="which one is meant cannot be known"):
+        Checkpoint(checkpoint)
+
+
+def test_a_config_that_names_weight_files_of_its_own(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
+    with pytest.raises(ModelLoadError, match=r"transformers_weights \('other\.safetensors'\)"):
+        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from foredraft.core.errors import ModelLoadError
 from foredraft.models import smollm2
 from foredraft.models.manifest import sha256_of
-from foredraft.models.store import SilentProgress, resolve_model
+from foredraft.models.progress import SilentProgress
+from foredraft.models.store import resolve_model
 
 # ------------------------------------------------------------------------------------- obtaining
 

@@ -16,7 +16,8 @@ import pytest
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models import smollm2
 from foredraft.models.manifest import MANIFEST_NAME, find_damage, sha256_of
-from foredraft.models.store import BUILT_IN, SilentProgress, resolve_model
+from foredraft.models.progress import SilentProgress
+from foredraft.models.store import BUILT_IN, resolve_model
 from foredraft.paths import cache_root
 from tests.models.progress import RecordedProgress
 
@@ -300,6 +301,6 @@ def test_two_processes_convert_once(cache: Path, tmp_path: Path) -> None:
 @pytest.mark.real_model
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_built_in_model_resolves_to_a_checkpoint_that_passes(name: str) -> None:
-    from foredraft.models.safety import check_checkpoint_dir
+    from foredraft.models.safety import Checkpoint
 
-    check_checkpoint_dir(resolve_model(name))
+    assert Checkpoint(resolve_model(name)).num_parameters == 134_515_008

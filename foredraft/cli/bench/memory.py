@@ -23,12 +23,11 @@ def memory(
     """Peak memory of target and cache in a new process, beside what `doctor` predicts."""
     from foredraft.bench.memory import measure_memory
     from foredraft.bench.report import check_outputs, write_json
-    from foredraft.models.store import resolve_model
-    from foredraft.plan import plan_model
+    from foredraft.loading import plan_models
 
     check_outputs(json_file)
     asked = o.load_options(model, dtype=dtype, weights=weights, device=device, threads=threads)
-    plan = plan_model(model, resolve_model(model), asked)
+    plan, _ = plan_models(asked)
     figure = measure_memory(asked, plan, tokens)
     Console(highlight=False, soft_wrap=True).print(
         f"{plan.name}, {plan.number_format}, {tokens} tokens: "

@@ -46,8 +46,7 @@ def quality(
     from foredraft.bench.quality import measure_quality, windows
     from foredraft.bench.report import check_outputs, write_json
     from foredraft.bench.texts import read_text
-    from foredraft.llm import load_target
-    from foredraft.plan import plan_model
+    from foredraft.loading import load_target, plan_models
 
     check_outputs(json_file)
     if limit is not None and limit < 2:
@@ -63,8 +62,8 @@ def quality(
     texts = windows(llm.tokenizer.encode(content), limit)
     if not texts:
         raise ConfigError(f"{text} is a single token; none follows it that could be predicted")
-    in_full = replace(asked, dtype="float32", weights="auto")
-    reference = load_target(plan_model(model, llm.plan.directory, in_full))
+    in_full, _ = plan_models(replace(asked, dtype="float32", weights="auto"))
+    reference = load_target(in_full)
     with progress_bar(len(texts)) as advance:
         found = measure_quality(reference, llm.target, texts, lambda: advance("scoring"))
     _print_quality(Console(highlight=False), llm.plan, found, text or "the built-in text")

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
 from foredraft.models.manifest import MANIFEST_NAME, find_damage, write_manifest
-from foredraft.models.store import Progress, SilentProgress
+from foredraft.models.progress import Progress, SilentProgress
 
 _RECIPE = "foredraft index 1"
 _META = "index.json"

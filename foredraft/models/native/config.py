@@ -10,6 +10,7 @@ from typing import Any
 from foredraft.cache.kv import KVShape
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.json_files import read_json
+from foredraft.models.schema import LlamaFields, RopeFields, parse_fields
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """``model_type`` values this decoder implements. SmolLM and SmolLM2 are "llama"."""
@@ -74,92 +75,88 @@ class DecoderConfig:
         return self.num_hidden_layers * layer + heads + hidden
 
 
-def is_native(raw: Mapping[str, Any]) -> bool:
-    """Whether this decoder implements the checkpoint's family."""
-    return raw.get("model_type") in FAMILIES and not _unsupported(raw)
+def is_native(raw: Mapping[str, Any], path: Path) -> bool:
+    """Whether this decoder implements the checkpoint's family, and all that it asks for.
+
+    Raises:
+        ModelLoadError: it is of such a family, and malformed. ``path`` is named then.
+    """
+    return raw.get("model_type") in FAMILIES and not _unsupported(
+        parse_fields(path, raw, LlamaFields)
+    )
 
 
 def read_config(directory: Path) -> DecoderConfig:
     """Parse ``config.json``.
 
     Raises:
-        ModelLoadError: the family or one of its features is not implemented here.
+        ModelLoadError: the file is malformed, or the family or one of its features is not
+            implemented here.
     """
-    raw = read_json(directory / "config.json")
+    path = directory / "config.json"
+    raw = read_json(path)
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
         raise ModelLoadError(
-            f"{directory}: model_type {model_type!r} is not one of {', '.join(FAMILIES)}; "
+            f"{directory}: model_type {model_type!r:.80} is not one of {', '.join(FAMILIES)}; "
             "load it with backend 'hf'"
         )
-    if reason := _unsupported(raw):
+    fields = parse_fields(path, raw, LlamaFields)
+    if reason := _unsupported(fields):
         raise ModelLoadError(f"{directory}: {reason}; load it with backend 'hf'")
-    try:
-        return _parse(raw)
-    except KeyError as missing:
-        raise ModelLoadError(
-            f"{directory / 'config.json'} does not give {missing}, which a {model_type} model needs"
-        ) from None
+    return _resolve(fields)
 
 
-def _parse(raw: Mapping[str, Any]) -> DecoderConfig:
-    model_type = raw["model_type"]
-    rope = _rope(raw)
-    heads = raw["num_attention_heads"]
-    bias = bool(raw.get("attention_bias")) and model_type in ("llama", "qwen3")
-    eos = raw.get("eos_token_id")
+def _resolve(fields: LlamaFields) -> DecoderConfig:
+    rope = _rope(fields)
+    bias = bool(fields.attention_bias) and fields.model_type in ("llama", "qwen3")
     return DecoderConfig(
-        model_type=model_type,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=_head_dim(raw),
-        max_position_embeddings=raw["max_position_embeddings"],
-        rms_norm_eps=raw["rms_norm_eps"],
-        rope_theta=rope["rope_theta"],
-        rope_inv_freq_scaling=rope if rope["rope_type"] != "default" else None,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=bias or model_type == "qwen2",
+        model_type=fields.model_type,
+        vocab_size=fields.vocab_size,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_hidden_layers=fields.num_hidden_layers,
+        num_attention_heads=fields.num_attention_heads,
+        num_key_value_heads=fields.num_key_value_heads or fields.num_attention_heads,
+        head_dim=fields.head_size,
+        max_position_embeddings=fields.max_position_embeddings,
+        rms_norm_eps=fields.rms_norm_eps,
+        rope_theta=rope.rope_theta or fields.rope_theta or 10000.0,
+        rope_inv_freq_scaling=rope.model_dump() if _scales(rope) else None,
+        tie_word_embeddings=bool(fields.tie_word_embeddings),
+        attention_bias=bias or fields.model_type == "qwen2",
         output_bias=bias,
-        qk_norm=model_type == "qwen3",
-        eos_token_ids=tuple([eos] if isinstance(eos, int) else eos or ()),
-        sliding_window=_sliding_window(raw),
+        qk_norm=fields.model_type == "qwen3",
+        eos_token_ids=fields.eos_token_id,
+        sliding_window=_sliding_window(fields),
     )
 
 
-def _head_dim(raw: Mapping[str, Any]) -> int:
-    if "head_dim" not in raw and raw["model_type"] == "qwen3":
-        return 128  # the family's default; the others divide the hidden size
-    return int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"])
+def _sliding_window(fields: LlamaFields) -> int | None:
+    if fields.model_type == "mistral":  # windowed unless it says null
+        return fields.sliding_window if "sliding_window" in fields.model_fields_set else 4096
+    return fields.sliding_window if fields.use_sliding_window else None
 
 
-def _sliding_window(raw: Mapping[str, Any]) -> int | None:
-    if raw["model_type"] == "mistral":
-        window: int | None = raw.get("sliding_window", 4096)  # windowed unless it says null
-        return window
-    return raw.get("sliding_window") if raw.get("use_sliding_window") else None
+def _rope(fields: LlamaFields) -> RopeFields:
+    for rope in (fields.rope_parameters, fields.rope_scaling):
+        if rope is not None and rope.model_fields_set:
+            return rope
+    return RopeFields()
 
 
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters; checkpoints of transformers 4 and 5 spell them differently."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    rope["rope_theta"] = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    return rope
+def _scales(rope: RopeFields) -> bool:
+    return rope.rope_type not in (None, "default")
 
 
-def _unsupported(raw: Mapping[str, Any]) -> str | None:
+def _unsupported(fields: LlamaFields) -> str | None:
     """What this checkpoint needs that the decoder lacks, or None."""
-    if raw.get("hidden_act", "silu") != "silu":
-        return f"activation {raw['hidden_act']!r} is not implemented"
-    if raw.get("mlp_bias"):
+    if fields.hidden_act != "silu":
+        return f"activation {fields.hidden_act!r:.80} is not implemented"
+    if fields.mlp_bias:
         return "mlp_bias is not implemented"
-    if raw.get("quantization_config"):
+    if fields.quantization_config:
         return "quantised checkpoints are not implemented"
-    rope_type = _rope(raw)["rope_type"]
-    if rope_type not in ("default", "linear", "llama3"):
-        return f"rotary scaling {rope_type!r} is not implemented"
+    if _rope(fields).rope_type not in (None, "default", "linear", "llama3"):
+        return f"rotary scaling {_rope(fields).rope_type!r:.80} is not implemented"
     return None

@@ -17,7 +17,8 @@ from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.shallow import ShallowStates, ShallowView
-from foredraft.models.native.weights import DecoderWeights, load_weights
+from foredraft.models.native.weights import DecoderWeights, fit, load_weights
+from foredraft.models.safety import Checkpoint
 
 _PREFILL_CHUNK = 512
 """Longer prompts are read in pieces: the memory of a forward stays bounded."""
@@ -73,20 +74,24 @@ class NativeTarget:
     @classmethod
     def load(
         cls,
-        directory: Path,
+        source: Path | Checkpoint,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         new_decoder: DecoderFactory = EagerDecoder,
         max_context: int | None = None,
         int8: bool = False,
     ) -> NativeTarget:
-        """Load a checkpoint directory; with ``int8``, weights are quantised (see `int8`).
+        """Load a checkpoint; with ``int8``, weights are quantised (see `int8`).
+
+        Args:
+            source: the checkpoint; a directory is checked first.
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged or of another kind.
         """
-        config = read_config(directory)
-        weights = load_weights(directory, config, dtype, device, int8)
+        checkpoint = Checkpoint.of(source)
+        config, _ = fit(checkpoint, read_config(checkpoint.directory))
+        weights = load_weights(checkpoint, config, dtype, device, int8)
         return cls(config, weights, new_decoder, max_context)
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.

@@ -6,11 +6,10 @@ D head size.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +18,11 @@ from torch import Tensor
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.int8 import Matrix, quantise, tensor_of
+from foredraft.models.safety import FLOATS, Checkpoint
 
 _CHECKED_ROWS = 1024
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -93,39 +95,84 @@ class DecoderWeights:
 
 
 def load_weights(
-    directory: Path,
+    source: Path | Checkpoint,
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     int8: bool = False,
 ) -> DecoderWeights:
-    """Read a checkpoint directory.
+    """Read a checkpoint.
 
     Args:
-        directory: where it lies.
+        source: the checkpoint; a directory is checked first.
         config: its shape.
         dtype: of the weights, and of the embeddings where the others are int8.
         device: where the weights go.
         int8: quantise the linear layers and the head, each as it is read.
 
     Raises:
-        ModelLoadError: a tensor is missing, has another shape, or holds NaN or infinity.
-            Attention kernels can hide such values, so they are looked for here.
+        ModelLoadError: a tensor is missing, has another shape or no float type, or holds NaN or
+            infinity. Attention kernels can hide such values, so they are looked for here.
     """
-    reader = _Reader(directory, dtype, device, int8)
+    checkpoint = Checkpoint.of(source)
+    config, unused = fit(checkpoint, config)
+    checkpoint.warn_of_unused(unused)
+    reader = _Reader(checkpoint, dtype, device, int8)
     weights = _assemble(reader, config)
     reader.raise_problems()
     return weights
 
 
+def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, frozenset[str]]:
+    """Compare a config with the headers of the weight files; allocates and reads next to nothing.
+
+    Returns:
+        The config as the files have it: where they hold a head that differs from the embeddings,
+        it is taken, whatever ``tie_word_embeddings`` says (transformers does the same). And the
+        names of the tensors that the model does not use.
+
+    Raises:
+        ModelLoadError: the files do not hold the model that the config describes.
+    """
+    num_stored = _num_stored_layers(checkpoint)
+    if config.num_hidden_layers > num_stored:
+        raise ModelLoadError(
+            f"{checkpoint.directory}: num_hidden_layers is {config.num_hidden_layers}, and the "
+            f"weight files hold {num_stored} layers. Correct config.json, or get the whole "
+            "checkpoint again"
+        )
+    outline = _Reader(checkpoint, torch.float32, "meta", int8=False)
+    _assemble(outline, config)
+    outline.raise_problems()
+    unused = checkpoint.tensors.keys() - outline.taken
+    if config.tie_word_embeddings and _HEAD in checkpoint.tensors:
+        if not _is_tied(checkpoint):
+            return fit(checkpoint, replace(config, tie_word_embeddings=False))
+        unused -= {_HEAD}
+    return config, frozenset(unused)
+
+
+def _num_stored_layers(checkpoint: Checkpoint) -> int:
+    found = (_LAYER.match(name) for name in checkpoint.tensors)
+    last = max((int(match[1]) + 1 for match in found if match), default=0)
+    return min(last, len(checkpoint.tensors))
+
+
+def _is_tied(checkpoint: Checkpoint) -> bool:
+    head, embedding = checkpoint.tensors[_HEAD], checkpoint.tensors[_EMBEDDING]
+    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+        return False
+    return torch.equal(_read(head.file, _HEAD), _read(embedding.file, _EMBEDDING))
+
+
 def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
     vocab, hidden = config.vocab_size, config.hidden_size
-    embedding_VE = reader.take("model.embed_tokens.weight", vocab, hidden)
+    embedding_VE = reader.take(_EMBEDDING, vocab, hidden)
     head_VE: Matrix
     if config.tie_word_embeddings:
         head_VE = reader.as_stored(embedding_VE)
     else:
-        head_VE = reader.as_stored(reader.take("lm_head.weight", vocab, hidden))
+        head_VE = reader.as_stored(reader.take(_HEAD, vocab, hidden))
     layers = [_assemble_layer(reader, config, i) for i in range(config.num_hidden_layers)]
     final_norm_E = reader.take("model.norm.weight", hidden)
     return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
@@ -166,32 +213,35 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
 class _Reader:
     """Hands out tensors by name and collects everything that is wrong, to report it at once.
 
+    On the meta device it reads nothing, and finds what is missing or misshapen all the same.
+
     Memory stays at one copy of the weights: each tensor is copied from the mapped file straight to
     its place, and the map is closed again (its pages would count a second time). For int8 that
     place is given up again as soon as the matrix is quantised.
     """
 
     def __init__(
-        self, directory: Path, dtype: torch.dtype, device: torch.device | str, int8: bool
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, int8: bool
     ) -> None:
-        self._directory, self._dtype, self._device, self._int8 = directory, dtype, device, int8
+        self._checkpoint, self._dtype, self._device, self._int8 = checkpoint, dtype, device, int8
         self._problems: list[str] = []
-        self._where: dict[str, Path] = {}
-        for name in _file_names(directory):
-            with _open(directory / name) as file:
-                self._where |= dict.fromkeys(file.keys(), directory / name)
+        self.taken: set[str] = set()
 
     def take(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape."""
         return self.take_stacked([(name, shape[0])], *shape[1:])
 
     def take_stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
-        """Named tensors of so many rows each, one below the other."""
-        num_rows = sum(rows for _, rows in parts)
+        """Named tensors of so many rows each, one below the other; nothing if one is not there."""
+        problems = [self._problem(name, (rows, *columns)) for name, rows in parts]
+        self._problems += filter(None, problems)
+        self.taken |= {name for name, _ in parts}
+        num_rows = 0 if any(problems) else sum(rows for _, rows in parts)
         stacked = torch.empty((num_rows, *columns), dtype=self._dtype, device=self._device)
         first = 0
         for name, rows in parts:
-            self._copy(name, stacked[first : first + rows])
+            if num_rows and not stacked.is_meta:
+                self._copy(name, stacked[first : first + rows])
             first += rows
         return stacked
 
@@ -199,16 +249,18 @@ class _Reader:
         """The matrix in the form that was asked for; see `foredraft.models.native.int8`."""
         return quantise(weight, num_parts) if self._int8 else weight
 
+    def _problem(self, name: str, shape: tuple[int, ...]) -> str | None:
+        stored = self._checkpoint.tensors.get(name)
+        if stored is None:
+            return f"{name} is missing"
+        if stored.shape != shape:
+            return f"{name} has shape {stored.shape}, not {shape}"
+        if stored.dtype not in FLOATS:
+            return f"{name} is stored as {stored.dtype}, and only {', '.join(FLOATS)} are read"
+        return None
+
     def _copy(self, name: str, place: Tensor) -> None:
-        if name not in self._where:
-            self._problems.append(f"{name} is missing")
-            return
-        with _open(self._where[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
-        if tensor.shape != place.shape:
-            found, wanted = tuple(tensor.shape), tuple(place.shape)
-            self._problems.append(f"{name} has shape {found}, not {wanted}")
-            return
+        tensor = _read(self._checkpoint.tensors[name].file, name)
         place.copy_(tensor)
         # A sum is one pass; it is finite unless an element is not (or the weights are absurd
         # enough to overflow float32, which is as fatal). In pieces, as it converts to float32.
@@ -222,28 +274,17 @@ class _Reader:
             shown = "; ".join(self._problems[:3])
             more = f" and {len(self._problems) - 3} more" if len(self._problems) > 3 else ""
             raise ModelLoadError(
-                f"{self._directory} does not hold the model its config.json describes: "
+                f"{self._checkpoint.directory} does not hold the model its config.json describes: "
                 f"{shown}{more}. Missing or damaged weights are never made up; get the whole "
                 "checkpoint again"
             )
 
 
-def _file_names(directory: Path) -> list[str]:
-    """The checkpoint's files: those its index lists, or the one that holds everything."""
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        return ["model.safetensors"]
+def _read(path: Path, name: str) -> Tensor:
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index} is no index of a sharded checkpoint: {error!r}") from error
-
-
-def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise ModelLoadError(f"{path} is missing; get the whole checkpoint")
-    try:
-        return safe_open(str(path), framework="pt")
+        with safe_open(str(path), framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(
             f"{path} cannot be read ({error}); it is damaged or was not downloaded to its end"

@@ -1,0 +1,167 @@
+"""From what was asked for to loaded models: name, directory, checkpoint, plan, target.
+
+Everything is found and planned before any weights are read, so that a mistake in the name of the
+draft model does not cost the loading of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from foredraft.core.errors import ConfigError, VocabularyMismatchError
+from foredraft.drafters import check_options, drafter_spec, needs_draft_model
+from foredraft.models.base import Target
+from foredraft.models.progress import Progress
+from foredraft.models.safety import Checkpoint
+from foredraft.models.store import resolve_model
+from foredraft.models.tokenizer import Tokenizer
+from foredraft.plan import LoadOptions, ModelPlan, plan_model, resolve_device
+
+if TYPE_CHECKING:
+    from foredraft.models.native.target import DecoderFactory
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to score, with how it came to run so."""
+
+    plan: ModelPlan
+    target: Target
+    tokenizer: Tokenizer
+
+
+def load_models(
+    asked: LoadOptions, progress: Progress | None = None
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """The target, and the draft model if one is named.
+
+    Args:
+        asked: names and options; its number of threads is set for the whole process.
+        progress: told about downloads and conversions.
+
+    Raises:
+        ConfigError: an unknown name, or options that do not go together.
+        ModelLoadError: a checkpoint that cannot be loaded safely and completely.
+        VocabularyMismatchError: target and draft model do not share a vocabulary.
+    """
+    spec = drafter_spec(resolve_drafter(asked))  # a mistyped one should not cost a download
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
+    plan, draft_plan = plan_models(asked, progress)
+    tokenizer = Tokenizer(plan.directory)
+    if draft_plan is None:
+        return LoadedModel(plan, load_target(plan), tokenizer), None
+    draft_tokenizer = Tokenizer(draft_plan.directory)
+    if not spec.any_vocabulary:
+        _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
+    return (
+        LoadedModel(plan, load_target(plan), tokenizer),
+        LoadedModel(draft_plan, load_target(draft_plan), draft_tokenizer),
+    )
+
+
+def plan_models(
+    asked: LoadOptions, progress: Progress | None = None
+) -> tuple[ModelPlan, ModelPlan | None]:
+    """How target and draft model will run here. They are downloaded if need be, and not loaded.
+
+    Raises:
+        ConfigError: no such model or device, or options that do not go together.
+        CapabilityError: ``exact`` was asked for and cannot be kept.
+        ModelLoadError: a checkpoint that cannot be loaded safely and completely.
+    """
+    device = resolve_device(asked.device)
+    plan = _plan(asked.model, asked, device, progress)
+    if asked.draft_model is None:
+        return plan, None
+    as_draft = replace(asked, revision=None, exact=False)
+    return plan, _plan(asked.draft_model, as_draft, device, progress)
+
+
+def _plan(name: str, options: LoadOptions, device: str, progress: Progress | None) -> ModelPlan:
+    directory = resolve_model(name, revision=options.revision, progress=progress)
+    return plan_model(name, Checkpoint(directory), options, device)
+
+
+def _check_same_vocabulary(
+    plan: ModelPlan, tokenizer: Tokenizer, draft_plan: ModelPlan, draft_tokenizer: Tokenizer
+) -> None:
+    if tokenizer.fingerprint != draft_tokenizer.fingerprint:
+        raise VocabularyMismatchError(
+            f"target {plan.name!r} has a vocabulary of {tokenizer.vocab_size} tokens "
+            f"(fingerprint {tokenizer.fingerprint}) and draft model {draft_plan.name!r} one of "
+            f"{draft_tokenizer.vocab_size} (fingerprint {draft_tokenizer.fingerprint}): the same "
+            "id means different text. Use a draft model of the same family, or the drafter "
+            "'cross-tokenizer'"
+        )
+
+
+def load_target(plan: ModelPlan) -> Target:
+    """Load the weights of a resolved plan.
+
+    Raises:
+        ModelLoadError: the checkpoint is incomplete or damaged.
+    """
+    if plan.checkpoint is None:
+        raise ConfigError(f"{plan.name!r} has no checkpoint to load; its weights are made up")
+    dtype = getattr(torch, plan.dtype)
+    if plan.backend == "hf":
+        from foredraft.models.hf import HFTarget
+
+        return HFTarget.load(plan.checkpoint, dtype, plan.device, plan.max_context)
+    from foredraft.models.native.fixed_shape import probe
+    from foredraft.models.native.target import NativeTarget
+
+    decoder = native_decoder(plan.decoder)
+    target = NativeTarget.load(
+        plan.checkpoint, dtype, plan.device, decoder, plan.max_context, int8=plan.weights == "int8"
+    )
+    if plan.decoder == "fixed-shape":
+        probe(target)
+    return target
+
+
+def native_decoder(name: str) -> DecoderFactory:
+    """The class behind `ModelPlan.decoder` of a native plan."""
+    from foredraft.models.native.eager import EagerDecoder
+    from foredraft.models.native.fixed_shape import FixedShapeDecoder
+    from foredraft.models.native.fused import FusedDecoder
+    from foredraft.models.native.graphed import GraphedDecoder
+
+    decoders: dict[str, DecoderFactory] = {
+        "fused": FusedDecoder,
+        "graphed": GraphedDecoder,
+        "eager": EagerDecoder,
+        "fixed-shape": FixedShapeDecoder,
+    }
+    return decoders[name]
+
+
+def resolve_drafter(options: LoadOptions, has_draft_model: bool | None = None) -> str:
+    """The registered name behind ``options.drafter``; "auto" is the best that is there.
+
+    Args:
+        has_draft_model: None goes by whether ``options`` names one.
+
+    Raises:
+        ConfigError: no such drafter or option of it, no draft model where one is needed, or one
+            where none is used.
+    """
+    if has_draft_model is None:
+        has_draft_model = options.draft_model is not None
+    name = options.drafter
+    if name == "auto":
+        name = "draft_model" if has_draft_model else "suffix"
+    spec = drafter_spec(name)
+    if spec.needs_draft_model and not has_draft_model:
+        raise needs_draft_model(name)
+    if has_draft_model and not (spec.needs_draft_model or spec.takes_draft_model):
+        raise ConfigError(
+            f"drafter {name!r} uses no draft model, but "
+            f"{options.draft_model or 'one'!r} was given; use drafter 'draft-model'"
+        )
+    check_options(name, options.drafter_options)
+    return name.replace("-", "_")

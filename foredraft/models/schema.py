@@ -1,0 +1,197 @@
+"""What the JSON files of a checkpoint may say: one typed schema for each.
+
+Only the fields that foredraft reads are here; whatever else a file holds is left alone. A value
+outside of its range is refused with the field's name rather than found later as a crash or as
+wrong numbers.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from foredraft.core.errors import ModelLoadError
+from foredraft.models.json_files import read_json
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""Of anything: what is larger overflows the arithmetic of some kernel."""
+Epsilon = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Theta = Annotated[float, Field(ge=1, le=1e15, allow_inf_nan=False)]
+Factor = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
+
+_SHOWN = 3
+
+
+def _listed(ids: object) -> object:
+    """One id, several or none, as a tuple. Old conversions write -1 for none."""
+    if ids is None or (ids == -1 and type(ids) is int):
+        return ()
+    if isinstance(ids, list):
+        return tuple(ids)
+    if type(ids) is not int:
+        raise ValueError("it must be a token id, or a list of them")
+    return (ids,)
+
+
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_listed)]
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+
+class RopeFields(_Schema):
+    """Rotary parameters, in the spelling of transformers 5 or in that of 4."""
+
+    rope_type: str | None = Field(None, validation_alias=AliasChoices("rope_type", "type"))
+    rope_theta: Theta | None = None
+    factor: Factor | None = None
+    low_freq_factor: Factor | None = None
+    high_freq_factor: Factor | None = None
+    original_max_position_embeddings: Count | None = None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        needed: tuple[str, ...] = ("factor",) if self.rope_type in ("linear", "llama3") else ()
+        if self.rope_type == "llama3":
+            needed += ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"rotary scaling {self.rope_type!r} needs {', '.join(missing)}")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.rope_type == "llama3" and low is not None and high is not None and low >= high:
+            raise ValueError(f"low_freq_factor {low} must be below high_freq_factor {high}")
+        return self
+
+
+class LlamaFields(_Schema):
+    """``config.json`` of the families that the native decoder knows."""
+
+    model_type: str
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    max_position_embeddings: Count
+    rms_norm_eps: Epsilon
+    hidden_act: str = "silu"
+    rope_theta: Theta | None = None
+    rope_parameters: RopeFields | None = None
+    rope_scaling: RopeFields | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    use_sliding_window: bool | None = None
+    sliding_window: Count | None = None
+    quantization_config: Any = None
+    eos_token_id: TokenIds = ()
+
+    @property
+    def head_size(self) -> int:
+        """``head_dim``, or what the family takes for it."""
+        if self.model_type == "qwen3" and "head_dim" not in self.model_fields_set:
+            return 128  # the others divide the hidden size
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        heads, key_value_heads = self.num_attention_heads, self.num_key_value_heads
+        if key_value_heads is not None and heads % key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {heads} is no multiple of num_key_value_heads "
+                f"{key_value_heads}"
+            )
+        if self.head_size < 1 or self.head_size % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size}, num_attention_heads {heads} and head_dim "
+                f"{self.head_dim} make heads of {self.head_size}; rotary embedding needs an even "
+                "size"
+            )
+        return self
+
+
+def _either(*names: str) -> Any:
+    return Field(validation_alias=AliasChoices(*names))
+
+
+class SizeFields(_Schema):
+    """``config.json`` of any other causal language model: how large it is."""
+
+    num_hidden_layers: Count = _either("num_hidden_layers", "n_layer")
+    num_attention_heads: Count = _either("num_attention_heads", "n_head")
+    hidden_size: Count = _either("hidden_size", "n_embd")
+    max_position_embeddings: Count = _either("max_position_embeddings", "n_positions")
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    vocab_size: Count | None = None
+
+    @model_validator(mode="after")
+    def _has_heads(self) -> Self:
+        if self.head_dim is None and self.hidden_size < self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is smaller than num_attention_heads "
+                f"{self.num_attention_heads}"
+            )
+        return self
+
+
+class EndFields(_Schema):
+    """The tokens that end a text, in ``generation_config.json`` and ``config.json``."""
+
+    eos_token_id: TokenIds = ()
+
+
+class IndexFields(_Schema):
+    """``model.safetensors.index.json``: the file of each tensor."""
+
+    weight_map: dict[str, str] = Field(min_length=1)
+
+
+Fields = TypeVar("Fields", bound=_Schema)
+
+
+def read_fields(path: Path, schema: type[Fields]) -> Fields:
+    """The fields of a JSON file.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or one of the fields cannot be used.
+    """
+    return parse_fields(path, read_json(path), schema)
+
+
+def parse_fields(path: Path, content: Mapping[str, Any], schema: type[Fields]) -> Fields:
+    """The fields of what was read from ``path``; see `read_fields`."""
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        # The same field fails once for each type that it may have.
+        problems = {str(found["loc"][:1]): _problem(found) for found in error.errors()}
+    shown = list(problems.values())
+    more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    raise ModelLoadError(
+        f"{path}: {'; '.join(shown[:_SHOWN])}{more}. Correct the file, or download the checkpoint "
+        "again"
+    )
+
+
+def _problem(found: Any) -> str:
+    field = ".".join(map(str, found["loc"]))
+    if found["type"] == "missing":
+        return f"it does not give {field!r}"
+    reason = found["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    return f"{field} is {reprlib.repr(found['input'])}; {reason}" if field else reason
