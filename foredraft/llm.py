@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, SupportsIndex
 
+from foredraft.cache.prefix import Session
 from foredraft.control.fixed import FixedBudget
+from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError, PromptError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DrafterContext
-from foredraft.engine.engine import Engine, Event
-from foredraft.engine.row import GenerationResult, Session
+from foredraft.drafters.base import DrafterContext
+from foredraft.engine.engine import Engine, Event, Trace
+from foredraft.engine.row import GenerationResult
 from foredraft.engine.streams import Streams
 from foredraft.loading import load_models, resolve_drafter
 from foredraft.models.base import Target
 from foredraft.models.progress import Progress
-from foredraft.models.timing import ForwardTimes
+from foredraft.models.timing import measure_cost
 from foredraft.models.tokenizer import Message, Tokenizer
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan
 
 Prompt = str | Sequence[int]
 
 
-def _unwrapped(drafter: Drafter) -> Drafter:
-    return drafter
-
-
 class LLM:
-    """A target with its drafter, ready to generate. Use it from one thread at a time.
+    """A target with its drafter, ready to generate. Threads that use one take turns.
 
     Load one with `LLM.load`; build one directly only from parts of your own.
 
@@ -50,8 +49,9 @@ class LLM:
         draft_tokenizer: Tokenizer | None = None,
         plan: ModelPlan | None = None,
         draft_plan: ModelPlan | None = None,
-        forward_times: ForwardTimes | None = None,
-        wrap_drafter: Callable[[Drafter], Drafter] = _unwrapped,
+        cost: CostModel | None = None,
+        trace: Trace | None = None,
+        lock: threading.RLock | None = None,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self._draft_model, self._draft_tokenizer = draft_model, draft_tokenizer
@@ -61,16 +61,18 @@ class LLM:
         if budget is None:
             budget = drafter_spec(self.drafter_name).num_draft_tokens
         self.drafter_context = DrafterContext(
-            target, draft_model, options.drafter_options, tokenizer, draft_tokenizer, forward_times
+            target, draft_model, options.drafter_options, tokenizer, draft_tokenizer
         )
-        self._forward_times = forward_times
+        self.cost = cost
         self.engine = Engine(
-            forward_times.watch(target) if forward_times else target,
-            wrap_drafter(build_drafter(self.drafter_name, self.drafter_context)),
-            FixedBudget(budget, target.max_context),
+            target,
+            build_drafter(self.drafter_name, self.drafter_context),
+            FixedBudget(budget, target.max_context, cost),
             max_batch_size=options.max_batch_size,
             eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
             new_decoder=tokenizer.new_decoder if tokenizer else None,
+            trace=trace,
+            lock=lock,
         )
         self._streams = Streams(self.engine)
 
@@ -96,14 +98,14 @@ class LLM:
         """
         asked = LoadOptions.of(model=model, **options)
         loaded, draft = load_models(asked, progress)
-        forward_times = ForwardTimes(loaded.target) if asked.calibrate else None
+        weighs = asked.calibrate and resolve_drafter(asked) != "none"
         return cls(
             loaded.target,
             loaded.tokenizer,
             asked,
             draft_model=draft.target if draft else None,
             draft_tokenizer=draft.tokenizer if draft else None,
-            forward_times=forward_times,
+            cost=measure_cost(loaded.target) if weighs else None,
             plan=loaded.plan,
             draft_plan=draft.plan if draft else None,
         )
@@ -112,8 +114,7 @@ class LLM:
         self,
         options: LoadOptions,
         *,
-        target: Target | None = None,
-        wrap_drafter: Callable[[Drafter], Drafter] = _unwrapped,
+        trace: Trace | None = None,
     ) -> LLM:
         """Another LLM on the same loaded models, with the drafter that ``options`` names.
 
@@ -121,19 +122,19 @@ class LLM:
 
         Args:
             options: as for `LoadOptions`; model and dtype stay as they are loaded.
-            target: a stand-in for the loaded target, such as one that measures.
-            wrap_drafter: puts something around the drafter, likewise.
+            trace: told of every step.
         """
         return LLM(
-            target or self.target,
+            self.target,
             self.tokenizer,
             options,
             draft_model=self._draft_model if options.draft_model else None,
             draft_tokenizer=self._draft_tokenizer if options.draft_model else None,
-            forward_times=self._forward_times,
+            cost=self.cost,
             plan=self.plan,
             draft_plan=self.draft_plan if options.draft_model else None,
-            wrap_drafter=wrap_drafter,
+            trace=trace,
+            lock=self.engine.lock,
         )
 
     def generate(

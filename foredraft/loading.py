@@ -55,7 +55,7 @@ def load_models(
     if draft_plan is None:
         return LoadedModel(plan, load_target(plan), tokenizer), None
     draft_tokenizer = Tokenizer(draft_plan.directory)
-    if not spec.any_vocabulary:
+    if spec.draft_model != "any vocabulary":
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
     return (
         LoadedModel(plan, load_target(plan), tokenizer),
@@ -158,7 +158,7 @@ def resolve_drafter(options: LoadOptions, has_draft_model: bool | None = None) -
     spec = drafter_spec(name)
     if spec.needs_draft_model and not has_draft_model:
         raise needs_draft_model(name)
-    if has_draft_model and not (spec.needs_draft_model or spec.takes_draft_model):
+    if has_draft_model and spec.draft_model == "none":
         raise ConfigError(
             f"drafter {name!r} uses no draft model, but "
             f"{options.draft_model or 'one'!r} was given; use drafter 'draft-model'"

@@ -56,7 +56,7 @@ def measure(events: Iterator[Event], show: Callable[[Event], None] = _ignore) ->
         started = time.perf_counter()
         event = next(events)
         total_s += time.perf_counter() - started
-        if not num_first:
+        if not num_first and event.token_ids:
             first_s, num_first = total_s, len(event.token_ids)
         show(event)
         result = event.result

@@ -10,11 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from foredraft.bench.timers import TimedDrafter, TimedTarget
 from foredraft.core.params import SamplingParams
+from foredraft.core.record import StepRecord
 from foredraft.core.request import SpeculationStats
 from foredraft.drafters import drafter_spec
-from foredraft.drafters.base import Drafter
 from foredraft.llm import LLM
 from foredraft.measure import measure
 from foredraft.plan import LoadOptions
@@ -28,8 +27,8 @@ class ContenderRun:
         first_s: seconds until the first tokens, ``num_first`` of them.
         total_s: seconds in all.
         stats: what speculation did; None for peers.
-        draft_s: seconds in the drafter.
-        verify_s: seconds in the target's forwards after the first.
+        draft_s: seconds in the drafter, proposing and observing.
+        verify_s: seconds in the target's forwards that read no prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -68,18 +67,12 @@ class OurContender:
     """
 
     def __init__(self, llm: LLM, options: LoadOptions, name: str | None = None) -> None:
-        self._target = TimedTarget(llm.target)
-        self._drafters: list[TimedDrafter] = []
-        self._llm = llm.with_drafter(options, target=self._target, wrap_drafter=self._wrap)
+        self._steps: list[StepRecord] = []
+        self._llm = llm.with_drafter(options, trace=self._steps.append)
         self.name = name or self._llm.drafter_name
 
-    def _wrap(self, drafter: Drafter) -> Drafter:
-        self._drafters.append(TimedDrafter(drafter))
-        return self._drafters[-1]
-
     def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
-        target, (drafter,) = self._target.watch, self._drafters
-        drafter.watch.seconds = target.seconds = 0.0
+        self._steps.clear()
         run = measure(self._llm.stream(prompt_ids, params))
         if run.result.error:
             raise RuntimeError(f"{self.name}: {run.result.error}")
@@ -89,8 +82,8 @@ class OurContender:
             run.total_s,
             run.num_first,
             run.result.stats,
-            drafter.watch.seconds,
-            max(0.0, target.seconds - run.first_event_s),
+            sum(s.times.draft_ms + s.times.learn_ms for s in self._steps) / 1e3,
+            sum(s.times.score_ms for s in self._steps if s.is_decoding) / 1e3,
         )
 
 
@@ -165,7 +158,7 @@ def our_contenders(
     for name, drafter_options in variants.items():
         drafter = name.split()[0]
         spec = drafter_spec(drafter)
-        wants_model = spec.needs_draft_model or spec.takes_draft_model
+        wants_model = spec.draft_model != "none"
         asked = replace(
             options,
             drafter=drafter,

@@ -13,11 +13,11 @@ from statistics import median
 from typing import Any, cast
 
 from foredraft.bench.timers import Stopwatch
-from foredraft.core.choices import KeyedDraftChoices
 from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DrafterContext, DraftRow
+from foredraft.drafters.base import Drafter, DrafterContext, DraftRequest, DraftRow
 from foredraft.drafters.early_exit import parse_skip
 from foredraft.models.base import LayeredTarget, ScoreRow, Target
 
@@ -122,7 +122,7 @@ def measure_exits(
     with _Position(target, passages[0].tokens) as position:
         plain = _Times()
         for _ in range(repeats + 1):  # the first round warms up and is dropped
-            plain.verify.append(position.verify(TokenTree()))
+            plain.verify.append(position.verify(NO_PROPOSAL))
             for trial in trials:
                 trial.time(position, lengths)
                 advance(f"timing {describe(trial.options)}")
@@ -199,20 +199,22 @@ class _Position:
     def __exit__(self, *exception: object) -> None:
         self._target.cache.free(self._slot)
 
-    def draft(self, drafter: Drafter, length: int) -> tuple[TokenTree, float]:
+    def draft(self, drafter: Drafter, length: int) -> tuple[Proposal, float]:
         """A draft, and the seconds it took."""
-        choices = KeyedDraftChoices(0, len(self._tokens))
-        row = DraftRow(_REQUEST, self._tokens, SamplingParams(), length, choices, self._slot)
+        row = DraftRow.of(_REQUEST, self._tokens, SamplingParams(), length, slot=self._slot)
         watch = Stopwatch()
         with watch:
             (proposal,) = drafter.propose([row])
-        return proposal.tree, watch.seconds
+        return proposal, watch.seconds
 
-    def verify(self, tree: TokenTree) -> float:
+    def verify(self, proposal: Proposal) -> float:
         """Seconds of the forward over the last token and a draft."""
         watch = Stopwatch()
         with watch:
-            self._target.score([ScoreRow(self._slot, self._tokens[-1:], tree)])
+            last = self._tokens[-1:]
+            self._target.score(
+                [ScoreRow(self._slot, last, proposal.tree, computed=proposal.computed)]
+            )
         return watch.seconds
 
     @property
@@ -239,13 +241,13 @@ class _Trial:
 
     def time(self, position: _Position, lengths: Sequence[int]) -> None:
         """One round."""
-        self._drafter.begin(_REQUEST, position.tokens)
+        self._drafter.begin(DraftRequest(_REQUEST, position.tokens))
         position.draft(self._drafter, 1)  # a cache of its own reads the text now
         for length in lengths:
             times = self._times.setdefault(length, _Times())
-            tree, seconds = position.draft(self._drafter, length)
+            proposal, seconds = position.draft(self._drafter, length)
             times.draft.append(seconds)
-            times.verify.append(position.verify(tree))
+            times.verify.append(position.verify(proposal))
         self._drafter.end(_REQUEST)
 
     def best(self, lengths: Sequence[int], plain_s: float) -> ExitFigure:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from foredraft.bench.timers import Stopwatch
-from foredraft.core.choices import KeyedDraftChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Drafter, DraftRow
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
 from foredraft.models.base import ScoreRow, Target
 
 
@@ -87,14 +86,13 @@ class DrafterStepper:
         self._drafter = drafter
         self._tokens = tuple(text(context))
         self._slot = target.cache.allocate()
-        drafter.begin(0, self._tokens)
+        drafter.begin(DraftRequest(0, self._tokens, slot=self._slot))
 
     def fits(self, size: Size) -> bool:
         return size.rows == 1 and size.tokens > 1
 
     def step(self, size: Size) -> dict[str, float]:
-        choices = KeyedDraftChoices(0, len(self._tokens))
-        row = DraftRow(0, self._tokens, SamplingParams(), size.tokens - 1, choices, self._slot)
+        row = DraftRow.of(0, self._tokens, SamplingParams(), size.tokens - 1, slot=self._slot)
         watch = Stopwatch()
         with watch:
             self._drafter.propose([row])
