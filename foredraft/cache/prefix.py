@@ -38,7 +38,7 @@ class Sessions:
     def __init__(self, cache: Cache, look_ahead: int = 0) -> None:
         self._cache, self._look_ahead = cache, look_ahead
         self._dropped: deque[int] = deque()
-        self._finalizers: dict[int, weakref.finalize[[], Session]] = {}
+        self._finalizers: dict[int, weakref.finalize[[int], Session]] = {}
 
     def open(self, session: Session | None, tokens: Sequence[int]) -> tuple[int, int]:
         """A slot for a request, and how many of its tokens the slot holds already.

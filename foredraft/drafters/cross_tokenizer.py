@@ -34,7 +34,7 @@ from foredraft.drafters.base import (
 )
 from foredraft.drafters.common.shared_vocabulary import RestrictedModel, SharedVocabulary
 from foredraft.drafters.common.transcript import CodecPair, Transcript
-from foredraft.models.base import Capabilities, RowScores, ScoreRow, Target
+from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 
 _MAX_RATIO = 8
 """Most draft tokens to ask for where one target token is wanted."""
@@ -193,7 +193,7 @@ class _DraftSide:
     def cache(self) -> Cache:
         raise ConfigError("a drafter inside 'cross-tokenizer' cannot use the target's cache")
 
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         raise ConfigError("a drafter inside 'cross-tokenizer' cannot run the target")
 
 

@@ -21,7 +21,7 @@ import torch
 
 from foredraft.cache.base import Cache
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.request import Request
@@ -338,7 +338,7 @@ def check_budget(
     finish(engine)
     assert all(len(proposal.tree) <= row.budget for row, proposal in recorded.drafts)
     drafter.begin(0, prompts[0])
-    row = DraftRow(0, tuple(prompts[0]), params, 0, KeyedDraftChoices(0, len(prompts[0])))
+    row = DraftRow(0, tuple(prompts[0]), params, 0, KeyedDrawnChoices(0, len(prompts[0])))
     (nothing,) = drafter.propose([row])
     drafter.end(0)
     assert nothing.tree == EMPTY_TREE

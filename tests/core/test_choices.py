@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from foredraft.core.choices import KeyedDraftChoices, KeyedVerifyChoices
+from foredraft.core.choices import KeyedDrawnChoices, KeyedVerifyChoices
+from foredraft.core.sampling import Law
 
 PROBS = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
 COUNT = 4000
@@ -19,7 +20,7 @@ def within_five_errors(hits: int, probability: float) -> bool:
 
 def test_a_target_draw_is_keyed_by_absolute_position() -> None:
     """Plain decoding reaches the position in another step, and must draw the same token there."""
-    uniform = torch.ones(1000)
+    uniform = Law.of_probs(torch.ones(1000))
     for depth in range(5):
         ahead = KeyedVerifyChoices(9, 20).draw_target(uniform, depth)
         assert ahead == KeyedVerifyChoices(9, 20 + depth).draw_target(uniform, 0)
@@ -28,8 +29,8 @@ def test_a_target_draw_is_keyed_by_absolute_position() -> None:
 def test_other_draws_are_keyed_by_the_step() -> None:
     uniform = torch.ones(1000)
     steps = range(40)
-    assert len({KeyedDraftChoices(9, n).draw(uniform, 0) for n in steps}) > 30
-    assert len({KeyedDraftChoices(9, 0).draw(uniform, n) for n in steps}) > 30
+    assert len({KeyedDrawnChoices(9, n).draw(uniform, 0) for n in steps}) > 30
+    assert len({KeyedDrawnChoices(9, 0).draw(uniform, n) for n in steps}) > 30
     assert len({KeyedVerifyChoices(9, n).draw_residual(uniform) for n in steps}) > 30
 
 
@@ -48,8 +49,10 @@ def test_certainties() -> None:
 
 def test_draws_honour_their_probabilities() -> None:
     draws = {
-        "draft": [KeyedDraftChoices(s, 3).draw(PROBS, 0) for s in range(COUNT)],
-        "target": [KeyedVerifyChoices(s, 3).draw_target(PROBS, 0) for s in range(COUNT)],
+        "draft": [KeyedDrawnChoices(s, 3).draw(PROBS, 0) for s in range(COUNT)],
+        "target": [
+            KeyedVerifyChoices(s, 3).draw_target(Law.of_probs(PROBS), 0) for s in range(COUNT)
+        ],
         "residual": [KeyedVerifyChoices(s, 3).draw_residual(PROBS) for s in range(COUNT)],
     }
     for name, tokens in draws.items():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal, Renaming
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
@@ -86,7 +86,7 @@ def test_siblings_without_replacement_leave_the_distribution() -> None:
 
 def test_an_exhausted_support_draws_nothing() -> None:
     two = torch.tensor([0.5, 0.0, 0.5])
-    builder = DrawnProposalBuilder(KeyedDraftChoices(1, 0), replacement=False)
+    builder = DrawnProposalBuilder(KeyedDrawnChoices(1, 0), replacement=False)
     assert [builder.draw(ROOT, two) for _ in range(4)] == [0, 1, None, None]
     assert sorted(builder.build().tree.tokens) == [0, 2]
 
@@ -112,7 +112,7 @@ def test_a_reused_buffer_does_not_change_what_was_recorded() -> None:
 
 def test_drawing_leaves_the_distribution_as_it_was() -> None:
     probs_V = HALF.clone()
-    builder = DrawnProposalBuilder(KeyedDraftChoices(1, 0), replacement=False)
+    builder = DrawnProposalBuilder(KeyedDrawnChoices(1, 0), replacement=False)
     for _ in range(3):
         builder.draw(ROOT, probs_V)
     assert torch.equal(probs_V, HALF)

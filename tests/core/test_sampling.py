@@ -14,8 +14,7 @@ from torch import Tensor
 from foredraft.core import sampling
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.params import SamplingParams
-from foredraft.core.sampling import TargetProbs, draw_token, logits_to_probs
-from foredraft.core.tree import ROOT
+from foredraft.core.sampling import draw_token, law_of, logits_to_probs
 from tests.core.reference import reference_probs
 
 LAST_UNIFORM = 1 - 2**-53
@@ -172,10 +171,10 @@ def test_sorting_gives_the_bits_that_torch_gives(dtype: torch.dtype) -> None:
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits_NV = torch.randn(5, 700, generator=torch.Generator().manual_seed(2)) * 3
     params = SamplingParams(temperature=0.8, top_k=600, top_p=0.9, min_p=0.001)
-    together = TargetProbs(logits_NV, params)
-    for node in range(ROOT, 4):
-        alone = TargetProbs(logits_NV[node + 1 :][:1].clone(), params)
-        assert torch.equal(together[node], alone[ROOT])
+    for logits_V in logits_NV:
+        assert torch.equal(
+            law_of(logits_V, params).probs_V, logits_to_probs(logits_V.clone(), params)
+        )
 
 
 def test_logits_are_left_as_they_were() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.core.choices import VerifyChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
-from foredraft.core.sampling import NodeProbs, TargetProbs
+from foredraft.core.sampling import Law, NodeLaws, law_of
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.core.verify.block import verify_block
@@ -23,7 +23,7 @@ from foredraft.core.verify.recursive import verify_recursive
 from foredraft.core.verify.token_rule import verify_token_rule
 from foredraft.core.verify.traversal import verify_traversal
 
-Rule = Callable[[Proposal, NodeProbs, VerifyChoices], Verdict]
+Rule = Callable[[Proposal, NodeLaws, VerifyChoices], Verdict]
 RULES = [verify_token_rule, verify_block, verify_recursive, verify_traversal]
 
 
@@ -45,9 +45,9 @@ class Scripted:
     indices: list[int] = field(default_factory=list)
     drawn_from: list[list[float]] = field(default_factory=list)
 
-    def draw_target(self, probs_V: Tensor, depth: int) -> int:
+    def draw_target(self, law: Law, depth: int) -> int:
         self.indices.append(depth)
-        return self._draw(probs_V)
+        return self._draw(law.probs_V)
 
     def accept(self, probability: float, index: int) -> bool:
         self.probabilities.append(probability)
@@ -72,9 +72,13 @@ class Told:
         return self.tokens[index]
 
 
-def rows(*probs: Sequence[float]) -> dict[int, Tensor]:
-    """Target probabilities after the root and after each node."""
-    return {i - 1: torch.tensor(row, dtype=torch.float64) for i, row in enumerate(probs)}
+def rows(*probs: Sequence[float]) -> dict[int, Law]:
+    """Target laws after the root and after each node."""
+    return {i - 1: law_with(row) for i, row in enumerate(probs)}
+
+
+def law_with(probs: Sequence[float]) -> Law:
+    return Law.of_probs(torch.tensor(probs, dtype=torch.float64))
 
 
 def drawn(
@@ -233,28 +237,27 @@ def test_a_draft_that_is_the_target_is_never_rejected(rule: Rule) -> None:
     generator = torch.Generator().manual_seed(5)
     for _ in range(50):
         logits_NV = torch.randn(4, 1000, generator=generator)
-        probs = TargetProbs(logits_NV, SamplingParams(temperature=1.0))
+        params = SamplingParams(temperature=1.0)
+        laws = {i - 1: law_of(logits_V, params) for i, logits_V in enumerate(logits_NV)}
         builder = DrawnProposalBuilder(Told([1, 2, 3]))
         for parent in range(-1, 2):
-            builder.draw(parent, probs[parent])
+            builder.draw(parent, laws[parent].probs_V)
         choices = Scripted([True] * 3, [0])
-        assert rule(builder.build(), probs, choices).num_accepted == 3
+        assert rule(builder.build(), laws, choices).num_accepted == 3
         assert choices.probabilities == pytest.approx([1.0] * len(choices.probabilities))
 
 
 def test_only_what_is_visited_is_computed() -> None:
     """The distribution asked for costs a pass over the vocabulary, so unvisited nodes have none."""
 
-    class Counted(TargetProbs):
-        visited: list[int]
+    visited: list[int] = []
 
-        def __getitem__(self, node: int) -> Tensor:
-            self.visited.append(node)
-            return super().__getitem__(node)
+    class Counted:
+        def __getitem__(self, node: int) -> Law:
+            visited.append(node)
+            return law_with(FLAT)
 
-    probs = Counted(torch.zeros(5, 3), SamplingParams(temperature=1.0))
-    probs.visited = []
     proposal = Proposal.chosen(TokenTree((1, 2, 0, 2), (ROOT, ROOT, 0, 1)))
     choices: VerifyChoices = Scripted(tokens=[2, 0])
-    verify(proposal, probs, choices)
-    assert probs.visited == [ROOT, 1]
+    verify(proposal, Counted(), choices)
+    assert visited == [ROOT, 1]

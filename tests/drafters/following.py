@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
@@ -37,7 +37,7 @@ class Followed:
         return self.propose(budget).tree
 
     def propose(self, budget: int = 16) -> Proposal:
-        choices = KeyedDraftChoices(0, len(self.tokens))
+        choices = KeyedDrawnChoices(0, len(self.tokens))
         row = DraftRow(self.request_id, tuple(self.tokens), self.params, budget, choices)
         (proposal,) = self.drafter.propose([row])
         return proposal

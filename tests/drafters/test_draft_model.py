@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import logits_to_probs
@@ -48,7 +48,7 @@ class Watched(TableModel):
 def row(
     tokens: Sequence[int], budget: int, request_id: int = 0, params: SamplingParams | None = None
 ) -> DraftRow:
-    choices = KeyedDraftChoices(5, len(tokens))
+    choices = KeyedDrawnChoices(5, len(tokens))
     return DraftRow(request_id, tuple(tokens), params or SamplingParams(), budget, choices)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from foredraft.drafters.common.step_cost import FREE_STEPS, StepCost
 
-from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
@@ -21,7 +22,6 @@ from foredraft.drafters.common.shapes import (
     Shape,
     planned_parents,
 )
-from foredraft.drafters.common.step_cost import FREE_STEPS, StepCost
 from foredraft.models.base import ScoreRow
 from foredraft.models.table import TableModel
 
@@ -29,7 +29,7 @@ DRAWN = SamplingParams(temperature=1.0, coupling="drawn")
 
 
 def row(budget: int, params: SamplingParams | None = None, seed: int = 0) -> DraftRow:
-    choices = KeyedDraftChoices(seed, 2)
+    choices = KeyedDrawnChoices(seed, 2)
     return DraftRow(0, (0, 1), params or SamplingParams(), budget, choices)
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from foredraft.core.choices import DraftChoices
+from foredraft.core.choices import DrawnChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
 from foredraft.core.tree import ROOT, TokenTree
@@ -23,7 +23,7 @@ class Draft(Protocol):
     """Makes a proposal for the text ``context`` of at most ``budget`` nodes."""
 
     def __call__(
-        self, context: Tokens, probs: Conditional, choices: DraftChoices, budget: int
+        self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal: ...
 
 
@@ -53,7 +53,7 @@ class Chosen:
     parents: tuple[int, ...]
 
     def __call__(
-        self, context: Tokens, probs: Conditional, choices: DraftChoices, budget: int
+        self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
         parents = self.parents[:budget]
         tokens: list[int] = []
@@ -72,7 +72,7 @@ class Drawn:
     replacement: bool = True
 
     def __call__(
-        self, context: Tokens, probs: Conditional, choices: DraftChoices, budget: int
+        self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
         builder = DrawnProposalBuilder(choices, self.replacement)
         built: dict[int, int | None] = {ROOT: ROOT}
@@ -94,7 +94,7 @@ class StopAfterUnlikely:
     threshold: float
 
     def __call__(
-        self, context: Tokens, probs: Conditional, choices: DraftChoices, budget: int
+        self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
         builder = DrawnProposalBuilder(choices)
         parent = ROOT
@@ -117,7 +117,7 @@ class StopBeforeFlat:
     threshold: float
 
     def __call__(
-        self, context: Tokens, probs: Conditional, choices: DraftChoices, budget: int
+        self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
         builder = DrawnProposalBuilder(choices)
         parent = ROOT

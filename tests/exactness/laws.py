@@ -7,13 +7,13 @@ from collections.abc import Callable
 from foredraft.core.choices import VerifyChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
-from foredraft.core.sampling import NodeProbs
+from foredraft.core.sampling import NodeLaws
 from foredraft.core.verify import Verdict
 from tests.exactness.drafting import Draft
 from tests.exactness.ledger import Law, Ledger, LedgerChoices, law
 from tests.exactness.worlds import PLAIN, Distributions, Tokens, TreeProbs, World
 
-Rule = Callable[[Proposal, NodeProbs, VerifyChoices], Verdict]
+Rule = Callable[[Proposal, NodeLaws, VerifyChoices], Verdict]
 ANY_BUDGET = 1000
 
 

@@ -22,6 +22,7 @@ import pytest
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
+from foredraft.core.sampling import Law as TokenLaw
 
 Result = TypeVar("Result", bound=Hashable)
 Law = dict[Result, float]
@@ -120,8 +121,8 @@ class LedgerChoices:
     def draw(self, probs_V: Tensor, index: int) -> int:
         return self._ledger.decide(probs_V.tolist())
 
-    def draw_target(self, probs_V: Tensor, depth: int) -> int:
-        return self._ledger.decide(probs_V.tolist())
+    def draw_target(self, law: TokenLaw, depth: int) -> int:
+        return self._ledger.decide(law.probs_V.tolist())
 
     def accept(self, probability: float, index: int) -> bool:
         return self._ledger.decide(_accept_or_not(probability)) == 0
@@ -145,8 +146,29 @@ class _LedgerNumber:
 
 @contextmanager
 def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
-    """Let the shipped keyed choices, keys and all, decide by ``ledger``."""
+    """Let the shipped keyed choices, keys and all, decide by ``ledger``.
+
+    In place of Gumbel noise the draws of one position share one uniform number, which is another
+    coupling of drafter and target, and one that can be enumerated. That the noise itself draws
+    from the law is shown in tests/core/test_noise.py.
+    """
+
+    def argmax(logits_V: Tensor, seed: int, position: int, scale: float = 1.0) -> int:
+        probs_V = ((logits_V - logits_V.max()) * scale).softmax(0)
+        return ledger.decide(probs_V.tolist(), ("noise", seed, position))
+
+    def top(
+        logits_V: Tensor, count: int, seed: int, position: int, scale: float = 1.0
+    ) -> list[tuple[int, float]]:
+        first = argmax(logits_V, seed, position, scale)
+        possible = [t for t, logit in enumerate(logits_V.tolist()) if logit > -math.inf]
+        return [(t, -float(i)) for i, t in enumerate(sorted(possible, key=lambda t: t != first))][
+            :count
+        ]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keyed_choices, "gumbel_argmax", argmax)
+        patch.setattr(keyed_choices, "gumbel_top", top)
         patch.setattr(keyed_choices, "keyed_uniform", lambda *key: _LedgerNumber(ledger, key))
         patch.setattr(keyed_choices, "draw_token", lambda probs_V, number: number.draw(probs_V))
         yield

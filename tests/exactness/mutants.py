@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
-from foredraft.core.choices import DraftChoices, KeyedDraftChoices, VerifyChoices
+from foredraft.core.choices import DrawnChoices, KeyedDrawnChoices, VerifyChoices
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.rng import Purpose
-from foredraft.core.sampling import NodeProbs, TargetProbs
+from foredraft.core.rules import SamplingRules
+from foredraft.core.sampling import Law, NodeLaws, law_of
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
-from foredraft.engine import step as engine_step
+from foredraft.drafters import base as drafters_base
+from foredraft.engine import row as engine_row
 from foredraft.models.table import TableModel, TokenCache
 from tests.exactness.drafting import SHAPES, Conditional, Draft, Drawn
 from tests.exactness.laws import Rule
@@ -40,8 +42,8 @@ class Parts:
 
     draft: Draft = CHAIN
     rule: Rule = verify
-    draft_choices: Callable[[int, int], DraftChoices] = KeyedDraftChoices
-    target_probs: Callable[[Tensor, SamplingParams], NodeProbs] = TargetProbs
+    draft_choices: Callable[[int, int], DrawnChoices] = KeyedDrawnChoices
+    law: Callable[[Tensor, SamplingParams], Law] = law_of
     new_cache: Callable[[], TokenCache] = TokenCache
     params: SamplingParams = PLAIN
 
@@ -49,9 +51,11 @@ class Parts:
     def installed(self) -> Iterator[None]:
         """Let the engine's step use these parts."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_step, "verify", self.rule)
-            patch.setattr(engine_step, "KeyedDraftChoices", self.draft_choices)
-            patch.setattr(engine_step, "TargetProbs", self.target_probs)
+            patch.setattr(engine_row, "verify", self.rule)
+            patch.setattr(drafters_base, "KeyedDrawnChoices", self.draft_choices)
+            patch.setattr(
+                SamplingRules, "law", lambda rules, logits_V, *_: self.law(logits_V, rules.params)
+            )
             yield
 
     def fit(self, target: TableModel) -> TableModel:
@@ -96,14 +100,11 @@ class Recursive:
 
     after_rejection: Callable[[Tensor, Tensor, int], Tensor] = residual
 
-    def __call__(
-        self, proposal: Proposal, target_probs: NodeProbs, choices: VerifyChoices
-    ) -> Verdict:
-        assert proposal.draft_probs_NV is not None or not len(proposal.tree)
+    def __call__(self, proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
         tree, node, path = proposal.tree, ROOT, list[int]()
         while node in tree.children:
-            assert proposal.draft_probs_NV is not None
-            target_V = target_probs[node]
+            assert isinstance(proposal, DrawnProposal)
+            target_V = laws[node].probs_V
             for child in tree.children[node]:
                 token, draft_V = tree.tokens[child], proposal.draft_probs_NV[child]
                 if choices.accept(min(1.0, float(target_V[token] / draft_V[token])), child):
@@ -114,7 +115,7 @@ class Recursive:
                 target_V = target_V / target_V.sum()
             else:
                 return Verdict(tuple(path), choices.draw_residual(target_V), "correction")
-        return Verdict(tuple(path), choices.draw_residual(target_probs[node]), "bonus")
+        return Verdict(tuple(path), choices.draw_residual(laws[node].probs_V), "bonus")
 
 
 @dataclass(frozen=True)
@@ -129,16 +130,14 @@ class Block:
     capped: bool = True
     last_success: bool = True
 
-    def __call__(
-        self, proposal: Proposal, target_probs: NodeProbs, choices: VerifyChoices
-    ) -> Verdict:
-        tokens, draft = proposal.tree.tokens, proposal.draft_probs_NV
-        weight, accepted, residual_V = 1.0, 0, self._residual(1.0, 0, proposal, target_probs)
+    def __call__(self, proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
+        tokens, draft = proposal.tree.tokens, getattr(proposal, "draft_probs_NV", None)
+        weight, accepted, residual_V = 1.0, 0, self._residual(1.0, 0, proposal, laws)
         for i, token in enumerate(tokens):
             assert draft is not None
-            weight *= float(target_probs[i - 1][token] / draft[i][token])
+            weight *= float(laws[i - 1].probs_V[token] / draft[i][token])
             weight = min(1.0, weight) if self.capped else weight
-            left_V = self._residual(min(1.0, weight), i + 1, proposal, target_probs)
+            left_V = self._residual(min(1.0, weight), i + 1, proposal, laws)
             left, due = float(left_V.sum()), 1.0 - min(1.0, weight)
             success = left / (left + due) if left + due else 1.0
             if choices.accept(min(1.0, weight) if i + 1 == len(tokens) else success, i + 1):
@@ -149,19 +148,17 @@ class Block:
         kind = "bonus" if accepted == len(tokens) else "correction"
         return Verdict(tuple(range(accepted)), choices.draw_residual(residual_V), kind)
 
-    def _residual(
-        self, weight: float, length: int, proposal: Proposal, target_probs: NodeProbs
-    ) -> Tensor:
-        target_V = target_probs[length - 1]
+    def _residual(self, weight: float, length: int, proposal: Proposal, laws: NodeLaws) -> Tensor:
+        target_V = laws[length - 1].probs_V
         if length == len(proposal.tree):
             return target_V
-        assert proposal.draft_probs_NV is not None
+        assert isinstance(proposal, DrawnProposal)
         return (weight * target_V - proposal.draft_probs_NV[length]).clamp_min(0.0)
 
 
-def unfiltered(logits_NV: Tensor, params: SamplingParams) -> NodeProbs:
-    """The target's own distribution, whatever was asked for."""
-    return TargetProbs(logits_NV, PLAIN)
+def unfiltered(logits_V: Tensor, params: SamplingParams) -> Law:
+    """The model's own distribution, whatever was asked for."""
+    return law_of(logits_V, PLAIN)
 
 
 class WrongRows(TokenCache):
@@ -176,7 +173,7 @@ class WrongRows(TokenCache):
 
 @dataclass(frozen=True)
 class _Tampered:
-    choices: DraftChoices
+    choices: DrawnChoices
     change: Change
 
     def draw(self, probs_V: Tensor, index: int) -> int:
@@ -191,7 +188,7 @@ class DrawnFrom:
     draft: Draft = CHAIN
 
     def __call__(
-        self, context: Tokens, probs: Conditional, choices: DraftChoices, budget: int
+        self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
         return self.draft(context, probs, _Tampered(choices, self.change), budget)
 
@@ -204,7 +201,7 @@ class Afterwards:
     draft: Draft = CHAIN
 
     def __call__(
-        self, context: Tokens, probs: Conditional, choices: DraftChoices, budget: int
+        self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
         proposal = self.draft(context, probs, choices, budget)
         return self.change(proposal) if proposal.is_drawn else proposal
@@ -224,7 +221,7 @@ def bfloat16(probs_V: Tensor) -> Tensor:
 
 def filtered_after_the_draw(proposal: Proposal) -> Proposal:
     """The engine refuses a drafted token of probability zero, so this filter leaves a trace."""
-    assert proposal.draft_probs_NV is not None
+    assert isinstance(proposal, DrawnProposal)
     filtered = [top_two(row_V).clamp_min(1e-9) for row_V in proposal.draft_probs_NV]
     return replace(proposal, draft_probs_NV=torch.stack(filtered))
 
@@ -234,7 +231,7 @@ def declared_with_replacement(proposal: Proposal) -> Proposal:
 
 
 def _taken(proposal: Proposal, nodes: list[int], parents: list[int]) -> Proposal:
-    assert proposal.draft_probs_NV is not None
+    assert isinstance(proposal, DrawnProposal)
     if not nodes:
         return NO_PROPOSAL
     tree = TokenTree(tuple(proposal.tree.tokens[node] for node in nodes), tuple(parents))
@@ -242,7 +239,7 @@ def _taken(proposal: Proposal, nodes: list[int], parents: list[int]) -> Proposal
 
 
 def _confidences(proposal: Proposal) -> list[float]:
-    assert proposal.draft_probs_NV is not None
+    assert isinstance(proposal, DrawnProposal)
     rows = zip(proposal.draft_probs_NV, proposal.tree.tokens, strict=True)
     return [float(row_V[token]) for row_V, token in rows]
 
@@ -267,7 +264,7 @@ def siblings_sorted(proposal: Proposal) -> Proposal:
 # Mistakes of the random streams -------------------------------------------------------------
 
 
-class SharedStream(KeyedDraftChoices):
+class SharedStream(KeyedDrawnChoices):
     """Draws a draft token with the number that will decide its acceptance."""
 
     def draw(self, probs_V: Tensor, index: int) -> int:
@@ -278,11 +275,11 @@ class SharedStream(KeyedDraftChoices):
         return int(draw_token(probs_V, number))
 
 
-class ReusedNumbers(KeyedDraftChoices):
+class ReusedNumbers(KeyedDrawnChoices):
     """Keys a draft token by its absolute position: drafted again, it gets the old number."""
 
     def draw(self, probs_V: Tensor, index: int) -> int:
-        return KeyedDraftChoices(self.seed, self.num_tokens + index).draw(probs_V, 0)
+        return KeyedDrawnChoices(self.seed, self.num_tokens + index).draw(probs_V, 0)
 
 
 COLD = SamplingParams(temperature=0.5)
@@ -304,9 +301,7 @@ MUTANTS = {
         Parts(rule=Block(last_success=False)), Parts(rule=Block())
     ),
     "block without the cap": Mutant(Parts(rule=Block(capped=False)), Parts(rule=Block())),
-    "target not as asked for": Mutant(
-        Parts(target_probs=unfiltered, params=COLD), Parts(params=COLD)
-    ),
+    "target not as asked for": Mutant(Parts(law=unfiltered, params=COLD), Parts(params=COLD)),
     "cache keeps the wrong rows": Mutant(Parts(STAR, new_cache=WrongRows), Parts(STAR)),
     "drafted at another temperature": Mutant(Parts(DrawnFrom(colder))),
     "filtered before the draw, declared raw": Mutant(Parts(DrawnFrom(top_two))),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from foredraft.core.choices import DraftChoices, KeyedDraftChoices, KeyedVerifyChoices
+from foredraft.core.choices import DrawnChoices, KeyedDrawnChoices, KeyedVerifyChoices
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
 from foredraft.core.tree import ROOT
 from foredraft.core.verify import traversal
@@ -37,7 +37,7 @@ class Grown:
     replacement: bool
 
     def __call__(
-        self, context: Tokens, probs: Conditional, choices: DraftChoices, budget: int
+        self, context: Tokens, probs: Conditional, choices: DrawnChoices, budget: int
     ) -> Proposal:
         builder = DrawnProposalBuilder(choices, self.replacement)
         parent, text = ROOT, context
@@ -68,7 +68,7 @@ def test_on_a_chain_it_is_block_verification(kind: str) -> None:
     w = world(kind, 4)
     target, draft = Probs(w.target(), PLAIN), Probs(w.draft(), PLAIN)
     for seed in range(200):
-        proposal = Drawn((ROOT, 0, 1, 2))((), draft, KeyedDraftChoices(seed, 0), 4)
+        proposal = Drawn((ROOT, 0, 1, 2))((), draft, KeyedDrawnChoices(seed, 0), 4)
         probs, choices = TreeProbs(target, (), proposal.tree), KeyedVerifyChoices(seed, 0)
         assert verify_traversal(proposal, probs, choices) == verify_block(proposal, probs, choices)
 
@@ -89,7 +89,7 @@ def test_a_wide_vocabulary_in_float32() -> None:
     """Weights stay probabilities where a softmax sums to one only roughly."""
     generator = torch.Generator().manual_seed(3)
     for seed in range(50):
-        choices, verify_choices = KeyedDraftChoices(seed, 0), KeyedVerifyChoices(seed, 0)
+        choices, verify_choices = KeyedDrawnChoices(seed, 0), KeyedVerifyChoices(seed, 0)
         builder = DrawnProposalBuilder(choices, replacement=False)
         logits_NV = torch.randn(7, 2000, generator=generator)
         for node, parent in enumerate((ROOT, ROOT, 0, 0, 1, 3)):

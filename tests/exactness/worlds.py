@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core.params import SamplingParams
+from foredraft.core.sampling import Law as TokenLaw
 from foredraft.core.sampling import logits_to_probs
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
@@ -119,9 +120,9 @@ class TreeProbs:
     context: Tokens
     tree: TokenTree
 
-    def __getitem__(self, node: int) -> Tensor:
+    def __getitem__(self, node: int) -> TokenLaw:
         path = () if node == ROOT else self.tree.paths[node]
-        return self.after((*self.context, *(self.tree.tokens[i] for i in path)))
+        return TokenLaw.of_probs(self.after((*self.context, *(self.tree.tokens[i] for i in path))))
 
 
 def target_law(

@@ -7,7 +7,7 @@ from foredraft_recall import RecallDrafter
 
 from foredraft import GenerationResult, SamplingParams
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.choices import KeyedDraftChoices
+from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter, drafter_names
 from foredraft.drafters.base import Drafter, DrafterContext, DraftRow
@@ -22,7 +22,7 @@ def generate(target: TableModel, drafter: Drafter, params: SamplingParams) -> Ge
 
 
 def draft_after(drafter: Drafter, token: int) -> tuple[int, ...]:
-    row = DraftRow(0, (token,), SamplingParams(), budget=4, choices=KeyedDraftChoices(0, 1))
+    row = DraftRow(0, (token,), SamplingParams(), budget=4, choices=KeyedDrawnChoices(0, 1))
     return drafter.propose([row])[0].tree.tokens
 
 

@@ -17,7 +17,7 @@ from foredraft.core.errors import VocabularyMismatchError
 from foredraft.core.proposal import Renaming
 from foredraft.drafters.base import TextCodec
 from foredraft.drafters.common.transcript import CodecPair, Specials
-from foredraft.models.base import Capabilities, RowScores, ScoreRow, Target
+from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 
 _UNFINISHED = "\ufffd"
 
@@ -99,10 +99,8 @@ class RestrictedModel:
     def cache(self) -> Cache:
         return self._model.cache
 
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
-        return [self._restricted(scores) for scores in self._model.score(rows, taps)]
-
-    def _restricted(self, scores: RowScores) -> RowScores:
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        scores = self._model.score(rows, taps)
         allowed_S = self._allowed_S = self._allowed_S.to(scores.logits_NV.device)
         logits_NV = torch.full_like(scores.logits_NV, -math.inf)
         logits_NV[:, allowed_S] = scores.logits_NV[:, allowed_S]
