@@ -9,8 +9,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 _MASK32 = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 SEED_BITS = 64
 
 
@@ -34,9 +34,9 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK32, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK32
-        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+        k0, k1 = (k0 + WEYL[0]) & _MASK32, (k1 + WEYL[1]) & _MASK32
     return c0, c1, c2, c3
 
 

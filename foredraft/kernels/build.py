@@ -1,8 +1,9 @@
-"""Compiles the fused CPU decoder for this very CPU, once, and loads it.
+"""Compiles foredraft's C++ for this very CPU, once, and loads it.
 
-The library is kept in foredraft's cache under a key of everything it depends on: sources,
-compiler, flags and CPU. It is written beside its place and moved there, under a lock, so two
-processes never see half of it. A new one replaces the oldest when there are several.
+Each library (the fused decoder, the noise) is kept in foredraft's cache under a key of everything
+it depends on: sources, compiler, flags and CPU. It is written beside its place and moved there,
+under a lock, so two processes never see half of it. A new one replaces the oldest when there are
+several.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ SWITCH = "FOREDRAFT_KERNELS"
 _SOURCES = Path(__file__).parent
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"),
     "-fvisibility=hidden",
     "-ffp-contract=off",  # multiply-adds only where the source says so: see simd.h
 )
+_FLAGS_OF = {"decoder": ("-fopenmp",), "noise": ()}
+"""The libraries, each of one source file of its name, and what else each is compiled with."""
 _TIMEOUT_SECONDS = 300.0
 _MAX_KEPT = 4
-"""Libraries kept, the newest: of other compilers, versions of foredraft, and CPUs that share the
-cache."""
+"""Libraries kept of a name, the newest: of other compilers, versions of foredraft, and CPUs that
+share the cache."""
 
 
 class KernelUnavailable(Exception):  # noqa: N818 - a state of the machine, not a mistake
@@ -45,15 +48,15 @@ class KernelUnavailable(Exception):  # noqa: N818 - a state of the machine, not 
 
 
 @functools.cache
-def load_library() -> ctypes.CDLL:
-    """The compiled decoder, built first if this machine has not got it yet (some seconds).
+def load_library(name: str = "decoder") -> ctypes.CDLL:
+    """A compiled library, built first if this machine has not got it yet (some seconds).
 
     Raises:
         KernelUnavailable: it is switched off, or cannot be compiled or loaded here.
     """
     if os.environ.get(SWITCH, "").lower() == "off":
         raise KernelUnavailable(f"switched off by {SWITCH}=off")
-    library = build(find_compiler(os.environ), cache_root() / "kernels")
+    library = build(find_compiler(os.environ), cache_root() / "kernels", name=name)
     return _loaded(library)
 
 
@@ -76,40 +79,42 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
     raise KernelUnavailable("no C++ compiler found: install g++ (Debian, Ubuntu: apt install g++)")
 
 
-def build(compiler: list[str], directory: Path, sources: Path = _SOURCES) -> Path:
-    """Compile the sources into ``directory`` unless that is done; the library's path.
+def build(
+    compiler: list[str], directory: Path, sources: Path = _SOURCES, name: str = "decoder"
+) -> Path:
+    """Compile a library's source into ``directory`` unless that is done; the library's path.
 
     Raises:
         KernelUnavailable: the compiler fails, or the directory cannot be written.
     """
-    key = _key(compiler, sources)
-    library = directory / f"decoder-{key}.so"
+    key = _key(compiler, sources, name)
+    library = directory / f"{name}-{key}.so"
     if library.exists():
         return library
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / f"decoder-{key}.lock"):
+        with FileLock(directory / f"{name}-{key}.lock"):
             if not library.exists():
-                _compile(compiler, sources / "decoder.cpp", library)
-                _remove_old(library)
+                _compile([*compiler, *_FLAGS, *_FLAGS_OF[name]], sources / f"{name}.cpp", library)
+                _remove_old(library, name)
     except OSError as problem:
         raise KernelUnavailable(f"cannot write the kernel into {directory}: {problem}") from None
     return library
 
 
-def _compile(compiler: list[str], source: Path, library: Path) -> None:
+def _compile(command: list[str], source: Path, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as scratch:
         output = Path(scratch) / library.name
-        done = _run([*compiler, *_FLAGS, str(source), "-o", str(output)])
+        done = _run([*command, str(source), "-o", str(output)])
         if done.returncode != 0:
-            raise KernelUnavailable(f"{compiler[0]} failed: {_first_error(done.stderr)}")
+            raise KernelUnavailable(f"{command[0]} failed: {_first_error(done.stderr)}")
         os.replace(output, library)
 
 
-def _remove_old(new: Path) -> None:
-    """Remove all but the newest libraries. A process that has loaded one can go on using it."""
+def _remove_old(new: Path, name: str) -> None:
+    """Remove a name's old libraries. A process that has loaded one can go on using it."""
     others: list[tuple[float, Path]] = []
-    for library in new.parent.glob("decoder-*.so"):
+    for library in new.parent.glob(f"{name}-*.so"):
         with contextlib.suppress(OSError):  # another process is removing it as well
             others.append((library.stat().st_mtime, library))
     others = sorted(other for other in others if other[1] != new)
@@ -134,15 +139,15 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         raise KernelUnavailable(f"{command[0]} took over {_TIMEOUT_SECONDS:.0f} seconds") from None
 
 
-def _key(compiler: list[str], sources: Path) -> str:
+def _key(compiler: list[str], sources: Path, name: str) -> str:
     """Names everything that the machine code depends on."""
     version = _run([*compiler, "--version"])
     if version.returncode != 0:
         raise KernelUnavailable(f"{compiler[0]} --version failed: {_first_error(version.stderr)}")
     digest = hashlib.sha256()
-    for part in (*compiler, version.stdout, *_FLAGS, _cpu()):
+    for part in (*compiler, version.stdout, *_FLAGS, *_FLAGS_OF[name], _cpu()):
         digest.update(part.encode() + b"\0")
-    for path in [*sorted(sources.glob("*.h")), sources / "decoder.cpp"]:
+    for path in [*sorted(sources.glob("*.h")), sources / f"{name}.cpp"]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
 

@@ -1,0 +1,358 @@
+"""Keyed Gumbel noise: with it, the likeliest token after adding noise is a draw from the target.
+
+The target's token at an absolute position is argmax(weight + g) over the tokens that can occur,
+where weight is log p up to a constant and g = -log(-log u) is Gumbel noise keyed by (seed,
+position, token). A drafter that adds the same noise to its own weights chooses the target's token
+as often as the two distributions allow (Daliri et al., arXiv 2408.07978). Filters are applied to
+the weights before; the noise is never renormalised. docs/verify.md has the proofs.
+
+**The bits.** u = 1 - w, w = (2 r + 1) / 2^53, r uniform in [0, 2^52): u is never 0 or 1, and exact.
+r takes its high 8 bits, the *coarse* byte c, from a philox block that 16 tokens share, and its low
+44 bits from one of the token's own. With the counter (position, position >> 32, Purpose.TARGET,
+index):
+
+    coarse   index = 16 (v >> 8) + ((v >> 2) & 15),  word (v >> 6) & 3,  byte v & 3, lowest first
+    fine     index = 2^31 + v,                       word 0, then the high 12 bits of word 1
+
+**Same bits everywhere.** Compiled (kernels/noise.cpp) and numpy do the same IEEE +, -, *, / in the
+same order, with a logarithm of our own: libraries differ in the last bit of theirs.
+
+**What is skipped.** The coarse byte bounds the noise: -log u > w >= c / 256, so g < -log(c / 256).
+Hashing one block in 16 tokens shows which few can still win; only those get fine bits and
+logarithms. Nothing that could win is lost to rounding either, because rounding keeps order:
+x <= X and g <= G imply fl(x + g) <= fl(X + G). So neither the order of looking nor the bounds can
+change a result.
+
+Shape legend: N rows, V vocabulary, M some tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from foredraft.core.rng import MULTIPLIERS, WEYL, Purpose
+from foredraft.kernels.build import KernelUnavailable, load_library
+
+Array: TypeAlias = npt.NDArray[Any]
+Scored: TypeAlias = list[tuple[int, float]]
+MAX_VOCAB = 1 << 31
+"""A philox index has 32 bits, and one of them tells coarse from fine."""
+
+
+def gumbel_argmax(logits_V: Tensor | Array, seed: int, position: int, scale: float = 1.0) -> int:
+    """The token with the largest (logit - largest logit) * scale + g(seed, position, token).
+
+    Its distribution is softmax(scale * logits) over seeds or positions; of equal sums the smallest
+    token wins.
+
+    Args:
+        logits_V: float32 or float64 on CPU; -inf is a token that cannot occur.
+        seed: 0 <= seed < 2**64.
+        position: absolute position of the token in its text, 0 <= position < 2**64.
+        scale: positive and finite: 1 / temperature, for drafts perhaps times a sharpness.
+
+    Raises:
+        ValueError: the largest logit is not finite, a logit is NaN, or an argument out of range.
+        TypeError: the logits have another dtype.
+    """
+    return gumbel_top(logits_V, 1, seed, position, scale)[0][0]
+
+
+def gumbel_top(
+    logits_V: Tensor | Array, count: int, seed: int, position: int, scale: float = 1.0
+) -> Scored:
+    """The ``count`` tokens with the largest sums, best first, each with its sum.
+
+    The first is `gumbel_argmax`. In distribution they are draws without replacement; as drafts
+    they are the siblings to verify. There are fewer when fewer tokens can occur. Arguments and
+    errors: see `gumbel_argmax`.
+    """
+    logits_NV = _as_array(logits_V)[None]
+    return gumbel_top_rows(logits_NV, count, [seed], [position], [scale])[0]
+
+
+def gumbel_top_rows(
+    logits_NV: Tensor | Array,
+    count: int,
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    scales: Sequence[float],
+) -> list[Scored]:
+    """`gumbel_top` of several rows, each with its own seed, position and scale, in one call."""
+    logits_NV = _checked(logits_NV, count)
+    for seed, position, scale in zip(seeds, positions, scales, strict=True):
+        _check_key(seed, position)
+        if not 0.0 < scale < math.inf:
+            raise ValueError(f"scale is {scale}; it must be positive and finite")
+    if len(seeds) != len(logits_NV):
+        raise ValueError(f"{len(logits_NV)} rows of logits, but {len(seeds)} seeds")
+    library = _library()
+    if library is not None:
+        return _compiled_top(library, logits_NV, count, seeds, positions, scales)
+    keys = zip(logits_NV, seeds, positions, scales, strict=True)
+    return [_numpy_top(logits_V, count, *key) for logits_V, *key in keys]
+
+
+def gumbel_noise(tokens: Sequence[int], seed: int, position: int) -> list[float]:
+    """The noise of each of ``tokens``, for drafters that weigh a few candidates."""
+    _check_key(seed, position)
+    tokens_M = np.asarray(tokens, dtype=np.int64)
+    if tokens_M.size and not 0 <= tokens_M.min() <= tokens_M.max() < MAX_VOCAB:
+        raise ValueError(f"tokens must be in [0, {MAX_VOCAB}); got {list(tokens)}")
+    library = _library()
+    if library is None:
+        noise_M = _noise(tokens_M, seed, position)
+    else:
+        noise_M = np.empty(len(tokens_M))
+        library.foredraft_gumbel_noise(
+            tokens_M.ctypes.data, len(tokens_M), seed, position, noise_M.ctypes.data
+        )
+    values: list[float] = noise_M.tolist()
+    return values
+
+
+def _as_array(logits: Tensor | Array) -> Array:
+    return logits.detach().numpy() if isinstance(logits, Tensor) else logits
+
+
+def _checked(logits: Tensor | Array, count: int) -> Array:
+    logits_NV = np.ascontiguousarray(_as_array(logits))
+    if logits_NV.dtype not in (np.float32, np.float64):
+        raise TypeError(f"logits are {logits_NV.dtype}; convert them to float32 or float64")
+    if logits_NV.ndim != 2 or not 0 < logits_NV.shape[1] <= MAX_VOCAB:
+        raise ValueError(f"logits of one row must be [V] with V > 0; got {logits_NV.shape[1:]}")
+    if count < 1:
+        raise ValueError(f"count is {count}; at least one token must be asked for")
+    return logits_NV
+
+
+def _check_key(seed: int, position: int) -> None:
+    for name, value in (("seed", seed), ("position", position)):
+        if not 0 <= value < 1 << 64:
+            raise ValueError(f"{name} is {value}; it must be in [0, 2**64)")
+
+
+def _not_finite(logits_V: Array) -> ValueError:
+    return ValueError(f"the largest of {len(logits_V)} logits is {logits_V.max()}, not finite")
+
+
+# ---- compiled -----------------------------------------------------------------------------------
+
+
+class _RowKey(ctypes.Structure):
+    """ForedraftNoiseRow in kernels/noise.cpp."""
+
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("scale", ctypes.c_double),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled half, built at the first draw; None where that is not possible."""
+    try:
+        library = load_library("noise")
+    except KernelUnavailable:
+        return None  # nothing is lost but time: numpy gives the same bits
+    pointer, integer, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+    top, noise = library.foredraft_gumbel_top, library.foredraft_gumbel_noise
+    top.argtypes = [pointer, *[integer] * 3, pointer, integer, *[pointer] * 3]
+    top.restype = integer
+    noise.argtypes = [pointer, integer, word, word, pointer]
+    noise.restype = None
+    return library
+
+
+def _compiled_top(
+    library: ctypes.CDLL,
+    logits_NV: Array,
+    count: int,
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    scales: Sequence[float],
+) -> list[Scored]:
+    num_rows, vocab = logits_NV.shape
+    count = min(count, vocab)
+    keys = (_RowKey * num_rows)(*zip(seeds, positions, scales, strict=True))
+    tokens = (ctypes.c_int64 * (num_rows * count))()
+    scores = (ctypes.c_double * (num_rows * count))()
+    found = (ctypes.c_int64 * num_rows)()
+    is_double = logits_NV.dtype == np.float64
+    done = library.foredraft_gumbel_top(
+        *(logits_NV.ctypes.data, is_double, num_rows, vocab, keys, count, tokens, scores, found)
+    )
+    if done < num_rows:
+        raise _not_finite(logits_NV[done])
+    starts = range(0, num_rows * count, count)
+    return [
+        list(zip(tokens[start : start + n], scores[start : start + n], strict=True))
+        for start, n in zip(starts, found, strict=True)
+    ]
+
+
+# ---- numpy --------------------------------------------------------------------------------------
+
+_BLOCKS = 16
+_GROUP = 16 * _BLOCKS
+"""Tokens whose coarse bytes are one run of philox blocks."""
+_FINE = 1 << 31
+_LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
+_SQRT_HALF = 0x3FE6A09E667F3BCD
+"""The bits of the square root of one half."""
+
+
+def _philox(index_M: Array, seed: int, position: int) -> Array:
+    """`rng.philox4x32` of many indices: words [4, M], uint64 that hold 32 bits."""
+    mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    factors = np.array(MULTIPLIERS, np.uint64)[:, None]
+    even, odd = (np.empty((2, len(index_M)), np.uint64) for _ in range(2))  # words 0, 2 and 1, 3
+    even[0], even[1] = position & 0xFFFFFFFF, int(Purpose.TARGET)
+    odd[0], odd[1] = position >> 32, index_M
+    keys = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint64)[:, None]
+    weyl = np.array(WEYL, np.uint64)[:, None]
+    product, high = np.empty_like(even), np.empty_like(even)
+    for _ in range(10):
+        np.multiply(even, factors, out=product)
+        np.right_shift(product[::-1], shift, out=high)
+        np.bitwise_xor(odd, keys, out=odd)
+        np.bitwise_xor(high, odd, out=even)
+        np.bitwise_and(product[::-1], mask, out=odd)
+        keys = (keys + weyl) & mask
+    return np.stack([even[0], odd[0], even[1], odd[1]])
+
+
+def _log(x_M: Array) -> Array:
+    """The logarithm of normal doubles > 0; the comment in noise.cpp says how."""
+    bits_M = x_M.view(np.int64)
+    exponent_M = (bits_M - _SQRT_HALF) >> 52
+    k, f = exponent_M.astype(np.float64), (bits_M - (exponent_M << 52)).view(np.float64) - 1.0
+    s = f / (2.0 + f)
+    z = s * s
+    r = 2.0 / 21
+    for odd in range(19, 2, -2):
+        r = r * z + 2.0 / odd
+    r = r * z
+    half = 0.5 * f * f
+    return k * _LN2_HIGH - ((half - (s * (half + r) + k * _LN2_LOW)) - f)
+
+
+def _gumbel(rarity_M: Array) -> Array:
+    """The noise of r; see the head of this file."""
+    w_M = (2 * rarity_M + 1).astype(np.float64) * 2.0**-53
+    return -_log(-_log(1.0 - w_M))
+
+
+def _noise(tokens_M: Array, seed: int, position: int) -> Array:
+    """The noise of each token, all of it."""
+    block_M = (tokens_M >> 8) * _BLOCKS + (tokens_M >> 2 & 15)
+    index = np.concatenate([block_M, tokens_M + _FINE])
+    words = _philox(index, seed, position).astype(np.int64)
+    coarse, fine = words[:, : len(tokens_M)], words[:, len(tokens_M) :]
+    word_M = np.take_along_axis(coarse, (tokens_M >> 6 & 3)[None], axis=0)[0]
+    byte_M = word_M >> 8 * (tokens_M & 3) & 255
+    return _gumbel(byte_M << 44 | fine[0] << 12 | fine[1] >> 20)
+
+
+def _coarse_bytes(groups_M: Array, seed: int, position: int) -> Array:
+    """The coarse bytes of all tokens of some groups: [M, 256]."""
+    index = (groups_M[:, None] * _BLOCKS + np.arange(_BLOCKS)).ravel()
+    words = _philox(index, seed, position).astype("<u4").reshape(4, -1, _BLOCKS)
+    return np.ascontiguousarray(words.transpose(1, 0, 2)).view(np.uint8).reshape(-1, _GROUP)
+
+
+@functools.cache
+def _bounds() -> tuple[Array, Array]:
+    """For each coarse byte: what its noise can at least be, and at most.
+
+    w is in (c / 256, (c + 1) / 256) and -log(1 - w) > w. The margin is far above all rounding.
+    """
+    first = np.arange(256, dtype=np.int64) << 44
+    at_most = np.append(_gumbel(first[:1]), -_log(np.arange(1, 256) / 256.0)) + 1e-9
+    at_least = _gumbel(first + ((1 << 44) - 1)) - 1e-9
+    return at_least, at_most
+
+
+def _numpy_top(logits_V: Array, count: int, seed: int, position: int, scale: float) -> Scored:
+    """`gumbel_top`, looking closely at ever fewer tokens: groups, then bytes, then all bits."""
+    groups_GC = _in_groups(logits_V)
+    most_G = groups_GC.max(1)
+    base = float(most_G.max())
+    if not math.isfinite(base):
+        raise _not_finite(logits_V)
+    at_least, at_most = _bounds()
+
+    def scaled(logits: Array) -> Array:
+        return (logits.astype(np.float64) - base) * scale
+
+    with np.errstate(over="ignore"):  # far below the largest is -inf, as without a warning in C++
+        # `count` tokens of large logit, whose noise is at least so much: what has to be reached.
+        leaders = _largest(logits_V, count)
+        leading = scaled(logits_V[leaders])
+        floor = _floor(leading + at_least[255], count)
+        most = scaled(most_G)
+        groups = np.flatnonzero((most > -math.inf) & (most + at_most[0] >= floor))
+        coarse = _coarse_bytes(groups, seed, position).ravel()
+        if math.isfinite(floor):
+            place = np.searchsorted(groups, leaders // _GROUP) * _GROUP + leaders % _GROUP
+            floor = _floor(leading + at_least[coarse[place]], count)
+        logits_M = (groups_GC if len(groups) == len(groups_GC) else groups_GC[groups]).ravel()
+        hopeless = _hopeless(logits_V.dtype, floor, base, scale)
+        places = np.flatnonzero((coarse == 0) | (logits_M > hopeless))
+        weight, byte = scaled(logits_M[places]), coarse[places]
+        floor = max(floor, _floor(weight + at_least[byte], count))
+        hopeful = (weight > -math.inf) & (weight + at_most[byte] >= floor)
+        places, weight = places[hopeful], weight[hopeful]
+        tokens = groups[places // _GROUP] * _GROUP + places % _GROUP
+        score = weight + _noise(tokens, seed, position)
+    order = np.lexsort((tokens, -score))[:count]
+    return list(zip(tokens[order].tolist(), score[order].tolist(), strict=True))
+
+
+def _in_groups(logits_V: Array) -> Array:
+    """[G, 256], filled up with tokens that cannot occur."""
+    missing = -len(logits_V) % _GROUP
+    if missing:
+        logits_V = np.append(logits_V, np.full(missing, -math.inf, logits_V.dtype))
+    return logits_V.reshape(-1, _GROUP)
+
+
+def _largest(logits_V: Array, count: int) -> Array:
+    """Some tokens with the ``count`` largest logits, or all."""
+    if count == 1:
+        return logits_V.argmax(keepdims=True)
+    if count >= len(logits_V):
+        return np.arange(len(logits_V))
+    return np.argpartition(logits_V, -count)[-count:]
+
+
+def _floor(at_least_M: Array, count: int) -> float:
+    """What the ``count``-th best score is at least, given what some scores are at least."""
+    if len(at_least_M) < count:
+        return -math.inf
+    return float(np.partition(at_least_M, -count)[-count])
+
+
+def _hopeless(dtype: npt.DTypeLike, floor: float, base: float, scale: float) -> Any:
+    """A logit that cannot reach the floor with any coarse byte but 0; nor then can smaller ones.
+
+    Where it comes from does not matter: it is tried before it is used.
+    """
+    limits, bound = np.finfo(dtype), float(_bounds()[1][1])
+    distance = (floor - bound) / scale
+    slack = 1e-6 * (abs(base) + abs(distance)) + float(limits.tiny)
+    while (guess := base + distance - slack) > limits.min:
+        logit = limits.dtype.type(guess)
+        if (float(logit) - base) * scale + bound < floor:
+            return logit
+        slack *= 2
+    return limits.dtype.type(-math.inf)

@@ -1,0 +1,295 @@
+// Keyed Gumbel noise, and the tokens that win with it: the compiled half of core/noise.py, which
+// says what the noise is and why nothing here can change its bits.
+//
+// All arithmetic on doubles is IEEE +, -, * and / on its own (the build forbids fused
+// multiply-adds), in the order that core/noise.py has too. What is skipped cannot win: rounding
+// never turns an order round, so with x <= X and g <= G also fl(x + g) <= fl(X + G).
+//
+// Shape legend: N rows, V vocabulary, K tokens wanted of each row.
+#include <algorithm>
+#include <cfloat>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+static_assert(FLT_EVAL_METHOD == 0, "doubles are rounded after every operation");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "bytes of words are read in memory");
+
+// Kept out of its callers: inlined there, GCC 12 does not turn the loops into vectors.
+#define SEPARATE __attribute__((noinline))
+
+namespace {
+
+constexpr int kLanes = 16;            // philox blocks computed side by side
+constexpr int kGroup = 16 * kLanes;   // tokens that they give the coarse bits of
+constexpr int kColumns = kGroup / 4;  // tokens of a group that share a word of those blocks
+constexpr double kNever = -std::numeric_limits<double>::infinity();
+
+// ---- random bits --------------------------------------------------------------------------------
+
+constexpr uint32_t kTarget = 0;  // Purpose.TARGET
+
+struct Key {
+  uint64_t seed, position;
+};
+
+struct Words {
+  uint32_t w0, w1, w2, w3;
+};
+
+// philox4x32-10 of one index.
+inline Words philox(Key key, uint32_t index) {
+  uint32_t c0 = uint32_t(key.position), c1 = uint32_t(key.position >> 32), c2 = kTarget, c3 = index;
+  uint32_t k0 = uint32_t(key.seed), k1 = uint32_t(key.seed >> 32);
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    const uint64_t p0 = uint64_t(c0) * 0xD2511F53u, p1 = uint64_t(c2) * 0xCD9E8D57u;
+    c0 = uint32_t(p1 >> 32) ^ c1 ^ k0, c1 = uint32_t(p1);
+    c2 = uint32_t(p0 >> 32) ^ c3 ^ k1, c3 = uint32_t(p0);
+  }
+  return {c0, c1, c2, c3};
+}
+
+// The same of kLanes indices from `first` on: words [4, kLanes].
+SEPARATE void philox(Key key, uint32_t first, uint32_t* __restrict words) {
+#pragma GCC unroll 1
+  for (int i = 0; i < kLanes; ++i) {
+    const Words one = philox(key, first + uint32_t(i));
+    words[i] = one.w0, words[kLanes + i] = one.w1;
+    words[2 * kLanes + i] = one.w2, words[3 * kLanes + i] = one.w3;
+  }
+}
+
+// ---- the noise ----------------------------------------------------------------------------------
+
+// log x for normal x > 0, within 1 ulp: x = 2^k m with m in [sqrt(1/2), sqrt(2)), f = m - 1,
+// s = f / (2 + f), and log m = 2 atanh s = f - (f f / 2 - s (f f / 2 + R)) with
+// R = 2 s^2 / 3 + 2 s^4 / 5 + ...; the terms left out are below 2^-60 of the first.
+inline double natural_log(double x) {
+  constexpr uint64_t kSqrtHalf = 0x3FE6A09E667F3BCD;
+  constexpr double kLn2High = 0x1.62e42feep-1, kLn2Low = 0x1.a39ef35793c76p-33;
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const int64_t exponent = int64_t(bits - kSqrtHalf) >> 52;
+  bits -= uint64_t(exponent) << 52;
+  double m;
+  std::memcpy(&m, &bits, sizeof m);
+  const double k = double(exponent), f = m - 1.0, s = f / (2.0 + f), z = s * s;
+  double r = 2.0 / 21;
+  for (int odd = 19; odd >= 3; odd -= 2) r = r * z + 2.0 / odd;
+  r = r * z;
+  const double half = 0.5 * f * f;
+  return k * kLn2High - ((half - (s * (half + r) + k * kLn2Low)) - f);
+}
+
+// -log(-log(1 - w)) for w = (2 r + 1) / 2^53.
+inline double gumbel(uint64_t r) {
+  const double w = double(int64_t(2 * r + 1)) * 0x1p-53;
+  return -natural_log(-natural_log(1.0 - w));
+}
+
+// No noise with this coarse byte is larger: -log(1 - w) > w >= coarse / 256. The margin is far above
+// what the rounding of both sides can come to.
+struct Bounds {
+  double of[256];
+  Bounds() {
+    of[0] = gumbel(0) + 1e-9;
+    for (int coarse = 1; coarse < 256; ++coarse) of[coarse] = -natural_log(coarse / 256.0) + 1e-9;
+  }
+};
+const Bounds kBounds;
+
+// The same of all bits, without a logarithm: with z leading zeros in 2 r + 1, w >= 2^(10 - z).
+inline double close_bound(uint64_t r) {
+  constexpr double kLn2 = 0.693147180559945309;
+  return (__builtin_clzll(2 * r + 1) - 10) * kLn2 + 1e-9;
+}
+
+inline uint64_t random_52(Key key, uint32_t token, uint8_t coarse) {
+  const Words fine = philox(key, 0x80000000u | token);
+  return uint64_t(coarse) << 44 | uint64_t(fine.w0) << 12 | fine.w1 >> 20;
+}
+
+inline uint8_t coarse_byte(Key key, uint32_t token) {
+  const Words block = philox(key, (token >> 8) * kLanes + (token >> 2 & 15));
+  const uint32_t words[] = {block.w0, block.w1, block.w2, block.w3};
+  return uint8_t(words[token >> 6 & 3] >> 8 * (token & 3));
+}
+
+// ---- the best tokens ----------------------------------------------------------------------------
+
+// The best tokens so far, best first; of equal scores the smaller token.
+class Best {
+ public:
+  Best(int64_t wanted, int64_t* tokens, double* scores)
+      : wanted_(wanted), tokens_(tokens), scores_(scores) {}
+
+  // A token below this score is not wanted.
+  double floor() const { return found_ < wanted_ ? kNever : scores_[wanted_ - 1]; }
+  int64_t found() const { return found_; }
+
+  void offer(int64_t token, double score) {
+    const auto beats = [&](int64_t i) {
+      return score > scores_[i] || (score == scores_[i] && token < tokens_[i]);
+    };
+    if (score == kNever || (found_ == wanted_ && !beats(wanted_ - 1))) return;
+    int64_t place = found_ < wanted_ ? found_++ : wanted_ - 1;
+    for (; place > 0 && beats(place - 1); --place)
+      tokens_[place] = tokens_[place - 1], scores_[place] = scores_[place - 1];
+    tokens_[place] = token, scores_[place] = score;
+  }
+
+ private:
+  const int64_t wanted_;
+  int64_t found_ = 0;
+  int64_t* const tokens_;
+  double* const scores_;
+};
+
+template <class Logit>
+inline Logit larger(Logit a, Logit b) {
+  return a > b ? a : b;
+}
+
+// Maxima of a group's columns; whether there is a NaN.
+template <class Logit>
+SEPARATE int group_maxima(const Logit* __restrict logits, Logit* __restrict most) {
+  int strange = 0;
+  for (int i = 0; i < kColumns; ++i) {
+    const Logit a = logits[i], b = logits[kColumns + i];
+    const Logit c = logits[2 * kColumns + i], d = logits[3 * kColumns + i];
+    most[i] = larger(larger(a, b), larger(c, d));
+    strange |= (a != a) | (b != b) | (c != c) | (d != d);
+  }
+  return strange;
+}
+
+// One row: its logits in groups of kGroup tokens, of which each column holds four.
+template <class Logit>
+class Row {
+ public:
+  Row(const Logit* logits, int64_t vocab, Key key, double scale)
+      : logits_(logits), key_(key), scale_(scale), num_whole_(vocab / kGroup) {
+    std::fill(rest_, rest_ + kGroup, -std::numeric_limits<Logit>::infinity());
+    std::copy(logits + num_whole_ * kGroup, logits + vocab, rest_);
+    num_groups_ = num_whole_ + (vocab % kGroup != 0);
+    column_max_.resize(num_groups_ * kColumns);
+    group_max_.resize(num_groups_);
+  }
+
+  // False if the largest logit is not a finite number, or a logit is NaN.
+  bool find(Best& best) {
+    if (!find_maxima()) return false;
+    const int64_t first = std::max_element(group_max_.begin(), group_max_.end()) - group_max_.begin();
+    visit(first, best);  // likely to hold the winner
+    for (int64_t group = 0; group < num_groups_; ++group)
+      if (group != first) visit(group, best);
+    return true;
+  }
+
+ private:
+  const Logit* logits_;
+  const Key key_;
+  const double scale_;
+  const int64_t num_whole_;
+  int64_t num_groups_;
+  Logit rest_[kGroup];  // the last tokens, filled up with ones that cannot occur
+  std::vector<Logit> column_max_, group_max_;
+  double base_;
+
+  const Logit* group_logits(int64_t group) const {
+    return group < num_whole_ ? logits_ + group * kGroup : rest_;
+  }
+
+  double scaled(Logit logit) const { return (double(logit) - base_) * scale_; }
+
+  bool find_maxima() {
+    int strange = 0;
+    for (int64_t group = 0; group < num_groups_; ++group) {
+      Logit* most = &column_max_[group * kColumns];
+      strange |= group_maxima(group_logits(group), most);
+      group_max_[group] = *std::max_element(most, most + kColumns);
+    }
+    const Logit largest = *std::max_element(group_max_.begin(), group_max_.end());
+    base_ = double(largest);
+    return !strange && largest - largest == 0;
+  }
+
+  void visit(int64_t group, Best& best) const {
+    const double most = scaled(group_max_[group]);
+    if (most == kNever || most + kBounds.of[0] < best.floor()) return;
+    uint32_t words[4 * kLanes];
+    philox(key_, uint32_t(group) * kLanes, words);
+    uint8_t coarse[kGroup], column_min[kColumns];
+    std::memcpy(coarse, words, sizeof coarse);
+    for (int i = 0; i < kColumns; ++i) {
+      const uint8_t a = std::min(coarse[i], coarse[kColumns + i]);
+      const uint8_t b = std::min(coarse[2 * kColumns + i], coarse[3 * kColumns + i]);
+      column_min[i] = std::min(a, b);
+    }
+    int limit = 0;  // a larger byte cannot win, not even with the largest logit
+    while (limit < 255 && most + kBounds.of[limit + 1] >= best.floor()) ++limit;
+    uint8_t hopeful[kColumns];
+    for (int i = 0; i < kColumns; ++i) hopeful[i] = column_min[i] <= limit;
+    for (int start = 0; start < kColumns; start += 8) {
+      uint64_t eight;
+      std::memcpy(&eight, hopeful + start, sizeof eight);
+      for (; eight; eight &= eight - 1) {
+        const int i = start + __builtin_ctzll(eight) / 8;
+        if (scaled(column_max_[group * kColumns + i]) + kBounds.of[column_min[i]] >= best.floor())
+          visit_column(group, i, coarse, best);
+      }
+    }
+  }
+
+  void visit_column(int64_t group, int column, const uint8_t* coarse, Best& best) const {
+    for (int i = column; i < kGroup; i += kColumns) {
+      const double score = scaled(group_logits(group)[i]);
+      if (score == kNever || score + kBounds.of[coarse[i]] < best.floor()) continue;
+      const int64_t token = group * kGroup + i;
+      const uint64_t r = random_52(key_, uint32_t(token), coarse[i]);
+      if (score + close_bound(r) >= best.floor()) best.offer(token, score + gumbel(r));
+    }
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+struct ForedraftNoiseRow {
+  uint64_t seed, position;
+  double scale;
+};
+
+// The K best tokens of each row, best first; the number of rows done, which is smaller than N when
+// the next one has no finite largest logit. tokens and scores are [N, K], found [N].
+__attribute__((visibility("default"))) int64_t foredraft_gumbel_top(
+    const void* logits, int64_t is_double, int64_t num_rows, int64_t vocab,
+    const ForedraftNoiseRow* rows, int64_t wanted, int64_t* tokens, double* scores,
+    int64_t* found) {
+  for (int64_t n = 0; n < num_rows; ++n) {
+    const Key key{rows[n].seed, rows[n].position};
+    Best best(wanted, tokens + n * wanted, scores + n * wanted);
+    const bool ok =
+        is_double
+            ? Row(static_cast<const double*>(logits) + n * vocab, vocab, key, rows[n].scale).find(best)
+            : Row(static_cast<const float*>(logits) + n * vocab, vocab, key, rows[n].scale).find(best);
+    if (!ok) return n;
+    found[n] = best.found();
+  }
+  return num_rows;
+}
+
+// The noise of each of `count` tokens.
+__attribute__((visibility("default"))) void foredraft_gumbel_noise(
+    const int64_t* tokens, int64_t count, uint64_t seed, uint64_t position, double* noise) {
+  const Key key{seed, position};
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t token = uint32_t(tokens[i]);
+    noise[i] = gumbel(random_52(key, token, coarse_byte(key, token)));
+  }
+}
+
+}  // extern "C"
