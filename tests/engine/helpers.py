@@ -10,12 +10,12 @@ import torch
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
-from foredraft.core.tree import TokenTree
+from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.engine.engine import Engine, Event
 from foredraft.engine.row import GenerationResult
-from foredraft.models.base import RowScores, ScoreRow
+from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 
 LETTERS = "abcdefghij"
@@ -46,16 +46,19 @@ class FaultyTarget(TableModel):
     """Logits after a text that ends with these tokens are NaN."""
     num_forwards = 0
 
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         self.num_forwards += 1
         if self.num_forwards == self.raise_at:
             raise RuntimeError("device lost")
         scores = super().score(rows, taps)
         if self.nan_after is not None:
-            for row, score in zip(rows, scores, strict=True):
+            for row, heads in zip(rows, scores.heads, strict=True):
                 text = (*self.cache.context(row.slot), *row.pending)
-                if text[-len(self.nan_after) :] == self.nan_after:
-                    score.logits_NV.fill_(torch.nan)
+                for node, head in zip((ROOT, *range(len(row.tree))), heads, strict=False):
+                    path = () if node == ROOT else row.tree.paths[node]
+                    here = (*text, *(row.tree.tokens[i] for i in path))
+                    if here[-len(self.nan_after) :] == self.nan_after:
+                        scores.logits_NV[head] = torch.nan
         return scores
 
 

@@ -10,11 +10,13 @@ from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.request import Request
+from foredraft.core.rules import SamplingRules
 from foredraft.core.tree import TokenTree
 from foredraft.core.verify import Verdict
-from foredraft.engine.commit import commit
+from foredraft.engine.commit import Commit
+from foredraft.engine.commit import commit as commit_turn
 from foredraft.engine.detokenize import TextAssembler
-from foredraft.engine.row import Row
+from foredraft.engine.row import Row, Turn
 from tests.engine.helpers import letters
 
 PROMPT = [9, 9, 9]
@@ -23,7 +25,13 @@ PROMPT = [9, 9, 9]
 def new_row(stop_ids: Sequence[int] = (), stop: Sequence[str] = (), max_tokens: int = 100) -> Row:
     params = SamplingParams(max_tokens=max_tokens, stop=stop, seed=0)
     sequence = Request(0, 0, list(PROMPT), len(PROMPT), params, seed=0)
-    return Row(sequence, TextAssembler(letters(), stop), frozenset(stop_ids))
+    rules = SamplingRules(params)
+    return Row(sequence, TextAssembler(letters(), stop), frozenset(stop_ids), rules)
+
+
+def commit(row: Row, proposal: Proposal, verdict: Verdict | None, num_read: int = 0) -> Commit:
+    """Commit a step that read all that was pending, if nothing else is said."""
+    return commit_turn(Turn(row, num_read or row.num_pending), proposal, verdict)
 
 
 CHAIN = Proposal.chosen(TokenTree.chain([0, 1, 2, 3]))
@@ -56,7 +64,7 @@ def test_what_stops_cuts_everything_at_one_token(
 ) -> None:
     done = commit(row, CHAIN, ALL)
     assert (done.tokens, done.finish_reason, done.num_accepted) == (tokens, reason, num_accepted)
-    assert (done.path, done.num_pending) == (path, len(PROMPT))
+    assert (done.path, done.num_read) == (path, len(PROMPT))
     assert row.request.generated == list(tokens)
     assert row.request.pending == [tokens[-1]]
     assert row.text.text == text
@@ -92,9 +100,27 @@ def test_without_a_draft_it_is_plain_decoding() -> None:
 def test_a_row_without_a_verdict_ends_in_an_error_and_keeps_what_it_had() -> None:
     row = new_row()
     commit(row, CHAIN, ALL)
-    done = commit(row, CHAIN, NonFiniteScoresError("the largest logit is nan"))
-    assert (done.tokens, done.path, done.num_pending) == ((), (), 0)
+    error = NonFiniteScoresError("the largest logit is nan")
+    done = commit(row, CHAIN, Verdict.failed((0, 1), error))
+    assert (done.tokens, done.path, done.num_accepted) == ((0, 1), (0,), 2)
     assert done.finish_reason == row.request.finish_reason == "error"
-    assert row.error == "the largest logit is nan"
-    assert row.request.generated == [0, 1, 2, 3, 4]
-    assert row.request.stats.steps == 1
+    assert row.error == "NonFiniteScoresError: the largest logit is nan"
+    assert row.request.generated == [0, 1, 2, 3, 4, 0, 1]
+
+
+def test_a_chunk_of_a_prompt_commits_nothing() -> None:
+    row = new_row()
+    done = commit(row, NO_PROPOSAL, None, num_read=2)
+    assert (done.tokens, done.path, done.start, done.num_read) == ((), (), 0, 2)
+    assert row.request.pending == [9]
+    assert row.request.stats.steps == 0
+    assert commit(row, NO_PROPOSAL, Verdict((), 3, "bonus")).start == 2
+
+
+def test_a_text_that_cannot_be_decoded_ends_its_row_and_keeps_the_token() -> None:
+    row = new_row()
+    done = commit(row, CHAIN, Verdict((0, 1), 99, "correction"))  # no letter 99
+    assert (done.tokens, done.finish_reason) == ((0, 1, 99), "error")
+    assert row.request.generated == [0, 1, 99]
+    assert row.error is not None
+    assert "IndexError" in row.error

@@ -277,16 +277,42 @@ def test_a_session_serves_one_reply_at_a_time() -> None:
 
 
 def test_the_trace_sees_every_step() -> None:
-    steps = []
-    engine = new_engine(
-        counting_model(),
-        counting_drafter(wrong_every=3),
-        trace=lambda proposals, commits: steps.append((proposals, commits)),
-    )
+    steps: list[StepRecord] = []
+    engine = new_engine(counting_model(), counting_drafter(wrong_every=3), trace=steps.append)
     (result,) = generate(engine, [[1]], SamplingParams(max_tokens=10))
-    assert sum(len(p.tree) for proposals, _ in steps for p in proposals) == result.stats.drafted
-    assert tuple(t for _, commits in steps for t in commits[0].tokens) == result.token_ids
+    rows = [step.rows[0] for step in steps]
+    assert sum(len(row.proposal.tree) for row in rows) == result.stats.drafted
+    assert sum(row.num_accepted for row in rows) == result.stats.accepted
+    assert tuple(token for row in rows for token in row.committed) == result.token_ids
     assert len(steps) == result.stats.steps
+    assert rows[-1].finish_reason == "length"
+    assert all(step.is_decoding and step.times.total_ms > 0.0 for step in steps)
+
+
+def test_a_long_prompt_is_read_in_chunks_and_others_decode_meanwhile() -> None:
+    steps: list[StepRecord] = []
+    engine = new_engine(counting_model(), counting_drafter(), max_step_tokens=4, trace=steps.append)
+    short = engine.submit([3], SamplingParams(max_tokens=30))
+    engine.step()
+    long = engine.submit([i % 10 for i in range(11)], SamplingParams(max_tokens=5))
+    events = [event for event in engine.run() if event.request_id == long]
+    assert [event.num_prompt_read for event in events[:4]] == [3, 6, 9, 11]
+    assert [len(event.token_ids) for event in events[:3]] == [0, 0, 0]
+    assert tuple(t for event in events for t in event.token_ids) == (1, 2, 3, 4, 5)
+    chunked = [step for step in steps if any(row.num_read > 1 for row in step.rows)]
+    assert len(chunked) == 4
+    for step in chunked:
+        (decoding,) = [row for row in step.rows if row.request_id == short]
+        assert decoding.committed
+
+
+@pytest.mark.parametrize("max_step_tokens", [1, 2, 5, 512])
+def test_chunks_change_no_text(max_step_tokens: int) -> None:
+    target, prompts = TableModel.random(10, seed=3), [[1] * 9, [2, 7, 3], [5]]
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=12)
+    whole = [r.token_ids for r in generate(new_engine(target), prompts, params)]
+    engine = new_engine(target, counting_drafter(), max_step_tokens=max_step_tokens)
+    assert [r.token_ids for r in generate(engine, prompts, params)] == whole
 
 
 def test_a_branching_draft_follows_the_path_that_the_target_takes() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
+from foredraft.cache.prefix import Session
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
-from foredraft.core.request import Request
+from foredraft.core.record import StepRecord
 from foredraft.engine.engine import Engine
-from foredraft.engine.row import Session
+from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.table import TableModel
 from tests.engine.helpers import (
     LETTERS,
     FaultyTarget,
@@ -46,10 +48,11 @@ def test_a_row_without_finite_logits_ends_alone() -> None:
     assert target.cache.entries == {}
 
 
-def test_a_row_that_loses_its_logits_midway_keeps_its_tokens() -> None:
+@pytest.mark.parametrize("num_draft_tokens", [0, 2, 7])
+def test_a_row_that_loses_its_logits_midway_keeps_its_tokens(num_draft_tokens: int) -> None:
     target = faulty_target()
     target.nan_after = (4, 5)
-    engine = new_engine(target, num_draft_tokens=0)
+    engine = new_engine(target, counting_drafter(), num_draft_tokens=num_draft_tokens)
     broken, fine = generate(engine, [[1], [5]], PARAMS)
     assert (broken.finish_reason, broken.token_ids, broken.text) == ("error", (2, 3, 4, 5), "cdef")
     assert fine.token_ids == plain([5])[: len(fine.token_ids)]
@@ -57,17 +60,25 @@ def test_a_row_that_loses_its_logits_midway_keeps_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("raise_at", [1, 3])
-def test_a_target_that_raises_ends_the_running_requests_and_no_others(raise_at: int) -> None:
+def test_a_target_that_raises_ends_the_running_request_and_no_other(raise_at: int) -> None:
     target = faulty_target()
     target.raise_at = raise_at
-    engine = new_engine(target, counting_drafter(), num_draft_tokens=2, max_batch_size=2)
-    first, second, waiting = generate(engine, [[1], [5], [3]], PARAMS)
-    for result, prompt in ((first, [1]), (second, [5])):
-        assert result.finish_reason == "error"
-        assert result.error == "RuntimeError: device lost"
-        assert result.token_ids == plain(prompt)[: 3 * (raise_at - 1)]
+    engine = new_engine(target, counting_drafter(), num_draft_tokens=2, max_batch_size=1)
+    first, waiting = generate(engine, [[1], [3]], PARAMS)
+    assert first.finish_reason == "error"
+    assert first.error == "RuntimeError: device lost"
+    assert first.token_ids == plain([1])[: 3 * (raise_at - 1)]
     assert (waiting.finish_reason, waiting.token_ids) == ("length", plain([3]))
     assert target.cache.entries == {}
+
+
+@pytest.mark.parametrize("raise_at", [1, 3])
+def test_a_forward_of_several_rows_that_fails_is_tried_row_by_row(raise_at: int) -> None:
+    target = faulty_target()
+    target.raise_at = raise_at
+    engine = new_engine(target, counting_drafter(), num_draft_tokens=2)
+    for result, prompt in zip(generate(engine, [[1], [5]], PARAMS), ([1], [5]), strict=True):
+        assert (result.finish_reason, result.token_ids) == ("length", plain(prompt))
 
 
 def test_held_back_text_comes_out_when_a_request_fails() -> None:
@@ -129,31 +140,66 @@ class RaisingController(FixedBudget):
 
     observed = 0
 
-    def observe(self, rows: Sequence[Request]) -> None:
+    def observe(self, record: StepRecord) -> None:
         self.observed += 1
         if self.observed == 2:
             raise ZeroDivisionError("no rows accepted")
 
 
-def test_tokens_committed_by_a_step_that_fails_later_are_in_events_and_result() -> None:
+def test_a_controller_that_fails_to_observe_costs_nobody_anything(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     target = counting_model()
     controller = RaisingController(4, target.max_context)
     engine = Engine(target, counting_drafter(), controller, new_decoder=letters)
-    (result,) = generate(engine, [[1]], PARAMS)  # which compares events and result
-    assert (result.finish_reason, result.token_ids) == ("error", plain([1])[:10])
+    (result,) = generate(engine, [[1]], PARAMS)
+    assert (result.finish_reason, result.token_ids) == ("length", plain([1]))
+    assert "no rows accepted" in caplog.text
     assert target.cache.entries == {}
 
 
-def test_a_request_that_was_complete_when_its_step_failed_is_complete() -> None:
-    target = counting_model()
-    controller = RaisingController(4, target.max_context)
-    engine = Engine(target, counting_drafter(), controller, new_decoder=letters)
-    (result,) = generate(engine, [[1]], SamplingParams(max_tokens=10))
-    assert (result.finish_reason, result.error, result.token_ids) == (
-        "length",
-        None,
-        plain([1])[:10],
-    )
+def test_a_trace_that_fails_is_switched_off_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[StepRecord] = []
+
+    def trace(record: StepRecord) -> None:
+        told.append(record)
+        raise OSError("disk full")
+
+    (result,) = generate(new_engine(counting_model(), trace=trace), [[1]], PARAMS)
+    assert (result.finish_reason, result.token_ids) == ("length", plain([1]))
+    assert len(told) == 1
+    assert "disk full" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_a_row_whose_text_cannot_be_decoded_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def new_decoder() -> Callable[[int], str]:
+        return {i: letter for i, letter in enumerate(LETTERS) if i != 7}.__getitem__
+
+    engine = new_engine(counting_model(), counting_drafter(), new_decoder=new_decoder)
+    broken, fine = generate(engine, [[5], [8]], SamplingParams(max_tokens=6))
+    assert (broken.finish_reason, broken.token_ids, broken.text) == ("error", (6, 7), "g")
+    assert (fine.finish_reason, fine.text) == ("length", "jabcde")
+    assert "Traceback" in caplog.text
+
+
+def test_a_row_that_makes_the_forward_fail_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as one for which no memory is left."""
+
+    class Greedy(TableModel):
+        def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+            if any(row.pending[0] == 6 for row in rows):
+                raise MemoryError("no room for entry 6")
+            return super().score(rows, taps)
+
+    target = Greedy(len(LETTERS), counting_model().probs)
+    engine = new_engine(target, counting_drafter(), num_draft_tokens=0)
+    broken, fine = generate(engine, [[4], [8]], SamplingParams(max_tokens=5))
+    assert (broken.finish_reason, broken.token_ids) == ("error", (5, 6))
+    assert broken.error == "MemoryError: no room for entry 6"
+    assert (fine.finish_reason, fine.token_ids) == ("length", (9, 0, 1, 2, 3))
+    assert "Traceback" in caplog.text
+    assert target.cache.entries == {}
 
 
 class Interrupted(BaseException):

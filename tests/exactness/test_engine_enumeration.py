@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
+from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform
 from foredraft.drafters.base import Drafter
@@ -88,13 +90,18 @@ def test_rows_of_a_batch_are_independent() -> None:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_no_key_is_used_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[tuple[int, ...]] = []
+    used: list[tuple[int | str, ...]] = []
 
     def recorded(*key: int) -> float:
         used.append(key)
         return keyed_uniform(*key)  # type: ignore[arg-type]
 
+    def recorded_noise(logits_V: Tensor, seed: int, position: int, scale: float) -> int:
+        used.append(("noise", seed, position))
+        return gumbel_argmax(logits_V, seed, position, scale)
+
     monkeypatch.setattr(keyed_choices, "keyed_uniform", recorded)
+    monkeypatch.setattr(keyed_choices, "gumbel_argmax", recorded_noise)
     w = world("random", 4)
     requests = [(PROMPT, replace(DRAWN, max_tokens=40, seed=seed)) for seed in range(4)]
     generate(w.target(), DRAFTERS[name](w), 4, requests)

@@ -11,6 +11,7 @@ import torch
 
 from foredraft.core.choices import DrawnChoices, KeyedDrawnChoices, KeyedVerifyChoices
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
+from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT
 from foredraft.core.verify import traversal
 from foredraft.core.verify.block import verify_block
@@ -96,6 +97,6 @@ def test_a_wide_vocabulary_in_float32() -> None:
             same = {ROOT: 0, 0: 1, 1: 2, 3: 3}[parent]
             assert builder.draw(parent, logits_NV[same].softmax(0)) == node
         near_NV = (logits_NV + 1e-4 * torch.randn(7, 2000, generator=generator)).softmax(1)
-        target = {node: near_NV[max(node + 1, 0)] for node in range(-1, 6)}
+        target = {node: Law.of_probs(near_NV[max(node + 1, 0)]) for node in range(-1, 6)}
         verdict = verify_traversal(builder.build(), target, verify_choices)
         assert builder.build().tree.is_path(verdict.path)
