@@ -98,7 +98,7 @@ def gumbel_top_rows(
     if library is not None:
         return _compiled_top(library, logits_NV, count, seeds, positions, scales)
     keys = zip(logits_NV, seeds, positions, scales, strict=True)
-    return [_numpy_top(logits_V, count, *key) for logits_V, *key in keys]
+    return [_numpy_top(logits_V, count, s, p, scale) for logits_V, s, p, scale in keys]
 
 
 def gumbel_noise(tokens: Sequence[int], seed: int, position: int) -> list[float]:
@@ -216,8 +216,10 @@ def _philox(index_M: Array, seed: int, position: int) -> list[Array]:
     mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     m0, m1 = map(np.uint64, MULTIPLIERS)
     # What all indices have in common stays one number for as long as it can.
-    c0, c1 = np.uint64(position & 0xFFFFFFFF), np.uint64(position >> 32)
-    c2, c3 = np.uint64(Purpose.TARGET), index_M.astype(np.uint64)
+    c0: Any = np.uint64(position & 0xFFFFFFFF)
+    c1: Any = np.uint64(position >> 32)
+    c2: Any = np.uint64(Purpose.TARGET)
+    c3: Any = index_M.astype(np.uint64)
     for i in range(10):
         k0, k1 = (np.uint64((seed >> 32 * j) + i * WEYL[j] & 0xFFFFFFFF) for j in range(2))
         p0, p1 = c0 * m0, c2 * m1
@@ -232,7 +234,7 @@ def _log(x_M: Array) -> Array:
     k, f = exponent_M.astype(np.float64), (bits_M - (exponent_M << 52)).view(np.float64) - 1.0
     s = f / (2.0 + f)
     z = s * s
-    r = 2.0 / 21
+    r = np.full_like(z, 2.0 / 21)
     for odd in range(19, 2, -2):
         r = r * z + 2.0 / odd
     r = r * z
@@ -325,7 +327,7 @@ def _in_groups(logits_V: Array) -> Array:
 def _largest(logits_V: Array, count: int) -> Array:
     """Some tokens with the ``count`` largest logits, or all."""
     if count == 1:
-        return logits_V.argmax(keepdims=True)
+        return np.array([logits_V.argmax()])
     if count >= len(logits_V):
         return np.arange(len(logits_V))
     return np.argpartition(logits_V, -count)[-count:]
