@@ -98,7 +98,7 @@ def gumbel_top_rows(
     if library is not None:
         return _compiled_top(library, logits_NV, count, seeds, positions, scales)
     keys = zip(logits_NV, seeds, positions, scales, strict=True)
-    return [_numpy_top(logits_V, count, *key) for logits_V, *key in keys]
+    return [_numpy_top(logits_V, count, s, p, scale) for logits_V, s, p, scale in keys]
 
 
 def gumbel_noise(tokens: Sequence[int], seed: int, position: int) -> list[float]:
@@ -211,24 +211,20 @@ _SQRT_HALF = 0x3FE6A09E667F3BCD
 """The bits of the square root of one half."""
 
 
-def _philox(index_M: Array, seed: int, position: int) -> Array:
-    """`rng.philox4x32` of many indices: words [4, M], uint64 that hold 32 bits."""
+def _philox(index_M: Array, seed: int, position: int) -> list[Array]:
+    """`rng.philox4x32` of many indices: four words [M], uint64 that hold 32 bits."""
     mask, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    factors = np.array(MULTIPLIERS, np.uint64)[:, None]
-    even, odd = (np.empty((2, len(index_M)), np.uint64) for _ in range(2))  # words 0, 2 and 1, 3
-    even[0], even[1] = position & 0xFFFFFFFF, int(Purpose.TARGET)
-    odd[0], odd[1] = position >> 32, index_M
-    keys = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint64)[:, None]
-    weyl = np.array(WEYL, np.uint64)[:, None]
-    product, high = np.empty_like(even), np.empty_like(even)
-    for _ in range(10):
-        np.multiply(even, factors, out=product)
-        np.right_shift(product[::-1], shift, out=high)
-        np.bitwise_xor(odd, keys, out=odd)
-        np.bitwise_xor(high, odd, out=even)
-        np.bitwise_and(product[::-1], mask, out=odd)
-        keys = (keys + weyl) & mask
-    return np.stack([even[0], odd[0], even[1], odd[1]])
+    m0, m1 = map(np.uint64, MULTIPLIERS)
+    # What all indices have in common stays one number for as long as it can.
+    c0: Any = np.uint64(position & 0xFFFFFFFF)
+    c1: Any = np.uint64(position >> 32)
+    c2: Any = np.uint64(Purpose.TARGET)
+    c3: Any = index_M.astype(np.uint64)
+    for i in range(10):
+        k0, k1 = (np.uint64((seed >> 32 * j) + i * WEYL[j] & 0xFFFFFFFF) for j in range(2))
+        p0, p1 = c0 * m0, c2 * m1
+        c0, c1, c2, c3 = p1 >> shift ^ (c1 ^ k0), p1 & mask, p0 >> shift ^ (c3 ^ k1), p0 & mask
+    return [c0, c1, c2, c3]
 
 
 def _log(x_M: Array) -> Array:
@@ -238,7 +234,7 @@ def _log(x_M: Array) -> Array:
     k, f = exponent_M.astype(np.float64), (bits_M - (exponent_M << 52)).view(np.float64) - 1.0
     s = f / (2.0 + f)
     z = s * s
-    r = 2.0 / 21
+    r = np.full_like(z, 2.0 / 21)
     for odd in range(19, 2, -2):
         r = r * z + 2.0 / odd
     r = r * z
@@ -256,9 +252,9 @@ def _noise(tokens_M: Array, seed: int, position: int) -> Array:
     """The noise of each token, all of it."""
     block_M = (tokens_M >> 8) * _BLOCKS + (tokens_M >> 2 & 15)
     index = np.concatenate([block_M, tokens_M + _FINE])
-    words = _philox(index, seed, position).astype(np.int64)
+    words = np.stack(_philox(index, seed, position)).view(np.int64)
     coarse, fine = words[:, : len(tokens_M)], words[:, len(tokens_M) :]
-    word_M = np.take_along_axis(coarse, (tokens_M >> 6 & 3)[None], axis=0)[0]
+    word_M = coarse[tokens_M >> 6 & 3, np.arange(len(tokens_M))]
     byte_M = word_M >> 8 * (tokens_M & 3) & 255
     return _gumbel(byte_M << 44 | fine[0] << 12 | fine[1] >> 20)
 
@@ -266,8 +262,10 @@ def _noise(tokens_M: Array, seed: int, position: int) -> Array:
 def _coarse_bytes(groups_M: Array, seed: int, position: int) -> Array:
     """The coarse bytes of all tokens of some groups: [M, 256]."""
     index = (groups_M[:, None] * _BLOCKS + np.arange(_BLOCKS)).ravel()
-    words = _philox(index, seed, position).astype("<u4").reshape(4, -1, _BLOCKS)
-    return np.ascontiguousarray(words.transpose(1, 0, 2)).view(np.uint8).reshape(-1, _GROUP)
+    words = np.empty((len(groups_M), 4, _BLOCKS), "<u4")
+    for i, word in enumerate(_philox(index, seed, position)):
+        words[:, i] = word.reshape(-1, _BLOCKS)
+    return words.view(np.uint8).reshape(-1, _GROUP)
 
 
 @functools.cache
@@ -329,7 +327,7 @@ def _in_groups(logits_V: Array) -> Array:
 def _largest(logits_V: Array, count: int) -> Array:
     """Some tokens with the ``count`` largest logits, or all."""
     if count == 1:
-        return logits_V.argmax(keepdims=True)
+        return np.array([logits_V.argmax()])
     if count >= len(logits_V):
         return np.arange(len(logits_V))
     return np.argpartition(logits_V, -count)[-count:]
