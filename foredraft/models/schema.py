@@ -55,7 +55,7 @@ class _Schema(BaseModel):
 class RopeFields(_Schema):
     """Rotary parameters, in the spelling of transformers 5 or in that of 4."""
 
-    rope_type: str | None = Field(None, validation_alias=AliasChoices("rope_type", "type"))
+    rope_type: str | None = Field(default=None, validation_alias=AliasChoices("rope_type", "type"))
     rope_theta: Theta | None = None
     factor: Factor | None = None
     low_freq_factor: Factor | None = None
