@@ -150,12 +150,6 @@ class SizeFields(_Schema):
         return self
 
 
-class EndFields(_Schema):
-    """The tokens that end a text, in ``generation_config.json`` and ``config.json``."""
-
-    eos_token_id: TokenIds = ()
-
-
 class IndexFields(_Schema):
     """``model.safetensors.index.json``: the file of each tensor."""
 

@@ -115,6 +115,8 @@ def test_any_config_gives_a_model_or_a_reason(
         assert 0 < len(reason.encode()) < 1000  # it can be printed
         return
     slot = target.cache.allocate()
+    if plan.backend == "native":
+        target.cache.reserve(slot, 1)
     (scores,) = target.score([ScoreRow(slot, [5])])
     assert scores.logits_NV.shape == (1, VOCAB_SIZE)
     if plan.backend == "native":

@@ -274,7 +274,9 @@ def test_a_stored_head_beside_tied_embeddings_counts_as_with_transformers(
     with torch.inference_mode():
         expected = theirs(torch.tensor([tokens])).logits[0, -1]
     target = NativeTarget.load(tied)
-    logits = target.score([ScoreRow(target.cache.allocate(), tokens)])[0].logits_NV[-1]
+    slot = target.cache.allocate()
+    target.cache.reserve(slot, len(tokens))
+    logits = target.score([ScoreRow(slot, tokens)])[0].logits_NV[-1]
     assert torch.allclose(logits, expected, atol=1e-4)
     assert (target.weights.head_VE is target.weights.embedding_VE) != differs
     plan, _ = plan_models(LoadOptions(model=str(tied), device="cpu", dtype="float32"))
