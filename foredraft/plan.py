@@ -6,7 +6,6 @@ can be printed before anything heavy is loaded (`foredraft doctor`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
@@ -76,7 +75,8 @@ class LoadOptions:
                 raise unknown(name, str(getattr(self, name)), known)
         if self.weights == "bf16" and self.dtype == "float32":
             raise ConfigError("weights 'bf16' and dtype 'float32' exclude each other; give one")
-        self._check_device()
+        if str(self.device).split(":")[0] not in DEVICES:
+            raise unknown("device", str(self.device), DEVICES)
         self._check_names()
         if not isinstance(self.drafter_options, Mapping):
             raise ConfigError(
@@ -86,15 +86,6 @@ class LoadOptions:
             value, low = getattr(self, name), 0 if name == "num_draft_tokens" else 1
             if value is not None and (type(value) is not int or value < low):
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number, {low} or more")
-
-    def _check_device(self) -> None:
-        kind, colon, number = str(self.device).partition(":")
-        if kind not in DEVICES:
-            raise unknown("device", str(self.device), DEVICES)
-        if colon and not (kind == "cuda" and re.fullmatch("[0-9]{1,4}", number)):
-            raise ConfigError(
-                f"device is {self.device!r}; a number goes with cuda alone, such as 'cuda:1'"
-            )
 
     def _check_names(self) -> None:
         for name in ("model", "draft_model", "drafter", "revision"):
@@ -179,16 +170,18 @@ def resolve_device(asked: str) -> str:
 
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cpu":
-        return asked
+    if asked.startswith("cpu"):
+        return "cpu"
     if not torch.cuda.is_available():
         raise ConfigError(
             f"device {asked!r} was asked for and torch {torch.__version__} sees no CUDA device; "
             "use device 'cpu' or install a CUDA build of torch"
         )
-    number, there = int(asked.partition(":")[2] or 0), torch.cuda.device_count()
-    if number >= there:
-        raise ConfigError(f"device {asked!r} was asked for and torch sees {there} CUDA device(s)")
+    number, there = asked.partition(":")[2] or "0", torch.cuda.device_count()
+    if not number.isdecimal() or int(number) >= there:
+        raise ConfigError(
+            f"device {asked!r} was asked for, and torch sees cuda:0 to cuda:{there - 1}"
+        )
     return asked
 
 
@@ -327,7 +320,7 @@ def _bf16_is_fast(kernel_problem: str | None) -> bool:
 def _plan_hf(name: str, checkpoint: Checkpoint, options: LoadOptions, device: str) -> ModelPlan:
     import torch
 
-    from foredraft.cache.kv import KVShape
+    from foredraft.cache.base import KVShape
     from foredraft.models.hf_sizes import read_sizes
 
     if options.weights == "int8":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,14 @@ def test_imports_run_downward() -> None:
             if LAYERS[theirs] > LAYERS[mine] or (mine, theirs) in APART:
                 wrong.append(f"{path}:{line} {mine} imports {imported}")
     assert not wrong
+
+
+def test_no_module_of_models_imports_itself_by_way_of_others() -> None:
+    """Lazy imports and those for type checking count: loading reads in one direction."""
+    files = [*(PACKAGE / "models").rglob("*.py"), PACKAGE / "plan.py", PACKAGE / "loading.py"]
+    graph = {module_of(path): {name for _, name in imports_of(path)} for path in files}
+    order = TopologicalSorter({name: used & graph.keys() for name, used in graph.items()})
+    order.prepare()  # raises with the circle, if there is one
 
 
 def test_the_engine_knows_concrete_models_drafters_and_controllers_by_protocol_only() -> None:

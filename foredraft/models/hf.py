@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
-from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
+from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import Capabilities, RowScores, ScoreRow
 from foredraft.models.hf_cache import HFCache, layer_factory
@@ -82,7 +82,14 @@ class HFTarget:
         read_sizes(checkpoint)
         model = _load_model(checkpoint, dtype)
         _check_finite(checkpoint.directory, model)
-        return cls(model.to(device), max_context)
+        try:
+            target = cls(model.to(device), max_context)
+            target._logits_once((0,), TokenTree())
+        except ForedraftError:
+            raise
+        except Exception as error:  # whatever the model's code makes of the config
+            raise _cannot_run(checkpoint.directory, error) from error
+        return target
 
     @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
@@ -255,7 +262,7 @@ def _load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
                 output_loading_info=True,
             )
     except Exception as error:  # transformers raises many kinds here, all of them fatal
-        raise ModelLoadError(f"{directory} cannot be loaded by transformers: {error}") from error
+        raise _cannot_run(directory, error) from error
     missing = sorted(str(key) for key in info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -266,6 +273,15 @@ def _load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         )
     checkpoint.warn_of_unused(map(str, info["unexpected_keys"]))
     return model.eval()
+
+
+def _cannot_run(directory: Path, error: Exception) -> ModelLoadError:
+    # The message may quote the config, and half a surrogate pair in it could not be printed.
+    reason = f"{type(error).__name__}: {error!s:.300}".encode(errors="replace").decode()
+    return ModelLoadError(
+        f"{directory} cannot be run by transformers: {reason}. "
+        "Correct config.json, or get the whole checkpoint again"
+    )
 
 
 def _check_finite(directory: Path, model: Any) -> None:

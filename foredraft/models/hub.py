@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,11 @@ def _explain(
                 f"them once, or run `hf download {name}` first"
             )
     reason = _root_cause(error)
+    if isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
+        return ModelLoadError(
+            f"cannot keep {name!r} in the hub's cache: {reason}. Free some space there, or set "
+            "HF_HOME to a directory that can be written and has it"
+        )
     return ModelLoadError(
         f"cannot fetch {name!r} from the hub: {type(reason).__name__}: {reason}. Check the network "
         "(a proxy is set with HTTPS_PROXY, a mirror with HF_ENDPOINT, HF_HUB_OFFLINE forbids it); "

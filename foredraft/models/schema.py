@@ -55,7 +55,7 @@ class _Schema(BaseModel):
 class RopeFields(_Schema):
     """Rotary parameters, in the spelling of transformers 5 or in that of 4."""
 
-    rope_type: str | None = Field(None, validation_alias=AliasChoices("rope_type", "type"))
+    rope_type: str | None = Field(default=None, validation_alias=AliasChoices("rope_type", "type"))
     rope_theta: Theta | None = None
     factor: Factor | None = None
     low_freq_factor: Factor | None = None
@@ -148,12 +148,6 @@ class SizeFields(_Schema):
                 f"{self.num_attention_heads}"
             )
         return self
-
-
-class EndFields(_Schema):
-    """The tokens that end a text, in ``generation_config.json`` and ``config.json``."""
-
-    eos_token_id: TokenIds = ()
 
 
 class IndexFields(_Schema):

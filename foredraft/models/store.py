@@ -7,43 +7,29 @@ programs share.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
 from foredraft.models import smollm2
 from foredraft.models.manifest import find_damage, write_manifest
+from foredraft.models.progress import Progress, SilentProgress
 from foredraft.paths import cache_root
 
 BUILT_IN = (smollm2.NAME,)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
+_URL = re.compile(r"[a-z]+://(?:huggingface\.co/([\w.-]+/[\w.-]+))?", re.IGNORECASE)
+_MAX_NAME_BYTES = 1000
+"""Of a name or path. File systems take 255 bytes between two slashes and some 4000 in all."""
+_NEEDED_BYTES = 600_000_000
+"""While the built-in model is prepared: the download, packed and unpacked, and the result."""
 _LOG = logging.getLogger("foredraft")
-
-
-class Progress(Protocol):
-    """Told about slow work: what is being done, and how much of it is done."""
-
-    def stage(self, text: str) -> None:
-        """A new piece of work begins; ``text`` names it in a few words."""
-
-    def advance(self, fraction: float) -> None:
-        """The share of the current stage that is done, 0 to 1."""
-
-
-class SilentProgress:
-    """A `Progress` that says nothing."""
-
-    def stage(self, text: str) -> None:
-        pass
-
-    def advance(self, fraction: float) -> None:
-        pass
 
 
 def resolve_model(
@@ -66,9 +52,10 @@ def resolve_model(
         ModelLoadError: the model cannot be obtained; the message says what to do.
     """
     name, progress = os.fspath(name), progress or SilentProgress()
+    _check_spelling(name)
     built_in = _built_in_name(name)
     path = Path(os.path.expanduser(name))  # pathlib's own raises for an unknown user
-    is_hub_id = built_in is None and not path.exists() and _is_hub_id(name)
+    is_hub_id = built_in is None and not os.path.exists(path) and _is_hub_id(name)
     if revision is not None and not is_hub_id:
         raise ConfigError(f"revision {revision!r} was given, but {name!r} is not a hub id")
     if built_in is not None:
@@ -85,14 +72,32 @@ def _built_in_name(name: str) -> str | None:
     return folded if folded in BUILT_IN else None
 
 
+def _check_spelling(name: str) -> None:
+    """Refuse what no file system takes, before one is asked."""
+    try:
+        num_bytes = len(name.encode())
+    except UnicodeEncodeError:
+        raise ConfigError(f"model {name!r:.80} is no valid Unicode text") from None
+    if "\0" in name or num_bytes > _MAX_NAME_BYTES:
+        shown = f"{name[:40]!r}… ({num_bytes} bytes)" if len(name) > 40 else repr(name)
+        raise ConfigError(
+            f"model {shown} can be no path and no hub id: it is too long or has a zero byte in it"
+        )
+    if page := _URL.match(name):
+        raise ConfigError(
+            f"model {name!r:.200} is an address; give the hub id alone, such as "
+            f"{page[1] or 'org/name'!r}"
+        )
+
+
 def _is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not name.startswith((".", "~"))
 
 
 def _existing_directory(name: str, path: Path) -> Path:
-    if name and path.is_dir():  # an empty name would be the working directory
+    if name and os.path.isdir(path):  # an empty name would be the working directory
         return path
-    if name and path.exists():
+    if name and os.path.exists(path):
         raise ConfigError(f"{name!r} is a file; name the directory that holds the model")
     if os.sep in name or name.startswith(("~", ".")):
         raise ConfigError(f"no such directory: {name!r} (looked for {path.absolute()})")
@@ -112,10 +117,28 @@ def _resolve_built_in(name: str, local_files_only: bool, progress: Progress) -> 
     try:
         return _make_alone(directory, local_files_only, progress)
     except OSError as error:
-        raise ModelLoadError(
-            f"cannot keep {name} in {directory.parent}: {error}. Free some space (about 0.5 GB) or "
-            "set FOREDRAFT_CACHE to a directory that can be written"
-        ) from error
+        raise ModelLoadError(_cannot_keep(directory, error)) from error
+
+
+def _cannot_keep(directory: Path, error: OSError) -> str:
+    return (
+        f"cannot keep {directory.name} in {directory.parent}: {error.strerror or error}. Preparing "
+        f"it takes about {_NEEDED_BYTES / 1e9:.1f} GB there{_free_there(directory)}; free some "
+        "space, or set FOREDRAFT_CACHE to a directory that can be written and has it"
+    )
+
+
+def _free_there(directory: Path) -> str:
+    try:
+        return f" ({shutil.disk_usage(directory.parent).free / 1e9:.1f} GB are free)"
+    except OSError:
+        return ""
+
+
+def _check_space(directory: Path) -> None:
+    """Find out before the download, and not after it."""
+    if shutil.disk_usage(directory).free < _NEEDED_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _make_alone(directory: Path, local_files_only: bool, progress: Progress) -> Path:
@@ -145,6 +168,7 @@ def _make(directory: Path, local_files_only: bool, progress: Progress) -> None:
     prefix = f".{directory.name}.partial-"
     for left_behind in directory.parent.glob(f"{prefix}*"):  # by a process that was killed
         shutil.rmtree(left_behind, ignore_errors=True)
+    _check_space(directory.parent)
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
     try:
         made, download = scratch / "model", scratch / "download"

@@ -26,6 +26,14 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
 
 def read(directory: Path, raw: dict[str, Any]) -> Any:
     (directory / "config.json").write_text(json.dumps(raw))
@@ -127,7 +135,56 @@ def test_a_size_that_is_missing_is_named(tmp_path: Path) -> None:
         read(tmp_path, raw)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1, 2]"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it should be greater than or"),
+        ({"num_attention_heads": -4}, "num_attention_heads is -4"),
+        ({"num_attention_heads": 4.0}, "num_attention_heads is 4.0; it should be a valid integer"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"num_attention_heads": "4"}, "num_attention_heads is '4'"),
+        ({"num_attention_heads": None}, "num_attention_heads is None"),
+        ({"num_attention_heads": [4]}, r"num_attention_heads is \[4\]"),
+        ({"num_attention_heads": 100}, "make heads of 0; rotary embedding needs an even size"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of .* 3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"head_dim": 7}, "heads of 7"),
+        ({"vocab_size": 10**30}, "vocab_size is 10+; it should be less than"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings is 2147483648"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan; it should be a finite number"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
+        ({"rope_scaling": 3}, "rope_scaling is 3"),
+        ({"rope_scaling": {"type": 3}}, r"rope_scaling\.\w*type is 3"),
+        ({"rope_scaling": {"type": "linear"}}, "rotary scaling 'linear' needs factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope_scaling\.factor is 0"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs low_freq_factor, high_freq"),
+        ({"rope_parameters": {**_LLAMA3, "low_freq_factor": 4.0}}, "4.0 must be below .* 4.0"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id, or a list"),
+        ({"eos_token_id": [1, None]}, r"eos_token_id\.1 is None"),
+        ({"eos_token_id": -2}, r"eos_token_id\.0 is -2"),
+        ({"sliding_window": {}, "hidden_act": 1, "mlp_bias": 1, "head_dim": ""}, "and 1 more"),
+        ({"hidden_size": "x" * 10_000}, "hidden_size is 'x{1,40}\\.\\.\\.x{1,40}'"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    raw = {**LLAMA, **change}
+    with pytest.raises(ModelLoadError, match=message) as refused:
+        read(tmp_path, raw)
+    assert str(tmp_path / "config.json") in str(refused.value)
+    with pytest.raises(ModelLoadError, match=message):
+        is_native(raw, tmp_path)
+
+
+def test_minus_one_stands_for_no_token(tmp_path: Path) -> None:
+    assert read(tmp_path, {**LLAMA, "eos_token_id": -1}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1, 2]", " " * (65 << 20)])
 def test_a_config_that_cannot_be_read(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)

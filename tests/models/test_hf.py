@@ -299,6 +299,48 @@ def test_weights_of_another_shape_are_refused(checkpoint: Path) -> None:
         HFTarget.load(checkpoint)
 
 
+def change_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_layer": 2**31 - 1}, "num_hidden_layers is 2147483647, and the weight files hold"),
+        ({"vocab_size": 10**9}, "vocab_size is 1000000000, .* whose longest side is"),
+        ({"n_head": 0}, "it should be greater than or equal to 1"),
+        ({"n_embd": None}, "it should be a valid integer"),
+        ({"text_config": 3}, "text_config is 3; it must be an object"),
+        ({"embd_pdrop": float("nan")}, "cannot be run by transformers: RuntimeError"),
+        ({"n_inner": 2**63}, "cannot be run by transformers"),
+        ({"model_type": ["gpt2"]}, "cannot be run by transformers"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(
+    checkpoint: Path, changes: dict[str, Any], message: str
+) -> None:
+    change_config(checkpoint, **changes)
+    with pytest.raises(ModelLoadError, match=message) as refused:
+        HFTarget.load(checkpoint)
+    assert len(str(refused.value)) < 700
+
+
+def test_weights_that_mean_nothing_without_scales_are_refused(checkpoint: Path) -> None:
+    name = "transformer.h.1.mlp.c_fc.weight"
+    change_weights(checkpoint, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
+    with pytest.raises(ModelLoadError, match=rf"{name} is stored as I8"):
+        HFTarget.load(checkpoint)
+
+
+def test_tensors_that_are_left_out_are_named(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change_weights(checkpoint, lambda weights: weights.update({"visual.weight": torch.ones(3)}))
+    HFTarget.load(checkpoint)
+    assert "are left out: visual.weight" in caplog.text
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused(checkpoint: Path, value: float) -> None:
     name = "transformer.h.0.attn.c_attn.weight"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,11 @@ def hub_errors() -> dict[str, tuple[Any, type[Exception], str]]:
         ),
         "invalid": (errors.HFValidationError("x--y"), ConfigError, "not a valid hub id"),
         "down": (bare(errors.HfHubHTTPError), ModelLoadError, "Check the network"),
+        "full": (
+            OSError(errno.ENOSPC, "No space left on device"),
+            ModelLoadError,
+            "No space left.*set HF_HOME",
+        ),
         "no network": (ConnectionError("refused"), ModelLoadError, "ConnectionError: refused"),
     }
 

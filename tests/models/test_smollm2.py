@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import zipfile
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from foredraft.core.errors import ModelLoadError
@@ -295,6 +297,29 @@ def test_the_tokenizer_splits_digits_before_joining_spaces(converted: Path) -> N
 def test_weights_are_as_readable_as_their_config(converted: Path) -> None:
     modes = {path.stat().st_mode for path in converted.iterdir()}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("writer", ["weights", "tokenizer"])
+def test_a_disk_that_fills_up_is_an_os_error(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    full = "I/O error: No space left on device (os error 28)"
+    if writer == "weights":
+        monkeypatch.setattr("safetensors.torch.serialize_file", raising(SafetensorError(full)))
+    else:
+        monkeypatch.setattr("tokenizers.Tokenizer.save", raising(Exception(full)))
+        monkeypatch.setattr(Path, "write_text", raising(OSError(errno.ENOSPC, full)))
+    into = tmp_path / "full"
+    into.mkdir()
+    with pytest.raises(OSError, match="No space left"):
+        smollm2.convert(tiny_gguf, into, SilentProgress())
+
+
+def raising(error: Exception) -> Any:
+    def fails(*args: Any, **options: Any) -> None:
+        raise error
+
+    return fails
 
 
 def test_no_other_gguf_is_parsed(tiny_gguf: Path, tmp_path: Path) -> None:

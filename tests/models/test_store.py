@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,7 +17,13 @@ import pytest
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models import smollm2
-from foredraft.models.manifest import MANIFEST_NAME, find_damage, sha256_of
+from foredraft.models.manifest import (
+    MANIFEST_NAME,
+    block_sums_of,
+    find_damage,
+    sha256_of,
+    write_manifest,
+)
 from foredraft.models.progress import SilentProgress
 from foredraft.models.store import BUILT_IN, resolve_model
 from foredraft.paths import cache_root
@@ -41,6 +49,7 @@ class FakeConverter:
         progress.advance(0.5)
         (into / "config.json").write_text("{}")
         (into / "model.safetensors").write_bytes(bytes(1000))
+        (into / "large.safetensors").write_bytes(bytes(range(256)) * (9 << 12))
 
 
 @pytest.fixture
@@ -120,6 +129,28 @@ def test_a_revision_belongs_to_a_hub_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a" * 300, "unknown model"),
+        ("a/" * 400, "no such directory"),
+        ("a" * 100_000, r"'a{40}'… \(100000 bytes\) can be no path and no hub id: it is too long"),
+        ("org/na\0me", "has a zero byte"),
+        ("org/\ud800", "is no valid Unicode text"),
+        (" org/name", "no such directory"),
+        ("org/na me", "no such directory"),
+        ("~root-of-nobody/model", "no such directory"),
+        ("https://huggingface.co/org/name/tree/main", "give the hub id alone, such as 'org/name'"),
+        ("hf://org/name", "is an address; give the hub id alone"),
+        ("\n", "local directory or a hub id"),
+    ],
+)
+def test_a_name_that_can_be_none_is_refused_with_a_reason(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        resolve_model(name)
+    str(refused.value).encode()  # it can be printed
+
+
+@pytest.mark.parametrize(
     ("environment", "root"),
     [
         ({"FOREDRAFT_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
@@ -149,10 +180,22 @@ def test_the_manifest_lists_sizes_hashes_and_the_recipe(converter: FakeConverter
     directory = resolve_model(NAME)
     manifest = json.loads((directory / MANIFEST_NAME).read_text())
     assert manifest["recipe"] == smollm2.RECIPE
-    assert set(manifest["files"]) == {"config.json", "model.safetensors"}
+    assert set(manifest["files"]) == {"config.json", "model.safetensors", "large.safetensors"}
     for name, described in manifest["files"].items():
         path = directory / name
-        assert described == {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        assert described == {
+            "bytes": path.stat().st_size,
+            "sha256": sha256_of(path),
+            "block_sums": block_sums_of(path),
+        }
+
+
+def zero_page(path: Path) -> None:
+    times = path.stat()
+    with path.open("rb+") as file:
+        file.seek(5 << 20)
+        file.write(bytes(4096))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 DAMAGES = {
@@ -160,6 +203,9 @@ DAMAGES = {
     "a lost file": lambda d: (d / "model.safetensors").unlink(),
     "an edited small file": lambda d: (d / "config.json").write_text("[]"),
     "a directory for a file": lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),
+    "a zeroed page of a large file, at the same size and time": lambda d: zero_page(
+        d / "large.safetensors"
+    ),
     "no manifest": lambda d: (d / MANIFEST_NAME).unlink(),
     "half a manifest": lambda d: os.truncate(d / MANIFEST_NAME, 30),
     "another manifest": lambda d: (d / MANIFEST_NAME).write_text("[1]"),
@@ -182,6 +228,38 @@ def test_a_damaged_cache_is_said_once_and_made_anew(
     assert find_damage(directory, smollm2.RECIPE) is None
     assert [record.name for record in caplog.records] == ["foredraft"]
     assert "is made anew" in caplog.text
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1 << 16, (4 << 20) + 1, (8 << 20) + 12_345])
+def test_block_sums_see_every_byte(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(1, 252)) * (num_bytes // 251 + 1))
+    os.truncate(path, num_bytes)
+    whole = block_sums_of(path)
+    for place in {0, num_bytes // 2, num_bytes - 1}:
+        with path.open("rb+") as file:
+            file.seek(place)
+            old = file.read(1)
+            file.seek(place)
+            file.write(bytes([old[0] ^ 1]))
+        assert block_sums_of(path) != whole
+        with path.open("rb+") as file:
+            file.seek(place)
+            file.write(old)
+    assert block_sums_of(path) == whole
+
+
+def test_a_manifest_of_the_first_version_is_checked_in_full(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(b"12345678" * (9 << 17))
+    write_manifest(tmp_path, "recipe")
+    manifest = json.loads((tmp_path / MANIFEST_NAME).read_text())
+    for described in manifest["files"].values():
+        del described["block_sums"]
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert find_damage(tmp_path, "recipe") is None
+    zero_page(path)
+    assert find_damage(tmp_path, "recipe") == "large was changed"
 
 
 def test_a_cache_of_an_older_converter_is_made_anew(
@@ -243,6 +321,31 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelLoadError, match="set FOREDRAFT_CACHE"):
         resolve_model(NAME)
+
+
+def test_a_disk_that_fills_up_is_said_and_nothing_is_left(
+    converter: FakeConverter, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fills_up(gguf: Path, into: Path, progress: Any) -> None:
+        (into / "model.safetensors").write_bytes(bytes(1000))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(smollm2, "convert", fills_up)
+    with pytest.raises(ModelLoadError) as refused:
+        resolve_model(NAME)
+    for part in (str(cache / "models"), "No space left", "0.6 GB", "FOREDRAFT_CACHE", "are free"):
+        assert part in str(refused.value)
+    assert [p.name for p in (cache / "models").iterdir() if p.suffix != ".lock"] == []
+
+
+def test_a_full_disk_is_found_before_the_download(
+    converter: FakeConverter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ModelLoadError, match=r"No space left.*\(0\.0 GB are free\)"):
+        resolve_model(NAME)
+    assert converter.downloads_allowed == []
 
 
 def test_a_second_caller_waits_and_uses_what_the_first_made(

@@ -10,10 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.loading import plan_models
+from foredraft.models.base import ScoreRow
+from foredraft.models.hf import HFTarget
 from foredraft.models.native.config import read_config
+from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
+from foredraft.plan import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
 
@@ -158,3 +164,155 @@ def test_an_index_that_is_none_is_refused(checkpoint: Path, content: str) -> Non
 def test_files_beside_the_checkpoint_are_left_alone(checkpoint: Path) -> None:
     save_file({"model.norm.weight": torch.zeros(3)}, checkpoint / "consolidated.safetensors")
     assert load(checkpoint).final_norm_E.shape == (64,)
+
+
+# ------------------------------------------------- files that are not what the config says they are
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647, .* hold 3 layers"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers is 4, .* hold 3 layers"),
+        (
+            {"vocab_size": 10**9},
+            r"has shape \(300, 64\), not \(1000000000, 64\)",
+        ),
+        ({"hidden_size": 2**31 - 2}, r"has shape \(300, 64\), not \(300, 2147483646\)"),
+        ({"intermediate_size": 10**9}, r"gate_proj\.weight has shape \(96, 64\)"),
+        ({"num_attention_heads": 8}, r"q_proj\.weight has shape \(64, 64\), not \(128, 64\)"),
+        ({"head_dim": 10**9}, r"q_proj\.weight has shape \(64, 64\), not \(4000000000, 64\)"),
+    ],
+)
+def test_sizes_are_compared_before_anything_is_allocated(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], message: str
+) -> None:
+    edit_config(checkpoint, **changes)
+    monkeypatch.setattr("foredraft.models.native.weights._read", None)
+    empty = torch.empty
+
+    def only_outlines(shape: tuple[int, ...], **options: object) -> Tensor:
+        assert options["device"] == "meta"
+        return empty(shape, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", only_outlines)
+    with pytest.raises(ModelLoadError, match=message):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.float8_e4m3fn, torch.bool])
+def test_weights_that_mean_nothing_without_scales_are_refused(
+    checkpoint: Path, dtype: torch.dtype
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    change(checkpoint, lambda weights: weights.update({name: weights[name].to(dtype)}))
+    with pytest.raises(ModelLoadError, match=rf"{name} is stored as .*only BF16, F16, F32, F64"):
+        load(checkpoint)
+
+
+STRAY = {
+    "a bias": ("model.layers.0.self_attn.q_proj.bias", (64,)),
+    "a layer too many": ("model.layers.3.input_layernorm.weight", (64,)),
+    "another model's": ("visual.patch.weight", (3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", STRAY)
+def test_tensors_that_are_left_out_are_named(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    stray, shape = STRAY[name]
+    change(checkpoint, lambda weights: weights.update({stray: torch.ones(shape)}))
+    NativeTarget.load(checkpoint)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"are left out: {stray}" in caplog.text
+
+
+def test_fewer_layers_than_there_are_is_said(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit_config(checkpoint, num_hidden_layers=2)
+    assert NativeTarget.load(checkpoint).num_layers == 2
+    assert "model.layers.2.input_layernorm.weight" in caplog.text
+    assert "and 6 more" in caplog.text
+
+
+def test_what_older_versions_stored_needlessly_is_ignored_in_silence(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change(checkpoint, lambda weights: weights.update({name: torch.ones(8)}))
+    load(checkpoint)
+    assert not caplog.records
+
+
+# -------------------------------------------------------------------------------------- tied heads
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path, NATIVE_CONFIGS["llama-tied"]())
+    return tmp_path
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_stored_head_beside_tied_embeddings_counts_as_with_transformers(
+    tied: Path, differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def store_a_head(weights: dict[str, Tensor]) -> None:
+        noise = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 0.2 * differs * noise
+
+    change(tied, store_a_head)
+    tokens = list(range(5, 25))
+    theirs = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([tokens])).logits[0, -1]
+    target = NativeTarget.load(tied)
+    slot = target.cache.allocate()
+    target.cache.reserve(slot, len(tokens))
+    logits = target.score([ScoreRow(slot, tokens)])[0].logits_NV[-1]
+    assert torch.allclose(logits, expected, atol=1e-4)
+    assert (target.weights.head_VE is target.weights.embedding_VE) != differs
+    plan, _ = plan_models(LoadOptions(model=str(tied), device="cpu", dtype="float32"))
+    assert plan.weight_bytes == target.weights.num_bytes
+    assert not [record for record in caplog.records if record.name == "foredraft"]
+
+
+def test_a_stored_head_of_another_shape_is_refused(tied: Path) -> None:
+    change(tied, lambda weights: weights.update({"lm_head.weight": torch.ones(3, 64)}))
+    with pytest.raises(ModelLoadError, match=r"lm_head\.weight has shape \(3, 64\)"):
+        load(tied)
+
+
+# ------------------------------------------------------------------------------ nothing unchecked
+
+LOADERS: dict[str, Callable[[Path], object]] = {
+    "NativeTarget.load": NativeTarget.load,
+    "HFTarget.load": HFTarget.load,
+    "load_weights": load,
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_no_loader_follows_an_index_out_of_its_directory(checkpoint: Path, loader: str) -> None:
+    directory = checkpoint / "model"
+    directory.mkdir()
+    (checkpoint / "config.json").rename(directory / "config.json")
+    names = load_file(checkpoint / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../model.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match="not a safetensors file of its own directory"):
+        LOADERS[loader](directory)
+
+
+@pytest.mark.parametrize("loader", ["NativeTarget.load", "HFTarget.load"])
+def test_no_loader_passes_over_code(checkpoint: Path, loader: str) -> None:
+    edit_config(checkpoint, auto_map={"AutoModelForCausalLM": "mine.Mine"})
+    with pytest.raises(ModelLoadError, match="never runs code"):
+        LOADERS[loader](checkpoint)

@@ -1,0 +1,114 @@
+"""From names to models: in one direction, each step once, mistakes before anything costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import foredraft.loading
+from foredraft.core.errors import ConfigError, ModelLoadError, VocabularyMismatchError
+from foredraft.loading import load_models, load_target, plan_models
+from foredraft.plan import LoadOptions, plan_native
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint(directory, NATIVE_CONFIGS["llama"]())
+    return directory
+
+
+def asked(checkpoint: Path, **options: object) -> LoadOptions:
+    return LoadOptions.of(model=str(checkpoint), **{"device": "cpu", **options})
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(plan: object) -> None:
+        raise AssertionError("went on to the weights")
+
+    monkeypatch.setattr(foredraft.loading, "load_target", load)
+
+
+def test_target_and_draft_model_are_loaded_as_planned(checkpoint: Path) -> None:
+    options = asked(checkpoint, draft_model=str(checkpoint), max_context=64)
+    plans = plan_models(options)
+    target, draft = load_models(options)
+    assert draft is not None
+    assert (target.plan.decoder, draft.plan.decoder) == tuple(p.decoder for p in plans if p)
+    assert target.plan.directory == checkpoint
+    assert target.target is not draft.target
+    assert target.target.max_context == 64
+
+
+def test_without_a_draft_model_there_is_none(checkpoint: Path) -> None:
+    assert plan_models(asked(checkpoint))[1] is None
+    assert load_models(asked(checkpoint))[1] is None
+
+
+def test_the_device_is_resolved_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved: list[str] = []
+    monkeypatch.setattr(
+        foredraft.loading, "resolve_device", lambda device: resolved.append(device) or "cpu"
+    )
+    target, draft = load_models(asked(checkpoint, draft_model=str(checkpoint), device="auto"))
+    assert draft is not None
+    assert resolved == ["auto"]
+    assert (target.plan.device, draft.plan.device) == ("cpu", "cpu")
+
+
+def misshapen(directory: Path) -> None:
+    save_checkpoint(directory, NATIVE_CONFIGS["llama"]())
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 4}))
+
+
+def of_other_tokens(directory: Path) -> None:
+    save_checkpoint(directory, NATIVE_CONFIGS["llama"]())
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    path.write_text(json.dumps(content))
+
+
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "empty": lambda directory: None,
+    "misshapen": misshapen,
+    "of-other-tokens": of_other_tokens,
+}
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("draft_model", "kind", "message"),
+    [
+        ("nowhere/to/be/found", ConfigError, "no such directory"),
+        ("smollm2-135m-instrukt", ConfigError, "did you mean"),
+        ("empty", ModelLoadError, r"has no config\.json"),
+        ("misshapen", ModelLoadError, "hold 3 layers"),
+        ("of-other-tokens", VocabularyMismatchError, "fingerprint"),
+    ],
+)
+def test_a_mistake_about_the_draft_model_costs_no_weights(
+    checkpoint: Path, tmp_path: Path, draft_model: str, kind: type[Exception], message: str
+) -> None:
+    if draft_model in SPOILT:
+        directory = tmp_path / draft_model
+        directory.mkdir()
+        SPOILT[draft_model](directory)
+        draft_model = str(directory)
+    with pytest.raises(kind, match=message):
+        load_models(asked(checkpoint, draft_model=draft_model))
+
+
+def test_a_plan_without_a_checkpoint_cannot_be_loaded() -> None:
+    from foredraft.bench.random_model import random_config
+
+    plan = plan_native("made up", None, random_config("smollm2-135m"), LoadOptions(), "cpu")
+    with pytest.raises(ConfigError, match="'made up' has no checkpoint to load"):
+        load_target(plan)
