@@ -327,7 +327,7 @@ def _bf16_is_fast(kernel_problem: str | None) -> bool:
 def _plan_hf(name: str, checkpoint: Checkpoint, options: LoadOptions, device: str) -> ModelPlan:
     import torch
 
-    from foredraft.cache.kv import KVShape
+    from foredraft.cache.base import KVShape
     from foredraft.models.hf_sizes import read_sizes
 
     if options.weights == "int8":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.cache.kv import KVShape
+from foredraft.cache.base import KVShape
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.json_files import read_json
 from foredraft.models.schema import LlamaFields, RopeFields, parse_fields
