@@ -158,7 +158,7 @@ def custom_generate(
     """
     max_length, eos_token_ids = _read_criteria(stopping_criteria)
     # Like generate itself, go on past the context that the config promises.
-    target = HFTarget(model, max_length, trees=False)
+    target = HFTarget(model, max_length, trees=False, parts=False)
     _refuse_unimplemented(generation_config, model_kwargs)
     prompts = _unpadded(input_ids, model_kwargs)
     llm = LLM(
@@ -170,7 +170,9 @@ def custom_generate(
             drafter_options=drafter_options or {},
             max_batch_size=len(prompts),
         ),
-        draft_model=None if draft_model is None else HFTarget(draft_model, trees=False),
+        draft_model=None
+        if draft_model is None
+        else HFTarget(draft_model, trees=False, parts=False),
     )
     params = replace(
         _read_processors(logits_processor, generation_config.do_sample),

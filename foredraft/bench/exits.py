@@ -19,7 +19,7 @@ from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DrafterContext, DraftRequest, DraftRow
 from foredraft.drafters.early_exit import parse_skip
-from foredraft.models.base import LayeredTarget, ScoreRow, Target
+from foredraft.models.base import LayeredTarget, ScoreRow, Target, read
 
 _CHUNK = 64
 _REQUEST = 0
@@ -132,8 +132,9 @@ def measure_exits(
 def likeliest(model: Target, passage: Passage) -> list[int]:
     """The model's most likely token at each predicted position of a passage."""
     slot, found = model.cache.allocate(), list[int]()
-    pending: Sequence[int] = passage.tokens[: passage.first]
+    pending: Sequence[int] = passage.tokens[passage.first - 1 : passage.first]
     try:
+        read(model, slot, passage.tokens[: passage.first - 1])
         for start in range(passage.first, len(passage.tokens), _CHUNK):
             chunk = passage.tokens[start : start + _CHUNK]
             tree = TokenTree.chain(chunk[:-1])
@@ -192,8 +193,7 @@ class _Position:
     def __enter__(self) -> _Position:
         cache = self._target.cache
         self._slot = cache.allocate()
-        self._target.score([ScoreRow(self._slot, self._tokens[:-1])])
-        cache.keep(self._slot, len(self._tokens) - 1, ())
+        read(self._target, self._slot, self._tokens[:-1])
         return self
 
     def __exit__(self, *exception: object) -> None:

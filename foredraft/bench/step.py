@@ -11,7 +11,7 @@ from foredraft.bench.timers import Stopwatch
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
-from foredraft.models.base import ScoreRow, Target
+from foredraft.models.base import ScoreRow, Target, read
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ class TargetStepper:
         self._target, self._phases = target, phases
         self._slots = [target.cache.allocate() for _ in range(max_rows)]
         for slot in self._slots:
-            target.score([ScoreRow(slot, text(context))])
-            target.cache.keep(slot, context, ())
+            read(target, slot, text(context))
 
     def fits(self, size: Size) -> bool:
         return size.rows <= len(self._slots)

@@ -75,6 +75,11 @@ class Cache(Protocol):
         """Commit the pending tokens and the tree nodes of ``path`` of the last forward.
 
         Entries of every other node are gone afterwards.
+
+        Raises:
+            KeyError: the slot is not allocated.
+            ValueError: ``num_pending`` and ``path`` are not of what was written; nothing has
+                changed then.
         """
         ...
 
@@ -103,6 +108,30 @@ class Cache(Protocol):
         """Further layers of this shape; see `Capabilities.cache_layers`."""
         ...
 
+    def covered(self, slot: int) -> int:
+        """How many of the leading entries that count are whole, those of added layers included."""
+        ...
+
+
+def check_keep(num_pending: int, path: Sequence[int], num_written: int) -> None:
+    """Refuse to commit entries that the last forward did not write.
+
+    Args:
+        num_pending: see `Cache.keep`.
+        path: likewise: nodes of a tree, whose numbers rise from a parent to its child.
+        num_written: entries behind those that count.
+
+    Raises:
+        ValueError: see `Cache.keep`.
+    """
+    if not 0 <= num_pending <= num_written:
+        raise ValueError(f"cannot keep {num_pending} pending tokens of {num_written} written")
+    if any(a >= b for a, b in itertools.pairwise([-1, *path])):
+        raise ValueError(f"path {[*path]} is none: node numbers rise from 0 on")
+    num_nodes = num_written - num_pending
+    if path and path[-1] >= num_nodes:
+        raise ValueError(f"path {[*path]} leads out of a tree of {num_nodes} nodes")
+
 
 class SlotLengths:
     """The slot bookkeeping that every cache needs."""
@@ -112,6 +141,11 @@ class SlotLengths:
         self._revisions: dict[int, int] = {}
         self._changes = itertools.count()
 
+    @property
+    def slots(self) -> list[int]:
+        """Those that are allocated."""
+        return list(self._lengths)
+
     def open(self) -> int:
         slot = next(i for i in range(len(self._lengths) + 1) if i not in self._lengths)
         self._lengths[slot] = 0
@@ -119,9 +153,14 @@ class SlotLengths:
         return slot
 
     def revision(self, slot: int) -> int:
-        """A number that changes with whatever counts in ``slot``, and is never used again."""
+        """A number that changes with whatever is in ``slot``, and is never used again."""
         self[slot]
         return self._revisions[slot]
+
+    def touch(self, slot: int) -> None:
+        """Entries of ``slot`` that do not count are about to change."""
+        self[slot]
+        self._revisions[slot] = next(self._changes)
 
     def close(self, slot: int) -> None:
         self[slot]  # an unknown slot must not pass silently

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from foredraft.cache.base import KVShape, SlotLengths, padded_capacity
+from foredraft.cache.base import KVShape, SlotLengths, check_keep, padded_capacity
+from foredraft.cache.layers import AddedLayers, StoredLayers, resized
 
 
 class KVCache:
@@ -29,6 +29,8 @@ class KVCache:
         self.shape = shape
         self._max_length = max_length
         self._lengths = SlotLengths()
+        self._written: dict[int, int] = {}  # entries behind those that count, by slot
+        self._added = AddedLayers(device)
         self._holds_memory = False
         empty = (shape.num_layers, 0, shape.num_kv_heads, 0, shape.head_dim)
         self.keys_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
@@ -40,15 +42,25 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self.keys_LSHCD.numel() * self.keys_LSHCD.dtype.itemsize
+        own = 2 * self.keys_LSHCD.numel() * self.keys_LSHCD.dtype.itemsize
+        return own + self._added.num_bytes
 
     def allocate(self) -> int:
         slot = self._lengths.open()
-        self._grow(max(slot + 1, self.keys_LSHCD.shape[1]), self.capacity)
+        try:
+            self._grow(max(slot + 1, self.keys_LSHCD.shape[1]), self.capacity)
+        except BaseException:  # no memory: the slot is not handed out
+            self._lengths.close(slot)
+            raise
+        self._written[slot] = 0
+        self._added.open(slot)
         return slot
 
     def length(self, slot: int) -> int:
         return self._lengths[slot]
+
+    def covered(self, slot: int) -> int:
+        return self._added.covered(slot, self._lengths[slot])
 
     def revision(self, slot: int) -> int:
         """Tells whether uncommitted entries of ``slot`` are still those that were written."""
@@ -59,12 +71,21 @@ class KVCache:
 
         Raises:
             ValueError: a slot may not hold that many.
+            MemoryError, RuntimeError: there is no memory left; nothing has changed then.
         """
         needed = self._lengths[slot] + num_tokens
         if needed > self._max_length:
             raise ValueError(f"{needed} cache entries wanted; a slot holds {self._max_length}")
         if needed > self.capacity:
             self.make_room(max(needed, min(self.capacity * 3 // 2, self._max_length)))
+
+    def will_write(self, slot: int, num_tokens: int) -> None:
+        """A forward is about to write ``num_tokens`` entries, for which there is room.
+
+        What an earlier one wrote there without being kept is no longer to be relied on.
+        """
+        self._lengths.touch(slot)
+        self._written[slot] = num_tokens
 
     def make_room(self, num_entries: int) -> None:
         """Hold at least ``num_entries`` in every slot, whether or not they will ever count."""
@@ -75,43 +96,51 @@ class KVCache:
         """From now on keep the memory when the last slot is freed: its address is recorded."""
         self._holds_memory = True
 
+    def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
+        return self._added.add(shape, dtype, self._lengths.slots)
+
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
-        first = self._lengths[slot] + num_pending
+        start = self._lengths[slot]
+        check_keep(num_pending, path, self._written[slot])
+        first = start + num_pending
         if list(path) != list(range(len(path))):
             source = torch.tensor([first + node for node in path], device=self.keys_LSHCD.device)
             target = slice(first, first + len(path))
             for store in (self.keys_LSHCD, self.values_LSHCD):
                 # index_select copies before anything is overwritten, so the ranges may overlap.
                 store[:, slot, :, target] = store[:, slot].index_select(2, source)
-        self._lengths[slot] = first + len(path)
+        self._set_length(slot, first + len(path))
 
     def truncate(self, slot: int, length: int) -> None:
         if not 0 <= length <= self._lengths[slot]:
             raise ValueError(f"cannot truncate {self._lengths[slot]} entries to {length}")
-        self._lengths[slot] = length
+        self._set_length(slot, length)
+        self._added.truncate(slot, length)
 
     def fork(self, slot: int) -> int:
         length, copy = self._lengths[slot], self.allocate()
+        try:
+            self._added.copy(slot, copy, length)
+        except BaseException:  # no memory
+            self.free(copy)
+            raise
         for store in (self.keys_LSHCD, self.values_LSHCD):
             store[:, copy, :, :length] = store[:, slot, :, :length]
-        self._lengths[copy] = length
+        self._set_length(copy, length)
         return copy
 
     def free(self, slot: int) -> None:
         self._lengths.close(slot)
+        del self._written[slot]
+        self._added.close(slot)
         if not len(self._lengths) and not self._holds_memory:
             self._grow(0, 0)
 
+    def _set_length(self, slot: int, length: int) -> None:
+        self._lengths[slot] = length
+        self._written[slot] = 0
+
     def _grow(self, slots: int, capacity: int) -> None:
-        if (slots, capacity) == (self.keys_LSHCD.shape[1], self.capacity):
-            return
-        self.keys_LSHCD = _resized(self.keys_LSHCD, slots, capacity)
-        self.values_LSHCD = _resized(self.values_LSHCD, slots, capacity)
-
-
-def _resized(store_LSHCD: Tensor, slots: int, capacity: int) -> Tensor:
-    num_layers, old_slots, num_heads, old_capacity, head_dim = store_LSHCD.shape
-    grown = store_LSHCD.new_zeros((num_layers, slots, num_heads, capacity, head_dim))
-    s, c = min(slots, old_slots), min(capacity, old_capacity)
-    grown[:, :s, :, :c] = store_LSHCD[:, :s, :, :c]
-    return grown
+        self.keys_LSHCD, self.values_LSHCD = resized(
+            self.keys_LSHCD, self.values_LSHCD, slots, capacity
+        )

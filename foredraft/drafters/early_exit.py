@@ -12,15 +12,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError
+from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow
-from foredraft.drafters.common.chain import ChainDrafter, ModelPredictor, Predictor
-from foredraft.models.base import Capabilities, LayeredTarget, ScoreRow, ShallowTarget
+from foredraft.drafters.common.chain import ChainDrafter, ModelPredictor
+from foredraft.models.base import (
+    Capabilities,
+    Computed,
+    LayeredTarget,
+    ScoreRow,
+    ShallowTarget,
+)
 
 _MOST_PENDING = 256
 """A row with more unread tokens than this is not drafted for: its prompt is read first."""
@@ -31,8 +39,8 @@ _SUBLAYERS = re.compile(r"([am]?)(\d+)(?:-(\d+))?")
 class SharedCachePredictor:
     """The target's first layers, on the target's own cache.
 
-    It keeps nothing: the cache entries that it leaves behind are not committed, and the target
-    remembers what can be reused.
+    The cache entries that it leaves behind are not committed. What else can be reused of a draft
+    is handed out with it, and forgotten.
 
     Args:
         target: the target.
@@ -42,6 +50,7 @@ class SharedCachePredictor:
     def __init__(self, target: LayeredTarget, shallow: ShallowTarget) -> None:
         self._cache, self._max_context = target.cache, target.max_context
         self._shallow = shallow
+        self._computed: dict[int, Computed] = {}
 
     def begin(self, request_id: int) -> None:
         pass
@@ -53,21 +62,42 @@ class SharedCachePredictor:
     def next_logits(
         self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        return self._shallow.score_last(
+        # Popped: after a failure nothing is left to go on from.
+        logits, computed = self._shallow.score_last(
             [
                 ScoreRow(
-                    row.slot, row.tokens[self._cache.length(row.slot) :], TokenTree.chain(draft)
+                    row.slot,
+                    row.tokens[self._cache.length(row.slot) :],
+                    TokenTree.chain(draft),
+                    computed=self._computed.pop(row.request_id, None),
                 )
                 for row, draft in zip(rows, drafts, strict=True)
             ]
         )
+        self._computed |= {row.request_id: c for row, c in zip(rows, computed, strict=True)}
+        return logits
+
+    def take_computed(self, request_id: int) -> Computed | None:
+        """What the last draft of a request has computed of it."""
+        return self._computed.pop(request_id, None)
 
     def end(self, request_id: int) -> None:
-        pass
+        self._computed.pop(request_id, None)
 
 
-class EarlyExitDrafter(ChainDrafter):
-    """See the module docstring."""
+class SharedCacheDrafter(ChainDrafter):
+    """Drafts on the target's own cache; verification goes on from what drafting computed."""
+
+    def __init__(self, predictor: SharedCachePredictor, min_confidence: float = 0.0) -> None:
+        super().__init__(predictor, min_confidence)
+        self._shared = predictor
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        proposals = super().propose(rows)
+        return [
+            replace(proposal, computed=self._shared.take_computed(row.request_id))
+            for proposal, row in zip(proposals, rows, strict=True)
+        ]
 
 
 def parse_skip(skip: object, num_layers: int) -> tuple[frozenset[int], frozenset[int]]:
@@ -104,20 +134,24 @@ def _check_exit_layer(exit_layer: object, num_layers: int) -> int:
     return exit_layer
 
 
-def _predictor(target: LayeredTarget, exit_layer: Any, skip: Any) -> Predictor:
+def _drafter(
+    target: LayeredTarget, exit_layer: Any, skip: Any, min_confidence: float
+) -> ChainDrafter:
     if skip is not None:
         if exit_layer is not None:
             raise ConfigError("exit_layer and skip are two ways to draft; give one of them")
-        return ModelPredictor(target.sublayer_view(*parse_skip(skip, target.num_layers)))
+        view = target.sublayer_view(*parse_skip(skip, target.num_layers))
+        return ChainDrafter(ModelPredictor(view), min_confidence)
     if exit_layer is None:
         exit_layer = max(1, target.num_layers // 4)
     exit_layer = _check_exit_layer(exit_layer, target.num_layers)
     if target.capabilities.shallow:
-        return SharedCachePredictor(target, target.shallow(exit_layer))
-    return ModelPredictor(target.layer_view(range(exit_layer)))
+        shared = SharedCachePredictor(target, target.shallow(exit_layer))
+        return SharedCacheDrafter(shared, min_confidence)
+    return ChainDrafter(ModelPredictor(target.layer_view(range(exit_layer))), min_confidence)
 
 
-def _build(context: DrafterContext) -> EarlyExitDrafter:
+def _build(context: DrafterContext) -> ChainDrafter:
     options = dict(context.options)
     min_confidence = options.pop("min_confidence", 0.0)
     if isinstance(min_confidence, bool) or not isinstance(min_confidence, int | float):
@@ -125,8 +159,7 @@ def _build(context: DrafterContext) -> EarlyExitDrafter:
     if not 0.0 <= min_confidence <= 1.0:
         raise ConfigError(f"min_confidence is {min_confidence}; it must be between 0 and 1")
     target = cast(LayeredTarget, context.target)  # the registry has checked the capability
-    predictor = _predictor(target, options.get("exit_layer"), options.get("skip"))
-    return EarlyExitDrafter(predictor, min_confidence)
+    return _drafter(target, options.get("exit_layer"), options.get("skip"), min_confidence)
 
 
 DRAFTER = DrafterSpec(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import Cache
+from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 
 
@@ -39,6 +40,19 @@ class Capabilities:
     shallow: bool = False
     cache_layers: bool = False
     encoder: bool = False
+
+
+def check_taps(taps: Sequence[int], capabilities: Capabilities) -> None:
+    """Refuse taps that are not to be had.
+
+    Raises:
+        ConfigError: a layer is not among `Capabilities.taps`.
+    """
+    there = capabilities.taps
+    for layer in taps:
+        if layer not in there:
+            has = f"layers {there.start} to {there.stop - 1}" if there else "no layers"
+            raise ConfigError(f"layer {layer} cannot be tapped: this target hands out {has}")
 
 
 class Computed(Protocol):
@@ -161,6 +175,18 @@ class Target(Protocol):
             ConfigError: a layer of ``taps`` is not among those that `Capabilities.taps` names.
         """
         ...
+
+
+_READ_AT_ONCE = 512
+"""Tokens of a text that one forward reads: its memory stays bounded."""
+
+
+def read(target: Target, slot: int, tokens: Sequence[int]) -> None:
+    """Read a text of any length into a slot, and keep it; nothing is said about it."""
+    for start in range(0, len(tokens), _READ_AT_ONCE):
+        piece = tokens[start : start + _READ_AT_ONCE]
+        target.score([ScoreRow(slot, piece, wants_logits=False)])
+        target.cache.keep(slot, len(piece), ())
 
 
 class TargetParts(Protocol):

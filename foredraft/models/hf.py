@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from transformers.utils import logging as hf_logging
 
 from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.models.base import Capabilities, RowScores, ScoreRow
+from foredraft.models.base import Capabilities, RowScores, ScoreRow, Scores, check_taps
 from foredraft.models.hf_cache import HFCache, layer_factory
+from foredraft.models.hf_parts import HFParts, find_parts
 from foredraft.models.hf_sizes import read_sizes
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.safety import Checkpoint
@@ -41,24 +43,43 @@ class HFTarget:
             larger one is taken as given, for models whose positions go on.
         trees: find out by trying whether the model scores trees. That takes three short forwards;
             False saves them and allows chains only.
+        parts: find out by trying whether its embedding, final norm and head can be used by others;
+            False saves a short forward. With them, the last layer can be tapped too: the state that
+            transformers hands out for it is normed.
 
     Raises:
         CapabilityError: the model is no causal language model, or its past cannot be rolled back.
         ConfigError: the model is in training mode.
     """
 
-    def __init__(self, model: Any, max_context: int | None = None, *, trees: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        max_context: int | None = None,
+        *,
+        trees: bool = True,
+        parts: bool = True,
+    ) -> None:
         _check_model(model)
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.vocab_size: int = _vocab_size(model, config)
         self.max_context = max_context or _context_limit(config)
-        self.cache = HFCache(layer_factory(config))
+        self.cache = HFCache(layer_factory(config), self.max_context, model.device)
         self._num_layers: int = config.num_hidden_layers
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
         self._mask = _TreeMask(config, model.dtype, model.device)
         may_try = trees and "position_ids" in self._arguments and _masks_are_known(config)
-        self.capabilities = Capabilities(tree_attention=may_try and self._scores_trees(), taps=True)
+        prompt = _distinct_tokens(self.vocab_size)
+        self._parts = find_parts(model, prompt) if parts else None
+        has_parts = self._parts is not None
+        self.capabilities = Capabilities(
+            taps=range(self._num_layers if has_parts else self._num_layers - 1),
+            parts=has_parts,
+            cache_layers=True,
+        )
+        if may_try and self._scores_trees():
+            self.capabilities = replace(self.capabilities, tree_attention=True)
 
     @classmethod
     def load(
@@ -91,32 +112,42 @@ class HFTarget:
             raise _cannot_run(checkpoint.directory, error) from error
         return target
 
+    @property
+    def parts(self) -> HFParts:
+        """The model's ends.
+
+        Raises:
+            CapabilityError: they were not found.
+        """
+        if self._parts is None:
+            raise CapabilityError(
+                f"embedding, final norm and head of {type(self.model).__name__} cannot be told "
+                "apart from outside, so no drafter can stand on them"
+            )
+        return self._parts
+
     @torch.no_grad()
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
-        for layer in taps:
-            # transformers applies the final norm to the last state it hands out.
-            if not 0 <= layer < self._num_layers - 1:
-                raise ConfigError(
-                    f"layer {layer} cannot be tapped: a transformers model of {self._num_layers} "
-                    f"layers hands out layers 0 to {self._num_layers - 2}"
-                )
-        return [self._score_row(row, taps) for row in rows]
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        check_taps(taps, self.capabilities)
+        for row in rows:
+            self.cache.reserve(row.slot, len(row.pending) + len(row.tree))
+        return Scores.of([self._score_row(row, taps) for row in rows])
 
     def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> RowScores:
         plan = plan_forward([row], [self.cache.length(row.slot)])
-        if plan.rows[0].entries.stop > self.max_context:
-            raise ValueError(
-                f"{plan.rows[0].entries.stop} cache entries wanted; a slot holds {self.max_context}"
-            )
-        output = self.model(**self._inputs(row, plan), output_hidden_states=bool(taps))
+        last = self._num_layers - 1
+        with self._parts.last_output() if last in taps and self._parts else nullcontext() as caught:
+            output = self.model(**self._inputs(row, plan), output_hidden_states=bool(taps))
         written = self.cache.num_written(row.slot)
         if written != {plan.rows[0].entries.stop}:
             raise CapabilityError(
                 f"{type(self.model).__name__} left {sorted(written)} entries in its cache where "
                 f"{plan.rows[0].entries.stop} were due; it cannot be rolled back"
             )
-        logits_NV = output.logits[0, -len(plan.heads) :].float()
-        return RowScores(logits_NV, {i: output.hidden_states[i + 1][0] for i in taps})
+        logits_TV = output.logits[0]
+        logits_NV = logits_TV[len(logits_TV) - len(plan.heads) :].float()
+        states = [*output.hidden_states[1:-1], *(caught or ())] if taps else []
+        return RowScores(logits_NV, {i: states[i][0] for i in taps})
 
     def _inputs(self, row: ScoreRow, plan: ForwardPlan) -> dict[str, Any]:
         device = self.model.device
@@ -129,7 +160,7 @@ class HFTarget:
         if "position_ids" in self._arguments:
             inputs["position_ids"] = plan.positions_T[None].to(device)
         if "logits_to_keep" in self._arguments:
-            inputs["logits_to_keep"] = len(plan.heads)
+            inputs["logits_to_keep"] = max(1, len(plan.heads))  # 0 would mean all
         if not row.tree.is_chain:
             inputs["attention_mask"] = self._mask.of(plan)
         return inputs

@@ -10,6 +10,7 @@ differ in it).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from foredraft.cache.base import SlotLengths, padded_capacity
+from foredraft.cache.base import KVShape, SlotLengths, check_keep, padded_capacity
+from foredraft.cache.layers import AddedLayers, StoredLayers
 from foredraft.core.errors import CapabilityError
 
 
@@ -36,16 +38,20 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append [1, H, T, D] keys and values; returns all of them."""
-        start = self.get_seq_length()
-        old = self._stores or [key_states[..., :0, :], value_states[..., :0, :]]
-        self._stores = [
-            _appended(store, new, start)
-            for store, new in zip(old, (key_states, value_states), strict=True)
-        ]
+        start, stop = self.get_seq_length(), self.get_seq_length() + key_states.shape[-2]
+        if not self._stores:
+            self._stores = [key_states[..., :0, :], value_states[..., :0, :]]
+        self.make_room(stop)
+        for store, new in zip(self._stores, (key_states, value_states), strict=True):
+            store[..., start:stop, :] = new
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
-        self.resize(start + key_states.shape[-2])
+        self.resize(stop)
         return self.keys, self.values
+
+    def make_room(self, num_entries: int) -> None:
+        """Hold at least this many, if their shape is known yet."""
+        self._stores = [_with_room(store, num_entries) for store in self._stores]
 
     def resize(self, length: int) -> None:
         """Let the first ``length`` entries be the ones that count."""
@@ -70,16 +76,15 @@ class SlotLayer(DynamicLayer):  # type: ignore[misc]
         return sum(store.numel() * store.dtype.itemsize for store in self._stores)
 
 
-def _appended(store_HCD: Tensor, new_HTD: Tensor, start: int) -> Tensor:
-    """``store`` with ``new`` written at ``start``; a larger copy of it where it is too small."""
-    stop = start + new_HTD.shape[-2]
-    if stop > store_HCD.shape[-2]:
-        capacity = padded_capacity(max(stop, start * 3 // 2))
-        grown_HCD = new_HTD.new_empty((*new_HTD.shape[:-2], capacity, new_HTD.shape[-1]))
-        grown_HCD[..., :start, :] = store_HCD[..., :start, :]
-        store_HCD = grown_HCD
-    store_HCD[..., start:stop, :] = new_HTD
-    return store_HCD
+def _with_room(store_HCD: Tensor, num_entries: int) -> Tensor:
+    """The store, or a larger copy of it where it is too small."""
+    *heads, capacity, head_dim = store_HCD.shape
+    if num_entries <= capacity:
+        return store_HCD
+    room = padded_capacity(max(num_entries, capacity * 3 // 2))
+    grown_HCD = store_HCD.new_empty((*heads, room, head_dim))
+    grown_HCD[..., :capacity, :] = store_HCD
+    return grown_HCD
 
 
 class HFCache:
@@ -88,24 +93,48 @@ class HFCache:
     Args:
         new_layers: makes the layers of an empty slot: `SlotLayer`, or `DummyLayer` where the
             model's layer keeps nothing.
+        max_length: the most tokens a slot may hold.
+        device: where added layers live.
     """
 
-    def __init__(self, new_layers: Callable[[], list[Any]]) -> None:
+    def __init__(
+        self,
+        new_layers: Callable[[], list[Any]],
+        max_length: int = sys.maxsize,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._new_layers = new_layers
+        self._max_length = max_length
         self._lengths = SlotLengths()
+        self._added = AddedLayers(device)
         self._slots: dict[int, Any] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.num_bytes for slot in self._slots for layer in self._layers(slot))
+        own = sum(layer.num_bytes for slot in self._slots for layer in self._layers(slot))
+        return own + self._added.num_bytes
 
     def allocate(self) -> int:
         slot = self._lengths.open()
         self._slots[slot] = _dynamic_cache(self._new_layers())
+        self._added.open(slot)
         return slot
 
     def length(self, slot: int) -> int:
         return self._lengths[slot]
+
+    def covered(self, slot: int) -> int:
+        return self._added.covered(slot, self._lengths[slot])
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        needed = self._lengths[slot] + num_tokens
+        if needed > self._max_length:
+            raise ValueError(f"{needed} cache entries wanted; a slot holds {self._max_length}")
+        for layer in self._layers(slot):
+            layer.make_room(needed)
+
+    def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
+        return self._added.add(shape, dtype, self._lengths.slots)
 
     def open(self, slot: int) -> Any:
         """The slot as a transformers cache that holds the entries that count, and no others."""
@@ -120,16 +149,19 @@ class HFCache:
 
     @torch.no_grad()
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
-        first = self._lengths[slot] + num_pending
+        start = self._lengths[slot]
+        check_keep(num_pending, path, min(self.num_written(slot), default=start) - start)
+        first = start + num_pending
         if list(path) != list(range(len(path))):
             for layer in self._layers(slot):
                 layer.gather(first, path)
-        self._lengths[slot] = first + len(path)
+        self._set_length(slot, first + len(path))
 
     def truncate(self, slot: int, length: int) -> None:
         if not 0 <= length <= self._lengths[slot]:
             raise ValueError(f"cannot truncate {self._lengths[slot]} entries to {length}")
-        self._lengths[slot] = length
+        self._set_length(slot, length)
+        self._added.truncate(slot, length)
 
     @torch.no_grad()
     def fork(self, slot: int) -> int:
@@ -139,11 +171,18 @@ class HFCache:
             [layer.copy() if isinstance(layer, SlotLayer) else DummyLayer() for layer in layers]
         )
         self._lengths[copy] = length
+        self._added.copy(slot, copy, length)
         return copy
 
     def free(self, slot: int) -> None:
         self._lengths.close(slot)
         del self._slots[slot]
+        self._added.close(slot)
+
+    def _set_length(self, slot: int, length: int) -> None:
+        self._lengths[slot] = length
+        for layer in self._layers(slot):
+            layer.resize(length)
 
     def _layers(self, slot: int) -> list[SlotLayer]:
         return [layer for layer in self._slots[slot].layers if isinstance(layer, SlotLayer)]

@@ -3,7 +3,7 @@
 Tests, property tests and the examples of the docs run on it. Its cache stores the tokens
 themselves, so an entry that survives a rejection shows up as a wrong distribution at once.
 
-Shape legend: V vocabulary.
+Shape legend: V vocabulary, N positions whose logits are wanted, T tokens read.
 """
 
 from __future__ import annotations
@@ -14,37 +14,62 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import SlotLengths
-from foredraft.models.base import Capabilities, RowScores, ScoreRow
+from foredraft.cache.base import KVShape, SlotLengths, check_keep
+from foredraft.cache.layers import AddedLayers, StoredLayers
+from foredraft.models.base import Capabilities, RowScores, ScoreRow, Scores, check_taps
 
 Conditional = Callable[[tuple[int, ...]], Sequence[float]]
 
 
-class TokenCache:
-    """A cache whose entry for a token is the token."""
+_NUM_LAYERS = 2
+"""How many layers it pretends to have, for whoever taps them."""
 
-    def __init__(self) -> None:
+
+class TokenCache:
+    """A cache whose entry for a token is the token.
+
+    Args:
+        max_length: the most tokens a slot may hold.
+    """
+
+    def __init__(self, max_length: int = 4096) -> None:
+        self._max_length = max_length
         self._lengths = SlotLengths()
+        self._added = AddedLayers("cpu")
         self.entries: dict[int, list[int]] = {}
 
     def allocate(self) -> int:
         slot = self._lengths.open()
         self.entries[slot] = []
+        self._added.open(slot)
         return slot
 
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
+    def covered(self, slot: int) -> int:
+        return self._added.covered(slot, self._lengths[slot])
+
     def context(self, slot: int) -> tuple[int, ...]:
         """The tokens that count."""
         return tuple(self.entries[slot][: self._lengths[slot]])
+
+    def reserve(self, slot: int, num_tokens: int) -> None:
+        needed = self._lengths[slot] + num_tokens
+        if needed > self._max_length:
+            raise ValueError(f"{needed} cache entries wanted; a slot holds {self._max_length}")
+
+    def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
+        return self._added.add(shape, dtype, self._lengths.slots)
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
         """Put uncommitted entries behind the ones that count."""
         self.entries[slot][self._lengths[slot] :] = tokens
 
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
-        first = self._lengths[slot] + num_pending
+        start = self._lengths[slot]
+        check_keep(num_pending, path, len(self.entries[slot]) - start)
+        first = start + num_pending
         kept = [self.entries[slot][first + node] for node in path]
         self.entries[slot][first:] = kept
         self._lengths[slot] = first + len(kept)
@@ -54,16 +79,19 @@ class TokenCache:
             raise ValueError(f"cannot truncate {self._lengths[slot]} entries to {length}")
         self._lengths[slot] = length
         del self.entries[slot][length:]
+        self._added.truncate(slot, length)
 
     def fork(self, slot: int) -> int:
         length, copy = self._lengths[slot], self.allocate()
-        self.entries[copy] = list(self.entries[slot])
+        self.entries[copy] = self.entries[slot][:length]
         self._lengths[copy] = length
+        self._added.copy(slot, copy, length)
         return copy
 
     def free(self, slot: int) -> None:
         self._lengths.close(slot)
         del self.entries[slot]
+        self._added.close(slot)
 
 
 class TableModel:
@@ -78,8 +106,10 @@ class TableModel:
     def __init__(self, vocab_size: int, conditional: Conditional, max_context: int = 4096) -> None:
         self.vocab_size = vocab_size
         self.max_context = max_context
-        self.capabilities = Capabilities(tree_attention=True)
-        self.cache = TokenCache()
+        self.capabilities = Capabilities(
+            tree_attention=True, taps=range(_NUM_LAYERS), cache_layers=True
+        )
+        self.cache = TokenCache(max_context)
         self._conditional = conditional
         self._logits: dict[tuple[int, ...], Tensor] = {}
 
@@ -107,18 +137,31 @@ class TableModel:
         """The distribution of the token after ``context``."""
         return self._conditional(context)
 
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
-        return [self._score_row(row) for row in rows]
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        check_taps(taps, self.capabilities)
+        for row in rows:
+            self.cache.reserve(row.slot, len(row.pending) + len(row.tree))
+        return Scores.of([self._score_row(row, taps) for row in rows])
 
-    def _score_row(self, row: ScoreRow) -> RowScores:
-        context = (*self.cache.context(row.slot), *row.pending)
+    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> RowScores:
+        before = self.cache.context(row.slot)
+        context = (*before, *row.pending)
         self.cache.write(row.slot, (*row.pending, *row.tree.tokens))
-        contexts = [context]
-        contexts += [(*context, *(row.tree.tokens[i] for i in path)) for path in row.tree.paths]
-        return RowScores(torch.stack([self._logits_after(context) for context in contexts]))
+        nodes = [(*context, *(row.tree.tokens[i] for i in path)) for path in row.tree.paths]
+        read = [context[: end + 1] for end in range(len(before), len(context))] + nodes
+        logits_NV = torch.empty((0, self.vocab_size), dtype=torch.float64)
+        if row.wants_logits:
+            logits_NV = torch.stack([self._logits_after(seen) for seen in (context, *nodes)])
+        return RowScores(logits_NV, {layer: _tapped(layer, read) for layer in taps})
 
     def _logits_after(self, context: tuple[int, ...]) -> Tensor:
         if context not in self._logits:
             probs = torch.tensor(self._conditional(context), dtype=torch.float64)
             self._logits[context] = probs.log()
         return self._logits[context]
+
+
+def _tapped(layer: int, contexts: Sequence[tuple[int, ...]]) -> Tensor:
+    """A stand-in for a layer's output [T, 4]: layer, token, position and the token before."""
+    states = [(layer, seen[-1], len(seen) - 1, (-1, *seen)[-2]) for seen in contexts]
+    return torch.tensor(states, dtype=torch.float32)

@@ -72,6 +72,7 @@ class KVProbe:
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
         self.cache.reserve(slot, len(tokens))
+        self.cache.will_write(slot, len(tokens))
         first = self.cache.length(slot)
         entries = slice(first, first + len(tokens))
         self.cache.keys_LSHCD[:, slot, :, entries] = entries_of(tokens)
@@ -186,6 +187,75 @@ def test_a_slot_that_is_not_allocated_is_an_error(probe: Probe) -> None:
     ):
         with pytest.raises(KeyError, match="not allocated"):
             use()
+
+
+@pytest.mark.parametrize(
+    ("num_pending", "path", "message"),
+    [
+        (8, (), "cannot keep 8 pending tokens of 7 written"),
+        (-1, (), "cannot keep -1 pending tokens"),
+        (2, (5,), "leads out of a tree of 5 nodes"),
+        (7, (0,), "leads out of a tree of 0 nodes"),
+        (2, (-1,), "node numbers rise from 0 on"),
+        (2, (1, 1), "node numbers rise"),
+        (2, (2, 0), "node numbers rise"),
+    ],
+)
+def test_what_was_not_written_cannot_be_kept(
+    probe: Probe, num_pending: int, path: Sequence[int], message: str
+) -> None:
+    slot = probe.cache.allocate()
+    probe.write(slot, [1])
+    probe.cache.keep(slot, 1, ())
+    probe.write(slot, [7, 8, 50, 51, 52, 53, 54])
+    with pytest.raises(ValueError, match=message):
+        probe.cache.keep(slot, num_pending, path)
+    probe.cache.keep(slot, 2, (1, 4))  # nothing has changed
+    assert probe.read(slot) == [1, 7, 8, 51, 54]
+
+
+@pytest.mark.parametrize("event", ["keep", "truncate", "fork", "free"])
+def test_entries_are_kept_once(probe: Probe, event: str) -> None:
+    """What lay behind the entries that count is gone after any change of these."""
+    slot = probe.cache.allocate()
+    probe.write(slot, [7, 8, 9])
+    probe.cache.keep(slot, 1, ())
+    if event == "truncate":
+        probe.write(slot, [8])
+        probe.cache.truncate(slot, 1)
+    elif event == "fork":
+        probe.write(slot, [8])
+        slot = probe.cache.fork(slot)
+    elif event == "free":
+        probe.cache.free(slot)
+        assert probe.cache.allocate() == slot
+    with pytest.raises(ValueError, match="cannot keep 1 pending tokens of 0 written"):
+        probe.cache.keep(slot, 1, ())
+
+
+class Full(torch.utils._python_dispatch.TorchDispatchMode):
+    """There is no memory for larger tensors."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if "new_zeros" in str(func):
+            raise MemoryError
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_memory_nothing_changes() -> None:
+    probe = KVProbe()
+    slot = probe.cache.allocate()
+    probe.write(slot, [1, 2])
+    probe.cache.keep(slot, 2, ())
+    for use in (
+        lambda: probe.cache.reserve(slot, 1000),
+        probe.cache.allocate,
+        lambda: probe.cache.fork(slot),
+    ):
+        with pytest.raises(MemoryError), Full():
+            use()
+    assert probe.read(slot) == [1, 2]
+    assert probe.cache.allocate() == slot + 1
 
 
 def test_grows_without_losing_entries_and_shrinks_to_nothing() -> None:

@@ -19,7 +19,7 @@ from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DrafterContext, TextCodec
 from foredraft.drafters.common.shared_vocabulary import RestrictedModel, SharedVocabulary
 from foredraft.drafters.common.transcript import CodecPair
-from foredraft.models.base import RowScores, ScoreRow, Target
+from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
 from tests.conformance.harness import (
     NeverRight,
@@ -249,7 +249,6 @@ def test_a_restricted_model_says_nothing_else() -> None:
     row = ScoreRow(restricted.cache.allocate(), (0, 2))
     (scores,) = restricted.score([row])
     (plainly,) = model.score([row])
-    assert isinstance(scores, RowScores)
     assert scores.logits_NV[:, [1, 3]].equal(plainly.logits_NV[:, [1, 3]])
     assert scores.logits_NV.isneginf().sum() == 3
 
@@ -305,7 +304,7 @@ class Shuffled:
             vocab_size, max_context = model.vocab_size, model.max_context
             capabilities, cache = model.capabilities, model.cache
 
-            def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
+            def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
                 own = [
                     replace(
                         row,
@@ -316,7 +315,8 @@ class Shuffled:
                     )
                     for row in rows
                 ]
-                return [RowScores(scores.logits_NV[:, ids]) for scores in model.score(own, taps)]
+                scores = model.score(own, taps)
+                return replace(scores, logits_NV=scores.logits_NV[:, ids])
 
         return Renamed()
 

@@ -68,6 +68,21 @@ def test_verification_goes_on_where_the_draft_stopped(target: NativeTarget) -> N
     assert calls(target) == [(range(2), 1)] * 4 + [(range(2, 3), 4)]
 
 
+def test_what_was_computed_travels_with_the_proposal(target: NativeTarget) -> None:
+    """And stays nowhere else: the next draft starts anew."""
+    drafter = early_exit(target, exit_layer=2)
+    row = row_of(target, [3, 1, 4, 1, 5], 3)
+    for _ in range(2):
+        calls(target)
+        (proposal,) = drafter.propose([row])
+        assert calls(target) == [(range(2), 1)] * 3
+    tree, computed = proposal.tree, proposal.computed
+    (scores,) = target.score([ScoreRow(row.slot, row.tokens[-1:], tree, computed=computed)])
+    assert calls(target) == [(range(2), 1), (range(2, 3), 4)]
+    (expected,) = target.score([ScoreRow(row.slot, row.tokens[-1:], tree)])
+    assert (scores.logits_NV - expected.logits_NV).abs().max() < 1e-4
+
+
 def test_the_prompt_passes_the_first_layers_once(target: NativeTarget) -> None:
     engine = Engine(target, early_exit(target, exit_layer=2), FixedBudget(2, target.max_context))
     engine.submit([3, 1, 4, 1, 5], SamplingParams(max_tokens=32))

@@ -20,7 +20,7 @@ NOT_A_SPEC = NoDrafter
 HUNGRY = DrafterSpec(
     build=lambda context: NoDrafter(),
     summary="wants more than there is",
-    needs=Capabilities(taps=True, layer_views=True, tree_attention=True),
+    needs=Capabilities(parts=True, layer_views=True, tree_attention=True),
 )
 
 
@@ -97,5 +97,5 @@ def test_a_name_that_is_taken_stays_whose_it_was(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.usefixtures("installed")
 def test_what_the_target_lacks_is_said_in_one_sentence() -> None:
-    with pytest.raises(CapabilityError, match="needs a target with taps and layer_views, which"):
+    with pytest.raises(CapabilityError, match="needs a target with parts and layer_views, which"):
         build_drafter("hungry", DrafterContext(TableModel.random(4, 0)))

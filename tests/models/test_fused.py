@@ -20,7 +20,7 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.fused import PHASES, FusedDecoder
-from foredraft.models.native.int8 import Matrix, tensor_of
+from foredraft.models.native.int8 import Matrix, as_tensor, tensor_of
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
@@ -262,6 +262,20 @@ def test_taps_have_the_same_bits_in_every_forward(alone: Alone) -> None:
         assert set(single.taps) == {1}
         assert torch.equal(single.taps[1][0], together.taps[1][position])
     assert together.taps[0].dtype == target.weights.dtype
+
+
+def test_parts_are_the_decoder_s_own(alone: Alone) -> None:
+    """Of quantised heads too; alone and together, with the same bits."""
+    parts, weights = alone.with_threads(2).parts, alone.with_threads(1).weights
+    head_VE = as_tensor(weights.head_VE, torch.float32).float()
+    normed_TE = parts.norm(torch.randn(20, parts.hidden_size, dtype=parts.dtype) * 3)
+    logits_TV = parts.logits(normed_TE)
+    assert logits_TV.dtype == torch.float32
+    torch.testing.assert_close(logits_TV, normed_TE.float() @ head_VE.T, atol=2e-3, rtol=1e-3)
+    assert torch.equal(parts.logits(normed_TE[7:8]), logits_TV[7:8])
+    ids_R = torch.tensor([5, 0, 17, 200, 5])
+    assert torch.equal(parts.head_rows(ids_R), head_VE[ids_R].to(parts.dtype))
+    assert torch.equal(parts.embed(ids_R), weights.embedding_VE[ids_R])
 
 
 # ---------------------------------------------------------------------------------------- manners

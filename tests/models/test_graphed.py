@@ -296,7 +296,7 @@ def test_steps_go_on_the_grid_and_all_else_does_not() -> None:
     assert not fits_grid(plan_of(*((slot, 33, 10) for slot in range(8))))
     assert not fits_grid(plan_of((0, 20, 0), pending=20))  # a prompt
     assert not fits_grid(replace(plan_of((0, 1, 10)), layers=range(2)))
-    assert not fits_grid(plan_forward([ScoreRow(0, [1])], [0], want_logits=False))
+    assert not fits_grid(plan_forward([ScoreRow(0, [1], wants_logits=False)], [0]))
 
 
 def test_the_mask_is_the_plans(target: NativeTarget) -> None:
@@ -382,7 +382,7 @@ def test_the_recorded_work_asks_the_device_for_no_value(checkpoint: Path, gather
     cache.make_room(512)
     bucket = Bucket(rows=2, tokens=8, context=256, gathers=gathers, taps=(1,))
     inputs = GridInputs(*torch.zeros(9, bucket.size, dtype=torch.int64, device="meta"))
-    logits_NV = torch.empty(bucket.size, config.vocab_size, dtype=torch.bfloat16, device="meta")
+    logits_NV = torch.empty(bucket.size, config.vocab_size, device="meta")
     tapped = decoder._run(inputs, bucket, cache, logits_NV)
     assert tapped[1].shape == (bucket.size, config.hidden_size)
 

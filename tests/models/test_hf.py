@@ -162,16 +162,59 @@ def test_a_failed_forward_leaves_the_slot_as_it_was(
     assert_close(scores.logits_NV, reference(llama, [*tokens, 5])[-1:])
 
 
-def test_taps_are_the_outputs_of_the_inner_layers(target: HFTarget) -> None:
-    tokens = text(12)
+def test_taps_are_the_outputs_of_the_layers(target: HFTarget) -> None:
+    """That of the last layer is what the final norm is given, where that is known."""
+    tokens, last = text(12), 2
     with torch.inference_mode():
         states = target.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    slot = target.cache.allocate()
-    [scores] = target.score([ScoreRow(slot, tokens)], taps=(0, 1))
+    slot, there = target.cache.allocate(), target.capabilities.taps
+    [scores] = target.score([ScoreRow(slot, tokens)], taps=there)
     for layer in (0, 1):
         assert_close(scores.taps[layer], states[layer + 1][0])
-    with pytest.raises(ConfigError, match="layer 2 cannot be tapped"):
-        target.score([ScoreRow(slot, tokens)], taps=(2,))
+    assert (last in there) == target.capabilities.parts
+    if last in there:
+        assert_close(target.parts.norm(scores.taps[last]), states[-1][0])
+        [only] = target.score([ScoreRow(slot, tokens)], taps=(last,))
+        assert torch.equal(only.taps[last], scores.taps[last])
+    with pytest.raises(ConfigError, match=f"layer 3 cannot be tapped.* 0 to {there.stop - 1}"):
+        target.score([ScoreRow(slot, tokens)], taps=(3,))
+
+
+def test_parts_make_the_logits(target: HFTarget) -> None:
+    """Gemma caps its logits and Phi's head has a bias: theirs are not had from the parts alone."""
+    config = target.model.config.model_type
+    assert target.capabilities.parts == (config not in ("gemma2", "phi"))
+    if not target.capabilities.parts:
+        with pytest.raises(CapabilityError, match="no drafter can stand on them"):
+            _ = target.parts
+        return
+    parts, ids_T = target.parts, torch.tensor([3, 5, 8, 250])
+    [scores] = target.score([ScoreRow(target.cache.allocate(), text(9), TREE)], taps=(2,))
+    normed_TE = parts.norm(scores.taps[2][8:])
+    assert_close(parts.logits(normed_TE), scores.logits_NV)
+    assert_close(parts.logits(normed_TE)[:, ids_T], normed_TE @ parts.head_rows(ids_T).T)
+    assert (parts.hidden_size, parts.dtype) == (64, torch.float32)
+    assert_close(parts.embed(ids_T), target.model.get_input_embeddings().weight[ids_T])
+
+
+def test_a_chunk_without_logits_says_nothing(target: HFTarget) -> None:
+    tokens, slot = text(30), target.cache.allocate()
+    [scores] = target.score([ScoreRow(slot, tokens[:20], wants_logits=False)], taps=(1,))
+    assert (scores.logits_NV.shape, len(scores.taps[1])) == ((0, VOCAB_SIZE), 20)
+    target.cache.keep(slot, 20, ())
+    [scores] = target.score([ScoreRow(slot, tokens[20:])])
+    assert_close(scores.logits_NV, reference(target, tokens)[-1:])
+
+
+def test_a_slot_holds_no_more_than_the_context() -> None:
+    target = HFTarget(tiny_model(CONFIGS["llama"]()), max_context=12)
+    slot = target.cache.allocate()
+    for use in (
+        lambda: target.score([ScoreRow(slot, text(13))]),
+        lambda: target.cache.reserve(slot, 13),
+    ):
+        with pytest.raises(ValueError, match="13 cache entries wanted; a slot holds 12"):
+            use()
 
 
 def test_the_cache_refuses_slots_it_does_not_have(llama: HFTarget) -> None:
@@ -196,7 +239,9 @@ def test_cache_memory_is_reported_and_given_back() -> None:
 
 def test_bfloat16_models_score_trees() -> None:
     target = HFTarget(tiny_model(CONFIGS["llama"]()).to(torch.bfloat16))
-    assert target.capabilities == Capabilities(tree_attention=True, taps=True)
+    assert target.capabilities == Capabilities(
+        tree_attention=True, taps=range(3), parts=True, cache_layers=True
+    )
     [scores] = target.score([ScoreRow(target.cache.allocate(), [1, 2], TREE)])
     assert scores.logits_NV.dtype == torch.float32
 

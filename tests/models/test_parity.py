@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import foredraft.models.native.target as native_target
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
+from foredraft.models.base import read as read_text
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.graphed import GraphedDecoder
 from foredraft.models.native.target import DecoderFactory, NativeTarget
@@ -116,21 +116,77 @@ def test_step_by_step_equals_transformers(pair: Pair) -> None:
     pair.target.cache.free(slot)
 
 
-def test_prefill_in_chunks_equals_transformers(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_target, "_PREFILL_CHUNK", 7)
-    tokens = text(40)
+def test_prefill_in_chunks_equals_transformers(pair: Pair) -> None:
+    tokens, tapped = text(40), []
     slot = pair.target.cache.allocate()
-    [scores] = pair.target.score([ScoreRow(slot, tokens, TokenTree.chain((5, 6)))], taps=(0, 1))
+    for start in range(0, 35, 7):
+        chunk = ScoreRow(slot, tokens[start : start + 7], wants_logits=False)
+        [scores] = pair.target.score([chunk], taps=(0, 1))
+        assert scores.logits_NV.shape == (0, VOCAB_SIZE)
+        tapped.append(scores.taps[1])
+        pair.target.cache.keep(slot, 7, ())
+    last = ScoreRow(slot, tokens[35:], TokenTree.chain((5, 6)))
+    [scores] = pair.target.score([last], taps=(0, 1))
     assert_close(scores.logits_NV, pair.reference_logits([*tokens, 5, 6])[-3:])
-    assert scores.taps[1].shape == (42, 64)
+    [whole] = pair.target.score(
+        [ScoreRow(pair.target.cache.allocate(), tokens, TokenTree.chain((5, 6)))], taps=(1,)
+    )
+    assert_close(torch.cat([*tapped, scores.taps[1]]), whole.taps[1])
+
+
+def test_a_chunk_without_logits_shares_a_forward(pair: Pair) -> None:
+    """Rows of a batch that end, that go on, and that draft: each gets its own."""
+    prompts = [text(30, seed=1), text(9, seed=2), text(5, seed=3)]
+    slots = [pair.target.cache.allocate() for _ in prompts]
+    rows = [
+        ScoreRow(slots[0], prompts[0], wants_logits=False),
+        ScoreRow(slots[1], prompts[1], TREE),
+        ScoreRow(slots[2], prompts[2], wants_logits=False),
+    ]
+    scores = pair.target.score(rows, taps=(1,))
+    assert [len(row.logits_NV) for row in scores] == [0, 1 + len(TREE), 0]
+    assert [len(row.taps[1]) for row in scores] == [30, 9 + len(TREE), 5]
+    for node, path in enumerate([(), *TREE.paths]):
+        tokens = [*prompts[1], *(TREE.tokens[i] for i in path)]
+        assert_close(scores[1].logits_NV[node], pair.reference_logits(tokens)[-1])
+    pair.target.cache.keep(slots[2], 5, ())
+    [later] = pair.target.score([ScoreRow(slots[2], [4])])
+    assert_close(later.logits_NV, pair.reference_logits([*prompts[2], 4])[-1:])
+    for slot in slots:
+        pair.target.cache.free(slot)
+
+
+def test_a_text_longer_than_a_piece_is_read_in_pieces(pair: Pair) -> None:
+    tokens = text(600)
+    slot = pair.target.cache.allocate()
+    read_text(pair.target, slot, tokens[:-1])
+    assert pair.target.cache.length(slot) == 599
+    [scores] = pair.target.score([ScoreRow(slot, tokens[-1:])])
+    assert_close(scores.logits_NV, pair.reference_logits(tokens)[-1:])
     pair.target.cache.free(slot)
 
 
-def test_a_prompt_longer_than_one_chunk_equals_transformers(pair: Pair) -> None:
-    tokens = text(native_target._PREFILL_CHUNK + 77)
+@pytest.mark.parametrize("layer", [3, -1])
+def test_a_tap_that_is_not_there_is_refused(pair: Pair, layer: int) -> None:
+    assert pair.target.capabilities.taps == range(3)
     slot = pair.target.cache.allocate()
-    [scores] = pair.target.score([ScoreRow(slot, tokens)])
-    assert_close(scores.logits_NV, pair.reference_logits(tokens)[-1:])
+    with pytest.raises(ConfigError, match=f"layer {layer} cannot be tapped.* layers 0 to 2"):
+        pair.target.score([ScoreRow(slot, [1])], taps=(1, layer))
+    pair.target.cache.free(slot)
+
+
+def test_parts_are_those_of_transformers(pair: Pair) -> None:
+    """The ends of the model, put together by hand, give its logits."""
+    parts, reference = pair.target.parts, pair.reference
+    ids_T = torch.tensor([3, 5, 8, 250])
+    assert (parts.hidden_size, parts.dtype) == (64, torch.float32)
+    assert_close(parts.embed(ids_T), reference.get_input_embeddings().weight[ids_T])
+    assert_close(parts.head_rows(ids_T), reference.get_output_embeddings().weight[ids_T])
+    slot = pair.target.cache.allocate()
+    [scores] = pair.target.score([ScoreRow(slot, text(9), TREE)], taps=(2,))
+    normed_TE = parts.norm(scores.taps[2][8:])
+    assert_close(parts.logits(normed_TE), scores.logits_NV)
+    assert_close(normed_TE @ parts.head_rows(torch.arange(VOCAB_SIZE)).T, scores.logits_NV)
     pair.target.cache.free(slot)
 
 

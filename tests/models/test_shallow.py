@@ -13,7 +13,7 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
-from foredraft.models.base import ScoreRow
+from foredraft.models.base import Computed, ScoreRow
 from foredraft.models.native.plan import ForwardPlan, plan_forward, tail
 from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
@@ -87,18 +87,28 @@ def assert_same(target: NativeTarget, actual: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def drafted(target: NativeTarget, slot: int, pending: list[int], draft: Sequence[int]) -> None:
+def shallow_row(target: NativeTarget, exit_layer: int, row: ScoreRow) -> tuple[Tensor, Computed]:
+    """Logits of the row's last token, and what is known of the row."""
+    (logits_V,), (computed,) = target.shallow(exit_layer).score_last([row])
+    return logits_V, computed
+
+
+def drafted(
+    target: NativeTarget, slot: int, pending: list[int], draft: Sequence[int]
+) -> Computed | None:
     """Run the first layers over pending and draft tokens, one draft token at a time."""
-    shallow = target.shallow(EXIT)
+    computed = None
     for end in range(len(draft) + 1):
-        shallow.score_last([ScoreRow(slot, pending, TokenTree.chain(draft[:end]))])
+        row = ScoreRow(slot, pending, TokenTree.chain(draft[:end]), computed=computed)
+        _, computed = shallow_row(target, EXIT, row)
+    return computed
 
 
 def test_shallow_logits_are_those_of_a_view_of_the_first_layers(target: NativeTarget) -> None:
     prompt, view = text(9), target.layer_view(range(EXIT))
     slot, other = read(target, prompt), read(view, prompt)
     for tree in (EMPTY_TREE, TokenTree.chain([5]), TokenTree.chain([5, 6])):
-        (actual,) = target.shallow(EXIT).score_last([ScoreRow(slot, [4], tree)])
+        actual, _ = shallow_row(target, EXIT, ScoreRow(slot, [4], tree))
         (expected,) = view.score([ScoreRow(other, [4], tree)])
         assert_same(target, actual, expected.logits_NV[-1])
 
@@ -114,9 +124,9 @@ def test_the_full_forward_goes_on_and_gives_the_same(target: NativeTarget) -> No
     prompt, draft = text(9), [5, 6, 7]
     slot, untouched = read(target, prompt), read(target, prompt)
     (expected,) = target.score([ScoreRow(untouched, [4], TokenTree.chain(draft))])
-    drafted(target, slot, [4], draft[:2])
+    computed = drafted(target, slot, [4], draft[:2])
     calls(target)
-    (actual,) = target.score([ScoreRow(slot, [4], TokenTree.chain(draft))])
+    (actual,) = target.score([ScoreRow(slot, [4], TokenTree.chain(draft), computed=computed)])
     assert calls(target) == [(range(EXIT), 1), (range(EXIT, 3), 4)]
     assert_same(target, actual.logits_NV, expected.logits_NV)
     target.cache.keep(slot, 1, (0, 1))
@@ -130,12 +140,12 @@ def test_a_tree_goes_on_from_a_part_of_it(target: NativeTarget) -> None:
     prompt = text(9)
     slot, untouched = read(target, prompt), read(target, prompt)
     (expected,) = target.score([ScoreRow(untouched, [4], TREE)])
-    shallow = target.shallow(EXIT)
+    computed = None
     for size in (0, 2, 4):
         part = TokenTree(TREE.tokens[:size], TREE.parents[:size])
-        shallow.score_last([ScoreRow(slot, [4], part)])
+        _, computed = shallow_row(target, EXIT, ScoreRow(slot, [4], part, computed=computed))
     calls(target)
-    (actual,) = target.score([ScoreRow(slot, [4], TREE)])
+    (actual,) = target.score([ScoreRow(slot, [4], TREE, computed=computed)])
     assert calls(target)[0] == (range(EXIT), 1)
     assert_same(target, actual.logits_NV, expected.logits_NV)
 
@@ -144,9 +154,9 @@ def test_nothing_is_left_of_the_first_layers_when_all_tokens_are_known(
     target: NativeTarget,
 ) -> None:
     slot = read(target, text(9))
-    drafted(target, slot, [4], [5, 6])
+    computed = drafted(target, slot, [4], [5, 6])
     calls(target)
-    target.score([ScoreRow(slot, [4], TokenTree.chain([5, 6]))])
+    target.score([ScoreRow(slot, [4], TokenTree.chain([5, 6]), computed=computed)])
     assert calls(target) == [(range(EXIT, 3), 3)]
 
 
@@ -166,9 +176,9 @@ def test_other_tokens_are_computed_anew(
     prompt = text(9)
     slot, untouched = read(target, prompt), read(target, prompt)
     (expected,) = target.score([ScoreRow(untouched, pending, tree)])
-    drafted(target, slot, [4], [5, 6])
+    computed = drafted(target, slot, [4], [5, 6])
     calls(target)
-    (actual,) = target.score([ScoreRow(slot, pending, tree)])
+    (actual,) = target.score([ScoreRow(slot, pending, tree, computed=computed)])
     first = calls(target)[0]
     num_tokens = len(pending) + len(tree)
     if num_new is None:
@@ -185,14 +195,17 @@ def test_rows_with_and_without_states_share_a_forward(target: NativeTarget) -> N
     slots = [read(target, prompt) for prompt in prompts]
     untouched = [read(target, prompt) for prompt in prompts]
     trees = [TokenTree.chain([5, 6]), TREE, TokenTree.chain([7])]
-    rows = [ScoreRow(slot, [4], tree) for slot, tree in zip(slots, trees, strict=True)]
     expected = target.score(
         [ScoreRow(slot, [4], tree) for slot, tree in zip(untouched, trees, strict=True)]
     )
-    drafted(target, slots[0], [4], [5])
-    drafted(target, slots[2], [4], [7])
+    known = [drafted(target, slots[0], [4], [5]), None, drafted(target, slots[2], [4], [7])]
     calls(target)
-    actual = target.score(rows)
+    actual = target.score(
+        [
+            ScoreRow(slot, [4], tree, computed=computed)
+            for slot, tree, computed in zip(slots, trees, known, strict=True)
+        ]
+    )
     assert calls(target) == [(range(EXIT), 1 + 6), (range(EXIT, 3), 3 + 6 + 2)]
     for mine, right in zip(actual, expected, strict=True):
         assert_same(target, mine.logits_NV, right.logits_NV)
@@ -202,9 +215,12 @@ def test_rows_with_other_exit_layers_share_a_forward(target: NativeTarget) -> No
     prompt, tree = text(9), TokenTree.chain([5, 6])
     slots = [read(target, prompt) for _ in range(3)]
     (expected,) = target.score([ScoreRow(slots[0], [4], tree)])
+    rows = []
     for slot, exit_layer in zip(slots[1:], (1, 2), strict=True):
-        target.shallow(exit_layer).score_last([ScoreRow(slot, [4], TokenTree.chain([5]))])
-    for mine in target.score([ScoreRow(slot, [4], tree) for slot in slots[1:]]):
+        row = ScoreRow(slot, [4], TokenTree.chain([5]))
+        _, computed = shallow_row(target, exit_layer, row)
+        rows.append(ScoreRow(slot, [4], tree, computed=computed))
+    for mine in target.score(rows):
         assert_same(target, mine.logits_NV, expected.logits_NV)
 
 
@@ -212,18 +228,20 @@ def test_another_exit_layer_takes_over_the_slot(target: NativeTarget) -> None:
     prompt, tree = text(9), TokenTree.chain([5, 6])
     slot, untouched = read(target, prompt), read(target, prompt)
     (expected,) = target.score([ScoreRow(untouched, [4], tree)])
-    target.shallow(2).score_last([ScoreRow(slot, [4], TokenTree.chain([5, 6]))])
-    target.shallow(1).score_last([ScoreRow(slot, [9])])  # overwrites an entry of the other
-    (actual,) = target.score([ScoreRow(slot, [4], tree)])
+    _, computed = shallow_row(target, 2, ScoreRow(slot, [4], TokenTree.chain([5, 6])))
+    shallow_row(target, 1, ScoreRow(slot, [9]))  # overwrites an entry of the other
+    (actual,) = target.score([ScoreRow(slot, [4], tree, computed=computed)])
     assert_same(target, actual.logits_NV, expected.logits_NV)
 
 
-@pytest.mark.parametrize("event", ["keep", "truncate", "reuse", "fork", "failure", "score"])
+@pytest.mark.parametrize(
+    "event", ["keep", "truncate", "reuse", "fork", "failure", "score", "shallow", "other cache"]
+)
 def test_states_do_not_outlive_their_entries(target: NativeTarget, event: str) -> None:
     """Whatever happens to the slot, the next forward computes all of its tokens."""
     prompt, tree = text(9), TokenTree.chain([5, 6])
     slot, keeps_the_cache = read(target, prompt), read(target, prompt)
-    drafted(target, slot, [4], [5, 6])
+    computed = drafted(target, slot, [4], [5, 6])
     cache = target.cache
     if event == "keep":  # a step of which nothing but the pending token counts, then back
         cache.keep(slot, 1, ())
@@ -246,10 +264,15 @@ def test_states_do_not_outlive_their_entries(target: NativeTarget, event: str) -
         with pytest.raises(RuntimeError):
             target.shallow(EXIT).score_last([ScoreRow(slot, [8], TREE)])
         target.decoder.fails = False  # type: ignore[attr-defined]
-    else:
+    elif event == "score":
         target.score([ScoreRow(slot, [8], TREE)])  # and not kept
+    elif event == "shallow":
+        shallow_row(target, EXIT, ScoreRow(slot, [8], TREE))
+    else:
+        other = target.layer_view(range(3))
+        computed = drafted(other, read(other, prompt), [4], [5, 6])
     calls(target)
-    (actual,) = target.score([ScoreRow(slot, [4], tree)])
+    (actual,) = target.score([ScoreRow(slot, [4], tree, computed=computed)])
     assert calls(target) == [(None, 3)]
     (expected,) = target.score([ScoreRow(keeps_the_cache, [4], tree)])
     assert_same(target, actual.logits_NV, expected.logits_NV)
@@ -259,8 +282,8 @@ def test_taps_of_the_first_layers_are_complete(target: NativeTarget) -> None:
     prompt, tree = text(9), TokenTree.chain([5, 6])
     slot, untouched = read(target, prompt), read(target, prompt)
     (expected,) = target.score([ScoreRow(untouched, [4], tree)], taps=(0, 2))
-    drafted(target, slot, [4], [5])
-    (actual,) = target.score([ScoreRow(slot, [4], tree)], taps=(0, 2))
+    computed = drafted(target, slot, [4], [5])
+    (actual,) = target.score([ScoreRow(slot, [4], tree, computed=computed)], taps=(0, 2))
     for layer in (0, 2):
         assert actual.taps[layer].dtype == expected.taps[layer].dtype
         assert_same(target, actual.taps[layer], expected.taps[layer])
@@ -270,9 +293,9 @@ def test_later_taps_do_not_cost_the_states(target: NativeTarget) -> None:
     prompt, tree = text(9), TokenTree.chain([5, 6])
     slot, untouched = read(target, prompt), read(target, prompt)
     (expected,) = target.score([ScoreRow(untouched, [4], tree)], taps=(2,))
-    drafted(target, slot, [4], [5])
+    computed = drafted(target, slot, [4], [5])
     calls(target)
-    (actual,) = target.score([ScoreRow(slot, [4], tree)], taps=(2,))
+    (actual,) = target.score([ScoreRow(slot, [4], tree, computed=computed)], taps=(2,))
     assert calls(target)[1][0] == range(EXIT, 3)
     assert_same(target, actual.taps[2], expected.taps[2])
     assert actual.taps[2].dtype == expected.taps[2].dtype

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from foredraft.core.errors import ConfigError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.table import TableModel, TokenCache
@@ -42,6 +43,26 @@ def test_a_node_sees_its_ancestors_and_nothing_else() -> None:
     model.cache.keep(slot, 1, ())
     model.score([ScoreRow(slot, (1,), TokenTree((2, 3, 4), (ROOT, ROOT, 1)))])
     assert seen == [(0,), (0, 1), (0, 1, 2), (0, 1, 3), (0, 1, 3, 4)]
+
+
+def test_taps_tell_layer_token_position_and_predecessor() -> None:
+    model = TableModel.random(9, seed=1)
+    slot = model.cache.allocate()
+    model.score([ScoreRow(slot, (5,))])
+    model.cache.keep(slot, 1, ())
+    row = ScoreRow(slot, (6, 7), TokenTree((2, 3, 4), (ROOT, ROOT, 1)))
+    scores = model.score([ScoreRow(model.cache.allocate(), (8,), wants_logits=False), row], (1,))
+    assert scores[0].logits_NV.shape == (0, 9)
+    assert scores[0].taps[1].tolist() == [[1, 8, 0, -1]]
+    assert scores[1].taps[1].tolist() == [
+        [1, 6, 1, 5],
+        [1, 7, 2, 6],
+        [1, 2, 3, 7],
+        [1, 3, 3, 7],
+        [1, 4, 4, 3],
+    ]
+    with pytest.raises(ConfigError, match="layer 2 cannot be tapped"):
+        model.score([row], taps=(2,))
 
 
 def test_random_tables_are_distributions_fixed_by_their_seed() -> None:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foredraft.core.tree import EMPTY_TREE, TokenTree
-from foredraft.models.base import Target
+from foredraft.models.base import Target, read
+
+_MOST_PENDING = 512
+"""A longer text is read but for its end, so that a draft forward stays small."""
 
 
 @dataclass
@@ -43,7 +46,7 @@ class DraftCache:
     """
 
     def __init__(self, model: Target) -> None:
-        self._cache = model.cache
+        self._model, self._cache = model, model.cache
         self._slots: dict[int, _Slot] = {}
 
     def begin(self, request_id: int) -> None:
@@ -59,12 +62,17 @@ class DraftCache:
         """Drop what was rejected since the last draft; return what is to be read.
 
         Args:
-            tokens: all committed tokens; never empty, and neither is the result.
+            tokens: all committed tokens; never empty, and neither is the result. Of a long text
+                all but the end is read here.
         """
         slot = self._slots[request_id]
         slot.rewind(tokens)
         self._cache.truncate(slot.number, slot.num_confirmed)
-        return list(tokens[slot.num_confirmed :])
+        pending = list(tokens[slot.num_confirmed :])
+        num_early = (len(pending) - 1) // _MOST_PENDING * _MOST_PENDING
+        read(self._model, slot.number, pending[:num_early])
+        slot.cached += pending[:num_early]
+        return pending[num_early:]
 
     def keep(
         self,

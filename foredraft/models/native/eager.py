@@ -15,7 +15,9 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.head import head_logits
 from foredraft.models.native.int8 import Matrix, as_tensor
+from foredraft.models.native.parts import rms_norm
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.rope import inverse_frequencies, rotate
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
@@ -67,7 +69,11 @@ class EagerDecoder:
             hidden_TE = F.embedding(plan.token_ids_T.to(device), self._weights.embedding_VE)
         layers = plan.layers_to_run(len(self._weights.layers))
         hidden_TE, tapped = self._run_layers(run, hidden_TE, layers, taps)
-        return self._head(hidden_TE[plan.heads]).float(), tapped
+        return self._head(hidden_TE[plan.heads]), tapped
+
+    def logits(self, normed_TE: Tensor) -> Tensor:
+        """The head alone: float32 logits [T, V] of normed states."""
+        return head_logits(normed_TE, self._weights.head_VE)
 
     def _run_layers(
         self, run: Run, hidden_TE: Tensor, layers: Iterable[int], taps: Sequence[int]
@@ -85,9 +91,8 @@ class EagerDecoder:
         return hidden_TE, tapped
 
     def _head(self, hidden_NE: Tensor) -> Tensor:
-        """Logits [N, V] in the weights' dtype."""
-        wanted_NE = self._norm(hidden_NE, self._weights.final_norm_E)
-        return self._linear(wanted_NE, self._weights.head_VE)
+        """Float32 logits [N, V] of the last layer's output."""
+        return self.logits(self._norm(hidden_NE, self._weights.final_norm_E))
 
     def _rotations(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [T, D] for `rope.rotate`, in the weights' dtype."""
@@ -97,10 +102,7 @@ class EagerDecoder:
         return torch.cat((cos_TF, cos_TF), 1), torch.cat((-sin_TF, sin_TF), 1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        scaled = x.float() * torch.rsqrt(
-            x.float().square().mean(-1, keepdim=True) + self._config.rms_norm_eps
-        )
-        return weight * scaled.to(x.dtype)
+        return rms_norm(x, weight, self._config.rms_norm_eps)
 
     def _attention(self, run: Run, index: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
         config = self._config

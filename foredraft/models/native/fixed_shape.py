@@ -42,6 +42,9 @@ class FixedShapeDecoder(EagerDecoder):
         weight = as_tensor(weight, x.dtype)
         return _in_blocks(x, lambda block: F.linear(block, weight, bias))
 
+    def logits(self, normed_TE: Tensor) -> Tensor:
+        return _in_blocks(normed_TE, super().logits)
+
     def _attend(
         self, query_RHD: Tensor, keys_GCD: Tensor, values_GCD: Tensor, mask_RC: Tensor | None
     ) -> Tensor:

@@ -24,7 +24,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.kernels.build import load_library
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.int8 import Int8Matrix, Matrix, tensor_of
-from foredraft.models.native.plan import ForwardPlan
+from foredraft.models.native.plan import ForwardPlan, RowSpan
 from foredraft.models.native.rope import inverse_frequencies
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
@@ -113,7 +113,8 @@ class FusedDecoder:
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
         layers = [self._layer(i, layer) for i, layer in enumerate(weights.layers)]
         self._layers = (_Layer * len(layers))(*layers)
-        self._model = self._describe_model()
+        self._model = self._describe_model(weights.final_norm_E)
+        self._unnormed = self._describe_model(torch.ones_like(weights.final_norm_E))
         self._workspace = torch.empty(0)
         self._phase_seconds = (c_double * len(PHASES))()
         self._lock = threading.Lock()
@@ -150,12 +151,27 @@ class FusedDecoder:
         self._check_plan(plan, cache)
         logits_NV = torch.empty(len(plan.heads), self._config.vocab_size)
         hidden = self._config.hidden_size
-        tapped = {i: torch.empty(len(plan), hidden) for i in taps if 0 <= i < len(self._layers)}
+        tapped = {i: torch.empty(len(plan), hidden) for i in taps}
         with self._lock:
             self._forward(self._model, self._describe_forward(plan, cache, logits_NV, tapped))
         if plan.is_beginning:
             return logits_NV, tapped
         return logits_NV, {i: x.to(self._weights.dtype) for i, x in tapped.items()}
+
+    def logits(self, normed_TE: Tensor) -> Tensor:
+        """The head alone: float32 logits [T, V] of normed states.
+
+        The kernel's last step normalises and multiplies. With weights of one its norm only scales,
+        which is undone: that costs the last bit.
+        """
+        inputs_TE = normed_TE.float().contiguous()
+        plan = _only_head(inputs_TE, len(self._layers))
+        scale_T1 = (inputs_TE.square().mean(-1, keepdim=True) + self._config.rms_norm_eps).sqrt()
+        logits_TV = torch.empty(len(plan), self._config.vocab_size)
+        cache = KVCache(self._config.kv_shape, self._weights.dtype, "cpu", 0)
+        with self._lock:
+            self._forward(self._unnormed, self._describe_forward(plan, cache, logits_TV, {}))
+        return logits_TV.mul_(scale_T1)
 
     def _describe_forward(
         self, plan: ForwardPlan, cache: KVCache, logits_NV: Tensor, tapped: dict[int, Tensor]
@@ -217,7 +233,7 @@ class FusedDecoder:
                 f"{cache.keys_LSHCD.shape[1]} slots of {cache.capacity} entries; reserve it first"
             )
 
-    def _describe_model(self) -> _Model:
+    def _describe_model(self, final_norm_E: Tensor) -> _Model:
         config, weights = self._config, self._weights
         return _Model(
             hidden=config.hidden_size,
@@ -233,7 +249,7 @@ class FusedDecoder:
             layers=self._layers,
             embedding=self._matrix(weights.embedding_VE),
             head=self._matrix(weights.head_VE),
-            final_norm=self._vector(weights.final_norm_E),
+            final_norm=self._vector(final_norm_E),
             inv_freq=self._vector(inverse_frequencies(config)),
         )
 
@@ -285,6 +301,19 @@ def _ints(values: Iterable[int]) -> ctypes.Array[c_int32]:
 def _rows(plan: ForwardPlan) -> ctypes.Array[_Row]:
     spans = [_Row(row.tokens.start, row.tokens.stop) for row in plan.rows]
     return (_Row * len(spans))(*spans)
+
+
+def _only_head(hidden_TE: Tensor, num_layers: int) -> ForwardPlan:
+    """A plan that runs none of the layers and wants all logits. It touches no cache."""
+    count = len(hidden_TE)
+    zeros, tokens = [0] * count, range(count)
+    rows = [RowSpan(0, tokens, range(1), tokens)]
+    nothing: list[tuple[int, ...]] = [()] * count
+    return ForwardPlan(
+        *(zeros, zeros, zeros, zeros, zeros, nothing, [*tokens], rows),
+        layers=range(num_layers, num_layers),
+        hidden_TE=hidden_TE,
+    )
 
 
 def _check(config: DecoderConfig, weights: DecoderWeights) -> None:

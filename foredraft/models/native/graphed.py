@@ -50,7 +50,7 @@ class _Graph:
 
     Attributes:
         inputs_IN: `GridInputs`, written before each replay.
-        logits_NV: in the weights' dtype; shared with other graphs of about the same size.
+        logits_NV: float32; shared with other graphs of about the same size.
         replay: runs it; returns the outputs of the tapped layers [N, E].
     """
 
@@ -110,7 +110,7 @@ class GraphedDecoder(EagerDecoder):
         tapped = graph.replay()
         self.num_replayed += 1
         places_T = GridInputs(*graph.inputs_IN).places[: len(plan)]
-        logits_NV = graph.logits_NV[: len(plan.heads)].to(torch.float32, copy=True)
+        logits_NV = graph.logits_NV[: len(plan.heads)].clone()
         return logits_NV, {i: x.index_select(0, places_T) for i, x in tapped.items()}
 
     def _graph(self, bucket: Bucket, cache: KVCache, inputs_IN: Tensor) -> _Graph:
@@ -140,13 +140,13 @@ class GraphedDecoder(EagerDecoder):
 
     def _record(self, bucket: Bucket, cache: KVCache, inputs_IN: Tensor) -> _Graph:
         """Record with real inputs: doing a forward several times leaves the same in the cache."""
-        device, dtype = self._weights.device, self._weights.dtype
+        device = self._weights.device
         fixed_IN = torch.empty_like(inputs_IN, device=device)
         _copy(inputs_IN, fixed_IN)
         rounded = power_of_two(bucket.size)
         if rounded not in self._logits:
             shape = (rounded, self._config.vocab_size)
-            self._logits[rounded] = torch.empty(shape, dtype=dtype, device=device)
+            self._logits[rounded] = torch.empty(shape, device=device)
         logits_NV = self._logits[rounded][: bucket.size]
 
         def work() -> dict[int, Tensor]:

@@ -190,8 +190,8 @@ def _padded_shape(plan: ForwardPlan) -> tuple[int, int]:
 
 
 def _num_pending(row: RowSpan) -> int:
-    """Logits are wanted after the last pending token and after each node."""
-    return len(row.tokens) - len(row.heads) + 1
+    """Logits are wanted after the last pending token and after each node, or nowhere in the row."""
+    return len(row.tokens) - max(len(row.heads) - 1, 0)
 
 
 def power_of_two(count: int) -> int:

@@ -57,6 +57,15 @@ class Int8Matrix:
             :, : self.num_inputs
         ].to(dtype)
 
+    def rows(self, indices_R: Tensor, dtype: torch.dtype) -> Tensor:
+        """Some rows [R, K] of a matrix of one part, likewise."""
+        indices_R = indices_R.to(self.packed_GBN.device)
+        groups_RGK = _unpack(self.packed_GBN[indices_R // GROUP_ROWS]).view(
+            len(indices_R), GROUP_ROWS, -1
+        )
+        rows_RK = groups_RGK[torch.arange(len(indices_R)), indices_R % GROUP_ROWS]
+        return rows_RK[:, : self.num_inputs].to(dtype)
+
 
 Matrix = Tensor | Int8Matrix
 """Weights [R, K] of a product, as stored."""

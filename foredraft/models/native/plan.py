@@ -104,19 +104,16 @@ class ForwardPlan:
         return mask
 
 
-def plan_forward(
-    rows: Sequence[ScoreRow], starts: Sequence[int], want_logits: bool = True
-) -> ForwardPlan:
+def plan_forward(rows: Sequence[ScoreRow], starts: Sequence[int]) -> ForwardPlan:
     """Lay out a forward.
 
     Args:
         rows: what to score.
         starts: for each row, how many entries its slot already holds.
-        want_logits: False for a prefill chunk that is not the last.
     """
     plan = ForwardPlan([], [], [], [], [], [], [], [])
     for row, start in zip(rows, starts, strict=True):
-        _add_row(plan, row, start, want_logits)
+        _add_row(plan, row, start)
     return plan
 
 
@@ -141,7 +138,7 @@ def tail(plan: ForwardPlan, known: Sequence[int]) -> ForwardPlan:
     return rest
 
 
-def _add_row(plan: ForwardPlan, row: ScoreRow, start: int, want_logits: bool) -> None:
+def _add_row(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
     first, num_pending = len(plan), len(row.pending)
     root = start + num_pending  # entries from here on belong to tree nodes
     plan.token_ids.extend((*row.pending, *row.tree.tokens))
@@ -155,7 +152,7 @@ def _add_row(plan: ForwardPlan, row: ScoreRow, start: int, want_logits: bool) ->
     plan.entries.extend(entries)
     plan.slots.extend([row.slot] * len(entries))
     heads = range(len(plan.heads), len(plan.heads))
-    if want_logits:
+    if row.wants_logits:
         plan.heads.extend(range(first + num_pending - 1, len(plan)))
         heads = range(heads.start, len(plan.heads))
     plan.rows.append(RowSpan(row.slot, range(first, len(plan)), entries, heads))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -12,16 +12,14 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
-from foredraft.models.base import Capabilities, RowScores, ScoreRow
+from foredraft.models.base import Capabilities, ScoreRow, Scores, check_taps
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.parts import NativeParts
 from foredraft.models.native.plan import ForwardPlan, plan_forward
-from foredraft.models.native.shallow import ShallowStates, ShallowView
+from foredraft.models.native.shallow import ShallowView, announce, resumption
 from foredraft.models.native.weights import DecoderWeights, fit, load_weights
 from foredraft.models.safety import Checkpoint
-
-_PREFILL_CHUNK = 512
-"""Longer prompts are read in pieces: the memory of a forward stays bounded."""
 
 
 class Decoder(Protocol):
@@ -38,6 +36,10 @@ class Decoder(Protocol):
     def forward(
         self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]: ...
+
+    def logits(self, normed_TE: Tensor) -> Tensor:
+        """The head alone: float32 logits [T, V] of normed states."""
+        ...
 
 
 DecoderFactory = Callable[[DecoderConfig, DecoderWeights], Decoder]
@@ -66,10 +68,14 @@ class NativeTarget:
         self.vocab_size = config.vocab_size
         self.max_context = min(max_context or config.max_context, config.max_context)
         self.capabilities = Capabilities(
-            tree_attention=True, taps=True, layer_views=True, shallow=self.decoder.partial
+            tree_attention=True,
+            taps=range(config.num_hidden_layers),
+            parts=True,
+            layer_views=True,
+            shallow=self.decoder.partial,
+            cache_layers=True,
         )
         self.cache = KVCache(config.kv_shape, weights.dtype, weights.device, self.max_context)
-        self._shallow = ShallowStates(self.decoder, self.cache, config.num_hidden_layers)
 
     @classmethod
     def load(
@@ -96,36 +102,20 @@ class NativeTarget:
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.
     @torch.no_grad()
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
-        for row in rows:
-            self.cache.reserve(row.slot, len(row.pending) + len(row.tree))
-        chunks = [self._prefill(row, taps) for row in rows]
-        plan = plan_forward([done.rest for done in chunks], [done.start for done in chunks])
-        plan = self._shallow.resume(plan, taps)  # without what early exit has already computed
-        logits_HV, tapped = self.decoder.forward(plan, self.cache, taps)
-        return [
-            RowScores(
-                logits_HV[span.heads.start : span.heads.stop],
-                done.joined(
-                    {i: x[span.tokens.start : span.tokens.stop] for i, x in tapped.items()}
-                ),
-            )
-            for span, done in zip(plan.rows, chunks, strict=True)
-        ]
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        check_taps(taps, self.capabilities)
+        plan = plan_forward(rows, [self.cache.length(row.slot) for row in rows])
+        resumed = resumption(rows, plan, self.cache, taps)
+        announce(rows, self.cache)
+        if resumed:
+            plan = resumed.rest(plan, self.decoder, self.cache, self.num_layers)
+        logits_NV, tapped = self.decoder.forward(plan, self.cache, taps)
+        heads = tuple(span.heads for span in plan.rows)
+        return Scores(logits_NV, heads, tapped, tuple(span.tokens for span in plan.rows))
 
-    def _prefill(self, row: ScoreRow, taps: Sequence[int]) -> _Prefilled:
-        """Read all but the last chunk of a long row; what is left fits one forward."""
-        start, done = self.cache.length(row.slot), 0
-        tapped: dict[int, list[Tensor]] = {i: [] for i in taps}
-        while len(row.pending) - done > _PREFILL_CHUNK:
-            chunk = ScoreRow(row.slot, row.pending[done : done + _PREFILL_CHUNK])
-            plan = plan_forward([chunk], [start + done], want_logits=False)
-            _, states = self.decoder.forward(plan, self.cache, taps)
-            for i, x in states.items():
-                tapped[i].append(x)
-            done += _PREFILL_CHUNK
-        rest = ScoreRow(row.slot, row.pending[done:], row.tree)
-        return _Prefilled(rest, start + done, tapped)
+    @property
+    def parts(self) -> NativeParts:
+        return NativeParts(self.config, self.weights, self.decoder.logits)
 
     @property
     def num_layers(self) -> int:
@@ -158,7 +148,7 @@ class NativeTarget:
         self._check_layers([exit_layer - 1])
         if not self.capabilities.shallow:
             raise ConfigError(f"the {self.decoder.name} decoder cannot run only some layers")
-        return ShallowView(self._shallow, self.cache, exit_layer)
+        return ShallowView(self.decoder, self.cache, exit_layer)
 
     def _check_layers(self, layers: Sequence[int]) -> None:
         for layer in layers:
@@ -168,16 +158,3 @@ class NativeTarget:
     def _view(self, weights: DecoderWeights) -> NativeTarget:
         config = replace(self.config, num_hidden_layers=len(weights.layers))
         return NativeTarget(config, weights, self._new_decoder, self.max_context)
-
-
-@dataclass(frozen=True)
-class _Prefilled:
-    """A long row after its early chunks: what is left, where it starts, and what they tapped."""
-
-    rest: ScoreRow
-    start: int
-    taps: dict[int, list[Tensor]]
-
-    def joined(self, last: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Tapped states of all chunks; ``last`` are those of the final forward."""
-        return {i: torch.cat([*self.taps[i], x]) if self.taps[i] else x for i, x in last.items()}

@@ -1,0 +1,71 @@
+"""The ends of a native target, for drafters that stand on them.
+
+Shape legend: T tokens, R some rows of the head, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.int8 import Int8Matrix
+from foredraft.models.native.weights import DecoderWeights
+
+
+class NativeParts:
+    """See `foredraft.models.base.TargetParts`.
+
+    Args:
+        config: of the target.
+        weights: of the target.
+        logits: the decoder's own product with the head.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        logits: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._config, self._weights, self._logits = config, weights, logits
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights.device
+
+    @torch.no_grad()
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        return F.embedding(token_ids_T.to(self.device), self._weights.embedding_VE)
+
+    @torch.no_grad()
+    def norm(self, hidden_TE: Tensor) -> Tensor:
+        return rms_norm(hidden_TE, self._weights.final_norm_E, self._config.rms_norm_eps)
+
+    @torch.no_grad()
+    def logits(self, normed_TE: Tensor) -> Tensor:
+        return self._logits(normed_TE)
+
+    @torch.no_grad()
+    def head_rows(self, token_ids_R: Tensor) -> Tensor:
+        head_VE = self._weights.head_VE
+        if isinstance(head_VE, Int8Matrix):
+            return head_VE.rows(token_ids_R, self.dtype)
+        return F.embedding(token_ids_R.to(self.device), head_VE)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Computed in float32, rounded to the dtype of ``x`` before the weight."""
+    scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype)

@@ -1,0 +1,148 @@
+"""Layers that a drafter adds to a cache: they live and die with its slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from foredraft.cache.base import Cache, CacheLayers, KVShape
+from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
+
+SHAPE = KVShape(num_layers=2, num_kv_heads=1, head_dim=3)
+
+
+@pytest.fixture(params=[TokenProbe, KVProbe, HFProbe])
+def probe(request: pytest.FixtureRequest) -> Probe:
+    new: Callable[[], Probe] = request.param
+    return new()
+
+
+def write(layers: CacheLayers, slot: int, start: int, values: list[int]) -> None:
+    """Each position's entry is its value, in both layers (the second one's negative)."""
+    keys_HTD = torch.tensor(values, dtype=torch.float32)[None, :, None].expand(1, -1, 3)
+    for layer, sign in enumerate((1, -1)):
+        layers.write(layer, slot, start, sign * keys_HTD, 2 * sign * keys_HTD)
+
+
+def read(layers: CacheLayers, slot: int, end: int) -> list[int]:
+    keys_HTD, values_HTD = layers.read(0, slot, end)
+    assert keys_HTD.shape == (1, end, 3)
+    assert torch.equal(values_HTD, 2 * keys_HTD)
+    assert torch.equal(layers.read(1, slot, end)[0], -keys_HTD)
+    return [int(value) for value in keys_HTD[0, :, 0]]
+
+
+def grow(probe: Probe, slot: int, tokens: list[int]) -> None:
+    probe.write(slot, tokens)
+    probe.cache.keep(slot, len(tokens), ())
+
+
+def test_holds_what_was_written(probe: Probe) -> None:
+    layers = probe.cache.add_layers(SHAPE, torch.float32)
+    assert layers.shape == SHAPE
+    first, second = probe.cache.allocate(), probe.cache.allocate()
+    write(layers, first, 0, [1, 2, 3])
+    write(layers, second, 0, [7])
+    write(layers, first, 2, [4, 5])  # a guess gives way
+    assert (read(layers, first, 4), read(layers, second, 1)) == ([1, 2, 4, 5], [7])
+
+
+def test_a_type_of_its_own(probe: Probe) -> None:
+    layers = probe.cache.add_layers(SHAPE, torch.bfloat16)
+    slot = probe.cache.allocate()
+    write(layers, slot, 0, [1])
+    assert layers.read(0, slot, 1)[0].dtype == torch.bfloat16
+
+
+def test_grows_without_losing_entries(probe: Probe) -> None:
+    layers = probe.cache.add_layers(SHAPE, torch.float32)
+    slots = [probe.cache.allocate()]
+    for start in range(0, 900, 90):
+        write(layers, slots[0], start, [*range(start, start + 90)])
+        if start in (180, 540):
+            slots.append(probe.cache.allocate())
+            write(layers, slots[-1], 0, [5])
+    assert read(layers, slots[0], 900) == [*range(900)]
+    assert [read(layers, slot, 1) for slot in slots[1:]] == [[5], [5]]
+
+
+def test_what_was_not_written_cannot_be_read(probe: Probe) -> None:
+    layers = probe.cache.add_layers(SHAPE, torch.float32)
+    slot = probe.cache.allocate()
+    write(layers, slot, 0, [1, 2])
+    with pytest.raises(ValueError, match="3 entries wanted; layer 0 of slot 0 holds 2"):
+        layers.read(0, slot, 3)
+    with pytest.raises(ValueError, match="from 3 on leave a gap: slot 0 holds 2"):
+        write(layers, slot, 3, [4])
+    entry_HTD = torch.zeros(1, 1, 3)
+    with pytest.raises(ValueError, match="layer 2 does not exist"):
+        layers.write(2, slot, 0, entry_HTD, entry_HTD)
+    with pytest.raises(ValueError, match="are not \\[1, tokens, 3\\]"):
+        layers.write(0, slot, 0, entry_HTD, entry_HTD[..., :2])
+    with pytest.raises(KeyError, match="slot 1 is not allocated"):
+        layers.read(0, 1, 0)
+
+
+def test_a_freed_slot_leaves_nothing_to_the_next_user(probe: Probe) -> None:
+    layers, other = probe.cache.add_layers(SHAPE, torch.float32), probe.cache.allocate()
+    slot = probe.cache.allocate()
+    write(layers, slot, 0, [1, 2])
+    probe.cache.free(slot)
+    with pytest.raises(KeyError, match="not allocated"):
+        layers.read(0, slot, 0)
+    assert probe.cache.allocate() == slot
+    with pytest.raises(ValueError, match="1 entries wanted"):
+        layers.read(0, slot, 1)
+    assert read(layers, other, 0) == []
+
+
+def test_a_fork_is_independent(probe: Probe) -> None:
+    layers, slot = probe.cache.add_layers(SHAPE, torch.float32), probe.cache.allocate()
+    grow(probe, slot, [1, 2])
+    write(layers, slot, 0, [1, 2, 90])  # the third is a guess: it does not count
+    copy = probe.cache.fork(slot)
+    with pytest.raises(ValueError, match="holds 2"):
+        layers.read(0, copy, 3)
+    write(layers, copy, 2, [3])
+    assert (read(layers, copy, 3), read(layers, slot, 3)) == ([1, 2, 3], [1, 2, 90])
+    probe.cache.free(slot)
+    assert read(layers, copy, 3) == [1, 2, 3]
+
+
+def test_truncating_forgets(probe: Probe) -> None:
+    layers, slot = probe.cache.add_layers(SHAPE, torch.float32), probe.cache.allocate()
+    grow(probe, slot, [1, 2, 3])
+    write(layers, slot, 0, [1, 2, 3])
+    probe.cache.truncate(slot, 1)
+    assert read(layers, slot, 1) == [1]
+    with pytest.raises(ValueError, match="holds 1"):
+        layers.read(0, slot, 2)
+
+
+def test_covered_are_the_positions_that_all_layers_hold(probe: Probe) -> None:
+    cache: Cache = probe.cache
+    slot = cache.allocate()
+    grow(probe, slot, [1, 2, 3])
+    assert cache.covered(slot) == 3
+    layers = cache.add_layers(SHAPE, torch.float32)  # the slot was there before
+    assert cache.covered(slot) == 0
+    entry_HTD = torch.zeros(1, 2, 3)
+    layers.write(0, slot, 0, entry_HTD, entry_HTD)
+    assert cache.covered(slot) == 0
+    layers.write(1, slot, 0, entry_HTD, entry_HTD)
+    assert cache.covered(slot) == 2
+    write(layers, slot, 2, [3, 4, 5])  # guesses count no more than the tokens do
+    assert cache.covered(slot) == 3
+
+
+def test_memory_is_given_back() -> None:
+    probe = KVProbe()
+    layers, slot = probe.cache.add_layers(SHAPE, torch.float32), probe.cache.allocate()
+    grow(probe, slot, [1])
+    before = probe.cache.num_bytes
+    write(layers, slot, 0, [1])
+    assert probe.cache.num_bytes == before + 256 * SHAPE.bytes_per_token(torch.float32)
+    probe.cache.free(slot)
+    assert probe.cache.num_bytes == 0
