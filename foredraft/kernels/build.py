@@ -1,10 +1,11 @@
 """Compiles foredraft's C++ for this very CPU, once, and loads it.
 
-Each library (the fused decoder, the noise) is kept in foredraft's cache. Its name holds a key of everything it depends on (sources,
-compiler, flags and CPU) and a digest of its own bytes. Code that is not what was compiled must not
-run, so before it is loaded the digest is compared, and the file must be the user's own. It is
-written elsewhere, flushed, and moved into its place under a lock: two processes never see half of
-it, and neither does the one after a power cut. A new library replaces the oldest of several.
+Each library (the fused decoder, the noise) is kept in foredraft's cache. Its name holds a key of
+everything it depends on (sources, compiler, flags and CPU) and a digest of its own bytes. Code that
+is not what was compiled must not run, so before it is loaded the digest is compared, and the file
+must be the user's own. It is written elsewhere, flushed, and moved into its place under a lock: two
+processes never see half of it, and neither does the one after a power cut. A new library replaces
+the oldest of several.
 """
 
 from __future__ import annotations
