@@ -1,9 +1,11 @@
 """Compiles foredraft's C++ for this very CPU, once, and loads it.
 
-Each library (the fused decoder, the noise) is kept in foredraft's cache under a key of everything
-it depends on: sources, compiler, flags and CPU. It is written beside its place and moved there,
-under a lock, so two processes never see half of it. A new one replaces the oldest when there are
-several.
+Each library (the fused decoder, the noise) is kept in foredraft's cache. Its name holds a key of
+everything it depends on (sources, compiler, flags and CPU) and a digest of its own bytes. Code that
+is not what was compiled must not run, so before it is loaded the digest is compared, and the file
+must be the user's own. It is written elsewhere, flushed, and moved into its place under a lock: two
+processes never see half of it, and neither does the one after a power cut. A new library replaces
+the oldest of several.
 """
 
 from __future__ import annotations
@@ -16,48 +18,95 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from filelock import FileLock
 
+from foredraft.kernels.instructions import (
+    SWITCH,
+    InstructionSet,
+    KernelUnavailable,
+    choose,
+    cpu_features,
+)
 from foredraft.paths import cache_root
 
-SWITCH = "FOREDRAFT_KERNELS"
-"""Environment variable; "off" makes foredraft run without compiled kernels."""
+__all__ = ["SWITCH", "KernelUnavailable", "build", "find_compiler", "load_library"]
 
 _SOURCES = Path(__file__).parent
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"),
+    *("-std=c++17", "-O3", "-mtune=native", "-pthread", "-shared", "-fPIC"),
     "-fvisibility=hidden",
     "-ffp-contract=off",  # multiply-adds only where the source says so: see simd.h
 )
-_FLAGS_OF = {"decoder": ("-fopenmp",), "noise": ()}
-"""The libraries, each of one source file of its name, and what else each is compiled with."""
+_INSTALL = (  # the first package manager that is there, and its words for a C++ compiler
+    ("apt-get", "apt install g++"),
+    ("dnf", "dnf install gcc-c++"),
+    ("apk", "apk add g++"),
+    ("pacman", "pacman -S gcc"),
+    ("zypper", "zypper install gcc-c++"),
+    ("xcode-select", "xcode-select --install"),
+)
 _TIMEOUT_SECONDS = 300.0
-_MAX_KEPT = 4
-"""Libraries kept of a name, the newest: of other compilers, versions of foredraft, and CPUs that
-share the cache."""
+_MAX_KEPT = 8
+"""Libraries kept of each source, the newest: of other compilers, instruction sets, versions of
+foredraft, and CPUs that share the cache."""
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-class KernelUnavailable(Exception):  # noqa: N818 - a state of the machine, not a mistake
-    """The fused kernel cannot run here. The message is one line: why, and what would help."""
-
-
-@functools.cache
-def load_library(name: str = "decoder") -> ctypes.CDLL:
+def load_library(name: str = "decoder", instructions: str | None = None) -> ctypes.CDLL:
     """A compiled library, built first if this machine has not got it yet (some seconds).
+
+    Args:
+        name: of the source, ``name.cpp`` beside this file.
+        instructions: name of the instruction set; None: see `instructions.choose`.
 
     Raises:
         KernelUnavailable: it is switched off, or cannot be compiled or loaded here.
     """
-    if os.environ.get(SWITCH, "").lower() == "off":
-        raise KernelUnavailable(f"switched off by {SWITCH}=off")
-    library = build(find_compiler(os.environ), cache_root() / "kernels", name=name)
-    return _loaded(library)
+    return _load(name, choose(instructions))
+
+
+@functools.cache
+def _load(name: str, instructions: InstructionSet) -> ctypes.CDLL:
+    compiler = find_compiler(os.environ)
+    return _loaded(build_in_cache(compiler, _directories(), name, instructions))
+
+
+def _directories() -> list[Path]:
+    """Where libraries may be kept: the user's own place helps where the cache is not theirs."""
+    return list(dict.fromkeys(root / "kernels" for root in (cache_root(), cache_root({}))))
+
+
+def build_in_cache(
+    compiler: Sequence[str], directories: Sequence[Path], name: str, instructions: InstructionSet
+) -> Path:
+    """`build` in the first of the directories that can be used."""
+    problems: list[KernelUnavailable] = []
+    for directory in directories:
+        try:
+            return build(compiler, directory, name, instructions)
+        except _UnusableDirectory as problem:
+            problems.append(problem)
+    raise problems[0]
+
+
+class _UnusableDirectory(KernelUnavailable):
+    """Libraries cannot be kept there; elsewhere they might."""
+
+
+def install_command(path: str | None = None) -> str:
+    """The one command that installs a C++ compiler on this system, as far as can be told."""
+    for manager, command in _INSTALL:
+        if shutil.which(manager, path=path):
+            as_root = manager != "xcode-select" and hasattr(os, "geteuid") and os.geteuid() != 0
+            return f"sudo {command}" if as_root else command
+    return "apt install g++"
 
 
 def find_compiler(environment: Mapping[str, str]) -> list[str]:
@@ -67,7 +116,13 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
         KernelUnavailable: there is none.
     """
     path = environment.get("PATH")
-    if chosen := shlex.split(environment.get("CXX", "")):
+    try:
+        chosen = shlex.split(environment.get("CXX", ""))
+    except ValueError as problem:
+        raise KernelUnavailable(
+            f"CXX is {environment['CXX']!r}, which cannot be read ({problem}); correct or unset it"
+        ) from None
+    if chosen:
         if shutil.which(chosen[0], path=path) is None:
             raise KernelUnavailable(
                 f"CXX is {chosen[0]!r}, which is not there; correct or unset it"
@@ -76,43 +131,110 @@ def find_compiler(environment: Mapping[str, str]) -> list[str]:
     for name in _COMPILERS:
         if found := shutil.which(name, path=path):
             return [found]
-    raise KernelUnavailable("no C++ compiler found: install g++ (Debian, Ubuntu: apt install g++)")
+    raise KernelUnavailable(f"no C++ compiler found; install one with: {install_command(path)}")
+
+
+# ------------------------------------------------------------------------------------ the cache
 
 
 def build(
-    compiler: list[str], directory: Path, sources: Path = _SOURCES, name: str = "decoder"
+    compiler: Sequence[str],
+    directory: Path,
+    name: str = "decoder",
+    instructions: InstructionSet | None = None,
+    sources: Path = _SOURCES,
 ) -> Path:
-    """Compile a library's source into ``directory`` unless that is done; the library's path.
+    """Compile ``name.cpp`` into ``directory`` unless that is done; the library's path.
 
     Raises:
-        KernelUnavailable: the compiler fails, or the directory cannot be written.
+        KernelUnavailable: the compiler fails, or the directory cannot be written or is another
+            user's.
     """
-    key = _key(compiler, sources, name)
-    library = directory / f"{name}-{key}.so"
-    if library.exists():
-        return library
+    flags = (*_FLAGS, *(instructions or choose()).flags)
+    prefix = f"{name}-{_key(compiler, flags, sources / f'{name}.cpp')}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with FileLock(directory / f"{name}-{key}.lock"):
-            if not library.exists():
-                _compile([*compiler, *_FLAGS, *_FLAGS_OF[name]], sources / f"{name}.cpp", library)
-                _remove_old(library, name)
+        _make_private(directory)
+        if library := _intact(directory, prefix):
+            return library
+        with FileLock(directory / "building.lock", timeout=2 * _TIMEOUT_SECONDS):
+            if library := _intact(directory, prefix):
+                return library
+            _remove_left_over(directory, prefix)
+            library = _compile([*compiler, *flags], sources / f"{name}.cpp", directory / prefix)
+            _remove_old(library, name)
     except OSError as problem:
-        raise KernelUnavailable(f"cannot write the kernel into {directory}: {problem}") from None
+        raise _UnusableDirectory(f"cannot write the kernel into {directory}: {problem}") from None
     return library
 
 
-def _compile(command: list[str], source: Path, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as scratch:
-        output = Path(scratch) / library.name
+def _make_private(directory: Path) -> None:
+    """Nobody but this user, and the system's, may put code there."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = directory.stat()
+    if not _is_trusted(found.st_uid):
+        raise _UnusableDirectory(
+            f"{directory} belongs to another user (number {found.st_uid}), whose code is not run; "
+            "set FOREDRAFT_CACHE to a directory of your own"
+        )
+    if found.st_mode & _OTHERS_MAY_WRITE:
+        directory.chmod(found.st_mode & 0o755)
+
+
+def _is_trusted(user: int) -> bool:
+    return not hasattr(os, "geteuid") or user in (os.geteuid(), 0)
+
+
+def _intact(directory: Path, prefix: str) -> Path | None:
+    """The library of that key which holds what was compiled and could be written by us alone."""
+    for library in directory.glob(f"{prefix}-*.so"):
+        with contextlib.suppress(OSError):  # removed by another process, or unreadable
+            found = library.stat()
+            if not _is_trusted(found.st_uid) or found.st_mode & _OTHERS_MAY_WRITE:
+                continue
+            if _digest(library.read_bytes()) == library.stem.removeprefix(f"{prefix}-"):
+                return library
+    return None
+
+
+def _digest(code: bytes) -> str:
+    return hashlib.sha256(code).hexdigest()[:20]
+
+
+def _compile(command: Sequence[str], source: Path, target: Path) -> Path:
+    """Compile, flush, and move to ``target``-digest.so. For whoever holds the lock."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as scratch:
+        output = Path(scratch) / target.name
         done = _run([*command, str(source), "-o", str(output)])
         if done.returncode != 0:
             raise KernelUnavailable(f"{command[0]} failed: {_first_error(done.stderr)}")
+        output.chmod(0o700)
+        library = target.with_name(f"{target.name}-{_digest(output.read_bytes())}.so")
+        _flush(output)
         os.replace(output, library)
+        _flush(library.parent)
+    return library
+
+
+def _flush(path: Path) -> None:
+    """To the disk: a name must not outlive a power cut that its bytes did not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_left_over(directory: Path, prefix: str) -> None:
+    """Remove what killed builds and damaged disks left. For whoever holds the lock."""
+    for scratch in directory.glob("building-*"):
+        shutil.rmtree(scratch, ignore_errors=True)
+    for library in directory.glob(f"{prefix}-*.so"):
+        with contextlib.suppress(OSError):
+            library.unlink()
 
 
 def _remove_old(new: Path, name: str) -> None:
-    """Remove a name's old libraries. A process that has loaded one can go on using it."""
+    """Remove all but the newest libraries. A process that has loaded one can go on using it."""
     others: list[tuple[float, Path]] = []
     for library in new.parent.glob(f"{name}-*.so"):
         with contextlib.suppress(OSError):  # another process is removing it as well
@@ -123,46 +245,6 @@ def _remove_old(new: Path, name: str) -> None:
             library.unlink()
 
 
-def _first_error(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next(
-        (line for line in lines if "error" in line.lower()), lines[0] if lines else "no word"
-    )
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise KernelUnavailable(f"{command[0]} took over {_TIMEOUT_SECONDS:.0f} seconds") from None
-
-
-def _key(compiler: list[str], sources: Path, name: str) -> str:
-    """Names everything that the machine code depends on."""
-    version = _run([*compiler, "--version"])
-    if version.returncode != 0:
-        raise KernelUnavailable(f"{compiler[0]} --version failed: {_first_error(version.stderr)}")
-    digest = hashlib.sha256()
-    for part in (*compiler, version.stdout, *_FLAGS, *_FLAGS_OF[name], _cpu()):
-        digest.update(part.encode() + b"\0")
-    for path in [*sorted(sources.glob("*.h")), sources / f"{name}.cpp"]:
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:20]
-
-
-def _cpu() -> str:
-    """Model and instruction set; ``-march=native`` looks at no more than this."""
-    named = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    facts = sorted({line for line in lines if line.startswith(named)})
-    return "\n".join([platform.system(), platform.machine(), platform.processor(), *facts])
-
-
 def _loaded(library: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(library))
@@ -170,3 +252,47 @@ def _loaded(library: Path) -> ctypes.CDLL:
         raise KernelUnavailable(
             f"the compiled kernel cannot be loaded ({problem}); delete {library} to build it anew"
         ) from None
+
+
+# --------------------------------------------------------------------------------- the compiler
+
+
+def _first_error(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next(
+        (line for line in lines if "error" in line.lower()), lines[0] if lines else "no word"
+    )
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise KernelUnavailable(f"{command[0]} took over {_TIMEOUT_SECONDS:.0f} seconds") from None
+    except OSError as problem:
+        raise KernelUnavailable(f"{command[0]} cannot be run: {problem}") from None
+
+
+def _key(compiler: Sequence[str], flags: Sequence[str], source: Path) -> str:
+    """Names everything that the machine code depends on."""
+    version = _run([*compiler, "--version"])
+    if version.returncode != 0:
+        raise KernelUnavailable(f"{compiler[0]} --version failed: {_first_error(version.stderr)}")
+    digest = hashlib.sha256()
+    for part in (*compiler, version.stdout, *flags, _cpu()):
+        digest.update(part.encode() + b"\0")
+    for path in [*sorted(source.parent.glob("*.h")), source]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _cpu() -> str:
+    """Model and instructions: code for one CPU is not run on another that shares the cache."""
+    facts = [platform.system(), platform.machine(), platform.processor(), *sorted(cpu_features())]
+    with contextlib.suppress(OSError):
+        named = ("model name", "CPU implementer", "CPU part")
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        facts += sorted({line for line in lines if line.startswith(named)})
+    return "\n".join(facts)

@@ -3,8 +3,8 @@
 // One call runs one forward plan through all layers, inside one team of threads. A forward of few
 // tokens costs what reading the weights from memory costs, so everything here serves that: weights
 // are read once, in the checkpoint's own layout and type or packed as int8 (int8.h), activations
-// stay in caches as float32, and threads meet at spinning barriers that take a fraction of a
-// microsecond.
+// stay in caches as float32, and threads meet at barriers that take a fraction of a microsecond
+// while each of them has a core.
 //
 // Shape legend: T tokens of the forward, N tokens whose logits are wanted, L layers, E hidden size,
 // H query heads, G query heads per key-value head, S cache slots, C cache entries of a slot, D head
@@ -23,14 +23,13 @@
 #pragma GCC optimize("ira-algorithm=priority")  // spills fewer of dot_block's running sums
 #endif
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
 #include <vector>
 
 #include "attention.h"
+#include "entry.h"
 #include "int8.h"
 #include "interface.h"
 #include "matmul.h"
@@ -406,16 +405,13 @@ std::vector<Visible> visible_entries(const ForedraftForward& forward) {
 }
 
 template <class Weight, bool kInt8>
-void run(const ForedraftModel& model, const ForedraftForward& forward) {
+Outcome run(const ForedraftModel& model, const ForedraftForward& forward) {
   const Workspace work(model, forward.num_tokens, forward.num_wanted, forward.max_entries,
                        forward.num_threads, forward.workspace);
   const std::vector<Visible> visible = visible_entries(forward);
-  Barrier barrier(forward.num_threads);
-#pragma omp parallel num_threads(int(forward.num_threads))
-  {
-    const Member me{barrier, omp_get_thread_num(), omp_get_num_threads()};
+  return Entry::of_this_process().run(forward.workspace, forward.num_threads, [&](Member me) {
     Worker<Weight, kInt8>(model, forward, work, visible, me).run();
-  }
+  });
 }
 
 }  // namespace
@@ -432,10 +428,15 @@ int64_t foredraft_workspace_size(const ForedraftModel* model, int64_t num_tokens
   return Workspace(*model, num_tokens, num_wanted, max_entries, num_threads, nullptr).size;
 }
 
+// Returns an Outcome. Unless it is kDone, nothing was computed.
 __attribute__((visibility("default")))
-void foredraft_forward(const ForedraftModel* model, const ForedraftForward* forward) {
-  if (model->is_bf16) model->is_int8 ? run<bf16, true>(*model, *forward) : run<bf16, false>(*model, *forward);
-  else model->is_int8 ? run<float, true>(*model, *forward) : run<float, false>(*model, *forward);
+int64_t foredraft_forward(const ForedraftModel* model, const ForedraftForward* forward) {
+  const auto in_type = [&](auto weight) {
+    using Weight = decltype(weight);
+    return model->is_int8 ? run<Weight, true>(*model, *forward)
+                          : run<Weight, false>(*model, *forward);
+  };
+  return model->is_bf16 ? in_type(bf16{}) : in_type(float{});
 }
 
 }  // extern "C"

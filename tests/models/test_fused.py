@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +64,14 @@ def _kernel() -> None:
         load_library()
     except KernelUnavailable as reason:
         pytest.skip(f"no fused kernel: {reason}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _many_threads() -> Iterator[None]:
+    """Odd shares of the work are worth testing where there are only two cores, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foredraft.kernels.threads.most_threads", lambda: 4)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -325,6 +337,88 @@ def test_phases_are_parts_of_the_time_of_a_forward(
     assert list(phases) == ["linear", "attention", "head", "other"]
     assert min(phases.values()) > 0
     assert sum(phases.values()) < passed
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, 5, 100_000])
+def test_threads_that_the_machine_has_not_are_refused(
+    num_threads: int, checkpoints: dict[str, Path]
+) -> None:
+    with pytest.raises(ConfigError, match=f"threads is {num_threads}; this machine runs 1 to 4"):
+        fused(checkpoints["llama"], torch.float32, num_threads)
+
+
+def test_torch_threads_beyond_the_cores_are_not_used(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 100_000)
+    target = NativeTarget.load(checkpoints["llama"], torch.float32, new_decoder=FusedDecoder)
+    assert step(target, target.cache.allocate(), text(3)).isfinite().all()
+
+
+def test_a_forward_within_a_forward_of_the_same_memory_is_refused(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock keeps Python out; without it the kernel itself says no, and computes nothing."""
+    target = fused(checkpoints["llama"], torch.float32)
+    decoder = target.decoder
+    assert isinstance(decoder, FusedDecoder)
+    slot = target.cache.allocate()
+    expected = step(target, slot, text(300))
+    monkeypatch.setattr(decoder, "_lock", contextlib.nullcontext())
+    refusals: list[RuntimeError] = []
+
+    def again() -> None:
+        for _ in range(20):
+            try:
+                found = target.score([ScoreRow(slots.pop(), text(300))])[0].logits_NV
+                assert torch.equal(found, expected)
+            except RuntimeError as refusal:
+                refusals.append(refusal)
+
+    slots = [target.cache.allocate() for _ in range(40)]
+    with ThreadPoolExecutor(2) as pool:
+        for job in [pool.submit(again) for _ in range(2)]:
+            job.result()
+    assert refusals
+    assert "two forwards of one decoder at the same time" in str(refusals[0])
+
+
+def test_two_decoders_may_run_at_the_same_time(checkpoints: dict[str, Path]) -> None:
+    targets = [fused(checkpoints["llama"], torch.float32, num_threads=2) for _ in range(2)]
+
+    def read(target: NativeTarget) -> Tensor:
+        return torch.cat([step(target, target.cache.allocate(), text(50)) for _ in range(10)])
+
+    expected = read(targets[0])
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(read, targets):
+            assert torch.equal(found, expected)
+
+
+def test_a_forked_child_has_threads_of_its_own(checkpoints: dict[str, Path]) -> None:
+    target = fused(checkpoints["llama"], torch.float32, num_threads=2)
+    expected = step(target, target.cache.allocate(), text(40))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):  # nothing of pytest may run twice
+            found = step(target, target.cache.allocate(), text(40))
+            status = 0 if torch.equal(found, expected) and torch.get_num_threads() == 1 else 2
+        os._exit(status)
+    assert _exit_status(child) == 0
+
+
+def _exit_status(child: int, seconds: float = 20.0) -> int | None:
+    """Of a child process; None if it hangs."""
+    stop = time.monotonic() + seconds
+    while time.monotonic() < stop:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 def test_work_memory_is_reused(checkpoints: dict[str, Path]) -> None:

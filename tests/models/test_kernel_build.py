@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
@@ -15,10 +16,12 @@ from foredraft.kernels import build as build_module
 from foredraft.kernels.build import (
     SWITCH,
     KernelUnavailable,
-    build,
+    build_in_cache,
     find_compiler,
+    install_command,
     load_library,
 )
+from foredraft.kernels.instructions import available, choose
 
 
 class FakeCompiler:
@@ -44,6 +47,11 @@ class FakeCompiler:
     @property
     def num_compilations(self) -> int:
         return len(self._log.read_text().splitlines())
+
+
+def build(command: list[str], cache: Path, sources: Path, name: str = "decoder") -> Path:
+    """For the plainest instruction set, which every machine has."""
+    return build_module.build(command, cache, name, available()[-1], sources)
 
 
 @pytest.fixture
@@ -92,9 +100,10 @@ def test_a_changed_source_is_compiled_anew(
 
 
 def test_the_newest_libraries_are_kept(
-    compiler: FakeCompiler, sources: Path, tmp_path: Path
+    compiler: FakeCompiler, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[Path] = []
+    monkeypatch.setattr(build_module, "_MAX_KEPT", 4)
     for age in (40, 10, 30, 20, -60):  # the last one by a clock that was wrong
         (sources / "decoder.cpp").write_text(f"int age = {age};\n")
         built.append(build(compiler.command, tmp_path / "cache", sources))
@@ -109,7 +118,7 @@ def test_the_newest_libraries_are_kept(
 def test_a_library_that_cannot_be_removed_does_no_harm(
     compiler: FakeCompiler, sources: Path, tmp_path: Path
 ) -> None:
-    for i in range(6):  # a directory in a library's place cannot be unlinked
+    for i in range(10):  # a directory in a library's place cannot be unlinked
         (tmp_path / "cache" / f"decoder-{i}.so").mkdir(parents=True)
     assert build(compiler.command, tmp_path / "cache", sources).is_file()
 
@@ -128,7 +137,7 @@ def test_a_failing_compiler_is_quoted_and_leaves_nothing(sources: Path, tmp_path
     with pytest.raises(KernelUnavailable) as caught:
         build(failing.command, cache, sources)
     assert str(caught.value).endswith("fake-c++ failed: x.h:1: error: no such thing")
-    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    assert [path.name for path in cache.iterdir()] == ["building.lock"]
 
 
 def test_a_cache_that_cannot_be_written_is_a_reason(
@@ -139,12 +148,128 @@ def test_a_cache_that_cannot_be_written_is_a_reason(
         build(compiler.command, tmp_path / "cache", sources)
 
 
-def test_a_damaged_library_is_a_reason_that_says_what_to_do(
+def test_a_compiler_that_cannot_be_started_is_a_reason(sources: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_bytes(b"\x7fELF")
+    broken.chmod(0o755)
+    with pytest.raises(KernelUnavailable, match=r"c\+\+ cannot be run"):
+        build([str(broken)], tmp_path / "cache", sources)
+
+
+def test_a_library_that_is_none_is_a_reason_that_says_what_to_do(
     compiler: FakeCompiler, sources: Path, tmp_path: Path
 ) -> None:
     library = build(compiler.command, tmp_path / "cache", sources)
     with pytest.raises(KernelUnavailable, match=f"delete {library} to build it anew"):
         build_module._loaded(library)
+
+
+@pytest.mark.parametrize("damage", [b"comp", b"\0" * 9, b""], ids=["cut", "zeros", "empty"])
+def test_a_damaged_library_is_built_anew(
+    damage: bytes, compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    library = build(compiler.command, tmp_path / "cache", sources)
+    library.write_bytes(damage)
+    assert build(compiler.command, tmp_path / "cache", sources).read_text() == "compiled\n"
+    assert compiler.num_compilations == 2
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def flushed(descriptor: int) -> None:
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        events.append("directory" if is_directory else "file")
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        events.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    build(compiler.command, tmp_path / "cache", sources)
+    assert events == ["file", "rename", "directory"]
+
+
+def test_what_a_killed_build_left_is_removed(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    left = tmp_path / "cache" / "building-x2k1"
+    left.mkdir(parents=True)
+    (left / "decoder.so").write_text("half")
+    build(compiler.command, tmp_path / "cache", sources)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_a_library_that_others_can_write_is_not_run(
+    mode: int, compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    build(compiler.command, tmp_path / "cache", sources).chmod(mode)
+    again = build(compiler.command, tmp_path / "cache", sources)
+    assert compiler.num_compilations == 2
+    assert stat.S_IMODE(again.stat().st_mode) == 0o700
+
+
+def test_a_cache_of_ours_is_closed_to_others(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    build(compiler.command, tmp_path / "cache", sources)
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o755
+
+
+def test_a_cache_of_another_user_is_not_used(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "_is_trusted", lambda user: False)
+    with pytest.raises(KernelUnavailable, match=r"belongs to another user .* FOREDRAFT_CACHE"):
+        build(compiler.command, tmp_path / "cache", sources)
+    assert compiler.num_compilations == 0
+
+
+def test_the_system_and_the_user_are_trusted() -> None:
+    assert build_module._is_trusted(0)
+    assert build_module._is_trusted(os.geteuid())
+    assert not build_module._is_trusted(os.geteuid() + 1)
+
+
+def test_where_the_cache_cannot_be_used_the_users_own_place_is(
+    compiler: FakeCompiler, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("a file where the directory should be")
+    directories = [tmp_path / "taken", tmp_path / "own"]
+    library = build_in_cache(compiler.command, directories, "decoder", available()[-1])
+    assert library.parent == tmp_path / "own"
+    with pytest.raises(KernelUnavailable, match=r"cannot write the kernel into .*taken"):
+        build_in_cache(compiler.command, directories[:1], "decoder", available()[-1])
+
+
+def test_several_libraries_share_a_directory(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    (sources / "other.cpp").write_text("int other;\n")
+    first = build(compiler.command, tmp_path / "cache", sources)
+    other = build(compiler.command, tmp_path / "cache", sources, "other")
+    assert other.name.startswith("other-")
+    assert build(compiler.command, tmp_path / "cache", sources) == first
+    assert compiler.num_compilations == 2
+
+
+def test_instruction_sets_have_libraries_of_their_own(
+    compiler: FakeCompiler, sources: Path, tmp_path: Path
+) -> None:
+    libraries = {
+        build_module.build(compiler.command, tmp_path / "cache", "decoder", one, sources)
+        for one in available()
+    }
+    assert len(libraries) == len(available()) == compiler.num_compilations
 
 
 def test_the_compiler_is_the_first_on_the_path(tmp_path: Path) -> None:
@@ -164,15 +289,31 @@ def test_a_cxx_that_is_not_there_is_a_reason() -> None:
         find_compiler({"PATH": "/usr/bin", "CXX": "no-such-c++"})
 
 
-def test_without_a_compiler_the_reason_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(KernelUnavailable, match=r"no C\+\+ compiler found: install g\+\+"):
+def test_a_cxx_that_cannot_be_read_is_a_reason() -> None:
+    with pytest.raises(KernelUnavailable, match=r"CXX is \"g\+\+ 'x\", which cannot be read"):
+        find_compiler({"PATH": "/usr/bin", "CXX": "g++ 'x"})
+
+
+@pytest.mark.parametrize(
+    ("manager", "command"), [("apt-get", r"apt install g\+\+"), ("dnf", r"dnf install gcc-c\+\+")]
+)
+def test_without_a_compiler_the_reason_names_the_command_that_installs_one(
+    manager: str, command: str, tmp_path: Path
+) -> None:
+    (tmp_path / manager).write_text("#!/bin/sh\n")
+    (tmp_path / manager).chmod(0o755)
+    with pytest.raises(KernelUnavailable, match=rf"no C\+\+ compiler found.*: (sudo )?{command}$"):
         find_compiler({"PATH": str(tmp_path)})
+
+
+def test_on_a_system_that_is_not_known_there_is_an_example(tmp_path: Path) -> None:
+    assert install_command(str(tmp_path)) == "apt install g++"
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "off")
     with pytest.raises(KernelUnavailable, match="switched off by FOREDRAFT_KERNELS=off"):
-        load_library.__wrapped__()
+        load_library()
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no compiler")
@@ -180,3 +321,4 @@ def test_the_real_sources_compile_here() -> None:
     library = load_library()
     assert library.foredraft_forward
     assert library.foredraft_workspace_size
+    assert load_library(instructions=choose().name) is library

@@ -12,6 +12,7 @@ V vocabulary.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
@@ -22,6 +23,7 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.build import load_library
+from foredraft.kernels.threads import check_threads, most_threads
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.int8 import Int8Matrix, Matrix, tensor_of
 from foredraft.models.native.plan import ForwardPlan, RowSpan
@@ -97,7 +99,8 @@ class FusedDecoder:
         num_threads: threads of a forward; None asks torch each time.
 
     Raises:
-        ConfigError: the weights are on another device or of another dtype.
+        ConfigError: the weights are on another device or of another dtype, or the machine offers
+            fewer threads.
         KernelUnavailable: the kernel cannot be compiled here (see `kernels.build`).
     """
 
@@ -108,6 +111,8 @@ class FusedDecoder:
         self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None
     ) -> None:
         _check(config, weights)
+        if num_threads is not None:
+            check_threads(num_threads)
         self._config, self._weights = config, weights
         self._num_threads = num_threads
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
@@ -117,10 +122,11 @@ class FusedDecoder:
         self._unnormed = self._describe_model(torch.ones_like(weights.final_norm_E))
         self._workspace = torch.empty(0)
         self._phase_seconds = (c_double * len(PHASES))()
-        self._lock = threading.Lock()
+        self._process, self._lock = os.getpid(), threading.Lock()
         library = load_library()
         self._forward = library.foredraft_forward
-        self._forward.argtypes, self._forward.restype = [POINTER(_Model), POINTER(_Forward)], None
+        self._forward.argtypes = [POINTER(_Model), POINTER(_Forward)]
+        self._forward.restype = c_int64
         self._workspace_size = library.foredraft_workspace_size
         self._workspace_size.argtypes = [POINTER(_Model), *[c_int64] * 4]
         self._workspace_size.restype = c_int64
@@ -149,11 +155,14 @@ class FusedDecoder:
             IndexError: a token id outside the vocabulary, or an entry outside the cache.
         """
         self._check_plan(plan, cache)
+        if self._process != os.getpid():
+            self._begin_in_child()
         logits_NV = torch.empty(len(plan.heads), self._config.vocab_size)
         hidden = self._config.hidden_size
         tapped = {i: torch.empty(len(plan), hidden) for i in taps}
         with self._lock:
-            self._forward(self._model, self._describe_forward(plan, cache, logits_NV, tapped))
+            described = self._describe_forward(plan, cache, logits_NV, tapped)
+            _check_outcome(self._forward(self._model, described), described.num_threads)
         if plan.is_beginning:
             return logits_NV, tapped
         return logits_NV, {i: x.to(self._weights.dtype) for i, x in tapped.items()}
@@ -170,13 +179,26 @@ class FusedDecoder:
         logits_TV = torch.empty(len(plan), self._config.vocab_size)
         cache = KVCache(self._config.kv_shape, self._weights.dtype, "cpu", 0)
         with self._lock:
-            self._forward(self._unnormed, self._describe_forward(plan, cache, logits_TV, {}))
+            described = self._describe_forward(plan, cache, logits_TV, {})
+            _check_outcome(self._forward(self._unnormed, described), described.num_threads)
         return logits_TV.mul_(scale_T1)
+
+    def _begin_in_child(self) -> None:
+        """After fork(): the kernel starts threads of its own anew, torch does not.
+
+        It waits for its parent's, for ever, in any operation large enough to be shared out.
+        """
+        self._process, self._lock = os.getpid(), threading.Lock()
+        self._num_threads = self._threads()
+        torch.set_num_threads(1)
+
+    def _threads(self) -> int:
+        return self._num_threads or min(torch.get_num_threads(), most_threads())
 
     def _describe_forward(
         self, plan: ForwardPlan, cache: KVCache, logits_NV: Tensor, tapped: dict[int, Tensor]
     ) -> _Forward:
-        threads = self._num_threads or torch.get_num_threads()
+        threads = self._threads()
         max_entries = max(row.entries.stop for row in plan.rows)
         keys, values = cache.keys_LSHCD, cache.values_LSHCD
         layers = plan.layers_to_run(len(self._layers))
@@ -314,6 +336,18 @@ def _only_head(hidden_TE: Tensor, num_layers: int) -> ForwardPlan:
         layers=range(num_layers, num_layers),
         hidden_TE=hidden_TE,
     )
+
+
+def _check_outcome(outcome: int, num_threads: int) -> None:
+    """``Outcome`` of entry.h."""
+    if outcome == 1:
+        raise RuntimeError(
+            "two forwards of one decoder at the same time; this is a bug of foredraft"
+        )
+    if outcome == 2:
+        raise RuntimeError(
+            f"the system starts no {num_threads} threads for this process; ask for fewer (threads)"
+        )
 
 
 def _check(config: DecoderConfig, weights: DecoderWeights) -> None:

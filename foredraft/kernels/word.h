@@ -1,0 +1,79 @@
+// A word that one thread writes and another waits for: a brief spin, and then sleep.
+//
+// Phases of a forward take microseconds, so the thread waited for usually is about to come: asking
+// the system to sleep and to be woken would take longer. But where a neighbour has taken its core, it
+// comes milliseconds later, and a thread that spins until then takes the machine from everybody,
+// from the late thread too.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace foredraft {
+
+// Longer than threads of a team are apart where each has a core; far shorter than a core is lent.
+constexpr std::chrono::microseconds kSpinTime{60};
+
+class Word {
+ public:
+  // For the one thread that writes.
+  void tell(uint32_t value) {
+    value_.store(value);
+    if (sleeps_.load()) wake();  // both in one order with await(): it sees the value or we see it
+  }
+
+  // For the one thread that waits: until the word is another than `old`.
+  void await(uint32_t old) {
+    if (spin(old)) return;
+    sleeps_.store(true);
+    while (value_.load() == old) sleep(old);
+    sleeps_.store(false, std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<uint32_t> value_{0};
+  std::atomic<bool> sleeps_{false};
+
+  bool spin(uint32_t old) const {
+    using Clock = std::chrono::steady_clock;
+    constexpr int kBetweenLooks = 32;  // at the clock
+    Clock::time_point stop{};
+    for (int spins = 1; value_.load(std::memory_order_acquire) == old; ++spins) {
+      relax();
+      if (spins % kBetweenLooks) continue;
+      const Clock::time_point now = Clock::now();
+      if (spins == kBetweenLooks) stop = now + kSpinTime;
+      else if (now > stop) return false;
+    }
+    return true;
+  }
+
+  static void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
+#endif
+  }
+
+#if defined(__linux__)
+  static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "the system sees a plain word");
+
+  void sleep(uint32_t old) { syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, old, nullptr); }
+  void wake() { syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, 1); }
+#else
+  void sleep(uint32_t) { sched_yield(); }
+  void wake() {}
+#endif
+};
+
+}  // namespace foredraft
