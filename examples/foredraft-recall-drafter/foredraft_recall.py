@@ -15,6 +15,7 @@ from foredraft.drafters.base import (
     BaseDrafter,
     DrafterContext,
     DrafterSpec,
+    DraftRequest,
     DraftRow,
     Observation,
 )
@@ -36,9 +37,9 @@ class RecallDrafter(BaseDrafter):
         self._followers: dict[tuple[int, ...], int] = {}
         self._tails: dict[int, tuple[int, ...]] = {}  # the last tokens of each running request
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        self._tails[request_id] = ()
-        self._learn(request_id, prompt)
+    def begin(self, request: DraftRequest) -> None:
+        self._tails[request.request_id] = ()
+        self._learn(request.request_id, request.tokens)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [Proposal.chosen(TokenTree.chain(self._recall(row))) for row in rows]

@@ -20,14 +20,21 @@ import pytest
 import torch
 
 from foredraft.cache.base import Cache
+from foredraft.control.base import Allowance
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.request import Request
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DrafterContext, DraftRow, Observation, TextCodec
+from foredraft.drafters.base import (
+    Drafter,
+    DrafterContext,
+    DraftRequest,
+    DraftRow,
+    Observation,
+    TextCodec,
+)
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import GenerationResult
 from foredraft.models.base import ScoreRow, Target
@@ -193,7 +200,7 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     ]
     if missing:
         pytest.skip(f"{name} needs a target with {' and '.join(missing)}")
-    takes_model = spec.needs_draft_model or spec.takes_draft_model
+    takes_model = spec.draft_model != "none"
     draft_model = kind.new_draft_model() if takes_model else None
     codec = kind.new_codec()
     context = DrafterContext(target, draft_model, tokenizer=codec, draft_tokenizer=codec)
@@ -240,12 +247,11 @@ class Wrapped:
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
 
-    @property
-    def taps(self) -> Sequence[int]:
-        return self.inner.taps
+        self.taps = inner.taps
+        self.keeps_state, self.look_ahead = inner.keeps_state, inner.look_ahead
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        self.inner.begin(request_id, prompt)
+    def begin(self, request: DraftRequest) -> None:
+        self.inner.begin(request)
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         return self.inner.propose(rows)
@@ -275,8 +281,8 @@ class Renumbered(Wrapped):
 
     OFFSET = 7_000_000_001
 
-    def begin(self, request_id: int, prompt: Sequence[int]) -> None:
-        self.inner.begin(request_id + self.OFFSET, prompt)
+    def begin(self, request: DraftRequest) -> None:
+        self.inner.begin(replace(request, request_id=request.request_id + self.OFFSET))
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         return self.inner.propose(
@@ -321,10 +327,13 @@ class NeverRight(Wrapped):
 class UnevenBudget(FixedBudget):
     """Another budget for each row and step, zero included."""
 
-    def budget(self, rows: Sequence[Request]) -> list[int]:
-        most = super().budget(rows)
+    def allow(self, rows: Sequence[Request]) -> list[Allowance]:
+        most = super().allow(rows)
         uneven = [(len(row.tokens) * 7 + row.request_id) % 9 for row in rows]
-        return [min(pair) for pair in zip(most, uneven, strict=True)]
+        return [
+            replace(allowance, budget=min(allowance.budget, other))
+            for allowance, other in zip(most, uneven, strict=True)
+        ]
 
 
 def check_budget(
@@ -338,7 +347,7 @@ def check_budget(
     finish(engine)
     assert all(len(proposal.tree) <= row.budget for row, proposal in recorded.drafts)
     drafter.begin(0, prompts[0])
-    row = DraftRow(0, tuple(prompts[0]), params, 0, KeyedDrawnChoices(0, len(prompts[0])))
+    row = DraftRow.of(0, tuple(prompts[0]), params, 0)
     (nothing,) = drafter.propose([row])
     drafter.end(0)
     assert nothing.tree == EMPTY_TREE

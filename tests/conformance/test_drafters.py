@@ -104,7 +104,7 @@ def test_it_forgets_what_is_over(name: str, kind: str, coupling: str) -> None:
 def test_a_rejected_branch_leaves_nothing(
     name: str, kind: str, temperature: float, coupling: str
 ) -> None:
-    if drafter_spec(name).learns_from_guesses:
+    if drafter_spec(name).drafts_from == "steps":
         pytest.skip("learns from guesses by its own account")
     model_kind = kind_of(kind)
     target = model_kind.new_target()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
@@ -37,8 +36,7 @@ class Followed:
         return self.propose(budget).tree
 
     def propose(self, budget: int = 16) -> Proposal:
-        choices = KeyedDrawnChoices(0, len(self.tokens))
-        row = DraftRow(self.request_id, tuple(self.tokens), self.params, budget, choices)
+        row = DraftRow.of(self.request_id, tuple(self.tokens), self.params, budget)
         (proposal,) = self.drafter.propose([row])
         return proposal
 

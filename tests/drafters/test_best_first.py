@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from foredraft.core.cost import LinearPrice, Price, TablePrice
 from foredraft.core.errors import ConfigError
-from foredraft.core.tree import ROOT
+from foredraft.core.params import SamplingParams
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.options import checked_cost, checked_count, checked_flag
-from foredraft.drafters.common.step_cost import StepCost
 
 Word = tuple[int, ...]
 
@@ -25,9 +28,15 @@ def always(*probs: float) -> object:
     return successors
 
 
+def grown(
+    successors: object, budget: int, price: Price, branch: bool = True, **params: Any
+) -> TokenTree:
+    row = DraftRow.of(0, (5,), SamplingParams(**params), budget, price=price)
+    return best_first((), successors, row, branch)  # type: ignore[arg-type]
+
+
 def paths(successors: object, budget: int, node_cost: float, branch: bool = True) -> list[Word]:
-    cost = StepCost.linear(node_cost)
-    tree = best_first((), successors, budget, cost, branch)  # type: ignore[arg-type]
+    tree = grown(successors, budget, LinearPrice(node_cost), branch)
     return [tuple(tree.tokens[node] for node in path) for path in tree.paths]
 
 
@@ -51,14 +60,14 @@ def test_the_rate_is_the_best_of_all_sizes() -> None:
 
 def test_nodes_that_cost_nothing_are_taken_up_to_the_next_rise() -> None:
     """A forward takes tokens in blocks: five cost what two cost, the sixth costs a lot."""
-    cost = StepCost(((1, 10.0), (5, 10.1), (6, 14.0), (9, 14.1)))
-    tree = best_first((), always(0.5), 8, cost)  # type: ignore[arg-type]
+    price = TablePrice(((1, 10.0), (5, 10.1), (6, 14.0), (9, 14.1)))
+    tree = grown(always(0.5), 8, price)
     assert len(tree) == 4
 
 
 def test_a_block_that_pays_as_a_whole_is_taken_as_a_whole() -> None:
-    cost = StepCost(((1, 10.0), (2, 14.0), (5, 14.1)))
-    tree = best_first((), always(0.9), 4, cost)  # type: ignore[arg-type]
+    price = TablePrice(((1, 10.0), (2, 14.0), (5, 14.1)))
+    tree = grown(always(0.9), 4, price)
     assert len(tree) == 4
 
 
@@ -67,13 +76,12 @@ def test_without_branches_the_likeliest_successor_is_followed() -> None:
 
 
 def test_nothing_to_draft_and_nothing_allowed() -> None:
-    assert best_first((), lambda word: (), 4).tokens == ()
+    assert grown(lambda word: (), 4, LinearPrice(0.1)).tokens == ()
     assert paths(always(1.0), 0, 0.1) == []
 
 
 def test_parents_come_before_children() -> None:
-    cost = StepCost.linear(1e-9)
-    tree = best_first((), always(0.5, 0.4), 12, cost)  # type: ignore[arg-type]
+    tree = grown(always(0.5, 0.4), 12, LinearPrice(1e-9))
     assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
 
 
@@ -92,3 +100,16 @@ def test_option_values_from_the_command_line() -> None:
         checked_count("min_match", 1.5)
     with pytest.raises(ConfigError, match="min_match is 0"):
         checked_count("min_match", 0)
+
+
+def test_noise_that_rules_a_candidate_out_takes_it_out_of_the_draft() -> None:
+    """At temperature 1 the noise of the position is known: of equal candidates one is likelier."""
+    sizes = set()
+    for text in range(40):
+        row = DraftRow.of(0, (5,) * (text + 1), SamplingParams(temperature=1.0), 1)
+        tree = best_first((), always(0.3, 0.3, 0.3), row)  # type: ignore[arg-type]
+        sizes.add(tree.tokens)
+    assert len(sizes) > 2
+    drawn = SamplingParams(temperature=1.0, coupling="drawn")
+    rows = [DraftRow.of(0, (5,) * n, drawn, 1) for n in range(1, 20)]
+    assert {best_first((), always(0.4, 0.3), row).tokens for row in rows} == {(0,)}  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
@@ -68,8 +67,7 @@ def silent() -> Scripted:
 
 
 def row(tokens: Sequence[int], budget: int, **params: Any) -> DraftRow:
-    choices = KeyedDrawnChoices(5, len(tokens))
-    return DraftRow(0, tuple(tokens), SamplingParams(**params), budget, choices)
+    return DraftRow.of(0, tuple(tokens), SamplingParams(**params), budget, seed=5)
 
 
 def vertical(model: Target, *guessers: Drafter) -> VerticalCascade:

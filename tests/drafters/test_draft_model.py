@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import logits_to_probs
@@ -16,7 +15,7 @@ from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DrafterContext, DraftRow
 from foredraft.drafters.common.shapes import BestFirstShape, FixedShape, Shape
 from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
-from foredraft.models.base import Capabilities, RowScores, ScoreRow
+from foredraft.models.base import Capabilities, ScoreRow, Scores
 from foredraft.models.table import TableModel
 from tests.conformance.harness import (
     KINDS,
@@ -39,7 +38,7 @@ class Watched(TableModel):
         self.reads: list[list[int]] = []
         self.nodes: list[list[int]] = []
 
-    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         self.reads.append([len(row.pending) for row in rows])
         self.nodes.append([len(row.tree) for row in rows])
         return super().score(rows, taps)
@@ -48,8 +47,7 @@ class Watched(TableModel):
 def row(
     tokens: Sequence[int], budget: int, request_id: int = 0, params: SamplingParams | None = None
 ) -> DraftRow:
-    choices = KeyedDrawnChoices(5, len(tokens))
-    return DraftRow(request_id, tuple(tokens), params or SamplingParams(), budget, choices)
+    return DraftRow.of(request_id, tuple(tokens), params or SamplingParams(), budget, seed=5)
 
 
 @pytest.fixture

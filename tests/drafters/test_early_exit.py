@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
@@ -42,8 +41,7 @@ def row_of(target: NativeTarget, tokens: list[int], budget: int) -> DraftRow:
     slot = target.cache.allocate()
     target.score([ScoreRow(slot, tokens[:-1])])
     target.cache.keep(slot, len(tokens) - 1, ())
-    choices = KeyedDrawnChoices(1, len(tokens))
-    return DraftRow(0, tuple(tokens), SamplingParams(), budget, choices, slot)
+    return DraftRow.of(0, tuple(tokens), SamplingParams(), budget, seed=1, slot=slot)
 
 
 @pytest.mark.parametrize("exit_layer", [1, 2])
@@ -92,8 +90,7 @@ def test_the_prompt_passes_the_first_layers_once(target: NativeTarget) -> None:
 
 def test_a_long_prompt_is_read_before_anything_is_drafted(target: NativeTarget) -> None:
     slot = target.cache.allocate()
-    choices = KeyedDrawnChoices(1, 300)
-    row = DraftRow(0, (5,) * 300, SamplingParams(), 4, choices, slot)
+    row = DraftRow.of(0, (5,) * 300, SamplingParams(), 4, seed=1, slot=slot)
     (proposal,) = early_exit(target).propose([row])
     assert len(proposal.tree) == 0
     assert calls(target) == []

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
@@ -22,8 +21,7 @@ from tests.engine.helpers import counting_model
 
 
 def row(tokens: Sequence[int], budget: int) -> DraftRow:
-    choices = KeyedDrawnChoices(0, len(tokens))
-    return DraftRow(0, tuple(tokens), SamplingParams(), budget, choices)
+    return DraftRow.of(0, tuple(tokens), SamplingParams(), budget)
 
 
 class Steps:

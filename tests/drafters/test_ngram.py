@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import DraftRow
@@ -68,7 +67,7 @@ def test_requests_do_not_see_each_others_text() -> None:
     texts = {0: (1, 2, 3, 1, 2), 1: (1, 2)}
     for request_id, text in texts.items():
         drafter.begin(request_id, text)
-    rows = [DraftRow(i, text, params, 2, KeyedDrawnChoices(0, 0)) for i, text in texts.items()]
+    rows = [DraftRow.of(i, text, params, 2) for i, text in texts.items()]
     assert [proposal.tree.tokens for proposal in drafter.propose(rows)] == [(3, 1), ()]
 
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from foredraft.drafters.common.step_cost import FREE_STEPS, StepCost
 
-from foredraft.core.choices import KeyedDrawnChoices
+from foredraft.core.cost import FREE_NODES, LinearPrice, TablePrice
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
+from foredraft.drafters.common.price import Worth
 from foredraft.drafters.common.shapes import (
     BestFirstShape,
     FixedShape,
@@ -29,8 +29,7 @@ DRAWN = SamplingParams(temperature=1.0, coupling="drawn")
 
 
 def row(budget: int, params: SamplingParams | None = None, seed: int = 0) -> DraftRow:
-    choices = KeyedDrawnChoices(seed, 2)
-    return DraftRow(0, (0, 1), params or SamplingParams(), budget, choices)
+    return DraftRow.of(0, (0, 1), params or SamplingParams(), budget, seed, price=FREE_NODES)
 
 
 def grown(shape: Shape, model: TableModel, drafted: DraftRow) -> Proposal:
@@ -195,60 +194,44 @@ def test_a_drawn_request_gets_the_planned_tree() -> None:
 # -------------------------------------------------------------------------------------- cost
 
 
-def test_step_times_are_joined_by_straight_lines() -> None:
-    cost = StepCost.parse("1:10,4:13,8:21")
-    assert [cost.ms(n) for n in (1, 2, 4, 6, 8, 12)] == pytest.approx([10, 11, 13, 17, 21, 29])
-    assert StepCost.parse("4:7").ms(1) == StepCost.parse("4:7").ms(9) == 7.0
-
-
-@pytest.mark.parametrize("text", ["1:9,1:10", "4:9,2:10", "0:3", "1:-2", "1:nan"])
-def test_times_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        StepCost.parse(text)
-
-
-def test_times_that_cannot_be_read_are_refused() -> None:
-    with pytest.raises(ConfigError, match="write tokens and milliseconds"):
-        StepCost.parse("fast")
-
-
-def test_without_measurements_every_node_is_kept() -> None:
-    assert FREE_STEPS.best_num_nodes([0.5, 0.2, 1e-9], num_forwards=3) == 3
+def test_where_nodes_are_free_every_one_is_kept() -> None:
+    assert Worth(FREE_NODES).best_num_nodes([0.5, 0.2, 1e-9], num_forwards=3) == 3
 
 
 def test_the_number_of_nodes_maximises_expected_tokens_per_time() -> None:
     generator = random.Random(1)
-    cost = StepCost.parse("1:10,2:11.5,8:19,16:36", draft_ms=0.7)
+    price = TablePrice(((1, 10.0), (2, 11.5), (8, 19.0), (16, 36.0)))
     for _ in range(50):
         values = sorted((generator.random() ** 3 for _ in range(12)), reverse=True)
-        rates = [(1 + sum(values[:n])) / (cost.ms(n + 1) + 2 * 0.7) for n in range(13)]
-        assert rates[cost.best_num_nodes(values, 2)] == max(rates)
+        rates = [(1 + sum(values[:n])) / (price.ms(n) + 2 * 0.7) for n in range(13)]
+        assert rates[Worth(price, 0.7).best_num_nodes(values, 2)] == max(rates)
 
 
 def test_a_node_that_costs_more_than_it_brings_is_left_out() -> None:
     model = TableModel.random(8, seed=6, sharpness=2.0)
-    cost = StepCost.parse("1:10,2:12")  # every node costs a fifth of a step
-    tree = grown(BestFirstShape(4, 4, cost), model, row(12)).tree
+    price = LinearPrice(0.2)
+    tree = grown(BestFirstShape(4, 4, price=price), model, row(12)).tree
     probs = sorted(path_probs(model, (0, 1), tree), reverse=True)
     everything = grown(BestFirstShape(4, 4), model, row(12)).tree
     all_probs = sorted(path_probs(model, (0, 1), everything), reverse=True)
     assert 0 < len(tree) < 12
     assert probs == pytest.approx(all_probs[: len(tree)])
-    rate = (1 + sum(probs)) / cost.ms(len(tree) + 1)
+    rate = (1 + sum(probs)) / price.ms(len(tree))
     for n in range(13):
-        assert rate >= (1 + sum(all_probs[:n])) / cost.ms(n + 1) - 1e-12
+        assert rate >= (1 + sum(all_probs[:n])) / price.ms(n) - 1e-12
 
 
 def test_a_hopeless_draft_is_not_proposed() -> None:
     flat = TableModel(100, lambda context: [0.01] * 100)
-    proposal = grown(BestFirstShape(cost=StepCost.parse("1:10,2:12")), flat, row(8))
+    proposal = grown(BestFirstShape(price=LinearPrice(0.2)), flat, row(8))
     assert len(proposal.tree) == 0
 
 
 def test_a_forward_is_not_spent_on_depth_that_cannot_pay() -> None:
-    assert StepCost.parse("1:10,2:11", 5.0).is_worth_a_forward([0.9, 0.1], 0.9, 1)
-    assert not StepCost.parse("1:10,2:11", 5.0).is_worth_a_forward([0.3, 0.1], 0.2, 1)
-    assert not FREE_STEPS.is_worth_a_forward([0.3], 0.0, 1)
+    worth = Worth(TablePrice(((1, 10.0), (2, 11.0))), draft_ms=5.0)
+    assert worth.is_worth_a_forward([0.9, 0.1], 0.9, 1)
+    assert not worth.is_worth_a_forward([0.3, 0.1], 0.2, 1)
+    assert not Worth(FREE_NODES).is_worth_a_forward([0.3], 0.0, 1)
 
 
 def test_values_are_probabilities_at_temperature_one() -> None:
@@ -257,8 +240,8 @@ def test_values_are_probabilities_at_temperature_one() -> None:
     growth.extend(logits_FV)
     assert growth.build().tree.tokens == (0, 1, 2)
     # A one-hot reading of temperature 0 would leave nothing for the second and third token.
-    pays = BestFirstShape(3, 1, StepCost.parse("1:10,2:11"))
-    growth = pays.grow(row(3, SamplingParams(temperature=0.0)))
+    price = LinearPrice(0.1)
+    growth = BestFirstShape(3, 1, price=price).grow(row(3, SamplingParams(temperature=0.0)))
     growth.extend(logits_FV)
     probs = sorted(logits_FV.softmax(1)[0].tolist(), reverse=True)
-    assert len(growth.build().tree) == pays.cost.best_num_nodes(probs, 1) == 2
+    assert len(growth.build().tree) == Worth(price).best_num_nodes(probs, 1) == 2

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
@@ -113,7 +112,7 @@ def test_it_drafts_chosen_tokens_whatever_the_coupling() -> None:
     drafter = build()
     drafter.begin(0, (1, 2, 1, 2, 1, 2, 1, 2))
     params = SamplingParams(temperature=1.0, coupling="drawn")
-    row = DraftRow(0, (1, 2, 1, 2, 1, 2, 1, 2), params, 4, KeyedDrawnChoices(0, 8))
+    row = DraftRow.of(0, (1, 2, 1, 2, 1, 2, 1, 2), params, 4)
     (proposal,) = drafter.propose([row])
     assert proposal.tree.tokens
     assert not proposal.is_drawn

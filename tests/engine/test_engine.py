@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 
+from foredraft.cache.prefix import Session
 from foredraft.core.errors import ConfigError, PromptError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.record import StepRecord
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
-from foredraft.engine.row import Session
-from foredraft.models.base import RowScores, ScoreRow
+from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 from tests.engine.helpers import (
     ScriptedDrafter,
@@ -207,7 +208,7 @@ def test_a_session_reads_only_what_is_new() -> None:
     read: list[int] = []
 
     class Watched(TableModel):
-        def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> list[RowScores]:
+        def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
             read.extend(len(row.pending) for row in rows)
             return super().score(rows, taps)
 

@@ -7,10 +7,9 @@ from foredraft_recall import RecallDrafter
 
 from foredraft import GenerationResult, SamplingParams
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.choices import KeyedDrawnChoices
 from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter, drafter_names
-from foredraft.drafters.base import Drafter, DrafterContext, DraftRow
+from foredraft.drafters.base import Drafter, DrafterContext, DraftRequest, DraftRow
 from foredraft.engine.engine import Engine
 from foredraft.models.table import TableModel
 
@@ -22,7 +21,7 @@ def generate(target: TableModel, drafter: Drafter, params: SamplingParams) -> Ge
 
 
 def draft_after(drafter: Drafter, token: int) -> tuple[int, ...]:
-    row = DraftRow(0, (token,), SamplingParams(), budget=4, choices=KeyedDrawnChoices(0, 1))
+    row = DraftRow.of(0, (token,), SamplingParams(), budget=4)
     return drafter.propose([row])[0].tree.tokens
 
 
@@ -53,7 +52,7 @@ def test_the_second_time_costs_fewer_steps() -> None:
 
 def test_forgets_the_oldest_first() -> None:
     drafter = RecallDrafter(context_size=1, max_entries=2)
-    drafter.begin(0, [1, 2, 3, 4])
+    drafter.begin(DraftRequest(0, [1, 2, 3, 4]))
     assert draft_after(drafter, 1) == ()
     assert draft_after(drafter, 2) == (3, 4)
 

@@ -1,0 +1,81 @@
+"""The cost of a forward by its tokens: a model that is measured, then follows."""
+
+from __future__ import annotations
+
+import pytest
+
+from foredraft.core.cost import Attention, CostModel, Roofline, TablePrice, Times
+from foredraft.core.errors import ConfigError
+
+NEAR = ((1, 9.1), (2, 9.1), (3, 9.2), (4, 9.3), (5, 11.2), (8, 15.9), (12, 23.2), (17, 32.8))
+FAR = ((1, 6.2), (2, 6.6), (3, 8.1), (4, 9.5), (5, 11.6), (8, 16.5), (12, 24.0), (17, 33.9))
+"""Two states of one machine, minutes apart."""
+
+
+@pytest.mark.parametrize("times", [NEAR, FAR])
+def test_a_roofline_comes_close_to_measured_times(times: Times) -> None:
+    roofline = Roofline.through(times)
+    for size, ms in times:
+        assert roofline.ms(size) == pytest.approx(ms, rel=0.15)
+
+
+@pytest.mark.parametrize("times", [NEAR, FAR])
+def test_the_model_begins_with_what_was_measured(times: Times) -> None:
+    cost = CostModel(times)
+    assert cost.times([n for n, _ in times]) == pytest.approx(times)
+
+
+@pytest.mark.parametrize(("before", "after"), [(NEAR, FAR), (FAR, NEAR)])
+def test_times_follow_the_machine(before: Times, after: Times) -> None:
+    cost, now = CostModel(before), dict(after)
+    for _ in range(60):
+        cost.observe([(1, 50)], now[1])
+    for size in (1, 2, 3):  # sizes that nobody has tried since have moved as well
+        assert cost.ms([(size, 50)]) == pytest.approx(now[size], rel=0.2)
+    for size in (1, 4, 8) * 40:
+        cost.observe([(size, 50)], now[size])
+    for size, ms in now.items():
+        assert cost.ms([(size, 50)]) == pytest.approx(ms, rel=0.2)
+
+
+def test_one_slow_moment_changes_little() -> None:
+    cost = CostModel(NEAR)
+    cost.observe([(1, 50)], 500.0)
+    assert cost.ms([(1, 50)]) == pytest.approx(9.1, rel=0.04)
+
+
+def test_contexts_add_what_attention_takes_and_do_not_count_as_a_slower_machine() -> None:
+    cost = CostModel(NEAR, Attention(entry_ms=0.001, pair_ms=0.0005))
+    assert cost.ms([(1, 2000)]) == pytest.approx(9.1 + 2.0 + 1.0)
+    assert cost.ms([(1, 2000), (3, 100)]) == pytest.approx(9.3 + 3.0 + 0.1 + 0.15)
+    for _ in range(50):
+        cost.observe([(1, 2000)], 9.1 + 3.0)
+    assert cost.ms([(1, 0)]) == pytest.approx(9.1)
+
+
+def test_a_price_is_a_share_of_what_all_rows_cost_together() -> None:
+    cost = CostModel(NEAR)
+    assert cost.price(context=0, num_rows=4).ms(1) == pytest.approx(15.9 / 4)
+    assert cost.price(context=0).ms(3) == pytest.approx(9.3)
+
+
+def test_step_times_are_joined_by_straight_lines() -> None:
+    price = TablePrice(((1, 10.0), (4, 13.0), (8, 21.0)))
+    assert [price.ms(n) for n in (0, 1, 3, 5, 7, 11)] == pytest.approx([10, 11, 13, 17, 21, 29])
+    assert TablePrice(((4, 7.0),)).ms(0) == TablePrice(((4, 7.0),)).ms(8) == 7.0
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        (),
+        ((1, 9.0), (1, 10.0)),
+        ((4, 9.0), (2, 10.0)),
+        ((0, 3.0),),
+        ((1, -2.0),),
+        ((1, float("nan")),),
+    ],
+)
+def test_times_that_make_no_sense_are_refused(times: Times) -> None:
+    with pytest.raises(ConfigError):
+        CostModel(times)
