@@ -11,6 +11,7 @@ import torch
 
 from foredraft.cache.base import KVShape, SlotLengths, check_keep, padded_capacity
 from foredraft.cache.layers import AddedLayers, StoredLayers, resized
+from foredraft.core.errors import ConfigError
 
 
 class KVCache:
@@ -30,6 +31,7 @@ class KVCache:
         self._max_length = max_length
         self._lengths = SlotLengths()
         self._written: dict[int, int] = {}  # entries behind those that count, by slot
+        self._ends: dict[int, int] = {}  # of all that was ever written to a slot, by any user
         self._added = AddedLayers(device)
         self._holds_memory = False
         empty = (shape.num_layers, 0, shape.num_kv_heads, 0, shape.head_dim)
@@ -44,6 +46,18 @@ class KVCache:
     def num_bytes(self) -> int:
         own = 2 * self.keys_LSHCD.numel() * self.keys_LSHCD.dtype.itemsize
         return own + self._added.num_bytes
+
+    def check_fits(self, shape: KVShape, dtype: torch.dtype) -> None:
+        """Refuse to serve a model that would write something else than there is room for.
+
+        Raises:
+            ConfigError: the cache has another shape or dtype.
+        """
+        if (self.shape, self.keys_LSHCD.dtype) != (shape, dtype):
+            raise ConfigError(
+                f"a model with {dtype} entries of {shape} cannot use a cache of "
+                f"{self.keys_LSHCD.dtype} entries of {self.shape}: make it of the model's own"
+            )
 
     def allocate(self) -> int:
         slot = self._lengths.open()
@@ -86,6 +100,19 @@ class KVCache:
         """
         self._lengths.touch(slot)
         self._written[slot] = num_tokens
+        end = self._lengths[slot] + num_tokens
+        self._ends[slot] = max(end, self._ends.get(slot, 0))
+
+    def clear_behind(self, slot: int, end: int) -> None:
+        """Zero what earlier forwards and users of the slot left from ``end`` on.
+
+        For those who read more than they may see: a weight of 0 does not cancel a NaN.
+        """
+        stale = slice(end, self._ends.get(slot, 0))
+        if stale.start < stale.stop:
+            for store in (self.keys_LSHCD, self.values_LSHCD):
+                store[:, slot, :, stale] = 0.0
+            self._ends[slot] = end
 
     def make_room(self, num_entries: int) -> None:
         """Hold at least ``num_entries`` in every slot, whether or not they will ever count."""
@@ -127,6 +154,7 @@ class KVCache:
         for store in (self.keys_LSHCD, self.values_LSHCD):
             store[:, copy, :, :length] = store[:, slot, :, :length]
         self._set_length(copy, length)
+        self._ends[copy] = max(length, self._ends.get(copy, 0))
         return copy
 
     def free(self, slot: int) -> None:
@@ -135,6 +163,7 @@ class KVCache:
         self._added.close(slot)
         if not len(self._lengths) and not self._holds_memory:
             self._grow(0, 0)
+            self._ends.clear()
 
     def _set_length(self, slot: int, length: int) -> None:
         self._lengths[slot] = length

@@ -48,8 +48,10 @@ class Sessions:
         self.free_dropped()
         if session is None or session.slot is None:
             return self._cache.allocate(), 0
-        shared = common_prefix(session.tokens, tokens)
-        num_cached = max(0, min(shared - self._look_ahead, len(tokens) - 1))
+        shared = common_prefix(session.tokens, tokens) - self._look_ahead
+        # A drafter's state comes along, or it is no hit: what its layers lack is read again.
+        whole = self._cache.covered(session.slot)
+        num_cached = max(0, min(shared, whole, len(tokens) - 1))
         self._cache.truncate(session.slot, num_cached)
         return session.slot, num_cached
 

@@ -10,7 +10,7 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DrafterContext, DraftRow
+from foredraft.drafters.base import Drafter, DrafterContext, DraftRequest, DraftRow
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.early_exit import parse_skip
 from foredraft.engine.engine import Engine
@@ -48,7 +48,7 @@ def row_of(target: NativeTarget, tokens: list[int], budget: int) -> DraftRow:
 def test_it_drafts_what_its_layers_alone_would_say(target: NativeTarget, exit_layer: int) -> None:
     row = row_of(target, [3, 1, 4, 1, 5], 6)
     alone = DraftModelDrafter(target.layer_view(range(exit_layer)))
-    alone.begin(0, row.tokens)
+    alone.begin(DraftRequest(0, row.tokens))
     (expected,) = alone.propose([row])
     (actual,) = early_exit(target, exit_layer=exit_layer).propose([row])
     assert actual.tree == expected.tree
@@ -90,7 +90,7 @@ def test_the_prompt_passes_the_first_layers_once(target: NativeTarget) -> None:
 
 def test_a_long_prompt_is_read_before_anything_is_drafted(target: NativeTarget) -> None:
     slot = target.cache.allocate()
-    row = DraftRow.of(0, (5,) * 300, SamplingParams(), 4, seed=1, slot=slot)
+    row = DraftRow.of(0, (5,) * 300, SamplingParams(), 4, slot=slot)
     (proposal,) = early_exit(target).propose([row])
     assert len(proposal.tree) == 0
     assert calls(target) == []
@@ -105,7 +105,7 @@ def test_a_decoder_that_runs_all_layers_only_costs_a_cache(target: NativeTarget)
         whole.shallow(2)
     tokens = [3, 1, 4, 1, 5]
     drafter = early_exit(whole, exit_layer=2)
-    drafter.begin(0, tokens)
+    drafter.begin(DraftRequest(0, tokens))
     (expected,) = early_exit(target, exit_layer=2).propose([row_of(target, tokens, 5)])
     (actual,) = drafter.propose([row_of(whole, tokens, 5)])
     assert actual.tree == expected.tree

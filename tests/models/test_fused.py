@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
+from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.kernels.build import KernelUnavailable, load_library
@@ -24,8 +26,10 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.fused import PHASES, FusedDecoder
+from foredraft.models.native.graphed import GraphedDecoder
 from foredraft.models.native.int8 import Matrix, as_tensor, tensor_of
-from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.plan import plan_forward
+from foredraft.models.native.target import DecoderFactory, NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
@@ -302,6 +306,34 @@ def test_a_token_outside_the_vocabulary_is_an_error(checkpoints: dict[str, Path]
 def test_weights_of_another_dtype_are_refused(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=r"not torch\.float64"):
         fused(checkpoints["llama"], torch.float64)
+
+
+def test_weights_of_two_dtypes_are_refused(checkpoints: dict[str, Path]) -> None:
+    config = read_config(checkpoints["llama"])
+    weights = load_weights(checkpoints["llama"], config, torch.float32)
+    half = replace(weights.layers[1], down_weight=tensor_of(weights.layers[1].down_weight).half())
+    mixed = replace(weights, layers=(weights.layers[0], half, *weights.layers[2:]))
+    with pytest.raises(
+        ConfigError, match=r"of one dtype, not torch\.float16 beside torch\.float32"
+    ):
+        FusedDecoder(config, mixed)
+
+
+@pytest.mark.parametrize("new_decoder", [FusedDecoder, EagerDecoder, GraphedDecoder])
+def test_a_cache_that_is_not_the_model_s_own_is_refused(
+    checkpoints: dict[str, Path], new_decoder: DecoderFactory
+) -> None:
+    """The kernel would write float32 where there is room for bfloat16."""
+    target = NativeTarget.load(checkpoints["llama"], new_decoder=new_decoder)
+    shape = target.config.kv_shape
+    for dtype, other in ((torch.bfloat16, shape), (torch.float32, replace(shape, num_layers=2))):
+        cache = KVCache(other, dtype, "cpu", 512)
+        slot = cache.allocate()
+        cache.reserve(slot, 20)
+        for length in (1, 20):
+            plan = plan_forward([ScoreRow(slot, text(length))], [0])
+            with pytest.raises(ConfigError, match="make it of the model's own"):
+                target.decoder.forward(plan, cache)
 
 
 def test_a_broken_value_reaches_the_logits(checkpoints: dict[str, Path]) -> None:

@@ -225,18 +225,46 @@ def test_only_the_plans_entries_and_the_scratch_entry_are_written(target: Native
 
 
 def test_what_does_not_count_has_no_influence(target: NativeTarget) -> None:
-    """Entries of rejected nodes, of other rows and of padding hold anything; no bit changes."""
+    """Entries of rejected nodes, of other rows and of padding hold anything; no bit changes.
+
+    Not even NaN: attention gives what it may not see a weight of 0, and 0 times NaN is NaN.
+    """
     cache, slots = target.cache, [target.cache.allocate() for _ in range(3)]
     for slot in slots:
         target.score([ScoreRow(slot, text(30, seed=slot))])
         cache.keep(slot, 30, ())
     rows = [ScoreRow(slots[1], [5], TREE), ScoreRow(slots[0], [6])]
     expected = target.score(rows)
+    for slot in slots:
+        cache.will_write(slot, 226)
     for store in (cache.keys_LSHCD, cache.values_LSHCD):
-        store[:, :, :, 30:] = 1e4
-        store[:, slots[2]] = 1e4
+        store[:, :, :, 30:] = torch.nan
+        store[:, slots[2]] = torch.nan
     for actual, wanted in zip(target.score(rows), expected, strict=True):
         assert torch.equal(actual.logits_NV, wanted.logits_NV)
+
+
+def test_a_broken_row_does_not_harm_the_next_user_of_its_slot(
+    checkpoint: Path, target: NativeTarget
+) -> None:
+    prompt, broken = text(20), text(60, seed=1)
+    layer = target.weights.layers[0]
+    slot = target.cache.allocate()
+    kept = layer.attention_norm_E.clone()
+    layer.attention_norm_E.fill_(torch.nan)
+    target.score([ScoreRow(slot, broken)])
+    target.cache.keep(slot, len(broken), ())
+    [scores] = target.score([ScoreRow(slot, [3], TREE)])
+    assert scores.logits_NV.isnan().all()
+    layer.attention_norm_E.copy_(kept)
+    target.cache.free(slot)
+    pair = Pair(NativeTarget.load(checkpoint), target)
+    assert pair.open(prompt) == slot
+    before = pair.num_replayed
+    pair.score([ScoreRow(slot, [3], TREE)])
+    pair.keep(slot, 1, (1, 4))
+    pair.score([ScoreRow(slot, [4])])
+    assert pair.num_replayed == before + 2
 
 
 def test_a_scratch_entry_is_made_where_the_cache_is_full(target: NativeTarget) -> None:
@@ -276,7 +304,7 @@ def plan_of(*rows: tuple[int, int, int], pending: int = 1):  # type: ignore[no-u
         ([(0, 5, 10)], Bucket(1, 8, 256, False, ())),
         ([(0, 1, 256)], Bucket(1, 1, 512, False, ())),
         ([(0, 8, 248)], Bucket(1, 8, 256, False, ())),
-        ([(0, 1, 600)], Bucket(1, 1, 768, False, ())),  # no more than the cache holds
+        ([(0, 1, 600)], Bucket(1, 1, 760, False, ())),  # all that is no scratch
         ([(2, 1, 10)], Bucket(1, 1, 256, True, ())),
         ([(1, 1, 10), (0, 3, 300)], Bucket(2, 4, 512, False, ())),
         ([(0, 1, 10), (1, 1, 10), (2, 1, 10)], Bucket(4, 1, 256, False, ())),

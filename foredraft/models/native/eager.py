@@ -59,7 +59,11 @@ class EagerDecoder:
 
         Returns:
             float32 logits [N, V], and for each tap the output [T, E] of that layer.
+
+        Raises:
+            ConfigError: the cache is of another model, or of another dtype than the weights.
         """
+        cache.check_fits(self._config.kv_shape, self._weights.dtype)
         device = self._weights.device
         masks = [_to(plan.mask(row), device) for row in plan.rows]
         rotations = self._rotations(plan.positions_T.to(device))

@@ -153,6 +153,7 @@ class FusedDecoder:
 
         Raises:
             IndexError: a token id outside the vocabulary, or an entry outside the cache.
+            ConfigError: the cache is of another model, or of another dtype than the weights.
         """
         self._check_plan(plan, cache)
         if self._process != os.getpid():
@@ -244,6 +245,7 @@ class FusedDecoder:
         return self._workspace.data_ptr()
 
     def _check_plan(self, plan: ForwardPlan, cache: KVCache) -> None:
+        cache.check_fits(self._config.kv_shape, self._weights.dtype)
         if not 0 <= min(plan.token_ids) <= max(plan.token_ids) < self._config.vocab_size:
             raise IndexError(
                 f"token ids {min(plan.token_ids)} to {max(plan.token_ids)} do not fit a "
@@ -355,6 +357,12 @@ def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
         raise ConfigError(f"the fused decoder runs on cpu, and the weights are on {weights.device}")
     if weights.dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"the fused decoder takes bfloat16 or float32, not {weights.dtype}")
+    for tensor in weights.matrices():
+        if tensor.dtype not in (weights.dtype, torch.int8):
+            raise ConfigError(
+                f"the fused decoder takes weights of one dtype, not {tensor.dtype} beside "
+                f"{weights.dtype}"
+            )
     if config.head_dim % 2 or config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"head_dim {config.head_dim} must be even, and {config.num_attention_heads} heads a "

@@ -103,7 +103,10 @@ class GraphedDecoder(EagerDecoder):
         """
         if not fits_grid(plan):
             return super().forward(plan, cache, taps)
+        cache.check_fits(self._config.kv_shape, self._weights.dtype)
         cache.make_room(needed_capacity(plan))
+        for row in plan.rows:
+            cache.clear_behind(row.slot, row.entries.stop)
         bucket = choose_bucket(plan, cache.keys_LSHCD.shape[1], cache.capacity, taps)
         inputs_IN = grid_inputs(plan, bucket, scratch_entry=cache.capacity - 1)
         graph = self._graph(bucket, cache, inputs_IN)

@@ -27,6 +27,9 @@ _MAX_TOKENS = 256
 _MAX_PENDING = 8
 """A row with more tokens to read than this is a prompt, whose size hardly comes twice."""
 _MIN_CONTEXT = 256
+_SCRATCH = 8
+"""Entries at a slot's end that no token attends to, not even with weight 0: padding writes there.
+One would do, but attention's kernels like multiples of eight."""
 
 
 class GridInputs(NamedTuple):
@@ -95,7 +98,7 @@ def fits_grid(plan: ForwardPlan) -> bool:
 def needed_capacity(plan: ForwardPlan) -> int:
     """Entries that a cache must hold for the padded rows and a scratch entry behind them."""
     _, tokens = _padded_shape(plan)
-    return max(row.entries.start for row in plan.rows) + tokens + 1
+    return max(row.entries.start for row in plan.rows) + tokens + _SCRATCH
 
 
 def choose_bucket(
@@ -116,7 +119,7 @@ def choose_bucket(
     return Bucket(
         rows=rows if gathers else first_slots,
         tokens=tokens,
-        context=min(max(_MIN_CONTEXT, power_of_two(seen)), capacity),
+        context=min(max(_MIN_CONTEXT, power_of_two(seen)), capacity - _SCRATCH),
         gathers=gathers,
         taps=tuple(sorted(set(taps))),
     )

@@ -76,6 +76,10 @@ class DecoderWeights:
             found.extend(tensor_of(weight) for weight in vars(layer).values() if weight is not None)
         return found
 
+    def matrices(self) -> list[Tensor]:
+        """Embeddings, head and the linear layers' weights, as stored."""
+        return [tensor for tensor in self.tensors() if tensor.dim() > 1]
+
     @property
     def num_bytes(self) -> int:
         return sum(t.numel() * t.dtype.itemsize for t in self.tensors())
