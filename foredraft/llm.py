@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
-from typing import Any, SupportsIndex
+from typing import Any
 
 from foredraft.cache.prefix import Session
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.cost import CostModel
-from foredraft.core.errors import ConfigError, PromptError
-from foredraft.core.params import SamplingParams
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams, checked_params
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import DrafterContext
 from foredraft.engine.engine import Engine, Event, Trace
@@ -22,10 +21,9 @@ from foredraft.loading import load_models, resolve_drafter
 from foredraft.models.base import Target
 from foredraft.models.progress import Progress
 from foredraft.models.timing import measure_cost
-from foredraft.models.tokenizer import Message, Tokenizer
+from foredraft.models.tokenizer import Tokenizer
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan
-
-Prompt = str | Sequence[int]
+from foredraft.prompts import Message, Prompt, as_batch, prompt_ids
 
 
 class LLM:
@@ -147,7 +145,7 @@ class LLM:
         Raises:
             PromptError: a prompt is empty or too long; nothing has been generated then.
         """
-        return self._run([self._encode(prompt) for prompt in _as_batch(prompts)], params)
+        return self._run([self._encode(prompt) for prompt in as_batch(prompts)], params)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
@@ -187,42 +185,21 @@ class LLM:
     def _run(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None
     ) -> list[GenerationResult]:
-        events = self._streams.open(prompts, params or SamplingParams())
+        events = self._streams.open(prompts, checked_params(params))
         results = [event.result for event in events if event.result is not None]
         return sorted(results, key=lambda result: result.request_id)
 
     def _stream(
         self, prompt: Sequence[int], params: SamplingParams | None, session: Session | None
     ) -> Iterator[Event]:
+        params = checked_params(params)
         self.engine.check_prompt(prompt)  # now, and not when the first event is asked for
-        return self._streams.open([prompt], params or SamplingParams(), session)
+        return self._streams.open([prompt], params, session)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self._tokenizer().encode(prompt)
-        if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
-            raise PromptError(
-                f"a prompt is text or token ids, not {prompt!r} (`chat` takes messages)"
-            )
-        return [_token_id(token) for token in prompt]
+        return prompt_ids(prompt, lambda text: self._tokenizer().encode(text))
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ConfigError("this LLM was built without a tokenizer; pass token ids")
         return self.tokenizer
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    batch = list(prompts)
-    if batch and all(hasattr(item, "__index__") for item in batch):
-        return [batch]  # type: ignore[list-item]  # a single list of ids
-    return batch  # type: ignore[return-value]
-
-
-def _token_id(token: object) -> int:
-    """A plain int from whatever counts as one, such as numpy's."""
-    if isinstance(token, bool) or not isinstance(token, SupportsIndex):
-        raise PromptError(f"prompt token {token!r} is not a token id")
-    return operator.index(token)
