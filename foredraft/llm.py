@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cache
 from os import PathLike
 from typing import Any
 
@@ -24,6 +26,8 @@ from foredraft.models.timing import measure_cost
 from foredraft.models.tokenizer import Tokenizer
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan
 from foredraft.prompts import Message, Prompt, as_batch, prompt_ids
+
+_log = logging.getLogger("foredraft")
 
 
 class LLM:
@@ -96,6 +100,8 @@ class LLM:
         """
         asked = LoadOptions.of(model=model, **options)
         loaded, draft = load_models(asked, progress)
+        for note in loaded.plan.notes:
+            _say_once(note)
         weighs = asked.calibrate and resolve_drafter(asked) != "none"
         return cls(
             loaded.target,
@@ -203,3 +209,9 @@ class LLM:
         if self.tokenizer is None:
             raise ConfigError("this LLM was built without a tokenizer; pass token ids")
         return self.tokenizer
+
+
+@cache
+def _say_once(note: str) -> None:
+    """Falling back to something slower is not to be silent."""
+    _log.warning("foredraft runs slower than it could: %s (see `foredraft doctor`)", note)
