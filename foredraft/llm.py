@@ -146,9 +146,11 @@ class LLM:
     ) -> list[GenerationResult]:
         """Continue each prompt (text, or token ids); results in the order of the prompts.
 
-        A single text or a single list of ids is a batch of one.
+        A single text or a single list of ids is a batch of one. Special tokens written in a text
+        are recognised; the messages of `chat` are content, whatever they say.
 
         Raises:
+            ConfigError: the parameters are none.
             PromptError: a prompt is empty or too long; nothing has been generated then.
         """
         return self._run([self._encode(prompt) for prompt in as_batch(prompts)], params)

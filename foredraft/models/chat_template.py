@@ -170,10 +170,14 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = _Parser(self, source, name, filename).parse()
-        for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
-            for repeated in [*template.find_all(kind)]:
-                tick = nodes.ExprStmt(_call_of_environment("tick", []))
-                repeated.body.insert(0, tick.set_lineno(repeated.lineno))
+        repeated = (
+            *template.find_all(nodes.For),
+            *template.find_all(nodes.Macro),
+            *template.find_all(nodes.CallBlock),
+        )
+        for node in repeated:
+            tick = nodes.ExprStmt(_call_of_environment("tick", []))
+            node.body.insert(0, tick.set_lineno(node.lineno))
         return template
 
     def tick(self) -> None:
