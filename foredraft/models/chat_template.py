@@ -29,6 +29,7 @@ from jinja2.utils import Namespace
 from foredraft.core.errors import ConfigError, ModelLoadError
 
 _SECONDS = 5.0
+"""Of this thread's processor: a busy machine is no reason to refuse a conversation."""
 _CHARACTERS = 1 << 25
 """Most that a rendering may make in all, intermediate values included, beside `_PER_CHARACTER`
 times the conversation."""
@@ -131,13 +132,13 @@ class _Allowance:
 
     def __init__(self, input_size: int) -> None:
         self._left = _CHARACTERS + _PER_CHARACTER * input_size
-        self._until = time.monotonic() + _SECONDS
+        self._until = time.thread_time() + _SECONDS
 
     def spend(self, size: int) -> None:
         self._left -= size + 1
         if self._left < 0:
             raise TemplateLimitError("the template makes too much text; it was stopped")
-        if time.monotonic() > self._until:
+        if time.thread_time() > self._until:
             raise TemplateLimitError(f"the template runs for over {_SECONDS:.0f} s; it was stopped")
 
     def foresee(self, size: int) -> None:
@@ -170,11 +171,11 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = _Parser(self, source, name, filename).parse()
-        repeated = (
+        repeated: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
             *template.find_all(nodes.For),
             *template.find_all(nodes.Macro),
             *template.find_all(nodes.CallBlock),
-        )
+        ]
         for node in repeated:
             tick = nodes.ExprStmt(_call_of_environment("tick", []))
             node.body.insert(0, tick.set_lineno(node.lineno))
