@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import operator
+import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from os import PathLike
-from typing import Any, SupportsIndex
+from typing import Any
 
 from foredraft.cache.prefix import Session
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.cost import CostModel
-from foredraft.core.errors import ConfigError, PromptError
-from foredraft.core.params import SamplingParams
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams, checked_params
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import DrafterContext
 from foredraft.engine.engine import Engine, Event, Trace
@@ -22,10 +23,11 @@ from foredraft.loading import load_models, resolve_drafter
 from foredraft.models.base import Target
 from foredraft.models.progress import Progress
 from foredraft.models.timing import measure_cost
-from foredraft.models.tokenizer import Message, Tokenizer
+from foredraft.models.tokenizer import Tokenizer
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan
+from foredraft.prompts import Message, Prompt, as_batch, prompt_ids
 
-Prompt = str | Sequence[int]
+_log = logging.getLogger("foredraft")
 
 
 class LLM:
@@ -98,6 +100,8 @@ class LLM:
         """
         asked = LoadOptions.of(model=model, **options)
         loaded, draft = load_models(asked, progress)
+        for note in loaded.plan.notes:
+            _say_once(note)
         weighs = asked.calibrate and resolve_drafter(asked) != "none"
         return cls(
             loaded.target,
@@ -142,12 +146,14 @@ class LLM:
     ) -> list[GenerationResult]:
         """Continue each prompt (text, or token ids); results in the order of the prompts.
 
-        A single text or a single list of ids is a batch of one.
+        A single text or a single list of ids is a batch of one. Special tokens written in a text
+        are recognised; the messages of `chat` are content, whatever they say.
 
         Raises:
+            ConfigError: the parameters are none.
             PromptError: a prompt is empty or too long; nothing has been generated then.
         """
-        return self._run([self._encode(prompt) for prompt in _as_batch(prompts)], params)
+        return self._run([self._encode(prompt) for prompt in as_batch(prompts)], params)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
@@ -187,24 +193,19 @@ class LLM:
     def _run(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None
     ) -> list[GenerationResult]:
-        events = self._streams.open(prompts, params or SamplingParams())
+        events = self._streams.open(prompts, checked_params(params))
         results = [event.result for event in events if event.result is not None]
         return sorted(results, key=lambda result: result.request_id)
 
     def _stream(
         self, prompt: Sequence[int], params: SamplingParams | None, session: Session | None
     ) -> Iterator[Event]:
+        params = checked_params(params)
         self.engine.check_prompt(prompt)  # now, and not when the first event is asked for
-        return self._streams.open([prompt], params or SamplingParams(), session)
+        return self._streams.open([prompt], params, session)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self._tokenizer().encode(prompt)
-        if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
-            raise PromptError(
-                f"a prompt is text or token ids, not {prompt!r} (`chat` takes messages)"
-            )
-        return [_token_id(token) for token in prompt]
+        return prompt_ids(prompt, lambda text: self._tokenizer().encode(text))
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -212,17 +213,7 @@ class LLM:
         return self.tokenizer
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    batch = list(prompts)
-    if batch and all(hasattr(item, "__index__") for item in batch):
-        return [batch]  # type: ignore[list-item]  # a single list of ids
-    return batch  # type: ignore[return-value]
-
-
-def _token_id(token: object) -> int:
-    """A plain int from whatever counts as one, such as numpy's."""
-    if isinstance(token, bool) or not isinstance(token, SupportsIndex):
-        raise PromptError(f"prompt token {token!r} is not a token id")
-    return operator.index(token)
+@cache
+def _say_once(note: str) -> None:
+    """Falling back to something slower is not to be silent."""
+    _log.warning("foredraft runs slower than it could: %s (see `foredraft doctor`)", note)

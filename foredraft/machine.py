@@ -20,13 +20,20 @@ def describe_machine() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": available_cpus(),
         "gpu": gpu,
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
         "versions": {"foredraft": __version__, "python": platform.python_version()}
         | {name: found for name in _PACKAGES if (found := package_version(name))},
     }
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use; of all there are, where that cannot be told."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def package_version(name: str) -> str | None:

@@ -6,13 +6,16 @@ can be printed before anything heavy is loaded (`foredraft doctor`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foredraft.core.checks import checked_flag, checked_text, shown, whole_number
 from foredraft.core.errors import CapabilityError, ConfigError, unknown
+from foredraft.machine import available_cpus
 
 if TYPE_CHECKING:
     from foredraft.models.native.config import DecoderConfig
@@ -23,6 +26,10 @@ WEIGHTS = ("auto", "bf16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "hf")
 DEFAULT_MODEL = "smollm2-135m-instruct"
+_LOWEST = {"threads": 1, "max_context": 2, "max_batch_size": 1, "num_draft_tokens": 0}
+"""A context holds a token of the prompt and one of the reply, at least."""
+_MAX_NAME = 255
+"""Longest name of a file, in characters."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +82,33 @@ class LoadOptions:
                 raise unknown(name, str(getattr(self, name)), known)
         if self.weights == "bf16" and self.dtype == "float32":
             raise ConfigError("weights 'bf16' and dtype 'float32' exclude each other; give one")
-        if str(self.device).split(":")[0] not in DEVICES:
-            raise unknown("device", str(self.device), DEVICES)
+        object.__setattr__(self, "device", str(self.device))
+        self._check_device()
         self._check_names()
         if not isinstance(self.drafter_options, Mapping):
             raise ConfigError(
                 f"drafter_options is {self.drafter_options!r}; it must map names to values"
             )
-        for name in ("threads", "max_context", "max_batch_size", "num_draft_tokens"):
-            value, low = getattr(self, name), 0 if name == "num_draft_tokens" else 1
-            if value is not None and (type(value) is not int or value < low):
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+        for name, low in _LOWEST.items():
+            value = getattr(self, name)
+            if value is not None or name == "max_batch_size":
+                object.__setattr__(self, name, _checked_count(name, value, low))
+        for name in ("exact", "calibrate"):
+            object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
+        if self.threads is not None and self.threads > (cpus := available_cpus()):
+            raise ConfigError(
+                f"threads is {self.threads}; this machine has {cpus} for us, and more threads "
+                "than that only wait for each other"
+            )
+
+    def _check_device(self) -> None:
+        kind, colon, number = self.device.partition(":")
+        if kind not in DEVICES:
+            raise unknown("device", self.device, DEVICES)
+        if colon and not (kind == "cuda" and re.fullmatch("[0-9]{1,4}", number)):
+            raise ConfigError(
+                f"device is {self.device!r}; a number goes with cuda alone, such as 'cuda:1'"
+            )
 
     def _check_names(self) -> None:
         for name in ("model", "draft_model", "drafter", "revision"):
@@ -96,7 +119,9 @@ class LoadOptions:
             if value is None and name in ("draft_model", "revision"):
                 continue
             if not isinstance(value, str) or not value:
-                raise ConfigError(f"{name} is {value!r}; it must be a name or a path")
+                raise ConfigError(f"{name} is {shown(value)}; it must be a name or a path")
+            if "\0" in checked_text(name, value) or max(map(len, value.split("/"))) > _MAX_NAME:
+                raise ConfigError(f"{name} is {shown(value)}; no file can have such a name")
 
     @classmethod
     def of(cls, **options: Any) -> LoadOptions:
@@ -106,6 +131,13 @@ class LoadOptions:
             if name not in known:
                 raise unknown("option", name, known)
         return cls(**options)
+
+
+def _checked_count(name: str, value: object, low: int) -> int:
+    count = whole_number(value)
+    if count is None or count < low:
+        raise ConfigError(f"{name} is {shown(value)}; it must be a whole number, {low} or more")
+    return count
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ LAYERS = {
     "paths": 0,
     "core": 1,
     "kernels": 1,
+    "prompts": 2,
     "version": 0,
     "cache": 2,
     "models": 3,

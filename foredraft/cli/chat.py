@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from foredraft.cli import options as o
+from foredraft.cli.interrupt import interruptible
+from foredraft.cli.keyboard import read_message
+from foredraft.cli.progress import PromptProgress
 from foredraft.core.errors import PromptError
-from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from foredraft.core.params import SamplingParams
@@ -21,41 +21,27 @@ if TYPE_CHECKING:
 _HELP = "/reset starts over, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
 
 
+@dataclass(frozen=True)
+class ReplyOptions(o.SamplingOptions):
+    """Replies may be longer than what `generate` makes by default."""
+
+    max_tokens: o.MaxTokens = 512
+
+
+@o.with_option_objects
 def chat(
+    running: o.ModelOptions,
+    draft: o.DraftOptions,
+    sampling: ReplyOptions,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    model: o.Model = DEFAULT_MODEL,
-    drafter: o.Drafter = "auto",
-    draft_model: o.DraftModel = None,
-    num_draft_tokens: o.NumDraftTokens = None,
-    drafter_option: o.DrafterOptions = None,
-    temperature: o.Temperature = 0.0,
-    top_k: o.TopK = 0,
-    top_p: o.TopP = 1.0,
-    min_p: o.MinP = 0.0,
-    seed: o.Seed = None,
-    max_tokens: o.MaxTokens = 512,
-    dtype: o.Dtype = "auto",
-    weights: o.Weights = "auto",
-    device: o.Device = "auto",
-    backend: o.Backend = "auto",
-    threads: o.Threads = None,
-    exact: o.Exact = False,
-    max_context: o.MaxContext = None,
 ) -> None:
     """Talk to a chat model. Each turn reads only what is new; Ctrl-C stops a reply."""
-    from foredraft.core.params import SamplingParams
-
-    params = SamplingParams.of(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        max_tokens=max_tokens,
-    )  # fmt: skip
-    asked = o.load_options(
-        model, drafter_option, drafter=drafter, draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens, dtype=dtype, weights=weights, device=device,
-        backend=backend, threads=threads, exact=exact, max_context=max_context, max_batch_size=1,
-    )  # fmt: skip
-    conversation = Conversation(o.load_llm(asked), params, Console(highlight=False), system)
-    conversation.console.print(f"{model}, drafter {conversation.llm.drafter_name}", style="bold")
+    params = sampling.params()
+    llm = o.load_llm(o.load_options(running, draft, max_batch_size=1))
+    assert llm.tokenizer is not None
+    llm.tokenizer.require_chat_template()
+    conversation = Conversation(llm, params, Console(highlight=False), system)
+    conversation.console.print(f"{running.model}, drafter {llm.drafter_name}", style="bold")
     conversation.console.print(_HELP, style="dim")
     while conversation.turn():
         pass
@@ -77,10 +63,11 @@ class Conversation:
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def turn(self) -> bool:
-        """Read one line and answer it; False when the user leaves."""
+        """Read one message and answer it; False when the user leaves."""
         try:
-            line = self.console.input("[bold]you>[/bold] ").strip()
+            line = read_message().strip()
         except (EOFError, KeyboardInterrupt):
+            self.console.print()
             return False
         if line in ("/quit", "/exit"):
             return False
@@ -108,8 +95,9 @@ class Conversation:
         from foredraft.cli.display import show_pieces
 
         reply = ""
-        with _interruptible() as stop:
+        with interruptible() as stop, PromptProgress() as progress:
             for event in events:
+                progress.show(event)
                 show_pieces(self.console, event.pieces)
                 reply += "".join(piece.text for piece in event.pieces)
                 if event.result and event.result.error:
@@ -120,14 +108,3 @@ class Conversation:
                     break
         self.console.print()
         return reply
-
-
-@contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """Collects Ctrl-C instead of raising it, so that a reply ends between two steps."""
-    pressed: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, previous)

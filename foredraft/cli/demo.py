@@ -13,7 +13,6 @@ from rich.table import Table
 from foredraft.bench.prompts import DEMO, BenchPrompt
 from foredraft.cli import options as o
 from foredraft.cli.display import legend, show_pieces
-from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from foredraft.core.params import SamplingParams
@@ -23,19 +22,13 @@ if TYPE_CHECKING:
 _TITLES = {"chat": "open chat", "summarise": "summarise a passage", "edit": "edit a piece of code"}
 
 
+@o.with_option_objects
 def demo(
-    model: o.Model = DEFAULT_MODEL,
-    drafter: o.Drafter = "auto",
-    draft_model: o.DraftModel = None,
-    num_draft_tokens: o.NumDraftTokens = None,
+    running: o.ModelOptions,
+    draft: o.DraftOptions,
     temperature: o.Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
     max_tokens: o.MaxTokens = 160,
-    dtype: o.Dtype = "auto",
-    weights: o.Weights = "auto",
-    device: o.Device = "auto",
-    threads: o.Threads = None,
-    exact: o.Exact = False,
 ) -> None:
     """Generate three replies plainly and speculatively, and show that they are identical.
 
@@ -44,13 +37,11 @@ def demo(
     from foredraft.core.params import SamplingParams
 
     params = SamplingParams.of(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    asked = o.load_options(
-        model, drafter=drafter, draft_model=draft_model, num_draft_tokens=num_draft_tokens,
-        dtype=dtype, weights=weights, device=device, threads=threads, exact=exact, max_batch_size=1,
-    )  # fmt: skip
+    asked = o.load_options(running, draft, max_batch_size=1)
     console = Console(highlight=False)
     speculative = o.load_llm(asked)
-    plain = speculative.with_drafter(replace(asked, drafter="none", draft_model=None))
+    plainly = replace(asked, drafter="none", draft_model=None, drafter_options={})
+    plain = speculative.with_drafter(plainly)
     for llm in (plain, speculative):  # the first forward of a process is slower
         llm.generate("Warm up.", SamplingParams(max_tokens=4))
     pairs = [(prompt, *_compare(console, plain, speculative, prompt, params)) for prompt in DEMO]

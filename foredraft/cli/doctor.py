@@ -10,35 +10,22 @@ from rich.console import Console
 from rich.table import Table
 
 from foredraft.cli import options as o
-from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from foredraft.plan import LoadOptions, ModelPlan
 
 
+@o.with_option_objects
 def doctor(
-    model: o.Model = DEFAULT_MODEL,
-    drafter: o.Drafter = "auto",
-    draft_model: o.DraftModel = None,
-    num_draft_tokens: o.NumDraftTokens = None,
-    dtype: o.Dtype = "auto",
-    weights: o.Weights = "auto",
-    device: o.Device = "auto",
-    backend: o.Backend = "auto",
-    threads: o.Threads = None,
-    exact: o.Exact = False,
-    max_context: o.MaxContext = None,
+    running: o.ModelOptions,
+    draft: o.DraftOptions,
     tokens: Annotated[
-        int, typer.Option(help="Predict memory for this many tokens of prompt and reply.")
+        int, typer.Option(min=1, help="Predict memory for this many tokens of prompt and reply.")
     ] = 1024,
     as_json: o.Json = False,
 ) -> None:
     """Print the resolved plan: device, dtype, kernels, memory, and what is missing."""
-    asked = o.load_options(
-        model, drafter=drafter, draft_model=draft_model, num_draft_tokens=num_draft_tokens,
-        dtype=dtype, weights=weights, device=device, backend=backend, threads=threads,
-        exact=exact, max_context=max_context,
-    )  # fmt: skip
+    asked = o.load_options(running, draft)
     report = examine(asked, tokens)
     if as_json:
         typer.echo(json.dumps(report))

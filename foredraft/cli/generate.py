@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,24 +14,25 @@ import typer
 from rich.console import Console
 
 from foredraft.cli import options as o
+from foredraft.cli.interrupt import interruptible
+from foredraft.cli.progress import PromptProgress
 from foredraft.core.errors import ConfigError
-from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from foredraft.engine.engine import Event
     from foredraft.llm import LLM
     from foredraft.measure import MeasuredRun
 
 
+@o.with_option_objects
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")],
+    running: o.ModelOptions,
+    draft: o.DraftOptions,
+    sampling: o.SamplingOptions,
     chat: Annotated[
         bool, typer.Option("--chat", help="Treat the prompt as a message to a chat model.")
     ] = False,
-    model: o.Model = DEFAULT_MODEL,
-    drafter: o.Drafter = "auto",
-    draft_model: o.DraftModel = None,
-    num_draft_tokens: o.NumDraftTokens = None,
-    drafter_option: o.DrafterOptions = None,
     prediction: Annotated[
         Path | None,
         typer.Option(
@@ -37,21 +41,6 @@ def generate(
             rich_help_panel="Drafting",
         ),
     ] = None,
-    temperature: o.Temperature = 0.0,
-    top_k: o.TopK = 0,
-    top_p: o.TopP = 1.0,
-    min_p: o.MinP = 0.0,
-    seed: o.Seed = None,
-    max_tokens: o.MaxTokens = 256,
-    stop: o.Stop = None,
-    coupling: o.Coupling = "seeded",
-    dtype: o.Dtype = "auto",
-    weights: o.Weights = "auto",
-    device: o.Device = "auto",
-    backend: o.Backend = "auto",
-    threads: o.Threads = None,
-    exact: o.Exact = False,
-    max_context: o.MaxContext = None,
     as_json: o.Json = False,
 ) -> None:
     """Continue a prompt; accepted draft tokens are underlined.
@@ -69,25 +58,42 @@ def generate(
 
         foredraft generate --chat "Rename total to result: …" --prediction code.py
     """
-    from foredraft.core.params import SamplingParams
-
-    params = SamplingParams.of(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-        max_tokens=max_tokens, stop=tuple(stop or ()), coupling=coupling,
-        prediction=_read_prediction(prediction, prompt),
-    )  # fmt: skip
-    if prediction is not None and drafter == "auto" and draft_model is None:
-        drafter = "prediction"
-    asked = o.load_options(
-        model, drafter_option, drafter=drafter, draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens, dtype=dtype, weights=weights, device=device,
-        backend=backend, threads=threads, exact=exact, max_context=max_context, max_batch_size=1,
-    )  # fmt: skip
-    text = sys.stdin.read() if prompt == "-" else prompt
+    if prediction is not None:
+        draft = _draft_with_prediction(draft)
+    params = sampling.params(prediction=_read_prediction(prediction, prompt))
+    asked = o.load_options(running, draft, max_batch_size=1)
+    text = _read_input("the prompt") if prompt == "-" else prompt
     llm = o.load_llm(asked)
-    messages = [{"role": "user", "content": text}]
-    events = llm.stream_chat(messages, params) if chat else llm.stream(text, params)
-    _run(llm, events, text, as_json)
+    assert llm.tokenizer is not None
+    if chat:
+        token_ids = llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+    else:
+        token_ids = llm.tokenizer.encode(text)
+    events = llm.stream(token_ids, params)
+    if as_json:
+        run = measure_run(events)
+        typer.echo(json.dumps(_report(llm, run, text), ensure_ascii=False))
+        _fail_if(run.result.error)
+    else:
+        _show(events, len(token_ids))
+
+
+def _draft_with_prediction(draft: o.DraftOptions) -> o.DraftOptions:
+    """A prediction is for the drafter of that name, alone or as a stage of a cascade.
+
+    Raises:
+        ConfigError: another drafter was asked for, which would not look at it.
+    """
+    if draft.drafter == "auto" and draft.draft_model is None:
+        return replace(draft, drafter="prediction")
+    stages = [text for text in draft.drafter_option or () if text.startswith("stages=")]
+    if draft.drafter != "prediction" and not any("prediction" in text for text in stages):
+        used = "draft-model" if draft.drafter == "auto" else draft.drafter
+        raise ConfigError(
+            f"--prediction is not used by drafter {used!r}: leave it out, or take "
+            "--drafter prediction, or --drafter cascade with it among the stages"
+        )
+    return draft
 
 
 def _read_prediction(path: Path | None, prompt: str) -> str | None:
@@ -96,31 +102,73 @@ def _read_prediction(path: Path | None, prompt: str) -> str | None:
     if str(path) == "-":
         if prompt == "-":
             raise ConfigError("the prompt and the prediction cannot both be standard input")
-        return sys.stdin.read()
+        return _read_input("the prediction")
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the prediction {path} cannot be read: {error}") from error
 
 
-def _run(llm: LLM, events: Any, prompt: str, as_json: bool) -> None:
+def _read_input(what: str) -> str:
+    try:
+        return sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} on standard input cannot be read: {error}") from error
+
+
+def _show(events: Any, num_prompt_tokens: int) -> None:
+    """Print the text as it comes, and what it took; Ctrl-C ends it between two steps."""
     from foredraft.cli.display import legend, show_pieces, stats_line
+
+    console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    num_tokens, num_accepted, num_steps, seconds = 0, 0, 0, 0.0
+    with interruptible() as pressed, PromptProgress(num_prompt_tokens) as progress:
+
+        def show(event: Event) -> None:
+            nonlocal num_tokens, num_accepted, num_steps
+            progress.show(event)
+            show_pieces(console, event.pieces)
+            num_tokens += len(event.token_ids)
+            num_accepted += event.num_accepted
+            num_steps += bool(event.token_ids)
+            if pressed and event.result is None:
+                raise _Stopped
+
+        began = time.perf_counter()
+        try:
+            run = measure_run(events, show)
+        except _Stopped:
+            seconds = time.perf_counter() - began
+            events.close()
+    console.print()
+    if pressed and seconds:
+        notes.print(
+            f"stopped: {num_tokens} tokens in {num_steps} steps and {seconds:.1f} s, "
+            f"{num_accepted} of them drafted",
+            style="dim",
+        )
+        raise typer.Exit(130)
+    if run.result.stats.accepted and console.is_terminal:
+        notes.print(legend())
+    notes.print(stats_line(run.result.stats, run.tokens_per_s))
+    _fail_if(run.result.error)
+
+
+class _Stopped(Exception):  # noqa: N818 - the user's wish, not a mistake
+    """Ctrl-C was pressed."""
+
+
+def _fail_if(error: str | None) -> None:
+    if error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(1)
+
+
+def measure_run(events: Any, show: Callable[[Event], None] | None = None) -> MeasuredRun:
+    """`foredraft.measure.measure`, loaded when it is needed."""
     from foredraft.measure import measure
 
-    if as_json:
-        run = measure(events)
-        typer.echo(json.dumps(_report(llm, run, prompt), ensure_ascii=False))
-    else:
-        console = Console(highlight=False)
-        run = measure(events, lambda event: show_pieces(console, event.pieces))
-        console.print()
-        notes = Console(stderr=True, highlight=False)
-        if run.result.stats.accepted and console.is_terminal:
-            notes.print(legend())
-        notes.print(stats_line(run.result.stats, run.tokens_per_s))
-    if run.result.error:
-        Console(stderr=True).print(f"error: {run.result.error}", style="red", markup=False)
-        raise typer.Exit(1)
+    return measure(events, show) if show else measure(events)
 
 
 def _report(llm: LLM, run: MeasuredRun, prompt: str) -> dict[str, Any]:

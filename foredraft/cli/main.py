@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
 import sys
 from typing import Annotated
 
@@ -10,7 +13,7 @@ import typer
 from rich.console import Console
 
 from foredraft.cli import bench, chat, demo, doctor, generate, index, tune
-from foredraft.core.errors import ForedraftError
+from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.version import __version__
 
 app = typer.Typer(
@@ -43,15 +46,40 @@ for group, name in ((bench.app, "bench"), (index.app, "index"), (tune.app, "tune
 
 
 def main() -> None:
-    """Run the command line; a foreseen error is one clear line and exit status 1."""
+    """Run the command line; a foreseen error is one clear line.
+
+    Exit status: 2 for options and values that cannot be used, 1 for other errors, 130 after
+    Ctrl-C, 141 when the reader of our output has gone.
+    """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except ForedraftError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        sys.exit(1)
+        _say(str(error))
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone
-        sys.stderr.close()
+    except BrokenPipeError:
+        _drop_output()
         sys.exit(141)
+    except OSError as error:
+        if error.filename is not None:  # a path that somebody gave
+            _say(f"{error.filename}: {error.strerror}")
+            sys.exit(2)
+        _drop_output()  # such as a full disk behind it
+        _say(str(error))
+        sys.exit(1)
+
+
+def _say(problem: str) -> None:
+    problem = re.sub(r"(\S{100})\S{100,}", r"\1…", problem)  # names that nobody would read
+    Console(stderr=True).print(f"error: {problem}", style="red", markup=False, soft_wrap=True)
+
+
+def _drop_output() -> None:
+    """What is still buffered cannot be written, and must not be tried again at the end."""
+    with contextlib.suppress(OSError):  # it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -11,6 +13,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.plan import BACKENDS, DEFAULT_MODEL, DEVICES, DTYPES, WEIGHTS, LoadOptions
 
 if TYPE_CHECKING:
+    from foredraft.core.params import SamplingParams
     from foredraft.llm import LLM
 
 _MODEL, _DRAFT, _SAMPLING = "Model", "Drafting", "Sampling"
@@ -86,14 +89,99 @@ JsonFile = Annotated[
 ]
 
 
-def load_options(
-    model: str = DEFAULT_MODEL,
-    drafter_option: list[str] | None = None,
-    **options: Any,
-) -> LoadOptions:
-    """The asked-for configuration from command-line values."""
-    drafter_options = parse_drafter_options(drafter_option or ())
-    return LoadOptions.of(model=model, drafter_options=drafter_options, **options)
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which target, and how it runs."""
+
+    model: Model = DEFAULT_MODEL
+    dtype: Dtype = "auto"
+    weights: Weights = "auto"
+    device: Device = "auto"
+    backend: Backend = "auto"
+    threads: Threads = None
+    exact: Exact = False
+    max_context: MaxContext = None
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What drafts for it."""
+
+    drafter: Drafter = "auto"
+    draft_model: DraftModel = None
+    num_draft_tokens: NumDraftTokens = None
+    drafter_option: DrafterOptions = None
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """What to draw, and when to stop."""
+
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    seed: Seed = None
+    max_tokens: MaxTokens = 256
+    stop: Stop = None
+    coupling: Coupling = "seeded"
+
+    def params(self, **more: Any) -> SamplingParams:
+        """The request that these options describe.
+
+        Raises:
+            ConfigError: a value that cannot be used.
+        """
+        from foredraft.core.params import SamplingParams
+
+        return SamplingParams.of(**vars(self) | {"stop": tuple(self.stop or ())} | more)
+
+
+def with_option_objects(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose option objects are spelled out on the command line.
+
+    A parameter whose type is a dataclass stands for that class's fields, each an option; the
+    command is called with the object. So options that go together are declared once.
+    """
+    groups: dict[str, type[Any]] = {}
+    parameters: list[Parameter] = []
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in signature(command).parameters.items():
+        if isinstance(hints[name], type) and is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            parameters += _fields_as_parameters(hints[name])
+        else:
+            kind = Parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(annotation=hints[name], kind=kind))
+
+    def run(**given: Any) -> None:
+        objects = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**given, **objects)
+
+    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, __name__
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _fields_as_parameters(group: type[Any]) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(group)
+    ]
+
+
+def load_options(*groups: ModelOptions | DraftOptions, **more: Any) -> LoadOptions:
+    """The asked-for configuration from command-line values; ``more`` stands above ``groups``."""
+    options: dict[str, Any] = {}
+    for group in groups:
+        options |= vars(group)
+    options["drafter_options"] = parse_drafter_options(options.pop("drafter_option", None) or ())
+    return LoadOptions.of(**options | more)
 
 
 def parse_drafter_options(texts: Iterable[str]) -> dict[str, int | float | str]:

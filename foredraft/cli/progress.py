@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -17,6 +19,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import TaskProgressColumn as PercentColumn
+
+if TYPE_CHECKING:
+    from foredraft.engine.engine import Event
 
 
 class RichProgress:
@@ -90,3 +95,55 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=total)
         yield lambda text: progress.update(task, advance=1, description=text)
+
+
+class PromptProgress:
+    """Says on a terminal that a long prompt is being read, from a second on until text comes.
+
+    Args:
+        num_tokens: of the prompt, when that is known.
+        console: where to draw; stderr by default.
+        delay_s: nothing is drawn before.
+    """
+
+    def __init__(
+        self, num_tokens: int | None = None, console: Console | None = None, delay_s: float = 1.0
+    ) -> None:
+        self._console = console or Console(stderr=True)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            *((BarColumn(), MofNCompleteColumn()) if num_tokens else ()),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("reading the prompt", total=num_tokens)
+        self._timer = threading.Timer(delay_s, self._progress.start)
+        self._timer.daemon = True
+
+    def __enter__(self) -> PromptProgress:
+        if self._console.is_terminal:
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def show(self, event: Event) -> None:
+        """Count what has been read; away as soon as there is text."""
+        if event.token_ids or event.result is not None:
+            self.stop()
+        else:
+            self._progress.update(self._task, completed=event.num_prompt_read)
+
+    def stop(self) -> None:
+        """Take it off the screen, if it is there, and keep it from coming."""
+        self._timer.cancel()
+        if self._timer.ident is not None:
+            self._timer.join()
+        self._progress.stop()

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
-from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from foredraft.bench.exits import ExitFigure, Passage
@@ -31,8 +30,9 @@ def _group() -> None:
 
 
 @app.command("exit")
+@o.with_option_objects
 def tune_exit(
-    model: o.Model = DEFAULT_MODEL,
+    running: o.ModelOptions,
     text: Annotated[
         str | None,
         typer.Option(help="A text file to judge by; replies of the model's own otherwise."),
@@ -40,11 +40,8 @@ def tune_exit(
     skip: Annotated[
         bool, typer.Option("--skip", help="Look for sublayers to skip, not for an exit layer.")
     ] = False,
-    tokens: Annotated[int, typer.Option(help="Most tokens to judge by.")] = 512,
-    repeats: Annotated[int, typer.Option(help="How often to time each candidate.")] = 5,
-    dtype: o.Dtype = "auto",
-    device: o.Device = "auto",
-    threads: o.Threads = None,
+    tokens: Annotated[int, typer.Option(min=32, help="Most tokens to judge by.")] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="How often to time each candidate.")] = 5,
     as_json: o.Json = False,
 ) -> None:
     """Where the target should exit to draft for itself, and what that comes to.
@@ -58,12 +55,8 @@ def tune_exit(
 
         foredraft tune exit --model path/to/model --text my-domain.txt --skip
     """
-    if tokens < 32 or repeats < 1:
-        raise ConfigError("--tokens must be 32 or more, and --repeats 1 or more")
     content = _read(text) if text else None
-    asked = o.load_options(
-        model, drafter="none", dtype=dtype, device=device, threads=threads, max_batch_size=8
-    )
+    asked = o.load_options(running, drafter="none", max_batch_size=8)
     llm = o.load_llm(asked)
     figures = _measure(llm, content, skip, tokens, repeats)
     best = max(figures, key=lambda figure: figure.speedup)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from foredraft.core.checks import (
+    checked_flag,
+    checked_int,
+    checked_list,
+    checked_real,
+    checked_text,
+    shown,
+)
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.rng import SEED_BITS
+
+_MAX_STOPS = 256
+_MAX_STOP_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class SamplingParams:
         min_p: drop tokens below this fraction of the most likely one's probability, in [0, 1].
         seed: 0 <= seed < 2**64; None draws a fresh one, reported in the result.
         max_tokens: most tokens to generate, at least 1.
-        stop: strings that end the text; they are not part of it.
+        stop: strings that end the text, at most 256; they are not part of it.
         stop_token_ids: ids that end generation, beside the model's own end-of-text ids.
         ignore_eos: go on past the model's own end-of-text ids.
         coupling: "seeded" (the same seed gives the same text with and without speculation) or
@@ -34,6 +44,8 @@ class SamplingParams:
             same distribution, another text for the same seed).
         prediction: text that the reply is expected to repeat, for drafters that use one. It
             never changes the reply.
+
+    Numbers and flags of numpy are taken, and kept as Python's.
 
     Raises:
         ConfigError: a value is out of range or of the wrong type.
@@ -52,28 +64,29 @@ class SamplingParams:
     prediction: str | None = None
 
     def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature, low=0.0)
-        _check_real("top_p", self.top_p, low=0.0, high=1.0)
-        _check_real("min_p", self.min_p, low=0.0, high=1.0)
-        if self.top_p == 0.0:
+        checked: dict[str, Any] = {
+            "temperature": checked_real("temperature", self.temperature, low=0.0),
+            "top_p": checked_real("top_p", self.top_p, low=0.0, high=1.0),
+            "min_p": checked_real("min_p", self.min_p, low=0.0, high=1.0),
+            "top_k": checked_int("top_k", self.top_k, low=0),
+            "max_tokens": checked_int("max_tokens", self.max_tokens, low=1),
+            "stop": _checked_stop(self.stop),
+            "stop_token_ids": tuple(
+                checked_int("stop_token_ids", token, low=0)
+                for token in checked_list("stop_token_ids", self.stop_token_ids)
+            ),
+            "ignore_eos": checked_flag("ignore_eos", self.ignore_eos),
+        }
+        if checked["top_p"] == 0.0:
             raise ConfigError("top_p is 0, which keeps no token; use a value in (0, 1]")
-        _check_int("top_k", self.top_k, low=0)
-        _check_int("max_tokens", self.max_tokens, low=1)
         if self.seed is not None:
-            _check_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
-        stop_token_ids = _tuple("stop_token_ids", self.stop_token_ids)
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise ConfigError(f"stop strings must be non-empty text, not {text!r}")
-        for token in stop_token_ids:
-            _check_int("stop_token_ids", token, low=0)
+            checked["seed"] = checked_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
+        if self.prediction is not None:
+            checked["prediction"] = checked_text("prediction", self.prediction)
         if self.coupling not in ("seeded", "drawn"):
             raise unknown("coupling", str(self.coupling), ("seeded", "drawn"))
-        if not isinstance(self.prediction, str | None):
-            raise ConfigError(f"prediction must be text, not {self.prediction!r}")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, **options: Any) -> SamplingParams:
@@ -85,32 +98,30 @@ class SamplingParams:
         return cls(**options)
 
 
-def _check_real(name: str, value: object, low: float, high: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-        raise ConfigError(f"{name} must be a finite number, not {value!r}")
-    if not low <= value <= high:
-        raise ConfigError(f"{name} is {value}; it must be {_range(low, high)}")
+def checked_params(params: object) -> SamplingParams:
+    """What a request asks for; the defaults for None.
+
+    Raises:
+        ConfigError: it is something else than `SamplingParams`.
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(
+            f"params must be SamplingParams(…), one for all prompts, not {shown(params)}"
+        )
+    return params
 
 
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond the largest float
-        return False
-
-
-def _tuple(name: str, values: Any) -> tuple[Any, ...]:
-    if not isinstance(values, Iterable):
-        raise ConfigError(f"{name} must be a list, not {values!r}")
-    return tuple(values)
-
-
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    if type(value) is not int:
-        raise ConfigError(f"{name} must be a whole number, not {value!r}")
-    if value < low or (high is not None and value > high):
-        raise ConfigError(f"{name} is {value}; it must be {_range(low, high)}")
-
-
-def _range(low: float, high: float | None) -> str:
-    return f"at least {low}" if high is None or high == math.inf else f"between {low} and {high}"
+def _checked_stop(stop: object) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else checked_list("stop", stop)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ConfigError(f"stop strings must be non-empty text, not {shown(text)}")
+        checked_text("stop", text)
+    if len(texts) > _MAX_STOPS or sum(map(len, texts)) > _MAX_STOP_CHARACTERS:
+        raise ConfigError(
+            f"stop holds {len(texts)} strings of {sum(map(len, texts))} characters; it may hold "
+            f"{_MAX_STOPS} of {_MAX_STOP_CHARACTERS} in all, as each step looks for every one"
+        )
+    return texts

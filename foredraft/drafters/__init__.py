@@ -14,11 +14,13 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
-from foredraft.core.errors import CapabilityError, ConfigError, unknown
+from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError, unknown
 from foredraft.drafters.base import Drafter, DrafterContext, DrafterSpec
 
 _GROUP = "foredraft.drafters"
 _NOT_DRAFTERS = {"base", "common"}
+_PARTS = ("taps", "begin", "propose", "observe", "end")
+"""What the engine uses of every drafter."""
 _log = logging.getLogger("foredraft")
 
 
@@ -61,18 +63,19 @@ def drafter_spec(name: str) -> DrafterSpec:
     """The spec registered under ``name``; dashes and underscores are the same.
 
     Raises:
-        ConfigError: no such drafter.
+        ConfigError: no such drafter, or its package cannot be used.
     """
     key = _key(name)
     if key in _built_in():
         spec = importlib.import_module(f"{__name__}.{key}").DRAFTER
     elif key in (installed := _installed()):
-        spec = installed[key].load()
+        spec = _loaded(name, installed[key])
     else:
         raise unknown("drafter", name, drafter_names())
     if not isinstance(spec, DrafterSpec):
         raise ConfigError(
-            f"drafter {name!r} is registered as {type(spec).__name__}, not as a DrafterSpec"
+            f"drafter {name!r} of {_package(installed[key])} is registered as "
+            f"{type(spec).__name__}, not as a DrafterSpec"
         )
     return spec
 
@@ -81,7 +84,8 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     """Build a drafter after checking that the target and the options fit it.
 
     Raises:
-        ConfigError: an unknown option, or a draft model is missing.
+        ConfigError: an unknown option, a draft model is missing, or another package's drafter
+            cannot be built.
         CapabilityError: the target lacks something the drafter needs.
     """
     spec = drafter_spec(name)
@@ -97,7 +101,45 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
             f"drafter {name!r} needs a target with {' and '.join(missing)}, which "
             f"{type(context.target).__name__} does not offer"
         )
-    return spec.build(context)
+    if _key(name) in _built_in():
+        return spec.build(context)
+    return _built(name, _installed()[_key(name)], spec, context)
+
+
+def _loaded(name: str, entry: EntryPoint) -> object:
+    try:
+        return entry.load()
+    except Exception as error:
+        raise ConfigError(
+            f"drafter {name!r} of {_package(entry)} cannot be imported "
+            f"({type(error).__name__}: {error}); update or remove that package"
+        ) from error
+
+
+def _built(name: str, entry: EntryPoint, spec: DrafterSpec, context: DrafterContext) -> Drafter:
+    """Build another package's drafter; what goes wrong there is said to be there."""
+    try:
+        drafter = spec.build(context)
+    except ForedraftError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"drafter {name!r} of {_package(entry)} cannot be built "
+            f"({type(error).__name__}: {error}); update that package or take another drafter"
+        ) from error
+    missing = [part for part in _PARTS if not hasattr(drafter, part)]
+    if missing:
+        raise ConfigError(
+            f"drafter {name!r} of {_package(entry)} builds {type(drafter).__name__}, which is no "
+            f"drafter: it has no {', '.join(missing)}; update that package or take another drafter"
+        )
+    return drafter
+
+
+def _package(entry: EntryPoint) -> str:
+    """Who registered it, for messages."""
+    found = entry.dist
+    return f"package {found.name} {found.version}" if found else entry.value
 
 
 def check_options(name: str, options: Iterable[str]) -> None:

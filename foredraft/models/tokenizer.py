@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from foredraft.core.checks import broken_at, checked_text, shown
 from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
 from foredraft.models.json_files import read_json
+from foredraft.prompts import Message, checked_messages
 
-Message = Mapping[str, str]
-_ROLES = ("system", "user", "assistant", "tool")
+if TYPE_CHECKING:
+    from foredraft.models.chat_encoding import ChatEncoder
+
+_MAX_ID = 2**32
+_MAX_HELD = 32
+_SAMPLE = "Read it back: é 東 1\n"
 _UNFINISHED = "\ufffd"
 """How decoders write the bytes of a character that is not complete."""
 
@@ -27,8 +34,12 @@ class Tokenizer:
         directory: holds ``tokenizer.json`` and, as far as the model has them,
             ``tokenizer_config.json``, ``chat_template.jinja`` and ``generation_config.json``.
 
+    Attributes:
+        eos_token_ids: every id that ends the model's text.
+        chat_template: the source of the chat template; None when the model has none.
+
     Raises:
-        ModelLoadError: there is no readable ``tokenizer.json``.
+        ModelLoadError: there is no ``tokenizer.json``, or a file holds what it should not.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -39,14 +50,17 @@ class Tokenizer:
                 f"{directory} has no tokenizer.json; save the tokenizer there with "
                 "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             )
-        try:
+        with _refusing(path):
             self._fast = FastTokenizer.from_file(str(path))
-        except Exception as error:
-            raise ModelLoadError(f"{path} cannot be read: {error}") from error
-        # Files saved by a training run may carry its batch settings; a prompt is never cut.
-        self._fast.no_truncation()
-        self._fast.no_padding()
+            # Files saved by a training run may carry its batch settings; a prompt is never cut.
+            self._fast.no_truncation()
+            self._fast.no_padding()
+            self._special = _special_ids(self._fast)
+            self._fast.decode(self._fast.encode(_SAMPLE).ids)
         self._config = _read_optional(directory / "tokenizer_config.json")
+        self._named = _named_tokens(self._config, directory / "tokenizer_config.json")
+        self.eos_token_ids = self._eos_token_ids()
+        self.chat_template = self._chat_template()
 
     @property
     def vocab_size(self) -> int:
@@ -55,91 +69,92 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; with the model's own start token, where it has one.
 
+        A special token's text, such as ``<|im_end|>``, becomes that token.
+
         Raises:
             PromptError: not text, or no valid Unicode (half a surrogate pair).
         """
+        checked_text("the text", text, PromptError)
         try:
             return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
-        except TypeError:
-            raise PromptError(f"{text!r:.80} is no valid Unicode text") from None
+        except Exception as error:  # such as a character that a vocabulary cannot spell
+            raise PromptError(f"the tokenizer cannot encode {text!r:.80}: {error}") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def new_decoder(self) -> _StreamDecoder:
         """A decoder for one request, fed token by token."""
-        return _StreamDecoder(self._fast)
+        return _StreamDecoder(self._fast, self._special)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Iterable[Message]) -> list[int]:
         """Ids of a conversation in the model's own format, ready for the assistant's reply.
+
+        Special tokens come from the template only: a message is content, whatever it says.
 
         Raises:
             ConfigError: a malformed message, a conversation that the model's template refuses, or
                 a model without a template.
+            ModelLoadError: the template cannot be used.
         """
-        if not messages:
-            raise ConfigError("the conversation is empty: there is nothing to reply to")
-        for message in messages:
-            if (
-                not isinstance(message, Mapping)
-                or message.get("role") not in _ROLES
-                or not isinstance(message.get("content"), str)
-            ):
-                raise ConfigError(
-                    f"a message needs a role ({', '.join(_ROLES)}) and text content, "
-                    f"not {message!r}"
-                )
+        checked = checked_messages(messages)
+        self.require_chat_template()
+        return self._chat_encoder.encode(checked)
+
+    def require_chat_template(self) -> None:
+        """See that conversations can be encoded.
+
+        Raises:
+            ConfigError: the model has no chat template.
+            ModelLoadError: the template cannot be used.
+        """
         if self.chat_template is None:
             raise ConfigError(
                 f"{self._directory.name} has no chat template: it is a base model; use generate"
             )
-        return self.encode(self._render(messages), add_special_tokens=False)
-
-    def _render(self, messages: Sequence[Message]) -> str:
-        # transformers renders templates in a sandbox; a plain jinja environment would run
-        # whatever a checkpoint puts into its template.
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        special = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if (value := self._config.get(name)) is not None
-        }
-        try:
-            rendered, _ = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                chat_template=self.chat_template,
-                add_generation_prompt=True,
-                **special,
-            )
-        except TemplateError as error:
-            raise ConfigError(
-                f"the chat template of {self._directory.name} refuses the conversation: {error}"
-            ) from error
-        return str(rendered[0])
+        _ = self._chat_encoder
 
     @cached_property
-    def chat_template(self) -> str | None:
+    def _chat_encoder(self) -> ChatEncoder:
+        # Jinja is loaded only where there is something to render.
+        from foredraft.models.chat_encoding import ChatEncoder
+        from foredraft.models.chat_template import ChatTemplate
+
+        assert self.chat_template is not None
+        template = ChatTemplate(self.chat_template, self._directory.name)
+        return ChatEncoder(self._fast, template, self._named)
+
+    def _chat_template(self) -> str | None:
         path = self._directory / "chat_template.jinja"
         if path.exists():
-            return path.read_text()
+            try:
+                return path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ModelLoadError(f"{path} cannot be read: {error}") from error
         template = self._config.get("chat_template")
         if isinstance(template, list):  # several templates by name; the others are for tools
-            named = {entry.get("name"): entry.get("template") for entry in template}
-            template = named.get("default")
-        return template if isinstance(template, str) else None
+            named = [entry for entry in template if isinstance(entry, dict)]
+            template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+        if not isinstance(template, str | None):
+            raise ModelLoadError(
+                f"{self._directory / 'tokenizer_config.json'}: chat_template is a "
+                f"{type(template).__name__} and not text"
+            )
+        return template
 
-    @cached_property
-    def eos_token_ids(self) -> tuple[int, ...]:
+    def _eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends the model's text."""
         found: set[int] = set()
         for name in ("generation_config.json", "config.json"):
-            value = _read_optional(self._directory / name).get("eos_token_id")
-            found |= {value} if isinstance(value, int) else set(value or ())
-        eos = self._config.get("eos_token")
-        eos_id = self._fast.token_to_id(eos["content"] if isinstance(eos, dict) else eos or "")
-        return tuple(sorted(found | ({eos_id} if eos_id is not None else set())))
+            path = self._directory / name
+            value = _read_optional(path).get("eos_token_id")
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            for token_id in ids:
+                if type(token_id) is not int or not 0 <= token_id < _MAX_ID:
+                    raise ModelLoadError(f"{path}: eos_token_id is {shown(value)}, no token id")
+            found.update(ids)
+        eos = self._fast.token_to_id(self._named.get("eos_token", ""))
+        return tuple(sorted(found if eos is None else found | {eos}))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -149,10 +164,15 @@ class Tokenizer:
 
 
 class _StreamDecoder:
-    """Fed one token at a time; returns the whole characters it completes, or None."""
+    """Fed one token at a time; returns the whole characters it completes, or None.
 
-    def __init__(self, fast: FastTokenizer) -> None:
-        self._fast = fast
+    A token costs as much as the few tokens that are decoded with it, however long the text is:
+    tokens without text are passed over, and no more than `_MAX_HELD` wait for the rest of a
+    character. (A character has four bytes, so that is only ever reached by bytes that are none.)
+    """
+
+    def __init__(self, fast: FastTokenizer, special: Container[int]) -> None:
+        self._fast, self._special = fast, special
         # Decoders treat the first token of a text differently, so tokens are decoded behind the
         # last ones whose text is out.
         self._before: list[int] = []
@@ -161,11 +181,14 @@ class _StreamDecoder:
         self._said = ""  # as much of the held tokens' text as is out
 
     def __call__(self, token: int) -> str | None:
+        if token in self._special or self._fast.id_to_token(token) is None:
+            return None
         self._held.append(token)
         text = self._held_text()
-        whole = text.rstrip(_UNFINISHED)
+        is_full = len(self._held) >= _MAX_HELD
+        whole = text if is_full else text.rstrip(_UNFINISHED)
         new = whole[len(self._said) :]
-        if text and whole == text:
+        if is_full or (text and whole == text):
             self._before, self._before_text = self._held, self._decode(self._held)
             self._held, self._said = [], ""
         else:
@@ -184,5 +207,37 @@ class _StreamDecoder:
         return str(self._fast.decode(token_ids, skip_special_tokens=True))
 
 
+def _special_ids(fast: FastTokenizer) -> frozenset[int]:
+    """Ids whose tokens are no text."""
+    return frozenset(i for i, token in fast.get_added_tokens_decoder().items() if token.special)
+
+
 def _read_optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def _named_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """The special tokens that a template may name."""
+    named: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if text is None and value is None:
+            continue
+        if not isinstance(text, str) or broken_at(text) is not None:
+            raise ModelLoadError(f"{path}: {name} is {shown(value)}, no text")
+        named[name] = text
+    return named
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Whatever the tokenizers library does with a file becomes a `ModelLoadError`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise ModelLoadError(
+            f"{path} cannot be read: {error}. Download the checkpoint again"
+        ) from error

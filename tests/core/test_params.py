@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from foredraft.core.errors import ConfigError, ForedraftError
@@ -34,6 +36,34 @@ def test_good_values(options: dict[str, Any]) -> None:
         assert getattr(params, name) == options[name]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "plain"),
+    [
+        ("temperature", 2**64, float(2**64)),
+        ("temperature", np.float32(0.5), 0.5),
+        ("top_p", np.float64(0.25), 0.25),
+        ("top_p", Fraction(1, 4), 0.25),
+        ("top_k", np.int32(5), 5),
+        ("max_tokens", np.int64(5), 5),
+        ("seed", np.uint64(2**64 - 1), 2**64 - 1),
+        ("stop_token_ids", np.array([1, 2]), (1, 2)),
+        ("ignore_eos", np.bool_(True), True),
+    ],
+)
+def test_numbers_of_other_kinds_become_pythons(name: str, value: object, plain: object) -> None:
+    options: dict[str, Any] = {name: value}
+    kept = getattr(SamplingParams(**options), name)
+    assert kept == plain
+    assert type(kept) is type(plain)
+
+
+def test_long_values_are_not_shown_in_full() -> None:
+    for options in ({"seed": 10**9999}, {"stop": ["x"] * 10**6}, {"max_tokens": "x" * 10**6}):
+        with pytest.raises(ConfigError) as caught:
+            SamplingParams(**options)
+        assert len(str(caught.value)) < 300
+
+
 def test_stops_become_tuples() -> None:
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
@@ -48,9 +78,12 @@ def test_stops_become_tuples() -> None:
         *[("min_p", bad) for bad in (NAN, INF, -1e-9, 1.1, True, None, [0.1])],
         *[("top_k", bad) for bad in (-1, 1.0, True, "5", None, NAN)],
         *[("max_tokens", bad) for bad in (0, -1, 2.0, True, None)],
-        *[("seed", bad) for bad in (-1, 2**64, 1.0, True, "7")],
+        *[("seed", bad) for bad in (-1, 2**64, 1.0, True, "7", np.bool_(True), np.float64(1))],
         *[("stop", bad) for bad in ("", ["a", ""], [None], [b"x"], b"x", 5, None)],
-        *[("stop_token_ids", bad) for bad in ([-1], [True], ["3"], "3", 3, None)],
+        *[("stop", bad) for bad in ({"a": 1}, ["a\ud800"], "\ud800", ["x"] * 257, "x" * 65537)],
+        *[("stop_token_ids", bad) for bad in ([-1], [True], ["3"], "3", 3, None, b"ab", {1: 2})],
+        *[("ignore_eos", bad) for bad in ("false", "true", 0, 1, None)],
+        *[("prediction", bad) for bad in (3, b"x", ["x"], "a\udfff")],
         *[("coupling", bad) for bad in ("", "Seeded", None, 1)],
     ],
 )

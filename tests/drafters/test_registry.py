@@ -8,7 +8,13 @@ import pytest
 
 import foredraft.drafters
 from foredraft.core.errors import CapabilityError, ConfigError
-from foredraft.drafters import _warn_of_taken_name, build_drafter, drafter_names, drafter_spec
+from foredraft.drafters import (
+    _package,
+    _warn_of_taken_name,
+    build_drafter,
+    drafter_names,
+    drafter_spec,
+)
 from foredraft.drafters.base import DrafterContext, DrafterSpec
 from foredraft.drafters.draft_model import DRAFTER as DRAFT_MODEL
 from foredraft.drafters.none import NoDrafter
@@ -17,6 +23,14 @@ from foredraft.models.table import TableModel
 
 SPEC = DrafterSpec(build=lambda context: NoDrafter(), summary="from elsewhere")
 NOT_A_SPEC = NoDrafter
+EMPTY = DrafterSpec(build=lambda context: None, summary="builds nothing")  # type: ignore[arg-type]
+
+
+def _fail(context: DrafterContext) -> NoDrafter:
+    raise KeyError("a part")
+
+
+FAILING = DrafterSpec(build=_fail, summary="fails")
 HUNGRY = DrafterSpec(
     build=lambda context: NoDrafter(),
     summary="wants more than there is",
@@ -36,8 +50,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
             ("with-dash", "SPEC"),
             ("elsewhere", "HUNGRY"),
             ("draft-model", "SPEC"),
+            ("empty", "EMPTY"),
+            ("failing", "FAILING"),
+            ("missing", "NO_SUCH_NAME"),
         )
     ]
+    entries.append(EntryPoint("gone", "no_such_module_of_ours:SPEC", "foredraft.drafters"))
     monkeypatch.setattr(foredraft.drafters, "entry_points", lambda group: entries)
 
 
@@ -73,6 +91,30 @@ def test_packages_add_theirs() -> None:
     assert isinstance(build_drafter("elsewhere", context), NoDrafter)
     with pytest.raises(ConfigError, match="registered as type, not as a DrafterSpec"):
         drafter_spec("broken-entry")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("empty", "drafter 'empty' of .*:EMPTY builds NoneType, which is no drafter: it has no"),
+        ("failing", r"drafter 'failing' of .* cannot be built \(KeyError: 'a part'\)"),
+        ("missing", r"drafter 'missing' of .* cannot be imported \(AttributeError"),
+        ("gone", r"drafter 'gone' of .* cannot be imported \(ModuleNotFoundError: .*remove that"),
+    ],
+)
+def test_a_broken_package_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_drafter(name, DrafterContext(TableModel.random(4, 0)))
+
+
+def test_the_package_of_a_drafter_is_named() -> None:
+    class Package:
+        name, version = "foredraft-recall", "1.2"
+
+    entry = EntryPoint("recall", "gone:SPEC", "foredraft.drafters")
+    object.__setattr__(entry, "dist", Package())
+    assert _package(entry) == "package foredraft-recall 1.2"
 
 
 @pytest.mark.usefixtures("installed")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders
+from tokenizers import decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
-from foredraft.models.tokenizer import Tokenizer
+from foredraft.models.tokenizer import Tokenizer, _StreamDecoder
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer, train_tokenizer
 
 REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are no character
@@ -124,6 +126,34 @@ def test_batch_settings_of_the_file_do_not_touch_prompts(tmp_path: Path) -> None
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+class Counting:
+    """A tokenizer of the library that counts how many tokens it is given to decode."""
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        self._fast, self.num_decoded = fast, 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        self.num_decoded += len(ids)
+        return str(self._fast.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def id_to_token(self, token: int) -> str | None:
+        return self._fast.id_to_token(token)
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "\x80", "🦊", "a", None])
+def test_a_long_stream_costs_as_much_per_token_as_a_short_one(
+    tokenizer: Tokenizer, text: str | None
+) -> None:
+    """End-of-text for ever, bytes that are no character, ids without a token."""
+    counting, num_tokens = Counting(tokenizer._fast), 5000
+    token = VOCAB_SIZE + 5 if text is None else tokenizer.encode(text)[0]
+    decode = _StreamDecoder(counting, tokenizer._special)  # type: ignore[arg-type]
+    for _ in range(num_tokens):
+        decode(token)
+    assert counting.num_decoded < 150 * num_tokens
+    assert (decode(tokenizer.encode("b")[0]) or "").endswith("b")
+
+
 # Chat
 
 
@@ -142,6 +172,7 @@ def test_a_conversation_is_rendered_for_the_reply(tokenizer: Tokenizer) -> None:
         {"role": "user"},
         {"role": "user", "content": None},
         {"role": "user", "content": ["Hi"]},
+        {"role": "user", "content": [{"type": "image", "url": "x"}]},
     ],
 )
 def test_malformed_messages_are_refused(tokenizer: Tokenizer, message: dict[str, str]) -> None:
@@ -214,3 +245,102 @@ def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{")
     with pytest.raises(ModelLoadError, match=name):
         Tokenizer(tmp_path)
+
+
+def every_place(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in a JSON value; of long lists and mappings the first few."""
+    yield path
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in [*items][:4]:
+            yield from every_place(inner, (*path, key))
+
+
+def changed(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy with ``new`` at ``path``; left out there when it is `DROPPED`."""
+    if not path:
+        return new
+    copy, (key, *rest) = value.copy(), path
+    if new is DROPPED and not rest:
+        del copy[key]
+    else:
+        copy[key] = changed(copy[key], tuple(rest), new)
+    return copy
+
+
+DROPPED = object()
+WRONG = [DROPPED, None, True, -1, 0, 2**31, 2**40, 1e308, "", "x", "\x00", [], [None], {}, {"a": 1}]
+CONFIG = {
+    "bos_token": {"content": "<|im_start|>", "lstrip": False},
+    "eos_token": "<|im_end|>",
+    "chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}],
+    "model_max_length": 100,
+}
+
+
+@pytest.fixture(scope="module")
+def whole_files() -> dict[str, Any]:
+    fast = train_tokenizer()
+    fast.enable_truncation(5)
+    fast.enable_padding(length=7)
+    fast.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("ß", "ss")])
+    fast.post_processor = processors.TemplateProcessing(
+        "<|im_start|> $A", None, [("<|im_start|>", 1)]
+    )
+    return {
+        "tokenizer.json": json.loads(fast.to_str()),
+        "tokenizer_config.json": CONFIG,
+        "generation_config.json": {"eos_token_id": [2, 0]},
+        "special_tokens_map.json": {"eos_token": "<|im_end|>"},
+    }
+
+
+def use_or_refuse(directory: Path) -> bool:
+    """Whether the tokenizer there works; that, or a `ModelLoadError`, is all that may be."""
+    try:
+        tokenizer = Tokenizer(directory)
+        assert isinstance(tokenizer.decode(tokenizer.encode("The ferry")), str)
+        assert tokenizer.vocab_size
+        assert tokenizer.fingerprint
+        assert len(stream(tokenizer, [0, 1, 2, 50, 10**9])) == 5
+        if tokenizer.chat_template is not None:
+            tokenizer.encode_chat([{"role": "user", "content": "Hi <|im_end|>"}])
+    except ModelLoadError as error:
+        return directory.name not in str(error)
+    return True
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_files_give_a_tokenizer_or_a_clear_refusal(
+    tmp_path: Path, whole_files: dict[str, Any], data: st.DataObject
+) -> None:
+    contents = dict(whole_files)
+    name = data.draw(st.sampled_from(sorted(contents)))
+    path = data.draw(st.sampled_from([*every_place(contents[name])][1:]))
+    contents[name] = changed(contents[name], path, data.draw(st.sampled_from(WRONG)))
+    for file, content in contents.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    use_or_refuse(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"],
+)
+def test_cut_and_foreign_files_are_refused(
+    tmp_path: Path, whole_files: dict[str, Any], name: str
+) -> None:
+    for file, content in whole_files.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    assert use_or_refuse(tmp_path)
+    whole = json.dumps(whole_files.get(name, {}))
+    bad = [b"\xff\xfe", b"{{"]
+    if name.endswith("json"):
+        bad += [b"", b"[]", b"null", b"[" * 100_000, whole[: len(whole) // 2].encode()]
+    for content in bad:
+        (tmp_path / name).write_bytes(content)
+        assert not use_or_refuse(tmp_path), content[:20]
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    assert not use_or_refuse(tmp_path)

@@ -12,7 +12,6 @@ from rich.table import Table
 from foredraft.cli import options as o
 from foredraft.cli.progress import progress_bar
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from foredraft.bench.compare import Summary, Trial
@@ -25,11 +24,13 @@ Prompts = Annotated[
     str | None,
     typer.Option(help="JSON lines with id, category and turns; a few built-in ones otherwise."),
 ]
-Limit = Annotated[int | None, typer.Option(help="At most this many prompts, over all categories.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="At most this many prompts in all.")]
 Temperatures = Annotated[str, typer.Option("--temperature", help="One or more, with commas.")]
 
 
+@o.with_option_objects
 def drafters(
+    running: o.ModelOptions,
     only: Annotated[
         str | None, typer.Option("--drafters", help="Names with commas; all that fit otherwise.")
     ] = None,
@@ -42,16 +43,11 @@ def drafters(
     ] = None,
     prompts: Prompts = None,
     limit: Limit = None,
-    model: o.Model = DEFAULT_MODEL,
     draft_model: o.DraftModel = None,
     num_draft_tokens: o.NumDraftTokens = None,
     temperature: Temperatures = "0",
     max_tokens: o.MaxTokens = 128,
     seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
-    dtype: o.Dtype = "auto",
-    weights: o.Weights = "auto",
-    device: o.Device = "auto",
-    threads: o.Threads = None,
     random_weights: o.RandomWeights = None,
     json_file: o.JsonFile = None,
     plot: Annotated[str | None, typer.Option(help="Draw speed-ups into this PNG.")] = None,
@@ -69,10 +65,12 @@ def drafters(
     check_outputs(json_file, plot)
     at = _numbers(temperature)
     asked = o.load_options(
-        model, drafter="draft_model" if draft_model else "auto", draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens, dtype=dtype, weights=weights, device=device,
-        threads=threads, max_batch_size=1,
-    )  # fmt: skip
+        running,
+        drafter="draft_model" if draft_model else "auto",
+        draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens,
+        max_batch_size=1,
+    )
     variants = _variants(only, variant or [], draft_model)
     peers = _peer_names(against, at)
     if random_weights and (peers or prompts):

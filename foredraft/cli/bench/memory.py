@@ -8,16 +8,12 @@ import typer
 from rich.console import Console
 
 from foredraft.cli import options as o
-from foredraft.plan import DEFAULT_MODEL
 
 
+@o.with_option_objects
 def memory(
-    model: o.Model = DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    weights: o.Weights = "auto",
-    device: o.Device = "auto",
-    threads: o.Threads = None,
-    tokens: Annotated[int, typer.Option(help="Length of the text in the cache.")] = 1024,
+    running: o.ModelOptions,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the text in the cache.")] = 1024,
     json_file: o.JsonFile = None,
 ) -> None:
     """Peak memory of target and cache in a new process, beside what `doctor` predicts."""
@@ -26,7 +22,7 @@ def memory(
     from foredraft.loading import plan_models
 
     check_outputs(json_file)
-    asked = o.load_options(model, dtype=dtype, weights=weights, device=device, threads=threads)
+    asked = o.load_options(running)
     plan, _ = plan_models(asked)
     figure = measure_memory(asked, plan, tokens)
     Console(highlight=False, soft_wrap=True).print(

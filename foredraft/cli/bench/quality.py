@@ -12,24 +12,19 @@ from rich.table import Table
 from foredraft.cli import options as o
 from foredraft.cli.progress import progress_bar
 from foredraft.core.errors import ConfigError
-from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from foredraft.bench.quality import Quality
     from foredraft.plan import ModelPlan
 
 
+@o.with_option_objects
 def quality(
+    running: o.ModelOptions,
     text: Annotated[
         str | None, typer.Option(help="A text file; a built-in text when not given.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Use at most so many tokens.")] = None,
-    model: o.Model = DEFAULT_MODEL,
-    dtype: o.Dtype = "auto",
-    weights: o.Weights = "auto",
-    device: o.Device = "auto",
-    backend: o.Backend = "auto",
-    threads: o.Threads = None,
     json_file: o.JsonFile = None,
 ) -> None:
     """Compare the model as it would run with itself in float32, token by token.
@@ -52,10 +47,7 @@ def quality(
     if limit is not None and limit < 2:
         raise ConfigError(f"--limit is {limit}; the second token is the first to be predicted")
     content = read_text(text)
-    asked = o.load_options(
-        model, drafter="none", dtype=dtype, weights=weights, device=device, backend=backend,
-        threads=threads, calibrate=False,
-    )  # fmt: skip
+    asked = o.load_options(running, drafter="none", calibrate=False)
     llm = o.load_llm(asked)
     assert llm.plan is not None
     assert llm.tokenizer is not None

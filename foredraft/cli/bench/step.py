@@ -12,7 +12,6 @@ from rich.table import Table
 from foredraft.cli import options as o
 from foredraft.cli.progress import progress_bar
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.plan import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from foredraft.bench.floor import Machine
@@ -23,23 +22,20 @@ _QUANTISED = ("bf16", "q8_0", "q4_0")
 PEERS = ("transformers", "llama.cpp", *(f"llama.cpp-{kind}" for kind in _QUANTISED))
 
 
+@o.with_option_objects
 def step(
+    running: o.ModelOptions,
     tokens: Annotated[
         str, typer.Option(help="Tokens of a row in one forward, with commas.")
     ] = "1,2,4,8,16,32",
     rows: Annotated[str, typer.Option(help="Rows of the batch, with commas.")] = "1",
-    context: Annotated[int, typer.Option(help="Tokens already in the cache.")] = 256,
-    rounds: Annotated[int, typer.Option(help="Samples of each figure.")] = 15,
+    context: Annotated[int, typer.Option(min=1, help="Tokens already in the cache.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 15,
     against: Annotated[
         str | None, typer.Option(help=f"Peers with commas: {', '.join(PEERS)}.")
     ] = None,
-    model: o.Model = DEFAULT_MODEL,
     drafter: o.Drafter = "auto",
     draft_model: o.DraftModel = None,
-    dtype: o.Dtype = "auto",
-    weights: o.Weights = "auto",
-    device: o.Device = "auto",
-    threads: o.Threads = None,
     random_weights: o.RandomWeights = None,
     json_file: o.JsonFile = None,
     plot: Annotated[str | None, typer.Option(help="Draw the times into this PNG.")] = None,
@@ -58,9 +54,11 @@ def step(
     sizes = [Size(r, n) for r in _counts("--rows", rows) for n in _counts("--tokens", tokens)]
     peers = _peer_names(against)
     asked = o.load_options(
-        model, drafter=drafter, draft_model=draft_model, dtype=dtype, weights=weights,
-        device=device, threads=threads, max_batch_size=max(size.rows for size in sizes),
-    )  # fmt: skip
+        running,
+        drafter=drafter,
+        draft_model=draft_model,
+        max_batch_size=max(size.rows for size in sizes),
+    )
     if random_weights and peers:
         raise ConfigError(
             f"--against {','.join(peers)} needs a checkpoint that peers can load; leave it out "

@@ -33,7 +33,7 @@ class PastOutputs:
         vocab_size: ids must lie below it.
 
     Raises:
-        ConfigError: the file holds something else.
+        ConfigError: the file holds something else, or its folder cannot be written.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class PastOutputs:
         self._path, self._fingerprint = path, fingerprint
         self._texts: list[list[int]] = [[], []]  # old, young; outputs end in a separator
         self._automata = [SuffixAutomaton(), SuffixAutomaton()]
+        if path is not None:
+            _check_writable(path.parent)
         if path is not None and path.exists():
             self._append(_read(path, fingerprint, vocab_size))
 
@@ -73,6 +75,18 @@ def tenant_file(directory: Path, tenant: str) -> Path:
     """Where a tenant's outputs are kept. The name says nothing about the tenant."""
     digest = hashlib.sha256(tenant.encode()).hexdigest()[:32]
     return directory / f"past-outputs-{digest}.safetensors"
+
+
+def _check_writable(directory: Path) -> None:
+    """Find out before anything is generated whether outputs can be kept there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"shared_dir {directory} cannot be written ({error}); choose another folder"
+        ) from error
 
 
 def _read(path: Path, fingerprint: str, vocab_size: int) -> list[int]:

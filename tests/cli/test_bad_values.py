@@ -1,0 +1,131 @@
+"""Every command with values that cannot be used: one clear line each, and exit status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foredraft.cli import main as main_module
+from foredraft.cli.main import main
+
+MODEL_VALUES = [
+    ("--threads", "100000", "this machine has"),
+    ("--threads", "0", "threads is 0"),
+    ("--threads", "many", "Invalid value"),
+    ("--device", "cpu:abc", "device"),
+    ("--device", "gpu", "unknown device"),
+    ("--dtype", "float23", "did you mean 'float32'"),
+    ("--weights", "int4", "unknown weights"),
+    ("--backend", "nativ", "did you mean 'native'"),
+    ("--max-context", "1", "max_context is 1"),
+    ("--max-context", "-5", "max_context is -5"),
+    ("--model", "x" * 5000, "no file can have such a name"),
+    ("--model", "./" + "y" * 300, "no file can have such a name"),
+    ("--model", "", "model is ''"),
+]
+DRAFT_VALUES = [
+    ("--drafter", "x" * 200, "unknown drafter"),
+    ("--drafter", "x" * 5000, "no file can have such a name"),
+    ("--num-draft-tokens", "-1", "num_draft_tokens is -1"),
+    ("--drafter-option", "no equals sign", "is not NAME=VALUE"),
+    ("--drafter-option", "shared_dir=/proc/no", "shared_dir"),
+    ("--draft-model", "z" * 5000, "no file can have such a name"),
+]
+SAMPLING_VALUES = [
+    ("--temperature", "-1", "temperature is -1"),
+    ("--temperature", "nan", "temperature must be a finite number"),
+    ("--top-k", "-1", "top_k is -1"),
+    ("--top-p", "0", "top_p is 0"),
+    ("--min-p", "2", "min_p is 2"),
+    ("--seed", "-1", "seed is -1"),
+    ("--seed", "99999999999999999999999", "seed is"),
+    ("--max-tokens", "0", "max_tokens is 0"),
+    ("--stop", "", "non-empty"),
+    ("--stop", "a" * 70000, "stop holds"),
+    ("--coupling", "seded", "did you mean 'seeded'"),
+]
+COMMANDS = {
+    ("generate", "Hi"): [*MODEL_VALUES, *DRAFT_VALUES, *SAMPLING_VALUES],
+    ("chat",): [*MODEL_VALUES, *DRAFT_VALUES, *SAMPLING_VALUES],
+    ("doctor",): [
+        *MODEL_VALUES,
+        ("--tokens", "-5", "Invalid value"),
+        ("--tokens", "0", "Invalid value"),
+    ],
+    ("demo",): [*MODEL_VALUES, *DRAFT_VALUES, ("--seed", "-1", "seed is -1")],
+    ("bench", "step"): [
+        *MODEL_VALUES,
+        ("--rounds", "0", "Invalid value"),
+        ("--context", "-1", "Invalid value"),
+        ("--tokens", "-1", "counts start at 1"),
+        ("--rows", "", "not whole numbers"),
+        ("--json", "/no/such/folder/x.json", "there is no folder"),
+    ],
+    ("bench", "memory"): [*MODEL_VALUES, ("--tokens", "-1", "Invalid value")],
+    ("bench", "quality"): [
+        *MODEL_VALUES,
+        ("--limit", "1", "the second token is the first"),
+        ("--text", "t" * 5000, "cannot read the text"),
+    ],
+    ("bench", "drafters"): [
+        *MODEL_VALUES,
+        ("--limit", "0", "Invalid value"),
+        ("--seed", "-1", "seed is -1"),
+        ("--max-tokens", "0", "max_tokens is 0"),
+        ("--temperature", "-1", "temperature is -1"),
+        ("--prompts", "p" * 5000, "File name too long"),
+    ],
+    ("tune", "exit"): [
+        *MODEL_VALUES,
+        ("--tokens", "3", "Invalid value"),
+        ("--repeats", "0", "Invalid value"),
+        ("--text", "t" * 5000, "--text"),
+    ],
+    ("index", "build", "no-such-file", "--output", "out"): [("--model", "", "no such file")],
+    ("index", "build", "n" * 5000, "--output", "out"): [("--model", "x", "File name too long")],
+    ("index", "build", __file__, "--output", "o" * 5000): [("--model", "x", "File name too long")],
+}
+CASES = [(command, *value) for command, values in COMMANDS.items() for value in values]
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "message"),
+    CASES,
+    ids=[f"{' '.join(c)[:20]} {o} {v[:12]}" for c, o, v, _ in CASES],
+)
+def test_a_bad_value_is_one_clear_line(
+    command: tuple[str, ...],
+    option: str,
+    value: str,
+    message: str,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = () if option == "--model" else ("--model", str(checkpoint))
+    monkeypatch.setattr("sys.argv", ["foredraft", *command, *model, option, value])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capsys.readouterr().err
+    assert left.value.code == 2, said
+    assert message in said
+    assert "Traceback" not in said
+    if said.startswith("error: "):
+        assert said.count("\n") == 1
+        assert len(said) < 600
+
+
+def test_a_full_disk_behind_the_output_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(main_module, "app", fail)
+    monkeypatch.setattr(main_module, "_drop_output", lambda: None)
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    assert "No space left on device" in capsys.readouterr().err

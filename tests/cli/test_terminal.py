@@ -1,0 +1,174 @@
+"""What a person at a terminal meets: Ctrl-C, pasted lines, waiting, and where output goes."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from foredraft.cli import keyboard
+from foredraft.cli.progress import PromptProgress
+from foredraft.core.errors import ConfigError
+from foredraft.engine.engine import Event, Piece
+from tests.cli.conftest import Run
+from tests.models.checkpoints import NATIVE_CONFIGS, save_tokenizer, tiny_model
+
+REPO = Path(__file__).parents[2]
+START = [sys.executable, "-c", "from foredraft.cli.main import main; main()"]
+
+
+def command(checkpoint: Path, *arguments: str) -> list[str]:
+    name, *others = arguments
+    return [*START, name, "--model", str(checkpoint), "--dtype", "float32", *others]
+
+
+def test_ctrl_c_ends_generate_with_what_there_is(checkpoint: Path) -> None:
+    arguments = command(checkpoint, "generate", "The ferry", "--max-tokens", "2000", "--drafter",
+                        "none", "--temperature", "5")  # fmt: skip
+    with subprocess.Popen(
+        arguments, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        os.read(process.stdout.fileno(), 1)  # the first of the text
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out.endswith(b"\n")
+    assert b"stopped: " in err
+    assert b"tokens in" in err
+    assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_output_that_cannot_be_written_is_said(checkpoint: Path, as_json: bool) -> None:
+    arguments = command(checkpoint, "generate", "The ferry", "--max-tokens", "3")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*arguments, *(["--json"] if as_json else [])],
+            cwd=REPO, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "error: [Errno 28] No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_a_closed_pipe_ends_quietly(checkpoint: Path) -> None:
+    arguments = command(checkpoint, "generate", "The ferry", "--max-tokens", "1500")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        arguments, cwd=REPO, stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert done.returncode in (1, 141)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("compiler", "cure"),
+    [
+        ("no-such-compiler", "which is not there; correct or unset it"),
+        ("g++ 'x", "which cannot be read (No closing quotation); correct or unset it"),
+    ],
+)
+def test_a_fallback_is_said_once_with_its_cure(
+    checkpoint: Path, tmp_path: Path, compiler: str, cure: str
+) -> None:
+    environment = {**os.environ, "FOREDRAFT_CACHE": str(tmp_path), "CXX": compiler}
+    environment.pop("FOREDRAFT_KERNELS", None)
+    done = subprocess.run(
+        command(checkpoint, "demo", "--max-tokens", "2"),
+        cwd=REPO, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("slower than it could") == 1, done.stderr
+    assert cure in done.stderr
+
+
+# ------------------------------------------------------------------------------------ conversations
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A terminal as standard input; what is written to it is typed."""
+    ours, theirs = pty.openpty()
+    with open(theirs) as typed:
+        monkeypatch.setattr(sys, "stdin", typed)
+        monkeypatch.setattr(keyboard, "_use_readline", lambda: False)
+        monkeypatch.setattr("builtins.input", lambda prompt="": os.read(theirs, 99).decode()[:-1])
+        yield ours
+    os.close(ours)
+
+
+def test_pasted_lines_are_one_message(terminal: int) -> None:
+    os.write(terminal, b"first\nsecond\nthird\n")
+    assert keyboard.read_message() == "first\nsecond\nthird"
+
+
+def test_a_typed_line_is_a_message(terminal: int) -> None:
+    os.write(terminal, b"only this\n")
+    assert keyboard.read_message() == "only this"
+
+
+def test_lines_of_a_file_are_a_message_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\nsecond\n"))
+    assert [keyboard.read_message(), keyboard.read_message()] == ["first", "second"]
+    with pytest.raises(EOFError):
+        keyboard.read_message()
+
+
+def test_a_base_model_is_refused_before_the_first_message(run: Run, tmp_path: Path) -> None:
+    tiny_model(NATIVE_CONFIGS["llama-tied"]()).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, chat_template=None)
+    result = run("chat", "--model", str(tmp_path), input="Hello\n")
+    assert isinstance(result.exception, ConfigError)
+    assert "has no chat template" in str(result.exception)
+    assert "you>" not in result.output
+
+
+def test_a_conversation_ends_with_its_input(run: Run) -> None:
+    result = run("chat", "--max-tokens", "3", input="Hello\n/help\n/reset\nAgain\n")
+    assert result.exit_code == 0
+    assert result.output.count("you>") == 5
+
+
+# ------------------------------------------------------------------------------------------ waiting
+
+
+def event(num_read: int, *token_ids: int) -> Event:
+    pieces = tuple(Piece("x", drafted=False) for _ in token_ids)
+    return Event(0, token_ids, 0, pieces, num_prompt_read=num_read)
+
+
+@pytest.mark.parametrize("num_tokens", [None, 1000])
+def test_reading_a_long_prompt_shows(num_tokens: int | None) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, _environ={"TERM": "xterm"})
+    with PromptProgress(num_tokens, console, delay_s=0.01) as progress:
+        time.sleep(0.1)
+        progress.show(event(512))
+        progress._progress.refresh()
+        assert "reading the prompt" in out.getvalue()
+        assert ("512/1000" in out.getvalue()) == (num_tokens is not None)
+        progress.show(event(1000, 7))
+        assert progress._progress.live.is_started is False
+
+
+def test_a_short_prompt_and_a_log_show_nothing() -> None:
+    for is_terminal, delay_s in ((True, 60.0), (False, 0.0)):
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=is_terminal, _environ={"TERM": "xterm"})
+        with PromptProgress(10, console, delay_s) as progress:
+            progress.show(event(10, 7))
+        assert "reading" not in out.getvalue()
