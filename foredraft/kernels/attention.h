@@ -1,23 +1,42 @@
-// Attention of the tokens of one forward over the cache entries they see.
+// Attention of some tokens of a row over the cache entries they see.
 //
-// Shape legend: T tokens, G query heads that share a key-value head, M = tokens * G queries of a
-// tile, C cache entries, D head size.
+// Shape legend: T tokens of a tile, G query heads that share a key-value head, M = T * G queries of
+// a tile, D head size.
 //
 // A token sees the first `prefix` entries of its slot and then, in a tree, its ancestors and itself
-// (`extras`, ascending). Its scores are laid out by rank among the entries it sees, and maximum,
-// sum and weighted values run over ranks, never over entries. So the same context gives the same
-// bits wherever the entries lie and whoever else is in the forward.
+// (`extras`, ascending). What it sees is ranked in this order, and everything is defined over ranks,
+// never over entries: the ranks are taken in chunks of kChunk, each chunk has its own maximum, sum
+// and weighted values, taken up in the order of ranks, and chunks are folded together from the first
+// to the last. So the same context gives the same bits wherever the entries lie, whoever else is in
+// the forward and whichever threads compute the chunks.
+//
+// Speed comes from reading keys and values once for all queries of a tile. Keys are transposed and
+// values are converted in pieces that stay in the nearest cache while all queries pass over them.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <type_traits>
 
+#include "entries.h"
 #include "matmul.h"
 #include "team.h"
 
 namespace foredraft {
 
-constexpr int64_t kNearEntries = 128;  // values of so many stay in the nearest cache
-constexpr int64_t kEntriesAhead = 64;  // keys and values are prefetched so far ahead
+constexpr int64_t kChunk = 256;  // ranks; part of what the result is defined by
+constexpr int64_t kScoreStride = kChunk + kPair;  // scores are logarithms to base 2
+constexpr float kLog2E = 1.44269504f;
+constexpr int64_t kPanelFloats = 4096;  // of converted values: they stay in the nearest cache
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kVectorRegisters = 32;
+#else
+constexpr int kVectorRegisters = 16;
+#endif
+
+static_assert(kChunk % kRunEntries == 0 && kRunEntries % kPair == 0, "blocks within runs");
 
 // What one token sees.
 struct Visible {
@@ -26,84 +45,136 @@ struct Visible {
   int64_t num_extras;
 
   int64_t count() const { return prefix + num_extras; }
-  int64_t end() const { return num_extras ? extras[num_extras - 1] + 1 : prefix; }
+
+  // The extras with ranks in [begin, end), as numbers of extras.
+  Range extras_within(int64_t begin, int64_t end) const {
+    const auto number = [&](int64_t rank) {
+      return std::min(std::max<int64_t>(rank - prefix, 0), num_extras);
+    };
+    return {number(begin), number(end)};
+  }
 };
 
-// Moves the scores of the extras behind those of the prefix. Ranks never exceed entries, so nothing
-// is overwritten before it is read.
-inline void order_by_rank(const Visible& visible, float* scores) {
-  for (int64_t i = 0; i < visible.num_extras; ++i)
-    scores[visible.prefix + i] = scores[visible.extras[i]];
-}
+// What M queries attended so far: unnormalised values in lane order, and by what to normalise them.
+struct Attended {
+  float* values;  // [M, padded D]
+  float* most;    // [M] largest score
+  float* sum;     // [M] of 2^(score - most)
 
-// Scores to unnormalised weights e^(score - max), in place; returns one over their sum. The array
-// has room for whole vectors.
-inline float softmax(float* scores, int64_t count) {
-  const float low = -INFINITY;
-  for (int64_t i = count; i % kLanes; ++i) scores[i] = low;
-  Vec most = load(scores);
-  for (int64_t i = kLanes; i < count; i += kLanes) most = max(load(scores + i), most);
-  const Vec shift = broadcast(max_lanes(most));
-  Vec sum{};
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Vec weight = exp(load(scores + i) - shift);
-    store(scores + i, weight);
-    sum += weight;
+  static int64_t size(int64_t M, int64_t D) { return M * (padded(D) + 2); }
+
+  static Attended in(float* memory, int64_t M, int64_t D) {
+    return {memory, memory + M * padded(D), memory + M * (padded(D) + 1)};
   }
-  return 1.0f / sum_lanes(sum);
+};
+
+// The larger one, and NaN of NaN. (The instruction returns its second operand then.)
+inline Vec at_least(Vec x, Vec low) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)low, (__m512)x);
+#elif defined(__AVX__)
+  return (Vec)_mm256_max_ps((__m256)low, (__m256)x);
+#else
+  return x < low ? low : x;
+#endif
 }
 
-// The keys of kPair entries by words, which are one float or two bfloat16: [words, kPair entries].
-// If there are only `count` entries, zeros stand for the others.
+// 2^x of x <= 0 to about 1 ulp. What is below 2^-100 counts as that; NaN stays NaN. x = n + r with
+// |r| <= 1/2, and 2^r by a polynomial of S. Moshier's Cephes library (exp2f).
+inline Vec exp2_of_negative(Vec x) {
+  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec bounded = at_least(x, broadcast(-100.0f));
+  const Vec shifted = bounded + magic;
+  const Vec r = bounded - (shifted - magic);
+  Vec e = broadcast(1.535336188e-4f);
+  for (float coefficient : {1.339887440e-3f, 9.618437357e-3f, 5.550332471e-2f, 0.2402264791f,
+                            0.6931472029f, 1.0f})
+    e = fma(e, r, broadcast(coefficient));
+  const Ints power = ((Ints)shifted << 23) + 0x3f800000;  // 2^n
+  return e * (Vec)power;
+}
+
+// Adds what query m attended in the next chunk.
+inline void fold(const Attended& all, const Attended& next, int64_t m, int64_t D) {
+  const Vec before = broadcast(all.most[m]), there = broadcast(next.most[m]);
+  const Vec most = max(before, there);
+  const Vec old = exp2_of_negative(before - most), fresh = exp2_of_negative(there - most);
+  float* values = all.values + m * padded(D);
+  const float* added = next.values + m * padded(D);
+  for (int64_t d = 0; d < D; d += kLanes)
+    store(values + d, fma(load(added + d), fresh, load(values + d) * old));
+  all.sum[m] = fma(broadcast(next.sum[m]), fresh, broadcast(all.sum[m]) * old)[0];
+  all.most[m] = most[0];
+}
+
+// Scores to unnormalised weights 2^(score - most), in place. The array has room for whole vectors.
+inline void to_weights(float* scores, int64_t count, float& most, float& sum) {
+  for (int64_t i = count; i % kLanes; ++i) scores[i] = -INFINITY;
+  Vec largest = load(scores);
+  for (int64_t i = kLanes; i < count; i += kLanes) largest = max(load(scores + i), largest);
+  most = max_lanes(largest);
+  const Vec shift = broadcast(most);
+  Vec total{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Vec weight = exp2_of_negative(load(scores + i) - shift);
+    store(scores + i, weight);
+    total += weight;
+  }
+  sum = sum_lanes(total);
+}
+
+// ---- scores -------------------------------------------------------------------------------------
+
+// A vector of words of the transposed keys: one dimension of float keys, two of bfloat16 ones.
+inline void put_dimensions(Ints words, int64_t word, float* out, const float*) {
+  store(out + word * kPair, (Vec)words);
+}
+
+inline void put_dimensions(Ints words, int64_t word, float* out, const bf16*) {
+  store(out + 2 * word * kPair, (Vec)((Bits)words << 16));
+  store(out + (2 * word + 1) * kPair, (Vec)((Bits)words & 0xffff0000u));
+}
+
+// The keys of kPair entries by dimensions: [D, kPair entries]. If there are only `count` entries,
+// zeros stand for the others.
 template <class Weight>
 inline void transpose_keys(const Weight* keys, int64_t D, int64_t count, float* out) {
   constexpr int64_t kStep = kLanes * sizeof(float) / sizeof(Weight);  // dimensions of a vector
-  for (int64_t half = 0; half < 2; ++half)
+  for (int64_t first = 0; first < kPair; first += kLanes)
     for (int64_t d = 0; d < D; d += kStep) {
-      const int64_t first = half * kLanes, there = std::min(kStep, D - d);
+      const int64_t there = std::min(kStep, D - d);
       const Weight* source = keys + first * D + d;
       Ints columns[kLanes];
       if (first + kLanes <= count && there == kStep) {
-        load_columns(source, D * sizeof(Weight), columns);
+        load_columns(source, D * int64_t(sizeof(Weight)), columns);
       } else {
         Ints rows[kLanes] = {};
         for (int64_t i = 0; i < std::min<int64_t>(kLanes, count - first); ++i)
-          std::memcpy(&rows[i], source + i * D, there * sizeof(Weight));
+          std::memcpy(&rows[i], source + i * D, size_t(there) * sizeof(Weight));
         load_columns(rows, sizeof rows[0], columns);
       }
-      const int64_t words = there * kLanes / kStep;
-      for (int64_t w = 0; w < words; ++w)
-        store(out + (d * kLanes / kStep + w) * kPair + first, (Vec)columns[w]);
+      for (int64_t w = 0; w < there * kLanes / kStep; ++w)
+        put_dimensions(columns[w], d * kLanes / kStep + w, out + first, keys);
     }
-}
-
-// One dimension of a pair, of kLanes entries out of the transposed keys.
-template <class Weight>
-inline Vec key_vector(const float* words, int64_t pair, int which, int half) {
-  words += half * kLanes;
-  if (sizeof(Weight) == sizeof(float)) return load(words + (2 * pair + which) * kPair);
-  const Bits word = (Bits)load(words + pair * kPair);
-  return which ? (Vec)(word & 0xffff0000u) : (Vec)(word << 16);
 }
 
 // Scores of Q queries at kPair entries, whose keys are transposed: the even dimensions summed up in
 // their order plus the odd ones. Not inlined: the sums need all registers.
-template <int Q, class Weight>
-__attribute__((noinline)) void score_block(const float* words, int64_t D, const float* queries,
+template <int Q>
+__attribute__((noinline)) void score_block(const float* keys, int64_t D, const float* queries,
                                            int64_t query_stride, float* scores,
                                            int64_t score_stride) {
-  constexpr int kTogether = Q <= 3 ? 2 : 1;  // both sums at once, if they fit the registers
+  constexpr int kTogether = 4 * Q + 5 <= kVectorRegisters ? 2 : 1;  // both sums at once, if they fit
   const auto add_up = [&](auto pass) INLINE {
     Vec sum[kTogether][Q][2];
     UNROLL for (int i = 0; i < kTogether; ++i)
       UNROLL for (int q = 0; q < Q; ++q) sum[i][q][0] = sum[i][q][1] = Vec{};
-    for (int64_t pair = 0; pair < D / 2; ++pair)
+    for (int64_t d = pass; d < D; d += 2)
       UNROLL for (int i = 0; i < kTogether; ++i) {
-        Vec low = key_vector<Weight>(words, pair, pass + i, 0);
-        Vec high = key_vector<Weight>(words, pair, pass + i, 1);
-        keep_in_register(low), keep_in_register(high);
+        const Vec low = load_to_register(keys + (d + i) * kPair);
+        const Vec high = load_to_register(keys + (d + i) * kPair + kLanes);
         UNROLL for (int q = 0; q < Q; ++q) {
-          const Vec factor = broadcast(queries[q * query_stride + 2 * pair + pass + i]);
+          const Vec factor = broadcast(queries[q * query_stride + d + i]);
           sum[i][q][0] = fma(factor, low, sum[i][q][0]);
           sum[i][q][1] = fma(factor, high, sum[i][q][1]);
         }
@@ -119,155 +190,257 @@ __attribute__((noinline)) void score_block(const float* words, int64_t D, const 
   if constexpr (kTogether == 1) add_up(std::integral_constant<int, 1>{});
 }
 
-// Ranks of which some queries sum up weighted values: entries [begin, end), where rank and entry are
-// the same, and then extras.
-struct Ranks {
-  int64_t begin, end;
-  const int32_t* extras;
-  int64_t num_extras;
-};
+// Calls block(integral constant Q, first query) for `count` queries in blocks of at most six.
+template <class Block>
+inline void in_query_blocks(int64_t count, const Block& block) {
+  const int64_t blocks = (count + 5) / 6;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t first = count * b / blocks;
+    switch (count * (b + 1) / blocks - first) {
+      case 1: block(std::integral_constant<int, 1>{}, first); break;
+      case 2: block(std::integral_constant<int, 2>{}, first); break;
+      case 3: block(std::integral_constant<int, 3>{}, first); break;
+      case 4: block(std::integral_constant<int, 4>{}, first); break;
+      case 5: block(std::integral_constant<int, 5>{}, first); break;
+      default: block(std::integral_constant<int, 6>{}, first); break;
+    }
+  }
+}
 
-// P pairs of dimensions of Q queries: adds weight * value, rank by rank, to the sums in `out`, which
-// start from zero when the ranks do. Query q has its weights at weights + q * weight_stride and its
-// sums, in lane order, at out + q * out_stride; `values` is where these dimensions of entry 0 lie.
-// Only `count` dimensions are there if it is less than P pairs. Not inlined: the sums need all
-// registers.
-template <int Q, int P, bool kWhole, class Weight>
-__attribute__((noinline)) void weigh_values(const Ranks& ranks, const Weight* values, int64_t D,
-                                            int64_t count, const float* weights,
-                                            int64_t weight_stride, float* out,
-                                            int64_t out_stride) {
+// A pair of vectors as floats in lane order.
+inline void convert_pair(const float* source, float* out) { std::copy(source, source + kPair, out); }
+
+inline void convert_pair(const bf16* source, float* out) {
+  Bits words;
+  std::memcpy(&words, source, sizeof words);
+  store(out, (Vec)(words << 16));
+  store(out + kLanes, (Vec)(words & 0xffff0000u));
+}
+
+// ---- weighted values ----------------------------------------------------------------------------
+
+// P pairs of dimensions of Q queries: adds weight * value, entry by entry, to the sums at `out`.
+// Query q has its weights at weights + q * kScoreStride, that of the first entry in front; the
+// dimensions begin at d. Not inlined: the sums need all registers.
+template <int Q, int P, class Weight>
+__attribute__((noinline)) void weigh_values(const Entries<Weight>& values, Range range, int64_t d,
+                                            const float* weight, float* out, int64_t out_stride) {
   Vec sum[Q][2 * P];
   UNROLL for (int q = 0; q < Q; ++q)
-    UNROLL for (int i = 0; i < 2 * P; ++i)
-      sum[q][i] = ranks.begin ? load(out + q * out_stride + i * kLanes) : Vec{};
-  Weight padded_value[P * kPair] = {};
-  const auto add = [&](const float* weight, const Weight* value) INLINE {
-    if constexpr (!kWhole) value = std::copy(value, value + count, padded_value) - count;
-    UNROLL for (int p = 0; p < P; ++p) {
-      const Vec first = load_first(value + p * kPair), second = load_second(value + p * kPair);
-      asm("" : "+r"(weight));  // read the weights again: registers are short
-      UNROLL for (int q = 0; q < Q; ++q) {
-        const Vec factor = broadcast(weight[q * weight_stride]);
-        sum[q][2 * p] = fma(factor, first, sum[q][2 * p]);
-        sum[q][2 * p + 1] = fma(factor, second, sum[q][2 * p + 1]);
+    UNROLL for (int i = 0; i < 2 * P; ++i) sum[q][i] = load(out + q * out_stride + i * kLanes);
+  for (int64_t begin = range.begin; begin < range.end;) {
+    const int64_t end = std::min(range.end, begin / kRunEntries * kRunEntries + kRunEntries);
+    const Weight* value = values.at(begin) + d;
+    for (; begin < end; ++begin, ++weight, value += values.D) {
+      UNROLL for (int p = 0; p < P; ++p) {
+        Vec first = load_first(value + p * kPair), second = load_second(value + p * kPair);
+        keep_in_register(first), keep_in_register(second);
+        if (kVectorRegisters == 16) asm("" : "+r"(weight));  // read them again: registers are short
+        UNROLL for (int q = 0; q < Q; ++q) {
+          const Vec factor = broadcast(weight[q * kScoreStride]);
+          sum[q][2 * p] = fma(factor, first, sum[q][2 * p]);
+          sum[q][2 * p + 1] = fma(factor, second, sum[q][2 * p + 1]);
+        }
       }
     }
-  };
-  for (int64_t rank = ranks.begin; rank < ranks.end; ++rank) {
-    __builtin_prefetch(values + (rank + kEntriesAhead) * D, 0, kToL2);
-    add(weights + rank, values + rank * D);
   }
-  for (int64_t i = 0; i < ranks.num_extras; ++i)
-    add(weights + ranks.end + i, values + ranks.extras[i] * D);
   UNROLL for (int q = 0; q < Q; ++q)
     UNROLL for (int i = 0; i < 2 * P; ++i) store(out + q * out_stride + i * kLanes, sum[q][i]);
 }
 
-// All dimensions of Q queries: sums at out[q * padded(D)].
+// All dimensions, which come in whole pairs.
 template <int Q, class Weight>
-inline void weigh_all_values(const Ranks& ranks, const Weight* values_CD, int64_t D,
-                             const float* weights, int64_t weight_stride, float* out) {
-  constexpr int P = Q > 3 ? 1 : Q > 1 ? 2 : 4;  // enough sums to hide the latency, none spilled
-  const auto pairs = [&](auto num_pairs, auto whole, int64_t d) {
-    weigh_values<Q, num_pairs, whole>(ranks, values_CD + d, D, D - d, weights, weight_stride,
-                                      out + d, padded(D));
+inline void weigh_all_values(const Entries<Weight>& values, Range range, int64_t D,
+                             const float* weights, float* out) {
+  // Enough sums to hide the latency, none spilled.
+  constexpr int P = kVectorRegisters == 32 ? 2 : Q > 3 ? 1 : 2;
+  const auto pairs = [&](auto num_pairs, int64_t d) {
+    weigh_values<Q, num_pairs>(values, range, d, weights, out + d, padded(D));
   };
   int64_t d = 0;
-  for (; d + P * kPair <= D; d += P * kPair)
-    pairs(std::integral_constant<int, P>{}, std::true_type{}, d);
-  for (; d + kPair <= D; d += kPair) pairs(std::integral_constant<int, 1>{}, std::true_type{}, d);
-  if (d < D) pairs(std::integral_constant<int, 1>{}, std::false_type{}, d);
+  for (; d + P * kPair <= D; d += P * kPair) pairs(std::integral_constant<int, P>{}, d);
+  for (; d < D; d += kPair) pairs(std::integral_constant<int, 1>{}, d);
 }
 
-// One tile: some tokens of a row at query heads that share a key-value head.
+// ---- a tile -------------------------------------------------------------------------------------
+
+// Where a thread computes: one tile at a time.
+struct AttentionScratch {
+  float* queries;     // [M, padded D]
+  float* scores;      // [M, kScoreStride]; behind the chunk, those of kPair extras
+  float* transposed;  // [D, kPair]
+  float* panel;       // converted values [rows, padded D]
+  float* chunk;       // Attended
+  float* all;         // Attended
+
+  static int64_t panel_rows(int64_t D) {
+    return std::max<int64_t>(kRunEntries, kPanelFloats / padded(D) / kRunEntries * kRunEntries);
+  }
+
+  static int64_t size(int64_t M, int64_t D) {
+    return M * (padded(D) + kScoreStride) + D * kPair + panel_rows(D) * padded(D) +
+           2 * Attended::size(M, D);
+  }
+
+  static AttentionScratch in(float* memory, int64_t M, int64_t D) {
+    AttentionScratch s;
+    s.queries = memory;
+    s.scores = s.queries + M * padded(D);
+    s.transposed = s.scores + M * kScoreStride;
+    s.panel = s.transposed + D * kPair;
+    s.chunk = s.panel + panel_rows(D) * padded(D);
+    s.all = s.chunk + Attended::size(M, D);
+    return s;
+  }
+};
+
+// Some tokens of a row at the query heads that share a key-value head.
 template <class Weight>
 struct AttentionTile {
-  const Weight* keys_CD;
-  const Weight* values_CD;
-  int64_t D;
-  int64_t group;           // G
-  Activations queries;     // [M, D], scaled; the G heads of a token are neighbours
-  float* transposed;       // scratch [words of D, kPair]
+  Entries<const Weight> keys, values;
+  int64_t D, group;        // G
   const Visible* visible;  // [T]
   int64_t num_tokens;      // T
-  float* scores;           // scratch [M, score_stride]
-  int64_t score_stride;
-  float* attended;         // scratch [M, D], in lane order
-  float* factors;          // scratch [M], one over the sum of weights
+  const Weight *next_keys, *next_values;  // of the chunk to come, to be prefetched; or null
+  AttentionScratch scratch;  // with queries, scaled; the G heads of a token are neighbours
 
-  // put(token, head of the group, values [D] in lane order, factor) takes what a head attended.
-  template <class Put>
-  void run(const Put& put) const {
-    score();
-    int64_t common = visible[0].prefix;  // entries that all tokens see
+  int64_t num_queries() const { return num_tokens * group; }
+
+  // Whether a token has ranks in the chunk that begins here.
+  bool reaches(int64_t token, int64_t begin) const { return visible[token].count() > begin; }
+
+  // What all queries attended in the ranks [begin, begin + kChunk).
+  void attend_chunk(int64_t begin, const Attended& out) const {
+    int64_t common = begin + kChunk, longest = 0;  // prefixes, within the chunk
     for (int64_t t = 0; t < num_tokens; ++t) {
       common = std::min(common, visible[t].prefix);
-      for (int64_t m = t * group; m < (t + 1) * group; ++m) {
-        order_by_rank(visible[t], scores + m * score_stride);
-        factors[m] = softmax(scores + m * score_stride, visible[t].count());
+      longest = std::max(longest, visible[t].prefix);
+    }
+    common = std::max(common, begin);
+    longest = std::min(longest, begin + kChunk);
+    for (int64_t entry = begin; entry < longest; entry += kPair) {
+      if (next_keys) {
+        prefetch(next_keys + (entry - begin) * D);
+        prefetch(next_values + (entry - begin) * D);
       }
+      prefetch_near(keys.at(entry + kPair));
+      score_entries(entry, longest, entry - begin);
     }
-    for (int64_t rank = 0; rank < common; rank += kNearEntries)
-      weigh({rank, std::min(rank + kNearEntries, common), nullptr, 0}, 0, num_tokens * group);
-    for (int64_t t = 0; t < num_tokens; ++t) {
-      weigh({common, visible[t].prefix, visible[t].extras, visible[t].num_extras}, t * group, group);
-      for (int64_t m = t * group; m < (t + 1) * group; ++m)
-        put(t, m - t * group, attended + m * padded(D), factors[m]);
-    }
+    score_extras(begin);
+    for (int64_t t = 0; t < num_tokens; ++t)
+      if (reaches(t, begin))
+        for (int64_t m = t * group; m < (t + 1) * group; ++m)
+          to_weights(scratch.scores + m * kScoreStride,
+                     std::min(visible[t].count() - begin, kChunk), out.most[m], out.sum[m]);
+    std::fill(out.values, out.values + num_queries() * padded(D), 0.0f);
+    weigh_common({begin, common}, out);
+    for (int64_t t = 0; t < num_tokens; ++t) weigh_rest(t, begin, common, out);
   }
 
  private:
-  // Scores of all queries at all entries that any token sees.
-  void score() const {
-    int64_t end = 0;
-    for (int64_t t = 0; t < num_tokens; ++t) end = std::max(end, visible[t].end());
-    for (int64_t entry = 0; entry < end; entry += kPair) {
-      const Weight* keys = keys_CD + entry * D;
-      const int64_t ahead = entry + kEntriesAhead;  // behind the last key come the values
-      const Weight* next = ahead < end ? keys_CD + ahead * D : values_CD + (ahead - end) * D;
-      for (int64_t i = 0; i < kPair * D; i += 64 / sizeof(Weight))
-        __builtin_prefetch(next + i, 0, kToL2);
-      transpose_keys(keys, D, end - entry, transposed);
-      score_entries(entry);
+  // Pulls kPair entries towards the core.
+  void prefetch(const Weight* entries) const {
+    for (int64_t i = 0; i < kPair * D; i += 64 / int64_t(sizeof(Weight)))
+      __builtin_prefetch(entries + i, 0, kToL2);
+  }
+
+  void prefetch_near(const Weight* entries) const {
+    for (int64_t i = 0; i < kPair * D; i += 64 / int64_t(sizeof(Weight)))
+      __builtin_prefetch(entries + i, 0, 3);
+  }
+
+  // Scores of all queries at kPair entries, into column `column`.
+  void score_entries(int64_t entry, int64_t end, int64_t column) const {
+    transpose_keys(keys.at(entry), D, end - entry, scratch.transposed);
+    in_query_blocks(num_queries(), [&](auto count, int64_t first) {
+      score_block<count>(scratch.transposed, D, scratch.queries + first * padded(D), padded(D),
+                         scratch.scores + first * kScoreStride + column, kScoreStride);
+    });
+  }
+
+  // Scores of the extras among the chunk's ranks go where their ranks are.
+  void score_extras(int64_t begin) const {
+    int64_t first = INT64_MAX, last = -1;
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      const Range mine = visible[t].extras_within(begin, begin + kChunk);
+      if (mine.begin == mine.end) continue;
+      first = std::min<int64_t>(first, visible[t].extras[mine.begin]);
+      last = std::max<int64_t>(last, visible[t].extras[mine.end - 1]);
+    }
+    if (last < 0) return;
+    for (int64_t entry = first / kPair * kPair; entry <= last; entry += kPair) {
+      score_entries(entry, last + 1, kChunk);
+      for (int64_t t = 0; t < num_tokens; ++t) order_by_rank(t, begin, entry);
     }
   }
 
-  // Scores of all queries at the entries that are transposed.
-  void score_entries(int64_t entry) const {
-    const int64_t count = num_tokens * group, blocks = (count + 5) / 6;
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t first = count * b / blocks, stop = count * (b + 1) / blocks;
-      const auto queries_of = [&](auto num_queries) {
-        score_block<num_queries, Weight>(transposed, D, queries.row(first), queries.stride,
-                                 scores + first * score_stride + entry, score_stride);
-      };
-      switch (stop - first) {
-        case 1: queries_of(std::integral_constant<int, 1>{}); break;
-        case 2: queries_of(std::integral_constant<int, 2>{}); break;
-        case 3: queries_of(std::integral_constant<int, 3>{}); break;
-        case 4: queries_of(std::integral_constant<int, 4>{}); break;
-        case 5: queries_of(std::integral_constant<int, 5>{}); break;
-        default: queries_of(std::integral_constant<int, 6>{}); break;
+  // Moves those scores of a token's extras that were just computed.
+  void order_by_rank(int64_t token, int64_t begin, int64_t entry) const {
+    const Visible& sees = visible[token];
+    const Range mine = sees.extras_within(begin, begin + kChunk);
+    for (int64_t i = mine.begin; i < mine.end; ++i) {
+      const int64_t column = sees.extras[i] - entry;
+      if (column < 0 || column >= kPair) continue;
+      for (int64_t m = token * group; m < (token + 1) * group; ++m) {
+        float* scores = scratch.scores + m * kScoreStride;
+        scores[sees.prefix + i - begin] = scores[kChunk + column];
       }
     }
   }
 
-  // Adds the ranks' weighted values for queries [first, first + count).
-  void weigh(const Ranks& ranks, int64_t first, int64_t count) const {
-    if (ranks.begin == ranks.end && ranks.num_extras == 0) return;
-    for (int64_t end = first + count; first < end;) {
-      const auto queries_of = [&](auto num_queries) {
-        weigh_all_values<num_queries>(ranks, values_CD, D, scores + first * score_stride,
-                                      score_stride, attended + first * padded(D));
-        first += num_queries;
-      };
-      const int64_t left = end - first;
-      if (left >= 6) queries_of(std::integral_constant<int, 6>{});
-      else if (left == 3 || left == 5) queries_of(std::integral_constant<int, 3>{});
-      else if (left >= 2) queries_of(std::integral_constant<int, 2>{});
-      else queries_of(std::integral_constant<int, 1>{});
+  // Ranks that all tokens see as the same entries. Few queries read the values as they are; for more
+  // they are converted once.
+  void weigh_common(Range range, const Attended& out) const {
+    if (num_queries() <= 6 && D % kPair == 0)
+      return weigh(values, range, 0, 0, num_queries(), out);
+    const int64_t step = AttentionScratch::panel_rows(D);
+    for (int64_t first = range.begin; first < range.end; first += step) {
+      const Range part{first, std::min(first + step, range.end)};
+      for (int64_t entry = part.begin; entry < part.end; ++entry)
+        convert(values.at(entry), entry - part.begin);
+      weigh(panel(), {0, part.end - part.begin}, first - range.begin, 0, num_queries(), out);
     }
+  }
+
+  // What a token sees in the chunk beyond that.
+  void weigh_rest(int64_t token, int64_t begin, int64_t common, const Attended& out) const {
+    const Visible& sees = visible[token];
+    const int64_t stop = std::min(sees.count(), begin + kChunk);
+    const int64_t step = AttentionScratch::panel_rows(D);
+    for (int64_t first = common; first < stop; first += step) {
+      const int64_t end = std::min(first + step, stop);
+      for (int64_t rank = first; rank < end; ++rank) {
+        const int64_t entry = rank < sees.prefix ? rank : sees.extras[rank - sees.prefix];
+        convert(values.at(entry), rank - first);
+      }
+      weigh(panel(), {0, end - first}, first - begin, token * group, group, out);
+    }
+  }
+
+  Entries<const float> panel() const { return {scratch.panel, padded(D)}; }
+
+  // An entry's values as floats in lane order, into a row of the panel.
+  void convert(const Weight* value, int64_t row) const {
+    float* out = scratch.panel + row * padded(D);
+    int64_t d = 0;
+    for (; d + kPair <= D; d += kPair) convert_pair(value + d, out + d);
+    if (d == D) return;
+    Weight rest[kPair] = {};
+    std::copy(value + d, value + D, rest);
+    convert_pair(rest, out + d);
+  }
+
+  // Adds weighted entries for queries [first, first + count); the weights of the first entry are in
+  // this column.
+  template <class Source>
+  void weigh(const Entries<const Source>& source, Range range, int64_t column, int64_t first,
+             int64_t count, const Attended& out) const {
+    if (range.begin >= range.end) return;
+    in_query_blocks(count, [&](auto block, int64_t offset) {
+      const int64_t m = first + offset;
+      weigh_all_values<block>(source, range, D, scratch.scores + m * kScoreStride + column,
+                              out.values + m * padded(D));
+    });
   }
 };
 

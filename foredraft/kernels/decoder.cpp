@@ -12,7 +12,7 @@
 //
 // Phases of a layer, a barrier after each; "split" says what the threads share out:
 //   qkv         split by weight row     hidden -> normed -> qkv; keys and values -> cache
-//   attend      split by token tile     qkv -> query; query, cache -> attended
+//   attend      split by tile, chunk    qkv -> query; query, cache -> attended
 //   output      split by weight row     hidden += attended . W
 //   gate_up     split by weight row     hidden -> normed; feed_forward = silu(gate) * up
 //   down        split by weight row     hidden += feed_forward . W
@@ -29,6 +29,8 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_plan.h"
+#include "entries.h"
 #include "entry.h"
 #include "int8.h"
 #include "interface.h"
@@ -48,8 +50,8 @@ template <class Weight, bool kInt8>
 class Worker {
  public:
   Worker(const ForedraftModel& model, const ForedraftForward& forward, const Workspace& work,
-         const std::vector<Visible>& visible, Member me)
-      : model_(model), forward_(forward), work_(work), visible_(visible), me_(me),
+         const std::vector<Visible>& visible, const AttentionPlan& plan, Member me)
+      : model_(model), forward_(forward), work_(work), visible_(visible), plan_(plan), me_(me),
         clock_(me.index == 0 ? forward.phase_seconds : nullptr) {}
 
   void run() {
@@ -66,6 +68,7 @@ class Worker {
   const ForedraftForward& forward_;
   const Workspace& work_;
   const std::vector<Visible>& visible_;
+  const AttentionPlan& plan_;
   Member me_;
   PhaseClock clock_;
 
@@ -235,8 +238,9 @@ class Worker {
       rotate_head(x, token);
       store = forward_.keys;
     }
-    Weight* target = cache_at(store, index, forward_.slots[token], kv_head % model_.num_kv_heads) +
-                     forward_.entries[token] * D;
+    Weight* target = cache(store, index)
+                         .entries(forward_.slots[token], kv_head % model_.num_kv_heads)
+                         .at(forward_.entries[token]);
     for (int64_t i = 0; i < D; ++i) from_float(x[i], target[i]);
   }
 
@@ -259,7 +263,7 @@ class Worker {
   // Finishes the queries of a tile: [tokens, G, padded D]. `x` is room for one.
   void put_queries(const ForedraftLayer& layer, Range tokens, int64_t kv_head, float* row,
                    float* x) const {
-    const float scale = 1.0f / std::sqrt(float(D));
+    const float scale = kLog2E / std::sqrt(float(D));
     for (int64_t token = tokens.begin; token < tokens.end; ++token)
       for (int64_t head = kv_head * G; head < (kv_head + 1) * G; ++head, row += padded(D)) {
         const float* source = work_.qkv + token * qkv_width + head * D;
@@ -270,56 +274,74 @@ class Worker {
       }
   }
 
-  Weight* cache_at(void* store, int64_t index, int64_t slot, int64_t kv_head) const {
-    return static_cast<Weight*>(store) + index * forward_.layer_stride +
-           slot * forward_.slot_stride + kv_head * forward_.head_stride;
+  CacheLayer<Weight> cache(void* store, int64_t index) const {
+    return {static_cast<Weight*>(store) + index * forward_.layer_stride, forward_.slot_stride,
+            forward_.head_stride, D};
   }
 
-  // Tiles are dealt out in turn. They get smaller, down to one token, until each thread has two.
-  void attend(int64_t index, const ForedraftLayer& layer) const {
-    const int64_t num_kv = model_.num_kv_heads;
-    int64_t step = kTileTokens;
-    while (step > 1 && T * num_kv < 2 * me_.size * step) step /= 2;
-    int64_t tile = 0;
-    for (int64_t r = 0; r < forward_.num_rows; ++r) {
-      const ForedraftRow& row = forward_.rows[r];
-      for (int64_t t = row.first_token; t < row.end_token; t += step)
-        for (int64_t kv_head = 0; kv_head < num_kv; ++kv_head)
-          if (tile++ % me_.size == me_.index)
-            attend_tile(index, layer, {t, std::min(t + step, row.end_token)}, kv_head);
+  void attend(int64_t index, const ForedraftLayer& layer) {
+    for (const AttentionPlan::Piece& piece : plan_.pieces(me_.index))
+      attend_piece(index, layer, *piece.tile, piece.chunks);
+    if (plan_.shared().empty()) return;
+    me_.sync();
+    for (const AttentionPlan::Tile* tile : plan_.shared()) fold_kept(*tile);
+  }
+
+  void attend_piece(int64_t index, const ForedraftLayer& layer, const AttentionPlan::Tile& tile,
+                    Range chunks) const {
+    const int64_t T = tile.tokens.end - tile.tokens.begin, M = T * G;
+    const int64_t slot = forward_.slots[tile.tokens.begin];
+    const auto scratch =
+        AttentionScratch::in(work_.attention + me_.index * work_.attention_size, M, D);
+    put_queries(layer, tile.tokens, tile.kv_head, scratch.queries, scratch.scores);
+    const auto seen = [&](void* store) {
+      const Entries<Weight> entries = cache(store, index).entries(slot, tile.kv_head);
+      return Entries<const Weight>{entries.first, D};
+    };
+    AttentionTile<Weight> attention{seen(forward_.keys), seen(forward_.values), D, G,
+                                    &visible_[size_t(tile.tokens.begin)], T, nullptr, nullptr,
+                                    scratch};
+    const auto all = Attended::in(scratch.all, M, D);
+    const auto next = Attended::in(scratch.chunk, M, D);
+    for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
+      const bool is_first = chunk == 0, is_last = chunk + 1 == chunks.end;
+      attention.next_keys = is_last ? nullptr : attention.keys.at((chunk + 1) * kChunk);
+      attention.next_values = is_last ? nullptr : attention.values.at((chunk + 1) * kChunk);
+      attention.attend_chunk(chunk * kChunk, tile.partial >= 0 ? kept(tile, chunk)
+                                             : is_first        ? all
+                                                               : next);
+      if (tile.partial >= 0 || is_first) continue;
+      for (int64_t m = 0; m < M; ++m)
+        if (attention.reaches(m / G, chunk * kChunk)) fold(all, next, m, D);
+    }
+    if (tile.partial < 0)
+      for (int64_t m = 0; m < M; ++m) put_attended(tile, m, all);
+  }
+
+  // What a chunk of a shared tile gave.
+  Attended kept(const AttentionPlan::Tile& tile, int64_t chunk) const {
+    const int64_t M = (tile.tokens.end - tile.tokens.begin) * G;
+    return Attended::in(work_.kept_chunks + (tile.partial + chunk) * work_.kept_chunk_size, M, D);
+  }
+
+  // Folds this thread's share of a shared tile's queries.
+  void fold_kept(const AttentionPlan::Tile& tile) const {
+    const Range mine = me_.share((tile.tokens.end - tile.tokens.begin) * G);
+    const Attended all = kept(tile, 0);
+    for (int64_t m = mine.begin; m < mine.end; ++m) {
+      const int64_t count = visible_[size_t(tile.tokens.begin + m / G)].count();
+      for (int64_t chunk = 1; chunk * kChunk < count; ++chunk) fold(all, kept(tile, chunk), m, D);
+      put_attended(tile, m, all);
     }
   }
 
-  void attend_tile(int64_t index, const ForedraftLayer& layer, Range tokens,
-                   int64_t kv_head) const {
-    const int64_t slot = forward_.slots[tokens.begin];
-    float* scores = work_.scores + me_.index * work_.scores_size;
-    float* attended = scores + work_.tile_queries * work_.score_stride;
-    float* queries = attended + work_.tile_queries * padded(D);
-    float* transposed = queries + work_.tile_queries * padded(D);
-    put_queries(layer, tokens, kv_head, queries, attended);
-    const AttentionTile<Weight> tile{
-        cache_at(forward_.keys, index, slot, kv_head),
-        cache_at(forward_.values, index, slot, kv_head),
-        D,
-        G,
-        {queries, padded(D)},
-        transposed,
-        &visible_[tokens.begin],
-        tokens.end - tokens.begin,
-        scores,
-        work_.score_stride,
-        attended,
-        transposed + kPair * D,
-    };
-    tile.run([&](int64_t token, int64_t head, const float* values, float factor) {
-      float* out = work_.attended + (tokens.begin + token) * padded(H * D);
-      put_attended(out, (kv_head * G + head) * D, values, factor);
-    });
-  }
-
-  // A head's values, times `factor`, at `offset` of the row `out`; both are in lane order.
-  void put_attended(float* out, int64_t offset, const float* values, float factor) const {
+  // Normalises what query m of a tile attended. Both sides are in lane order, where heads are
+  // whole pairs.
+  void put_attended(const AttentionPlan::Tile& tile, int64_t m, const Attended& all) const {
+    float* out = work_.attended + (tile.tokens.begin + m / G) * padded(H * D);
+    const int64_t offset = (tile.kv_head * G + m % G) * D;
+    const float* values = all.values + m * padded(D);
+    const float factor = 1.0f / all.sum[m];
     if (offset % kPair == 0 && D % kPair == 0) {
       for (int64_t d = 0; d < D; ++d) out[offset + d] = values[d] * factor;
     } else {
@@ -395,22 +417,14 @@ class Worker {
   }
 };
 
-std::vector<Visible> visible_entries(const ForedraftForward& forward) {
-  std::vector<Visible> visible(forward.num_tokens);
-  for (int64_t t = 0; t < forward.num_tokens; ++t) {
-    const int32_t start = forward.extra_starts[t];
-    visible[t] = {forward.prefixes[t], forward.extras + start, forward.extra_starts[t + 1] - start};
-  }
-  return visible;
-}
-
 template <class Weight, bool kInt8>
 Outcome run(const ForedraftModel& model, const ForedraftForward& forward) {
   const Workspace work(model, forward.num_tokens, forward.num_wanted, forward.max_entries,
                        forward.num_threads, forward.workspace);
   const std::vector<Visible> visible = visible_entries(forward);
+  const AttentionPlan plan(model, forward, visible);
   return Entry::of_this_process().run(forward.workspace, forward.num_threads, [&](Member me) {
-    Worker<Weight, kInt8>(model, forward, work, visible, me).run();
+    Worker<Weight, kInt8>(model, forward, work, visible, plan, me).run();
   });
 }
 
@@ -431,6 +445,7 @@ int64_t foredraft_workspace_size(const ForedraftModel* model, int64_t num_tokens
 // Returns an Outcome. Unless it is kDone, nothing was computed.
 __attribute__((visibility("default")))
 int64_t foredraft_forward(const ForedraftModel* model, const ForedraftForward* forward) {
+  if (forward->num_threads < 1 || forward->num_threads > kMostThreads) return kNoThreads;
   const auto in_type = [&](auto weight) {
     using Weight = decltype(weight);
     return model->is_int8 ? run<Weight, true>(*model, *forward)

@@ -33,7 +33,6 @@ class Entry {
   // would overwrite each other's numbers, so the second is refused.
   template <class Work>
   Outcome run(const void* memory, int64_t num_threads, const Work& work) {
-    if (num_threads < 1 || num_threads > kMostThreads) return kNoThreads;
     if (!claim(memory)) return kReentered;
     bool done;
     {

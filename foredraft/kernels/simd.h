@@ -135,9 +135,18 @@ inline Quad sum_lanes(Vec a, Vec b, Vec c, Vec d) {
 inline float sum_lanes(Vec v) { return sum_lanes(v, Vec{}, Vec{}, Vec{})[0]; }
 
 inline float max_lanes(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__AVX__)
+  const __m256 x = (__m256)v;
+  const __m128 fours = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 twos = _mm_max_ps(fours, _mm_movehl_ps(fours, fours));
+  return _mm_cvtss_f32(_mm_max_ss(twos, _mm_shuffle_ps(twos, twos, 1)));
+#else
   float most = v[0];
   for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
   return most;
+#endif
 }
 
 // ---- transposition ------------------------------------------------------------------------------
@@ -168,21 +177,37 @@ inline void transpose(Ints (&vectors)[kLanes]) {
 // apart.
 inline void load_columns(const void* source, int64_t stride, Ints (&columns)[kLanes]) {
   const char* rows = static_cast<const char*>(source);
-#if defined(__AVX__) && !defined(__AVX512F__)
-  UNROLL for (int half = 0; half < 2; ++half) {
-    __m256 word[4];
+#if defined(__AVX__)
+  // Quads of words go to their lanes as they are loaded, which ports that shuffle do not see.
+  UNROLL for (int part = 0; part < kLanes / 4; ++part) {
+    const auto quad = [&](int row) INLINE {
+      return _mm_loadu_ps(reinterpret_cast<const float*>(rows + row * stride + part * 16));
+    };
+#if defined(__AVX512F__)
+    __m512 word[4];
     UNROLL for (int i = 0; i < 4; ++i) {
-      const auto quad = [&](int row) {
-        return _mm_loadu_ps(reinterpret_cast<const float*>(rows + row * stride + half * 16));
-      };
-      word[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(quad(i)), quad(i + 4), 1);
+      word[i] = _mm512_castps128_ps512(quad(i));
+      word[i] = _mm512_insertf32x4(word[i], quad(i + 4), 1);
+      word[i] = _mm512_insertf32x4(word[i], quad(i + 8), 2);
+      word[i] = _mm512_insertf32x4(word[i], quad(i + 12), 3);
     }
+    const __m512 a = _mm512_unpacklo_ps(word[0], word[1]), b = _mm512_unpackhi_ps(word[0], word[1]);
+    const __m512 c = _mm512_unpacklo_ps(word[2], word[3]), d = _mm512_unpackhi_ps(word[2], word[3]);
+    columns[4 * part] = (Ints)_mm512_shuffle_ps(a, c, 0x44);
+    columns[4 * part + 1] = (Ints)_mm512_shuffle_ps(a, c, 0xee);
+    columns[4 * part + 2] = (Ints)_mm512_shuffle_ps(b, d, 0x44);
+    columns[4 * part + 3] = (Ints)_mm512_shuffle_ps(b, d, 0xee);
+#else
+    __m256 word[4];
+    UNROLL for (int i = 0; i < 4; ++i)
+      word[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(quad(i)), quad(i + 4), 1);
     const __m256 a = _mm256_unpacklo_ps(word[0], word[1]), b = _mm256_unpackhi_ps(word[0], word[1]);
     const __m256 c = _mm256_unpacklo_ps(word[2], word[3]), d = _mm256_unpackhi_ps(word[2], word[3]);
-    columns[4 * half] = (Ints)_mm256_shuffle_ps(a, c, 0x44);
-    columns[4 * half + 1] = (Ints)_mm256_shuffle_ps(a, c, 0xee);
-    columns[4 * half + 2] = (Ints)_mm256_shuffle_ps(b, d, 0x44);
-    columns[4 * half + 3] = (Ints)_mm256_shuffle_ps(b, d, 0xee);
+    columns[4 * part] = (Ints)_mm256_shuffle_ps(a, c, 0x44);
+    columns[4 * part + 1] = (Ints)_mm256_shuffle_ps(a, c, 0xee);
+    columns[4 * part + 2] = (Ints)_mm256_shuffle_ps(b, d, 0x44);
+    columns[4 * part + 3] = (Ints)_mm256_shuffle_ps(b, d, 0xee);
+#endif
   }
 #else
   UNROLL for (int i = 0; i < kLanes; ++i)

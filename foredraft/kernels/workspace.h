@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention_plan.h"
 #include "int8.h"
 #include "interface.h"
 #include "matmul.h"
@@ -13,7 +14,6 @@
 
 namespace foredraft {
 
-constexpr int64_t kTileTokens = 16;  // of attention
 constexpr int64_t kFewTokens = 32;   // up to here each thread prepares its inputs alone
 
 // Weight rows that gate_up takes at a time.
@@ -28,9 +28,10 @@ struct Workspace {
 
   float *hidden, *normed, *qkv, *cosine, *sine, *attended, *feed_forward;
   float* int8_inputs;       // of the product at hand; as `normed` per thread, if tokens are few
-  float *scores, *gate_up;  // per thread
-  int64_t normed_size, int8_inputs_size, scores_size, gate_up_size;  // floats per thread
-  int64_t score_stride, tile_queries, gate_up_rows;
+  float *attention, *gate_up;  // per thread
+  float* kept_chunks;          // of attention
+  int64_t normed_size, int8_inputs_size, attention_size, gate_up_size;  // floats per thread
+  int64_t tile_queries, kept_chunk_size, gate_up_rows;
 
   static constexpr int64_t kScratch = 8192;  // floats of gates, and as many of ups
   // What a thread alone writes lies so far from what others write that no core fetches it unasked.
@@ -46,7 +47,6 @@ struct Workspace {
     };
     const int64_t T = num_tokens, E = model.hidden, D = model.head_dim;
     const int64_t H = model.num_heads, G = H / model.num_kv_heads;
-    score_stride = padded(max_entries) + kPair;  // not a power of two: rows spread over cache sets
     tile_queries = std::min(T, kTileTokens) * G;
     const int64_t prepared = T <= kFewTokens ? num_threads : 1;
     normed_size = whole_lines(std::max(T, num_wanted) * padded(E)) + kApart;
@@ -54,8 +54,8 @@ struct Workspace {
         model.is_int8
             ? whole_lines(Int8Inputs::size(T, std::max({E, H * D, model.feed_forward}))) + kApart
             : 0;
-    scores_size =
-        whole_lines(tile_queries * (score_stride + 2 * padded(D) + 1) + kPair * D) + kApart;
+    attention_size = whole_lines(AttentionScratch::size(tile_queries, D)) + kApart;
+    kept_chunk_size = whole_lines(Attended::size(tile_queries, D));
     const int64_t panel = gate_up_panel(model, T);
     const int64_t panels = std::max<int64_t>(1, kScratch / T / panel);
     gate_up_rows = std::min(whole_lines(panels * panel), whole_lines(model.feed_forward));
@@ -68,7 +68,9 @@ struct Workspace {
     take(attended, T * padded(H * D));
     take(feed_forward, T * padded(model.feed_forward));
     take(int8_inputs, prepared * int8_inputs_size);
-    take(scores, num_threads * scores_size);
+    take(attention, num_threads * attention_size);
+    take(kept_chunks, kept_chunk_size * AttentionPlan::most_kept(T, model.num_kv_heads, max_entries,
+                                                                 num_threads));
     take(gate_up, num_threads * gate_up_size);
   }
 };

@@ -220,6 +220,21 @@ def test_a_tree_node_has_the_bits_of_its_path_alone(alone: Alone, num_threads: i
         assert torch.equal(found[node], alone.logits(tokens)[-1])
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("length", [249, 255, 256, 510])
+def test_a_tree_across_chunks_of_attention_has_the_bits_of_its_paths(
+    alone: Alone, num_threads: int, length: int
+) -> None:
+    """What a token sees is attended to in chunks of 256 entries, which threads share out."""
+    target, prompt = alone.with_threads(num_threads), text(length)
+    slot = target.cache.allocate()
+    step(target, slot, prompt[:-1])
+    found = step(target, slot, prompt[-1:], TREE)
+    for node, path in enumerate([(), *TREE.paths]):
+        tokens = [*prompt, *(TREE.tokens[i] for i in path)]
+        assert torch.equal(found[node], alone.logits(tokens)[-1])
+
+
 @pytest.mark.parametrize("chunk", [2, 5, 16, 33, 64, 130])
 def test_prefill_in_chunks_has_the_bits_of_one_token_at_a_time(alone: Alone, chunk: int) -> None:
     target, prompt = alone.with_threads(2), text(130)

@@ -1,0 +1,120 @@
+// Who attends to what: the same for all layers of a forward.
+//
+// Some tokens of a row and one key-value head are a tile; its ranks come in chunks (attention.h).
+// Chunks are dealt out in order, as even as they come by the queries and entries in them. A tile
+// whose chunks went to several threads is shared: they keep what each chunk gave, and fold it when
+// all are done.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "attention.h"
+#include "interface.h"
+#include "team.h"
+
+namespace foredraft {
+
+constexpr int64_t kTileTokens = 16;
+constexpr int64_t kTilesPerThread = 8;  // from so many on whole tiles are even enough
+
+inline int64_t num_chunks(int64_t ranks) { return (ranks + kChunk - 1) / kChunk; }
+
+// What tokens see, from what Python handed over.
+inline std::vector<Visible> visible_entries(const ForedraftForward& forward) {
+  std::vector<Visible> visible(static_cast<size_t>(forward.num_tokens));
+  for (int64_t t = 0; t < forward.num_tokens; ++t) {
+    const int32_t start = forward.extra_starts[t];
+    visible[size_t(t)] = {forward.prefixes[t], forward.extras + start,
+                          forward.extra_starts[t + 1] - start};
+  }
+  return visible;
+}
+
+class AttentionPlan {
+ public:
+  struct Tile {
+    Range tokens;
+    int64_t kv_head, ranks;
+    int64_t partial = -1;  // if shared: number of its first chunk among those kept
+  };
+
+  struct Piece {
+    const Tile* tile;
+    Range chunks;
+  };
+
+  AttentionPlan(const ForedraftModel& model, const ForedraftForward& forward,
+                const std::vector<Visible>& visible)
+      : pieces_(size_t(forward.num_threads)) {
+    for (int64_t r = 0; r < forward.num_rows; ++r)
+      add_tiles(forward.rows[r], model.num_kv_heads, visible);
+    deal_out(forward.num_threads);
+    for (const auto& mine : pieces_)
+      for (const Piece& piece : mine)
+        if (piece.chunks.begin > 0) share(tiles_[size_t(piece.tile - tiles_.data())]);
+  }
+
+  const std::vector<Piece>& pieces(int thread) const { return pieces_[size_t(thread)]; }
+  const std::vector<const Tile*>& shared() const { return shared_; }
+
+  // Chunks that a forward keeps at most.
+  static int64_t most_kept(int64_t tokens, int64_t kv_heads, int64_t entries, int64_t threads) {
+    return std::min(threads - 1, tokens * kv_heads) * num_chunks(entries);
+  }
+
+ private:
+  std::vector<Tile> tiles_;
+  std::vector<std::vector<Piece>> pieces_;  // by thread
+  std::vector<const Tile*> shared_;
+  int64_t num_kept_ = 0;
+
+  void add_tiles(const ForedraftRow& row, int64_t kv_heads, const std::vector<Visible>& visible) {
+    for (int64_t t = row.first_token; t < row.end_token; t += kTileTokens) {
+      const Range tokens{t, std::min(t + kTileTokens, row.end_token)};
+      int64_t ranks = 0;
+      for (int64_t token = tokens.begin; token < tokens.end; ++token)
+        ranks = std::max(ranks, visible[size_t(token)].count());
+      for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head)
+        tiles_.push_back({tokens, kv_head, ranks});
+    }
+  }
+
+  // Chunks, or whole tiles if there are many, go to the thread in whose share of all work their
+  // middle lies.
+  void deal_out(int64_t threads) {
+    const bool whole = int64_t(tiles_.size()) >= kTilesPerThread * threads;
+    int64_t total = 0, before = 0;
+    for (const Tile& tile : tiles_) total += work(tile, {0, num_chunks(tile.ranks)});
+    for (const Tile& tile : tiles_) {
+      const int64_t count = num_chunks(tile.ranks), step = whole ? count : 1;
+      for (int64_t chunk = 0; chunk < count; chunk += step) {
+        const int64_t here = work(tile, {chunk, chunk + step});
+        give((before + here / 2) * threads / std::max<int64_t>(total, 1), tile,
+             {chunk, chunk + step});
+        before += here;
+      }
+    }
+  }
+
+  static int64_t work(const Tile& tile, Range chunks) {
+    const int64_t ranks = std::min(chunks.end * kChunk, tile.ranks) - chunks.begin * kChunk;
+    return (tile.tokens.end - tile.tokens.begin) * ranks;
+  }
+
+  void give(int64_t thread, const Tile& tile, Range chunks) {
+    std::vector<Piece>& mine = pieces_[size_t(thread)];
+    if (!mine.empty() && mine.back().tile == &tile) mine.back().chunks.end = chunks.end;
+    else mine.push_back({&tile, chunks});
+  }
+
+  void share(Tile& tile) {
+    if (tile.partial >= 0) return;
+    tile.partial = num_kept_;
+    num_kept_ += num_chunks(tile.ranks);
+    shared_.push_back(&tile);
+  }
+};
+
+}  // namespace foredraft
