@@ -68,7 +68,7 @@ def fetch(scores: Scores, rules: Sequence[Rules]) -> list[FetchedRow]:
     if others:
         here_NV = _joined(logits_NV, scores, others).cpu()  # one transfer
         sizes = [len(scores.heads[i]) for i in others]
-        for i, part_NV in zip(others, here_NV.split(sizes), strict=True):
+        for i, part_NV in zip(others, torch.split(here_NV, sizes), strict=True):
             rows[i] = FetchedRow(part_NV)
     return rows
 

@@ -346,7 +346,7 @@ def check_budget(
         engine.submit(prompt, params)
     finish(engine)
     assert all(len(proposal.tree) <= row.budget for row, proposal in recorded.drafts)
-    drafter.begin(0, prompts[0])
+    drafter.begin(DraftRequest(0, prompts[0]))
     row = DraftRow.of(0, tuple(prompts[0]), params, 0)
     (nothing,) = drafter.propose([row])
     drafter.end(0)
@@ -410,7 +410,7 @@ def check_rejections_leave_nothing(
     history = _plain_history(target, [*prompt, *result.token_ids], len(prompt), lived.taps)
     for row, proposal in lived.drafts:
         sheltered = new_drafter()
-        sheltered.begin(row.request_id, prompt)
+        sheltered.begin(DraftRequest(row.request_id, prompt))
         for observation in history[: len(row.tokens) - len(prompt)]:
             sheltered.observe([replace(observation, request_id=row.request_id)])
         slot = _slot_that_holds(target, row.tokens[:-1])
