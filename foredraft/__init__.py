@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from foredraft.core.errors import ForedraftError
     from foredraft.core.params import SamplingParams
     from foredraft.core.request import SpeculationStats
-    from foredraft.custom_generate import custom_generate
+    from foredraft.custom_generation import custom_generate
     from foredraft.engine.row import GenerationResult
     from foredraft.llm import LLM
 
@@ -25,7 +25,7 @@ _PUBLIC = {
     "GenerationResult": "foredraft.engine.row",
     "SamplingParams": "foredraft.core.params",
     "SpeculationStats": "foredraft.core.request",
-    "custom_generate": "foredraft.custom_generate",
+    "custom_generate": "foredraft.custom_generation",
 }
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import foredraft
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.core.sampling import logits_to_probs
-from foredraft.custom_generate import _read_processors
+from foredraft.custom_generation import _read_processors
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, tiny_model
 
 WINDOW = 16

@@ -23,7 +23,7 @@ from foredraft.cache.base import Cache
 from foredraft.control.base import Allowance
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.request import Request
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
@@ -419,7 +419,7 @@ def check_rejections_leave_nothing(
         sheltered.end(row.request_id)
         assert proposal.tree == expected.tree, f"another draft after {len(row.tokens)} tokens"
         assert proposal.is_drawn == expected.is_drawn
-        if proposal.draft_probs_NV is not None and expected.draft_probs_NV is not None:
+        if isinstance(proposal, DrawnProposal) and isinstance(expected, DrawnProposal):
             torch.testing.assert_close(proposal.draft_probs_NV, expected.draft_probs_NV)
     return result
 

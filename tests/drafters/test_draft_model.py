@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from foredraft.core.cost import FREE_NODES
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import logits_to_probs
@@ -197,7 +199,8 @@ def test_trees_share_forwards_and_leave_out_rows_that_are_done(model: Watched) -
 
 def test_a_tree_needs_room_in_the_context(model: Watched) -> None:
     model.max_context = 8
-    drafter = DraftTreeDrafter(model, BestFirstShape(width=2, max_depth=3))
+    shape = BestFirstShape(width=2, max_depth=3, price=FREE_NODES)
+    drafter = DraftTreeDrafter(model, shape)
     drafter.begin(DraftRequest(0, [1]))
     assert len(drafter.propose([row([1, 2, 3, 4], 3)])[0].tree) == 3
     assert len(drafter.propose([row([1, 2, 3, 4, 5], 3)])[0].tree) == 0
@@ -213,7 +216,7 @@ def test_the_shape_is_an_option() -> None:
     assert isinstance(build(shape="chain"), DraftModelDrafter)
     for shape in ("3,2,1", 3, "best-first", "best_first"):
         assert isinstance(build(shape=shape), DraftTreeDrafter)
-    best = build(shape="best-first", width=2, max_depth=3, step_ms="1:9.5,8:18", draft_ms=2)
+    best = build(shape="best-first", width=2, max_depth=3, draft_ms=2)
     assert isinstance(best, DraftTreeDrafter)
 
 
@@ -224,8 +227,7 @@ def test_the_shape_is_an_option() -> None:
         ({"shape": "3,0"}, "no tree shape"),
         ({"shape": "3,2", "width": 4}, "width is of use with shape 'best-first' alone"),
         ({"shape": "best-first", "width": 0}, "width is 0"),
-        ({"shape": "best-first", "step_ms": "quick"}, "write tokens and milliseconds"),
-        ({"shape": "best-first", "draft_ms": "quick"}, "no time in milliseconds"),
+        ({"shape": "best-first", "draft_ms": "quick"}, "must be a time in milliseconds"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -295,12 +297,18 @@ def test_trees_survive_being_wrong_all_the_time(kind: Kind, shape: Shape) -> Non
 
 def test_a_wider_tree_is_accepted_more_often() -> None:
     kind = kind_of("table")
-    params = sampling(1.0)
     steps = []
-    for drafter in (
-        DraftModelDrafter(kind.new_draft_model()),
-        DraftTreeDrafter(kind.new_draft_model(), FixedShape((3, 2, 1))),
+    for drafter, num_draft_tokens in (
+        (DraftModelDrafter(kind.new_draft_model()), 3),
+        (DraftTreeDrafter(kind.new_draft_model(), FixedShape((3, 2, 1))), 15),
     ):
-        results = run(kind.new_target(), drafter, PROMPTS, params, 15)
+        target = kind.new_target()
+        results = [
+            result
+            for seed in range(6)
+            for result in run(
+                target, drafter, PROMPTS, replace(sampling(1.0), seed=seed), num_draft_tokens
+            )
+        ]
         steps.append(sum(result.stats.steps for result in results))
     assert steps[1] < steps[0]
