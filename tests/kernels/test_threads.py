@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from foredraft.core.errors import ConfigError
-from foredraft.kernels.threads import ThreadChooser, check_threads, available_cpus, steps_up_to
+from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads, steps_up_to
 
 Machine = Callable[[int], float]
 """Seconds of a forward of one token, by the number of threads."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.build import load_library
-from foredraft.kernels.threads import ThreadChooser, check_threads, available_cpus
+from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.int8 import Int8Matrix, Matrix, tensor_of
 from foredraft.models.native.plan import ForwardPlan, RowSpan
