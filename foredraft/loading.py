@@ -7,6 +7,7 @@ draft model does not cost the loading of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,13 +54,13 @@ def load_models(
     plan, draft_plan = plan_models(asked, progress)
     tokenizer = Tokenizer(plan.directory)
     if draft_plan is None:
-        return LoadedModel(plan, load_target(plan), tokenizer), None
+        return LoadedModel(plan, load_target(plan, asked.threads), tokenizer), None
     draft_tokenizer = Tokenizer(draft_plan.directory)
     if spec.draft_model != "any vocabulary":
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
     return (
-        LoadedModel(plan, load_target(plan), tokenizer),
-        LoadedModel(draft_plan, load_target(draft_plan), draft_tokenizer),
+        LoadedModel(plan, load_target(plan, asked.threads), tokenizer),
+        LoadedModel(draft_plan, load_target(draft_plan, asked.threads), draft_tokenizer),
     )
 
 
@@ -99,8 +100,11 @@ def _check_same_vocabulary(
         )
 
 
-def load_target(plan: ModelPlan) -> Target:
+def load_target(plan: ModelPlan, threads: int | None = None) -> Target:
     """Load the weights of a resolved plan.
+
+    Args:
+        threads: of each forward, where our own kernel runs it; None: as many as are fastest.
 
     Raises:
         ModelLoadError: the checkpoint is incomplete or damaged.
@@ -115,7 +119,7 @@ def load_target(plan: ModelPlan) -> Target:
     from foredraft.models.native.fixed_shape import probe
     from foredraft.models.native.target import NativeTarget
 
-    decoder = native_decoder(plan.decoder)
+    decoder = native_decoder(plan.decoder, threads)
     target = NativeTarget.load(
         plan.checkpoint, dtype, plan.device, decoder, plan.max_context, int8=plan.weights == "int8"
     )
@@ -124,15 +128,15 @@ def load_target(plan: ModelPlan) -> Target:
     return target
 
 
-def native_decoder(name: str) -> DecoderFactory:
-    """The class behind `ModelPlan.decoder` of a native plan."""
+def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
+    """What makes the `ModelPlan.decoder` of a native plan; ``threads``: see `load_target`."""
     from foredraft.models.native.eager import EagerDecoder
     from foredraft.models.native.fixed_shape import FixedShapeDecoder
     from foredraft.models.native.fused import FusedDecoder
     from foredraft.models.native.graphed import GraphedDecoder
 
     decoders: dict[str, DecoderFactory] = {
-        "fused": FusedDecoder,
+        "fused": partial(FusedDecoder, num_threads=threads) if threads else FusedDecoder,
         "graphed": GraphedDecoder,
         "eager": EagerDecoder,
         "fixed-shape": FixedShapeDecoder,

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from foredraft.kernels.threads import available_cpus
 from foredraft.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers")
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU, accelerator, threads and versions."""
+    """CPU, its instructions, accelerator, threads and versions."""
     import torch
+
+    from foredraft.kernels.instructions import describe_instructions
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": cpu_name(),
         "cores": available_cpus(),
+        **describe_instructions(),
         "gpu": gpu,
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
         "versions": {"foredraft": __version__, "python": platform.python_version()}
         | {name: found for name in _PACKAGES if (found := package_version(name))},
     }
-
-
-def available_cpus() -> int:
-    """CPUs that this process may use; of all there are, where that cannot be told."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def package_version(name: str) -> str | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.core.checks import checked_flag, checked_text, shown, whole_number
 from foredraft.core.errors import CapabilityError, ConfigError, unknown
-from foredraft.machine import available_cpus
+from foredraft.kernels.threads import available_cpus
 
 if TYPE_CHECKING:
     from foredraft.models.native.config import DecoderConfig

@@ -28,7 +28,7 @@ def asked(checkpoint: Path, **options: object) -> LoadOptions:
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(plan: object) -> None:
+    def load(*_: object) -> None:
         raise AssertionError("went on to the weights")
 
     monkeypatch.setattr(foredraft.loading, "load_target", load)

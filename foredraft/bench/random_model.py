@@ -90,7 +90,7 @@ def random_llm(name: str, options: LoadOptions) -> LLM:
         torch.set_num_threads(options.threads)
     int8 = plan.weights == "int8"
     weights = random_weights(config, getattr(torch, plan.dtype), plan.device, int8)
-    decoder = native_decoder(plan.decoder)
+    decoder = native_decoder(plan.decoder, options.threads)
     target = NativeTarget(config, weights, decoder, plan.max_context)
     return LLM(target, None, options, plan=plan)
 

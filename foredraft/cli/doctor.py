@@ -49,7 +49,7 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
 
     name = resolve_drafter(options)
     spec = drafter_spec(name)
-    if options.threads:
+    if options.threads is not None:
         torch.set_num_threads(options.threads)
     budget = options.num_draft_tokens
     with RichProgress() as progress:
@@ -92,6 +92,7 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     table.add_column(style="bold")
     table.add_column()
     table.add_row("machine", f"{machine['cpu']}, {machine['threads']} threads")
+    table.add_row("instructions", _instructions(machine))
     table.add_row("accelerator", machine["gpu"] or "none")
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()))
     table.add_row(
@@ -124,6 +125,11 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
         ("KV cache", f"{_megabytes(model['cache_bytes'])} at {tokens} tokens"),
         ("memory", f"{_megabytes(model['total_bytes'])} for weights and cache"),
     ]
+
+
+def _instructions(machine: dict[str, Any]) -> str:
+    used, unused = machine["instructions"] or "no kernels of ours", machine["instructions_unused"]
+    return f"{used} (the CPU also has {', '.join(unused)})" if unused else used
 
 
 def _megabytes(count: int) -> str:

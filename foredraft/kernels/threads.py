@@ -1,14 +1,32 @@
-"""How many threads a forward may use."""
+"""How many threads a forward uses: what there are cores for, and what has been fastest lately.
+
+More threads are faster while each has a core. Beside a busy neighbour they are slower than fewer
+would be, for all wait for the one that lost its core. Nothing says reliably which it is (a
+container sees other cores than it may use, a virtual machine does not see its host), so it is tried
+out: now and then a few forwards run with a neighbouring number. A token's bits do not depend on it.
+"""
 
 from __future__ import annotations
 
 import os
+from statistics import fmean
 
 from foredraft.core.errors import ConfigError
 
+_TRIAL = 3
+"""Forwards of a trial."""
+_FIRST_TRIAL, _MOST_BETWEEN = 12, 128
+"""Forwards up to the first trial, and between later ones: each that finds nothing doubles them."""
+_LOST = 1.4
+"""A trial ends at a forward that took so many times the usual."""
+_WON = 0.95
+_SUSPICIOUS, _FOLLOWED = 1.25, 4
+"""So many forwards that take so many times the usual call for a trial of fewer threads."""
+_STEP = 0.2
 
-def most_threads() -> int:
-    """Cores that this process may run on."""
+
+def available_cpus() -> int:
+    """CPUs that this process may use; of all there are, where that cannot be told."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -16,8 +34,73 @@ def most_threads() -> int:
 
 def check_threads(num_threads: int) -> None:
     """Raises `ConfigError` for a number that this machine has no cores for."""
-    most = most_threads()
+    most = available_cpus()
     if not 1 <= num_threads <= most:
         raise ConfigError(
             f"threads is {num_threads}; this machine runs 1 to {most} of them at the same time"
         )
+
+
+def steps_up_to(most: int) -> list[int]:
+    """Numbers worth telling apart: 1, 2, 3, 4, 6, 8, 12, 16, ... and ``most``."""
+    powers = [1 << i for i in range(most.bit_length())]
+    between = [3 * power for power in powers]
+    return sorted({n for n in [*powers, *between] if n < most} | {most})
+
+
+class ThreadChooser:
+    """Follows the fastest number of threads. Starts with the most.
+
+    Times of forwards of one size are compared, sizes being powers of two of tokens; a trial counts
+    by how many times the usual its forwards took.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._steps = steps_up_to(most)
+        self._best = self._trying = len(self._steps) - 1  # among the steps
+        self._usual: dict[int, float] = {}  # seconds with the best, by size
+        self._ratios: list[float] = []  # to the usual: of the trial, or of the last forwards
+        self._between = self._left = _FIRST_TRIAL
+        self._direction = -1
+
+    def choose(self) -> int:
+        """Threads of the next forward."""
+        return self._steps[self._trying]
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A forward with as many threads as `choose` said took this long."""
+        if len(self._steps) == 1:
+            return
+        size = num_tokens.bit_length()
+        usual = self._usual.get(size)
+        if self._trying != self._best:
+            if usual is not None:
+                self._observe_trial(seconds / usual)
+            return
+        self._usual[size] = seconds if usual is None else usual + _STEP * (seconds - usual)
+        self._ratios = [*self._ratios[1 - _FOLLOWED :], seconds / (usual or seconds)]
+        self._left -= 1
+        slower = len(self._ratios) == _FOLLOWED and fmean(self._ratios) > _SUSPICIOUS
+        if slower and self._best > 0:
+            self._direction, self._between = -1, _FIRST_TRIAL
+        if self._left <= 0 or slower:
+            self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        wanted = self._best + self._direction
+        if not 0 <= wanted < len(self._steps):
+            wanted = self._best - self._direction
+        self._trying, self._ratios = wanted, []
+
+    def _observe_trial(self, ratio: float) -> None:
+        self._ratios.append(ratio)
+        if ratio < _LOST and len(self._ratios) < _TRIAL:
+            return
+        mean = fmean(self._ratios)
+        if mean < _WON:
+            self._usual = {size: mean * seconds for size, seconds in self._usual.items()}
+            self._best, self._between = self._trying, _FIRST_TRIAL
+        else:
+            self._trying, self._direction = self._best, -self._direction
+            self._between = min(2 * self._between, _MOST_BETWEEN)
+        self._left, self._ratios = self._between, []

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from foredraft.cli import demo as demo_module
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
+from foredraft.kernels.instructions import available
 from foredraft.measure import MeasuredRun
 from tests.cli.conftest import Run
 
@@ -92,6 +93,17 @@ def test_doctor_prints_the_plan(run: Run) -> None:
     shown = run("doctor").stdout
     assert "target: name" in shown
     assert "MB" in shown
+
+
+def test_doctor_names_the_instructions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_KERNELS", "portable")
+    machine = json.loads(run("doctor", "--json").stdout)["machine"]
+    assert machine["instructions"] == "portable"
+    better = [one.name for one in available()[:-1]]
+    assert machine["instructions_unused"][: len(better)] == better
+    assert "instructions  portable" in run("doctor").stdout
+    monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
+    assert "no kernels of ours" in run("doctor").stdout
 
 
 def test_doctor_describes_the_draft_model(run: Run, checkpoint: Path) -> None:

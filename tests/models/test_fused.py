@@ -74,7 +74,7 @@ def _kernel() -> None:
 def _many_threads() -> Iterator[None]:
     """Odd shares of the work are worth testing where there are only two cores, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("foredraft.kernels.threads.most_threads", lambda: 4)
+        patch.setattr("foredraft.kernels.threads.available_cpus", lambda: 4)
         yield
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.build import load_library
-from foredraft.kernels.threads import check_threads, most_threads
+from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.int8 import Int8Matrix, Matrix, tensor_of
 from foredraft.models.native.plan import ForwardPlan, RowSpan
@@ -96,7 +97,7 @@ class FusedDecoder:
     Args:
         config: the model's shape.
         weights: its weights, on CPU, bfloat16 or float32; read in place, never copied.
-        num_threads: threads of a forward; None asks torch each time.
+        num_threads: threads of a forward; None follows what is fastest, up to torch's number.
 
     Raises:
         ConfigError: the weights are on another device or of another dtype, or the machine offers
@@ -115,6 +116,7 @@ class FusedDecoder:
             check_threads(num_threads)
         self._config, self._weights = config, weights
         self._num_threads = num_threads
+        self._chooser = ThreadChooser(min(torch.get_num_threads(), available_cpus()))
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
         layers = [self._layer(i, layer) for i, layer in enumerate(weights.layers)]
         self._layers = (_Layer * len(layers))(*layers)
@@ -163,7 +165,9 @@ class FusedDecoder:
         tapped = {i: torch.empty(len(plan), hidden) for i in taps}
         with self._lock:
             described = self._describe_forward(plan, cache, logits_NV, tapped)
+            started = time.perf_counter()
             _check_outcome(self._forward(self._model, described), described.num_threads)
+            self._chooser.observe(len(plan), time.perf_counter() - started)
         if plan.is_beginning:
             return logits_NV, tapped
         return logits_NV, {i: x.to(self._weights.dtype) for i, x in tapped.items()}
@@ -190,16 +194,12 @@ class FusedDecoder:
         It waits for its parent's, for ever, in any operation large enough to be shared out.
         """
         self._process, self._lock = os.getpid(), threading.Lock()
-        self._num_threads = self._threads()
         torch.set_num_threads(1)
-
-    def _threads(self) -> int:
-        return self._num_threads or min(torch.get_num_threads(), most_threads())
 
     def _describe_forward(
         self, plan: ForwardPlan, cache: KVCache, logits_NV: Tensor, tapped: dict[int, Tensor]
     ) -> _Forward:
-        threads = self._threads()
+        threads = self._num_threads or self._chooser.choose()
         max_entries = max(row.entries.stop for row in plan.rows)
         keys, values = cache.keys_LSHCD, cache.values_LSHCD
         layers = plan.layers_to_run(len(self._layers))

@@ -1,0 +1,76 @@
+"""How many threads a forward uses, on machines made up of a rule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from foredraft.core.errors import ConfigError
+from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads, steps_up_to
+
+Machine = Callable[[int], float]
+"""Seconds of a forward of one token, by the number of threads."""
+
+
+def idle(cores: int) -> Machine:
+    return lambda threads: 1e-3 * (2.0 + 8.0 / threads) if threads <= cores else 0.1
+
+
+def busy(free: int) -> Machine:
+    """Beyond the free cores every forward waits for a thread that has none."""
+    return lambda threads: idle(64)(threads) * (1.0 if threads <= free else 3.0)
+
+
+def run(chooser: ThreadChooser, machine: Machine, forwards: int, seed: int = 0) -> list[int]:
+    """Threads of each of so many forwards of 1 to 9 tokens; times are a fifth noise."""
+    generator, chosen = random.Random(seed), []
+    for _ in range(forwards):
+        chosen.append(chooser.choose())
+        tokens = generator.randrange(1, 10)
+        seconds = machine(chosen[-1]) * (1.0 + 0.1 * tokens) * generator.uniform(0.9, 1.1)
+        chooser.observe(tokens, seconds)
+    return chosen
+
+
+def seconds_of(machine: Machine, chosen: list[int]) -> float:
+    return sum(machine(threads) for threads in chosen)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4, 16])
+def test_an_idle_machine_is_used_whole(cores: int) -> None:
+    chosen = run(ThreadChooser(cores), idle(cores), 500)
+    assert chosen[-20:].count(cores) >= 17
+    assert seconds_of(idle(cores), chosen) < 1.1 * seconds_of(idle(cores), [cores] * 500)
+
+
+@pytest.mark.parametrize(("cores", "free"), [(2, 1), (4, 3), (16, 12), (16, 1)])
+def test_busy_cores_are_left_to_their_users(cores: int, free: int) -> None:
+    chosen = run(ThreadChooser(cores), busy(free), 500)
+    late = chosen[-200:]
+    assert seconds_of(busy(free), late) < 1.1 * seconds_of(busy(free), [free] * len(late))
+
+
+def test_the_number_follows_the_machine() -> None:
+    chooser = ThreadChooser(2)
+    run(chooser, idle(2), 300)
+    assert run(chooser, busy(1), 60)[-5:] == [1] * 5
+    assert run(chooser, idle(2), 300)[-20:].count(2) >= 17
+
+
+def test_trials_become_rare() -> None:
+    chosen = run(ThreadChooser(2), idle(2), 2000)
+    assert chosen[1000:].count(1) <= 2 * 3 * 1000 / 128
+
+
+def test_numbers_worth_telling_apart() -> None:
+    assert steps_up_to(1) == [1]
+    assert steps_up_to(2) == [1, 2]
+    assert steps_up_to(20) == [1, 2, 3, 4, 6, 8, 12, 16, 20]
+
+
+def test_what_the_machine_has_not_is_refused() -> None:
+    check_threads(available_cpus())
+    with pytest.raises(ConfigError, match="threads is 100000; this machine runs 1 to"):
+        check_threads(100_000)
