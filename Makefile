@@ -1,6 +1,7 @@
 # make demo   the main job on the real model        make test   the tests
 # make test-all, make lint, make types, make example: what CI and contributors run besides
-# Each target makes its own virtual environment in .venv first.
+# make reference: write docs/reference from the docstrings, and docs/results.md from docs/results
+# Each target but clean makes its own virtual environment in .venv first.
 
 # The first Python that really runs and is new enough.
 NEW_ENOUGH = import sys; sys.exit(sys.version_info < (3, 11))
@@ -12,10 +13,10 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types example clean
+.PHONY: help demo test test-all lint types example reference clean
 
 help:
-	@sed -n '1,3s/^# //p' Makefile
+	@sed -n '1,4s/^# //p' Makefile
 
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
@@ -54,6 +55,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable '.[dev]'
 	@touch $@
+
+reference: $(VENV)/.installed
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/foredraft bench report docs/results --into docs/results.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

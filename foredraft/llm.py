@@ -150,7 +150,7 @@ class LLM:
         are recognised; the messages of `chat` are content, whatever they say.
 
         Raises:
-            ConfigError: the parameters are none.
+            ConfigError: ``params`` are not `SamplingParams`.
             PromptError: a prompt is empty or too long; nothing has been generated then.
         """
         return self._run([self._encode(prompt) for prompt in as_batch(prompts)], params)
@@ -188,6 +188,11 @@ class LLM:
         return Session()
 
     def close_session(self, session: Session) -> None:
+        """Give a conversation's place in the cache back.
+
+        Raises:
+            ConfigError: a reply is under way.
+        """
         self.engine.close_session(session)
 
     def _run(

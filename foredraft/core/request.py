@@ -32,10 +32,12 @@ class SpeculationStats:
 
     @property
     def committed_per_step(self) -> float:
+        """Tokens committed a step, 1.0 for plain decoding; 0.0 before the first step."""
         return self.committed / self.steps if self.steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:
+        """Share of the draft tokens that were committed; 0.0 if there were none."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def record(self, drafted: int, verified: int, accepted: int, committed: int) -> None:

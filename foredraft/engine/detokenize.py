@@ -11,7 +11,12 @@ TokenDecoder = Callable[[int], str | None]
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text and whether the drafter had guessed the token that completed it."""
+    """A stretch of text and who wrote it.
+
+    Attributes:
+        text: whole characters; pieces one after the other are the text.
+        drafted: whether the drafter had guessed the token that completed it.
+    """
 
     text: str
     drafted: bool

@@ -36,6 +36,7 @@ class Event:
     """What a step brought one request.
 
     Attributes:
+        request_id: counts the requests of an engine.
         token_ids: newly committed ids.
         num_accepted: how many of them were drafted.
         pieces: text that became certain, marked as drafted or the target's own.

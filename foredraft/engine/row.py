@@ -29,6 +29,7 @@ class GenerationResult:
     """What a request produced.
 
     Attributes:
+        request_id: counts the requests of an engine.
         text: the generated text, without the stop string that ended it.
         token_ids: the generated ids; the last one is the one that completed the stop, if any.
         finish_reason: "stop" (end of text, stop id or stop string), "length" (max_tokens or the
