@@ -10,7 +10,7 @@ from typing import Any
 from foredraft.kernels.threads import available_cpus
 from foredraft.version import __version__
 
-_PACKAGES = ("torch", "transformers", "tokenizers")
+_PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "llama-cpp-python")
 
 
 def describe_machine() -> dict[str, Any]:
