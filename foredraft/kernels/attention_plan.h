@@ -48,8 +48,15 @@ class AttentionPlan {
   AttentionPlan(const ForedraftModel& model, const ForedraftForward& forward,
                 const std::vector<Visible>& visible)
       : pieces_(size_t(forward.num_threads)) {
-    for (int64_t r = 0; r < forward.num_rows; ++r)
-      add_tiles(forward.rows[r], model.num_kv_heads, visible);
+    // Tiles get smaller until each thread has two pieces of work.
+    for (int64_t step = kTileTokens; step >= 1; step /= 2) {
+      tiles_.clear();
+      for (int64_t r = 0; r < forward.num_rows; ++r)
+        add_tiles(forward.rows[r], step, model.num_kv_heads, visible);
+      int64_t pieces = 0;
+      for (const Tile& tile : tiles_) pieces += std::max<int64_t>(1, tile.ranks / kChunk);
+      if (pieces >= 2 * forward.num_threads) break;
+    }
     deal_out(forward.num_threads);
     for (const auto& mine : pieces_)
       for (const Piece& piece : mine)
@@ -70,9 +77,10 @@ class AttentionPlan {
   std::vector<const Tile*> shared_;
   int64_t num_kept_ = 0;
 
-  void add_tiles(const ForedraftRow& row, int64_t kv_heads, const std::vector<Visible>& visible) {
-    for (int64_t t = row.first_token; t < row.end_token; t += kTileTokens) {
-      const Range tokens{t, std::min(t + kTileTokens, row.end_token)};
+  void add_tiles(const ForedraftRow& row, int64_t step, int64_t kv_heads,
+                 const std::vector<Visible>& visible) {
+    for (int64_t t = row.first_token; t < row.end_token; t += step) {
+      const Range tokens{t, std::min(t + step, row.end_token)};
       int64_t ranks = 0;
       for (int64_t token = tokens.begin; token < tokens.end; ++token)
         ranks = std::max(ranks, visible[size_t(token)].count());
@@ -82,17 +90,18 @@ class AttentionPlan {
   }
 
   // Chunks, or whole tiles if there are many, go to the thread in whose share of all work their
-  // middle lies.
+  // middle lies. What is behind the last whole chunk goes with it: it is not worth a barrier.
   void deal_out(int64_t threads) {
     const bool whole = int64_t(tiles_.size()) >= kTilesPerThread * threads;
     int64_t total = 0, before = 0;
     for (const Tile& tile : tiles_) total += work(tile, {0, num_chunks(tile.ranks)});
     for (const Tile& tile : tiles_) {
-      const int64_t count = num_chunks(tile.ranks), step = whole ? count : 1;
-      for (int64_t chunk = 0; chunk < count; chunk += step) {
-        const int64_t here = work(tile, {chunk, chunk + step});
-        give((before + here / 2) * threads / std::max<int64_t>(total, 1), tile,
-             {chunk, chunk + step});
+      const int64_t count = num_chunks(tile.ranks);
+      const int64_t last = std::max<int64_t>(tile.ranks / kChunk - 1, 0);  // whole one
+      for (Range chunks{0, 0}; chunks.begin < count; chunks.begin = chunks.end) {
+        chunks.end = whole || chunks.begin == last ? count : chunks.begin + 1;
+        const int64_t here = work(tile, chunks);
+        give((before + here / 2) * threads / std::max<int64_t>(total, 1), tile, chunks);
         before += here;
       }
     }
