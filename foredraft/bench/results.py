@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 
 _PROVENANCE = ("command", "revision", "date", "seed", "machine")
+_RAW = ("trials",)
+"""A record for each run, of which the file has summaries as well."""
 _INTRODUCTION = """\
 # Results
 
@@ -46,8 +49,9 @@ def _section(path: Path) -> str:
     if plain:
         parts.append(_table([plain]))
     for name, value in figures.items():
-        if name not in plain:
-            parts.append(f"**{name}**\n\n{_shown(value, path)}")
+        if name not in plain and name not in _RAW:
+            rows = value if isinstance(value, list) else [value]
+            parts.append(f"**{name}**\n\n{_table([_flat(row, path) for row in rows])}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -82,28 +86,22 @@ def _origin(report: Mapping[str, Any], path: Path) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Any, path: Path) -> str:
-    """A mapping or list of figures; what is no table stays in the file."""
-    if isinstance(value, Mapping) and all(map(_is_cell, value.values())):
-        return _table([value])
-    rows = [_flat(row) for row in value] if isinstance(value, list) else []
-    if rows and all(rows) and not isinstance(value[0].get("stats"), Mapping):
-        return _table(rows)
-    return f"{len(value)} records, in [`{path.name}`]({path.parent.name}/{path.name})."
-
-
-def _flat(row: Any) -> dict[str, Any]:
-    """A record with the figures of its parts behind its own; empty if it is none."""
+def _flat(row: Any, path: Path) -> dict[str, Any]:
+    """A record with the figures of its parts behind its own."""
     flat: dict[str, Any] = {}
     for name, value in row.items() if isinstance(row, Mapping) else ():
         if isinstance(value, Mapping):
             flat |= {f"{name}: {part}": each for part, each in value.items()}
         else:
             flat[name] = value
-    return flat if all(map(_is_cell, flat.values())) else {}
+    if not flat or not all(map(_is_cell, flat.values())):
+        raise ConfigError(f"{path} holds {shown(row)}, which is no row of a table")
+    return flat
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return "(none)"
     titles = list(dict.fromkeys(title for row in rows for title in row))
     body = [[_cell(row.get(title)) for title in titles] for row in rows]
     rule = ["---:" if isinstance(rows[0].get(title), int | float) else "---" for title in titles]

@@ -36,7 +36,13 @@ def test_records_are_a_table_and_their_parts_columns(tmp_path: Path) -> None:
 
 def test_raw_trials_stay_in_the_file(tmp_path: Path) -> None:
     page = rendered(tmp_path, {"trials": [{"prompt": "p", "stats": {"steps": 3}}]})
-    assert "1 records, in [`one.json`]" in page
+    assert "steps" not in page
+    assert "[`one.json`]" in page
+
+
+def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"one\.json holds .* no row of a table"):
+        rendered(tmp_path, {"figures": [{"deep": {"deeper": {}}}]})
 
 
 @pytest.mark.parametrize("text", ["{", '{"figure": 1}', "[]"])
