@@ -60,7 +60,7 @@ def _read(path: Path) -> dict[str, Any]:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    missing = [name for name in _PROVENANCE if name not in report]
+    missing = [n for n in _PROVENANCE if not isinstance(report, dict) or n not in report]
     if missing:
         raise ConfigError(
             f"{path} does not say its {', '.join(missing)}: it was not written by "

@@ -45,7 +45,7 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
         rendered(tmp_path, {"figures": [{"deep": {"deeper": {}}}]})
 
 
-@pytest.mark.parametrize("text", ["{", '{"figure": 1}', "[]"])
+@pytest.mark.parametrize("text", ["{", '{"figure": 1}', "[]", "3"])
 def test_other_files_are_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(ConfigError, match=r"other\.json"):

@@ -8,20 +8,26 @@ from pathlib import Path
 import pytest
 
 from foredraft.bench.random_model import Shape
+from foredraft.bench.report import write_json
+from foredraft.bench.results import render
 from foredraft.core.errors import ConfigError
 from tests.cli.conftest import Run
 
 
 @pytest.fixture
 def bench(run: Run, checkpoint: Path) -> Run:
-    """Options go behind the subcommand."""
+    """Options go behind the subcommand. What is written must fit on the page of results."""
     from typer.testing import CliRunner, Result
 
     from foredraft.cli.main import app
 
     def bench(name: str, *arguments: str) -> Result:
         options = ("--model", str(checkpoint), "--dtype", "float32")
-        return CliRunner().invoke(app, ["bench", name, *options, *arguments])
+        result = CliRunner().invoke(app, ["bench", name, *options, *arguments])
+        if result.exit_code == 0 and "--json" in arguments:
+            written = Path(arguments[arguments.index("--json") + 1])
+            assert f"## {written.stem}" in render(written.parent)
+        return result
 
     return bench
 
@@ -55,6 +61,19 @@ def test_a_variant_is_a_drafter_with_options(bench: Run, tmp_path: Path) -> None
     assert result.exit_code == 0, result.exception
     names = {row["contender"] for row in json.loads(path.read_text())["summaries"]}
     assert names == {"none", "token_recycling shared=true", "suffix node_cost=0.5"}
+
+
+def test_report_shows_or_writes_the_page(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from foredraft.cli.main import app
+
+    write_json(str(tmp_path / "one.json"), {"model": "tiny"}, seed=0)
+    shown = CliRunner().invoke(app, ["bench", "report", str(tmp_path)])
+    page = tmp_path / "page.md"
+    written = CliRunner().invoke(app, ["bench", "report", str(tmp_path), "--into", str(page)])
+    assert shown.exit_code == written.exit_code == 0
+    assert shown.stdout == page.read_text() == render(tmp_path)
 
 
 @pytest.mark.parametrize(
