@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
+import torch
 
 from foredraft.cache.prefix import Session
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
+from foredraft.drafters.base import DraftRow
 from foredraft.engine.engine import Engine
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 from tests.engine.helpers import (
     LETTERS,
     FaultyTarget,
+    ScriptedDrafter,
     counting_drafter,
     counting_model,
     finish,
@@ -57,6 +62,34 @@ def test_a_row_that_loses_its_logits_midway_keeps_its_tokens(num_draft_tokens: i
     assert (broken.finish_reason, broken.token_ids, broken.text) == ("error", (2, 3, 4, 5), "cdef")
     assert fine.token_ids == plain([5])[: len(fine.token_ids)]
     assert target.cache.entries == {}
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 6])
+def test_drawn_drafts_lose_nothing_to_a_node_without_logits(num_draft_tokens: int) -> None:
+    """Rules for drawn drafts look at every node; one that is not reached must cost nothing."""
+
+    def draw(row: DraftRow) -> Proposal:
+        draft, parent = row.draft(), -1
+        for depth in range(row.budget):
+            likeliest = (row.tokens[-1] + 1 + depth) % len(LETTERS)
+            (parent,) = draft.extend(parent, torch.eye(len(LETTERS))[likeliest] * 3)
+        return draft.build()
+
+    params = SamplingParams(temperature=1.0, coupling="drawn", max_tokens=12)
+    ends = []
+    for seed in range(40):
+        target = faulty_target()
+        target.nan_after = (4, 5)
+        engine = new_engine(target, ScriptedDrafter(draw), num_draft_tokens=num_draft_tokens)
+        (result,) = generate(engine, [[1]], replace(params, seed=seed))
+        text = (1, *result.token_ids)
+        reached = [i for i in range(1, len(text)) if text[i - 1 : i + 1] == (4, 5)]
+        if result.finish_reason == "error":
+            assert reached == [len(text) - 1], "it ends where plain decoding would, and keeps all"
+        else:
+            assert not reached or reached[0] == len(text) - 1
+        ends.append(result.finish_reason)
+    assert {"error", "length"} == set(ends)
 
 
 @pytest.mark.parametrize("raise_at", [1, 3])
