@@ -370,7 +370,7 @@ def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
     if weights.dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"the fused decoder takes bfloat16 or float32, not {weights.dtype}")
     for tensor in weights.matrices():
-        if tensor.dtype not in (weights.dtype, torch.int8):
+        if tensor.dtype not in (weights.dtype, torch.uint8):
             raise ConfigError(
                 f"the fused decoder takes weights of one dtype, not {tensor.dtype} beside "
                 f"{weights.dtype}"
