@@ -224,7 +224,8 @@ class Int4Matrix(PackedMatrix):
     def _unpack(packed_GCN: Tensor) -> Tensor:
         scales = _scales(packed_GCN[..., :_SCALES_BYTES])
         minima = _scales(packed_GCN[..., _SCALES_BYTES : 2 * _SCALES_BYTES])
-        both = packed_GCN[..., 2 * _SCALES_BYTES :].unflatten(-1, (-1, GROUP_ROWS * _QUAD))
+        both = packed_GCN[..., 2 * _SCALES_BYTES :]
+        both = both.reshape(*both.shape[:2], -1, GROUP_ROWS * _QUAD)
         quads = torch.stack((both & 15, both >> 4), dim=3).flatten(2)
         numbers = _from_quads(quads).float() * scales + minima
         return numbers.reshape(len(packed_GCN) * GROUP_ROWS, -1)
@@ -256,7 +257,7 @@ def _pieces(num_rows: int) -> Iterator[tuple[int, int]]:
 def _in_blocks(weight_RK: Tensor) -> Tensor:
     """Float32 [R, B, 32], the last block filled up with zeros."""
     short = -weight_RK.shape[1] % SCALE_INPUTS
-    return F.pad(weight_RK, (0, short)).unflatten(-1, (-1, SCALE_INPUTS))
+    return F.pad(weight_RK, (0, short)).reshape(len(weight_RK), -1, SCALE_INPUTS)
 
 
 def _steps(scales_RB: Tensor) -> Tensor:
@@ -272,7 +273,8 @@ def _put_scales(scales_RB: Tensor, place_GCN: Tensor) -> None:
 
 def _scales(place_GCN: Tensor) -> Tensor:
     """Float32 [G, 16 rows, C, 2 blocks, 1]."""
-    scales = place_GCN.view(torch.float16).float().unflatten(-1, (2, GROUP_ROWS))
+    scales = place_GCN.view(torch.float16).float()
+    scales = scales.reshape(*scales.shape[:2], 2, GROUP_ROWS)
     return scales.permute(0, 3, 1, 2)[..., None]
 
 
