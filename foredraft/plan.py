@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from foredraft.models.safety import Checkpoint
 
 DTYPES = ("auto", "bfloat16", "float32")
-WEIGHTS = ("auto", "bf16", "int8")
+WEIGHTS = ("auto", "bf16", "int8", "int4")
+_BITS = {"int8": 8, "int4": 4}
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "hf")
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -46,7 +47,9 @@ class LoadOptions:
             takes bfloat16 where it is fast and float32 elsewhere.
         weights: "int8" keeps linear layers and head in half the memory of bfloat16, which makes
             steps faster and the model a little different (`foredraft bench quality` says by how
-            much); on CPU with the fused kernel only. "bf16" means dtype bfloat16.
+            much); "int4" keeps the linear layers in a third. A model that comes in 4 bits, as the
+            built-in one does, is then used as it comes; others lose more than with int8. Both on
+            CPU with the fused kernel only. "bf16" means dtype bfloat16.
         device: "auto" takes CUDA when there is one.
         backend: "auto" takes the native decoder for families it knows, transformers otherwise.
         threads: CPU threads; None leaves torch's choice.
@@ -148,7 +151,8 @@ class ModelPlan:
         checkpoint: what is loaded; None for weights that are made up.
         decoder: "fused", "graphed", "fixed-shape", "eager" or "transformers".
         dtype: of activations and cache.
-        weights: the form of the linear layers and the head: "int8", or the same as ``dtype``.
+        weights: the form of the linear layers and the head: "int8", "int4" (a head of 8 bits), or
+            the same as ``dtype``.
         weight_bytes: weights in memory.
         read_bytes: weights that a forward reads: all but an embedding table of its own.
         num_parameters: weights that each token is multiplied with.
@@ -179,6 +183,11 @@ class ModelPlan:
     def is_exact(self) -> bool:
         """Whether bits are independent of what is scored together."""
         return self.decoder in ("fused", "fixed-shape")
+
+    @property
+    def weight_bits(self) -> int | None:
+        """Of the linear layers; None: as `dtype` has them."""
+        return _BITS.get(self.weights)
 
     @property
     def number_format(self) -> str:
@@ -267,14 +276,14 @@ def plan_native(
     import torch
 
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
-    if options.weights == "int8" and kernel_problem:
-        raise _no_int8(kernel_problem)
+    if options.weights in _BITS and kernel_problem:
+        raise _no_packed(options.weights, kernel_problem)
     dtype, notes = _asked_dtype(options), []
     if device == "cpu" and kernel_problem:
         notes.append(f"no fused CPU kernel: {kernel_problem}")
     if dtype == "auto":
         dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
-    weights = "int8" if options.weights == "int8" else dtype
+    weights = options.weights if options.weights in _BITS else dtype
     in_memory, read = _weight_bytes(config, getattr(torch, dtype).itemsize, weights)
     return ModelPlan(
         name=name,
@@ -293,10 +302,10 @@ def plan_native(
     )
 
 
-def _no_int8(reason: str) -> ConfigError:
+def _no_packed(weights: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"weights 'int8' are there where they are faster: on CPU with the fused kernel ({reason}); "
-        "leave weights out"
+        f"weights {weights!r} are there where they are faster: on CPU with the fused kernel "
+        f"({reason}); leave weights out"
     )
 
 
@@ -306,12 +315,14 @@ def _asked_dtype(options: LoadOptions) -> str:
 
 def _weight_bytes(config: DecoderConfig, itemsize: int, weights: str) -> tuple[int, int]:
     """Bytes of weights in memory, and those of them that a forward reads."""
-    from foredraft.models.native.int8 import BYTES_PER_WEIGHT
+    from foredraft.models.native.packed import PACKED
 
     matrices = config.num_matrix_parameters
-    if weights != "int8":
+    if weights not in _BITS:
         return config.num_parameters * itemsize, matrices * itemsize
-    read = int(matrices * BYTES_PER_WEIGHT)
+    head = config.vocab_size * config.hidden_size
+    linear = matrices - head
+    read = int(head * PACKED[8].bytes_per_weight + linear * PACKED[_BITS[weights]].bytes_per_weight)
     others = config.num_parameters - matrices  # embeddings, norms, biases
     if config.tie_word_embeddings:  # the head is a copy
         others += config.vocab_size * config.hidden_size
@@ -355,8 +366,8 @@ def _plan_hf(name: str, checkpoint: Checkpoint, options: LoadOptions, device: st
     from foredraft.cache.base import KVShape
     from foredraft.models.hf_sizes import read_sizes
 
-    if options.weights == "int8":
-        raise _no_int8(f"{name!r} runs through transformers")
+    if options.weights in _BITS:
+        raise _no_packed(options.weights, f"{name!r} runs through transformers")
     sizes = read_sizes(checkpoint)
     dtype = _asked_dtype(options)
     if dtype == "auto":

@@ -15,7 +15,7 @@ from foredraft.core.errors import ConfigError, unknown
 from foredraft.llm import LLM
 from foredraft.loading import native_decoder
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.int8 import Matrix, quantise
+from foredraft.models.native.packed import PACKED, Matrix, tensor_of
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 from foredraft.plan import LoadOptions, plan_native, resolve_device
@@ -88,15 +88,14 @@ def random_llm(name: str, options: LoadOptions) -> LLM:
     plan = plan_native(label, None, config, options, resolve_device(options.device))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    int8 = plan.weights == "int8"
-    weights = random_weights(config, getattr(torch, plan.dtype), plan.device, int8)
+    weights = random_weights(config, getattr(torch, plan.dtype), plan.device, plan.weight_bits)
     decoder = native_decoder(plan.decoder, options.threads)
     target = NativeTarget(config, weights, decoder, plan.max_context)
     return LLM(target, None, options, plan=plan)
 
 
 def random_weights(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, int8: bool = False
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, bits: int | None = None
 ) -> DecoderWeights:
     """Weights made on ``device`` itself; layers without biases and head norms."""
 
@@ -105,7 +104,7 @@ def random_weights(
 
     def matrix(rows: int, columns: int, num_parts: int = 1) -> Matrix:
         weight = table(rows, columns)
-        return quantise(weight, num_parts) if int8 else weight
+        return PACKED[bits].quantised(weight, num_parts) if bits else weight
 
     def ones() -> Tensor:
         return torch.ones(config.hidden_size, dtype=dtype, device=device)
@@ -129,6 +128,8 @@ def random_weights(
         for _ in range(config.num_hidden_layers)
     ]
     embedding_VE = table(config.vocab_size, hidden)
-    shared = config.tie_word_embeddings and not int8
-    head_VE = embedding_VE if shared else matrix(config.vocab_size, hidden)
+    shared = config.tie_word_embeddings and not bits
+    head_VE: Matrix = embedding_VE if shared else table(config.vocab_size, hidden)
+    if bits:
+        head_VE = PACKED[8].quantised(tensor_of(head_VE))
     return DecoderWeights(embedding_VE, tuple(layers), ones(), head_VE)

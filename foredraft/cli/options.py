@@ -29,7 +29,9 @@ Model = Annotated[
 Dtype = Annotated[str, _option(_MODEL, "--dtype", f"One of {', '.join(DTYPES)}.")]
 Weights = Annotated[
     str,
-    _option(_MODEL, "--weights", f"One of {', '.join(WEIGHTS)}. int8 is faster and less precise."),
+    _option(
+        _MODEL, "--weights", f"One of {', '.join(WEIGHTS)}. int8 and int4 are faster, less precise."
+    ),
 ]
 Device = Annotated[str, _option(_MODEL, "--device", f"One of {', '.join(DEVICES)}.")]
 Backend = Annotated[str, _option(_MODEL, "--backend", f"One of {', '.join(BACKENDS)}.")]

@@ -32,10 +32,9 @@
 #include "attention_plan.h"
 #include "entries.h"
 #include "entry.h"
-#include "int8.h"
 #include "interface.h"
-#include "matmul.h"
 #include "pages.h"
+#include "products.h"
 #include "simd.h"
 #include "team.h"
 #include "workspace.h"
@@ -44,21 +43,22 @@ using namespace foredraft;
 
 namespace {
 
-// One thread's view of a forward. `Weight` is the type of embeddings and cache, and of the weights
-// too unless these are int8.
-template <class Weight, bool kInt8>
+// One thread's view of a forward. `Weight` is the type of embeddings and cache, `Form` that of the
+// other matrices; see products.h.
+template <class Weight, class Form>
 class Worker {
  public:
-  Worker(const ForedraftModel& model, const ForedraftForward& forward, const Workspace& work,
+  Worker(const ForedraftModel& model, const ForedraftForward& forward, const Workspace<Form>& work,
          const std::vector<Visible>& visible, const AttentionPlan& plan, Member me)
       : model_(model), forward_(forward), work_(work), visible_(visible), plan_(plan), me_(me),
         clock_(me.index == 0 ? forward.phase_seconds : nullptr) {}
 
   void run() {
+    const typename Form::Session session;
     embed();
     end(kOther);
     for (int64_t index = forward_.first_layer; index < forward_.end_layer; ++index) layer(index);
-    normalise(forward_.num_wanted, forward_.wanted, model_.final_norm);
+    normalise<typename Form::Head>(forward_.num_wanted, forward_.wanted, model_.final_norm);
     head();
     end(kHead);
   }
@@ -66,7 +66,7 @@ class Worker {
  private:
   const ForedraftModel& model_;
   const ForedraftForward& forward_;
-  const Workspace& work_;
+  const Workspace<Form>& work_;
   const std::vector<Visible>& visible_;
   const AttentionPlan& plan_;
   Member me_;
@@ -78,7 +78,7 @@ class Worker {
 
   const bool few_ = T <= kFewTokens;
   float* const normed_ = work_.normed + (few_ ? me_.index * work_.normed_size : 0);
-  float* const int8_inputs_ = work_.int8_inputs + (few_ ? me_.index * work_.int8_inputs_size : 0);
+  float* const prepared_ = work_.prepared + (few_ ? me_.index * work_.prepared_size : 0);
 
   // Threads meet; what they did since they last met was this phase.
   void end(Phase phase) {
@@ -113,44 +113,34 @@ class Worker {
     end(kLinear);
   }
 
-  using Rows = std::conditional_t<kInt8, Int8Matrix, Matrix<Weight>>;
-  using Inputs = std::conditional_t<kInt8, Int8Inputs, Activations>;
-  using Order = std::conditional_t<kInt8, float, Weight>;  // of normed and feed_forward rows
+  using Rows = typename Form::Rows;
+  using Inputs = typename Form::Inputs;
+  using Order = typename Form::Order;  // of normed and feed_forward rows
   static constexpr const Order* kOrder = nullptr;  // names the type
-  static constexpr int64_t kShareRows = kInt8 ? kGroupRows : kPanelRows;
+  static constexpr int64_t kShareRows = Form::kShareRows;
 
-  static Rows matrix(const void* data, int64_t K) {
-    return {static_cast<decltype(Rows::data)>(data), K};
-  }
+  static Rows matrix(const void* data, int64_t K) { return foredraft::matrix<Form>(data, K); }
 
-  // Rows of K floats in lane order as products read them. For int8 weights that is another buffer:
-  // of rows that are quantised already.
-  Inputs inputs(const float* rows, int64_t K) const {
-    if constexpr (kInt8) return {int8_inputs_, T, K};
-    else return {rows, padded(K)};
-  }
+  // Rows of K floats as products read them.
+  Inputs inputs(const float* rows, int64_t K) const { return Form::inputs(prepared_, rows, T, K); }
 
   // Of `count` tokens those that this thread prepares as inputs of the product to come.
-  Range to_prepare(int64_t count) const { return few_ ? Range{0, count} : me_.share(count); }
+  Range to_prepare(int64_t count) const {
+    return few_ ? Range{0, count} : me_.share(count, Form::kPrepareTokens);
+  }
 
   void end_prepare(Phase phase) {
     if (few_) clock_.end(phase);
     else end(phase);
   }
 
-  // Quantises the rows of all tokens, for int8 weights. They lie in this type's lane order.
+  // Makes inputs of the rows of all tokens. They lie in this type's lane order.
   template <class Type>
   void prepare(const float* rows, int64_t K) {
-    if constexpr (kInt8) {
-      const Range mine = to_prepare(T);
-      for (int64_t t = mine.begin; t < mine.end; ++t) quantise<Type>(rows, K, t);
+    if constexpr (Form::kPrepares) {
+      Form::template prepare<Type>(inputs(rows, K), rows, to_prepare(T));
       end_prepare(kLinear);
     }
-  }
-
-  template <class Type>
-  void quantise(const float* rows, int64_t K, int64_t row) const {
-    if constexpr (kInt8) inputs(rows, K).template quantise<Type>(rows + row * padded(K), K, row);
   }
 
   // Token embeddings or given states, rotary angles, and the zeros behind rows that are filled
@@ -189,7 +179,8 @@ class Worker {
     return 1.0f / std::sqrt(mean + float(model_.norm_eps));
   }
 
-  // RMS-normalised hidden states in lane order, of all tokens or of those listed.
+  // RMS-normalised hidden states in lane order, of all tokens or of those listed, and inputs of them.
+  template <class For = Form>
   void normalise(int64_t count, const int32_t* tokens, const float* weight) {
     const Range mine = to_prepare(count);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
@@ -202,8 +193,8 @@ class Worker {
         store_in_lane_order(row + k, vector(k), vector(k + kLanes), kOrder);
       pad_with_zeros(normed_, i, E);
       for (; k < E; ++k) row[lane_order<Order>(k)] = weight[k] * (x[k] * scale[0]);
-      quantise<Order>(normed_, E, i);
     }
+    For::template prepare<Order>(For::inputs(prepared_, normed_, T, E), normed_, mine);
     end_prepare(kOther);
   }
 
@@ -213,7 +204,7 @@ class Worker {
     if (thread == me_.size) return qkv_width;
     const int64_t begin = Member{me_.barrier, thread, me_.size}.share(qkv_width, kShareRows).begin;
     if (begin <= H * D) return begin;
-    if (kInt8 && D % kGroupRows) return H * D / kGroupRows * kGroupRows;
+    if (kShareRows == kGroupRows && D % kGroupRows) return H * D / kGroupRows * kGroupRows;
     return H * D + (begin - H * D + D / 2) / D * D;
   }
 
@@ -367,7 +358,7 @@ class Worker {
     float* gates = work_.gate_up + me_.index * work_.gate_up_size;
     float* ups = gates + T * stride;
     const Range mine = me_.share(F, kShareRows);
-    const int64_t step = gate_up_panel(model_, T);
+    const int64_t step = Form::panel_rows(T, E);
     int64_t first = mine.begin;  // of the rows in scratch
     for (int64_t begin = mine.begin; begin < mine.end; begin += step) {
       const Range rows{begin, std::min(begin + step, mine.end)};
@@ -410,22 +401,33 @@ class Worker {
 
   void head() const {
     const int64_t V = model_.vocab;
-    matmul(matrix(model_.head, E), me_.share(V, kShareRows), inputs(normed_, E),
-           forward_.num_wanted, [&](int64_t token, int64_t row, float value) {
+    if (!forward_.num_wanted) return;
+    using Head = typename Form::Head;
+    matmul(foredraft::matrix<Head>(model_.head, E), me_.share(V, kShareRows),
+           Head::inputs(prepared_, normed_, T, E), forward_.num_wanted, [&](int64_t token, int64_t row, float value) {
              forward_.logits[token * V + row] = value;
            });
   }
 };
 
-template <class Weight, bool kInt8>
+template <class Weight, class Form>
 Outcome run(const ForedraftModel& model, const ForedraftForward& forward) {
-  const Workspace work(model, forward.num_tokens, forward.num_wanted, forward.max_entries,
-                       forward.num_threads, forward.workspace);
+  const Workspace<Form> work(model, forward.num_tokens, forward.num_wanted, forward.max_entries,
+                             forward.num_threads, forward.workspace);
   const std::vector<Visible> visible = visible_entries(forward);
   const AttentionPlan plan(model, forward, visible);
   return Entry::of_this_process().run(forward.workspace, forward.num_threads, [&](Member me) {
-    Worker<Weight, kInt8>(model, forward, work, visible, plan, me).run();
+    Worker<Weight, Form>(model, forward, work, visible, plan, me).run();
   });
+}
+
+// Calls work(type of the embeddings, form of the other matrices).
+template <class Work>
+auto with_types(const ForedraftModel& model, const Work& work) {
+  const auto in_type = [&](auto weight) {
+    return with_form<decltype(weight)>(model.form, [&](auto form) { return work(weight, form); });
+  };
+  return model.is_bf16 ? in_type(bf16{}) : in_type(float{});
 }
 
 }  // namespace
@@ -435,23 +437,27 @@ extern "C" {
 __attribute__((visibility("default")))
 void foredraft_use_huge_pages(void* begin, int64_t size) { use_huge_pages(begin, size); }
 
+// Whether bfloat16 weights are best multiplied on tiles here.
+__attribute__((visibility("default")))
+int64_t foredraft_has_tiles() { return tiles_allowed(); }
+
 // Floats of work memory that a forward of this size needs.
 __attribute__((visibility("default")))
 int64_t foredraft_workspace_size(const ForedraftModel* model, int64_t num_tokens,
                                  int64_t num_wanted, int64_t max_entries, int64_t num_threads) {
-  return Workspace(*model, num_tokens, num_wanted, max_entries, num_threads, nullptr).size;
+  return with_types(*model, [&](auto, auto form) {
+    return Workspace<decltype(form)>(*model, num_tokens, num_wanted, max_entries, num_threads,
+                                     nullptr).size;
+  });
 }
 
 // Returns an Outcome. Unless it is kDone, nothing was computed.
 __attribute__((visibility("default")))
 int64_t foredraft_forward(const ForedraftModel* model, const ForedraftForward* forward) {
   if (forward->num_threads < 1 || forward->num_threads > kMostThreads) return kNoThreads;
-  const auto in_type = [&](auto weight) {
-    using Weight = decltype(weight);
-    return model->is_int8 ? run<Weight, true>(*model, *forward)
-                          : run<Weight, false>(*model, *forward);
-  };
-  return model->is_bf16 ? in_type(bf16{}) : in_type(float{});
+  return with_types(*model, [&](auto weight, auto form) {
+    return run<decltype(weight), decltype(form)>(*model, *forward);
+  });
 }
 
 }  // extern "C"

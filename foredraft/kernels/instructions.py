@@ -63,6 +63,13 @@ _ARM_DOT = "-march=armv8.2-a+dotprod"
 
 INSTRUCTION_SETS = (
     InstructionSet(
+        "amx",
+        "AVX-512 with integer dot products, and AMX tiles",
+        _X86,
+        (*_AVX512, "avx512_vnni", "amx_tile", "amx_bf16"),
+        (*_AVX512_FLAGS, "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
+    ),
+    InstructionSet(
         "bf16dot",
         "AVX-512 with integer and bfloat16 dot products",
         _X86,
@@ -76,7 +83,6 @@ INSTRUCTION_SETS = (
         _X86,
         (*_AVX512, "avx512_vnni"),
         (*_AVX512_FLAGS, "-mavx512vnni"),
-        automatic=False,
     ),
     InstructionSet("avx512", "AVX-512", _X86, _AVX512, _AVX512_FLAGS),
     InstructionSet(
@@ -85,7 +91,6 @@ INSTRUCTION_SETS = (
         _X86,
         (*_AVX2, "avx_vnni"),
         (*_AVX2_FLAGS, "-mavxvnni"),
-        automatic=False,
     ),
     InstructionSet("avx2", "AVX2 with FMA", _X86, _AVX2, _AVX2_FLAGS),
     InstructionSet(
@@ -102,14 +107,12 @@ INSTRUCTION_SETS = (
         _ARM,
         ("asimd", "asimddp"),
         (_ARM_DOT,),
-        automatic=False,
     ),
     InstructionSet("portable", "what every CPU of this kind has"),
 )
 """The best first."""
 
 _BEYOND = {
-    "amx_bf16": "AMX-BF16",
     "amx_int8": "AMX-INT8",
     "avx512_fp16": "AVX512-FP16",
     "i8mm": "I8MM",

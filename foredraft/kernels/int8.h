@@ -1,17 +1,15 @@
-// Products of int8 weights with int16 activations.
+// Products of weights in 8 and 4 bits with 16-bit activations.
 //
 // Shape legend: T tokens (activation rows), K inputs of a product.
 //
-// A weight is an int8 times the scale of its row's block of 32 inputs; an activation is an int16
-// times the scale of its token. A block's products are summed in int32, which is exact: 32 of them
-// stay below 2^27. Blocks are then added up in order as float32, one multiply-add each. So an output
-// element has the same bits whatever is computed beside it, as matmul.h promises for other weights.
+// A weight is an integer times the scale of its row's block of 32 inputs, for 4 bits plus the block's
+// minimum; an activation is an integer of 16 bits times the scale of its token. A block's products are
+// summed in int32, which is exact: 32 of them stay below 2^29. Blocks are then added up in order as
+// float32, one or two multiply-adds each. So an output element has the same bits whatever is computed
+// beside it, as matmul.h promises for other weights, and whatever instructions multiply (dots.h).
 //
-// Weights are packed (by int8.py) in groups of 16 rows, a group as a sequence of blocks, a block as
-//   bfloat16 scales [16 rows], int8 weights [16 pairs of inputs, 16 rows, 2 inputs].
-// One vector of weights thus holds the same pair of inputs of several rows. It meets a pair of
-// activations repeated in every lane, one instruction multiplies and adds the pairs, and sums lie
-// one row a lane: nothing is ever added across lanes, and a group is one stream of memory.
+// Weights are packed (by packed.py) in groups of 16 rows, a group as a sequence of chunks of 64
+// inputs, a chunk in one of the formats below. A group is one stream of memory, in whole cache lines.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +17,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "dots.h"
 #include "matmul.h"
 #include "simd.h"
 #include "team.h"
@@ -26,225 +25,263 @@
 namespace foredraft {
 
 constexpr int64_t kGroupRows = 16;
-constexpr int64_t kScaleInputs = 32;  // that share a scale
-constexpr int64_t kBlockBytes = kGroupRows * (sizeof(bf16) + kScaleInputs);
-constexpr int kInt8BlockTokens = 6;  // sums of so many tokens fit the 16 registers of AVX2
+constexpr int64_t kScalesBytes = 2 * kGroupRows * sizeof(uint16_t);  // of a chunk
 
-typedef int8_t Bytes __attribute__((vector_size(2 * kLanes)));
-typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));  // of a Vec's lanes
+// Half-precision scales [2 blocks, 16 rows], weights + 128 [16 quads of inputs, 16 rows, 4 inputs].
+// The sum of a block's activations times 128 is taken off where its sum begins.
+struct Bits8 {
+  static constexpr int64_t kHeadBytes = kScalesBytes;
+  static constexpr int64_t kChunkBytes = kHeadBytes + kGroupRows * kChunkInputs;
+  static constexpr int kQuads = 1;  // of a word
+  static constexpr bool kHasMinima = false;
 
-// ---- instructions -------------------------------------------------------------------------------
+  static Ints quad(Ints words, int) { return words; }
+  // What is kept of the sum of a token's block.
+  static int32_t kept(int32_t sum) { return -128 * sum; }
+  static Ints start(const int32_t* kept) { return repeat(kept); }
+};
 
-inline Shorts load_weights(const int8_t* source) {
-#if defined(__AVX512BW__)
-  return (Shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)source));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-  return (Shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)source));
-#else
-  Bytes bytes;
-  std::memcpy(&bytes, source, sizeof bytes);
-  return __builtin_convertvector(bytes, Shorts);
-#endif
+// Half-precision scales [2 blocks, 16 rows], as many minima, weights [8 pairs of quads, 16 rows, 4
+// inputs]: the first quad in the lower four bits of each byte, the second in the upper ones.
+struct Bits4 {
+  static constexpr int64_t kHeadBytes = 2 * kScalesBytes;
+  static constexpr int64_t kChunkBytes = kHeadBytes + kGroupRows * kChunkInputs / 2;
+  static constexpr int kQuads = 2;
+  static constexpr bool kHasMinima = true;
+
+  static Ints quad(Ints words, int which) { return (words >> (4 * which)) & 0x0f0f0f0f; }
+  static int32_t kept(int32_t sum) {
+    const float exact = float(sum);
+    int32_t bits;
+    std::memcpy(&bits, &exact, sizeof bits);
+    return bits;
+  }
+  static Ints start(const int32_t*) { return Ints{}; }
+};
+
+// Blocks that fit the registers: groups of rows, tokens, and for each of both a sum.
+constexpr int kGroupVecs = kGroupRows / kLanes;
+constexpr int kPackedBlockTokens = kLanes == 16 ? 8 : kDigits ? 4 : 6;
+constexpr int64_t kMostGroups = kLanes == 16 ? 4 : 1;
+constexpr int block_groups(int num_tokens) {
+  return kLanes != 16 ? 1 : num_tokens <= 2 ? 4 : num_tokens <= 4 ? 2 : 1;
 }
 
-inline Vec load_scales(const int8_t* source) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)source)), 16);
-#else
-  Halves halves;
-  std::memcpy(&halves, source, sizeof halves);
-  return (Vec)(__builtin_convertvector(halves, Bits) << 16);
-#endif
-}
-
-// The same two activations in every lane.
-inline Shorts repeat_pair(const int16_t* source) {
-  int32_t pair;
-  std::memcpy(&pair, source, sizeof pair);
-  return (Shorts)(pair - Ints{});
-}
-
-// sum += a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] in each lane i. GCC would spill sums; see
-// `accumulate` of simd.h.
-inline void add_pairs(Ints& sum, Shorts a, Shorts b) {
-#if defined(__AVX512VNNI__)
-  sum = (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif defined(__AVX512BW__)
-  sum += (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-  Ints c = sum, products;
-  asm volatile("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
-               : "+x"(c), "=&x"(products) : "x"(a), "x"(b));
-  sum = c;
-#else
-  const Ints x = (Ints)a, y = (Ints)b;
-  sum += ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
-#endif
-}
-
-// Whole numbers nearest to x, ties to even, for |x| < 2^22.
-inline Ints rounded(Vec x) {
-  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23; see `exp` of simd.h
-  return (Ints)(x + magic) - (Ints)magic;
-}
-
-// kPair whole numbers as int16 in their natural order. They come in the lane order of a type.
-inline void store_shorts(int16_t* target, Ints first, Ints second, const bf16*) {
-  const Ints words = (second << 16) | (first & 0xffff);
-  std::memcpy(target, &words, sizeof words);
-}
-
-inline void store_shorts(int16_t* target, Ints first, Ints second, const float*) {
-  const Halves low = __builtin_convertvector(first, Halves);
-  const Halves high = __builtin_convertvector(second, Halves);
-  std::memcpy(target, &low, sizeof low);
-  std::memcpy(target + kLanes, &high, sizeof high);
-}
+inline int64_t weight_chunks(int64_t K) { return (K + kChunkInputs - 1) / kChunkInputs; }
 
 // ---- activations --------------------------------------------------------------------------------
 
-inline int64_t num_scales(int64_t K) { return (K + kScaleInputs - 1) / kScaleInputs; }
+// Activations of all tokens, chunk by chunk, and what belongs to them. Rows are padded with zeros to
+// whole chunks. `Format` is that of the weights.
+template <class Format>
+struct PackedInputs {
+  int64_t num_tokens, K;
+  float* scales;    // [T]
+  int32_t* kept;    // [blocks, T]: of the sums of blocks; see Format
+  int8_t* data;     // [chunks, T, kTokenBytes]
 
-// int16 activations and their scales, one a token. Rows are padded with zeros to whole blocks.
-struct Int8Inputs {
-  int16_t* data;
-  float* scales;
-  int64_t stride;
-
-  Int8Inputs(float* memory, int64_t num_tokens, int64_t K)
-      : data(reinterpret_cast<int16_t*>(memory + num_tokens)),
-        scales(memory),
-        stride(num_scales(K) * kScaleInputs) {}
+  PackedInputs(float* memory, int64_t num_tokens, int64_t K)
+      : num_tokens(num_tokens),
+        K(K),
+        scales(memory + weight_chunks(K) * num_tokens * kTokenBytes / int64_t(sizeof(float))),
+        kept(reinterpret_cast<int32_t*>(scales + num_tokens)),
+        data(reinterpret_cast<int8_t*>(memory)) {}
 
   // Floats of memory.
   static int64_t size(int64_t num_tokens, int64_t K) {
-    return num_tokens * (1 + num_scales(K) * kScaleInputs / 2);
+    return num_tokens * (1 + weight_chunks(K) * (2 + kTokenBytes / int64_t(sizeof(float))));
   }
 
-  // Takes over a row of K floats that lie in the lane order of `Weight`, zeros behind. A NaN or infinity among them
-  // makes the scale NaN, and with it all that is computed from the row.
+  // Takes over a row of K floats that lie in the lane order of `Weight`, zeros behind. A NaN or
+  // infinity among them makes the scale NaN, and with it all that is computed from the row.
   template <class Weight>
-  void quantise(const float* row, int64_t K, int64_t token) const {
+  void quantise(const float* row, int64_t token) const {
+    const Vec factor = broadcast(put_scale(row, token));
     const int64_t whole = padded(K);
+    for (int64_t chunk = 0; chunk < weight_chunks(K); ++chunk) {
+      int16_t numbers[kChunkInputs] = {};
+      const int64_t first = chunk * kChunkInputs, end = std::min(whole - first, kChunkInputs);
+      for (int64_t k = 0; k < end; k += kPair)
+        store_shorts(numbers + k, rounded(load(row + first + k) * factor),
+                     rounded(load(row + first + k + kLanes) * factor),
+                     static_cast<const Weight*>(nullptr));
+      put_chunk(numbers, chunk, token);
+    }
+  }
+
+ private:
+  // Stores a row's scale; what its elements are to be multiplied with.
+  float put_scale(const float* row, int64_t token) const {
     Vec most{}, broken{};
-    for (int64_t k = 0; k < whole; k += kLanes) {
+    for (int64_t k = 0; k < padded(K); k += kLanes) {
       const Vec x = load(row + k);
       most = max(max(x, -x), most);
       broken = fma(x, Vec{}, broken);
     }
     const float largest = max_lanes(most);
     const bool is_zero = largest < 1e-30f;  // 1 / largest would overflow
-    scales[token] = (is_zero ? 0.0f : largest / 32767.0f) + sum_lanes(broken);
-    const Vec factor = broadcast(is_zero ? 0.0f : 32767.0f / largest);
-    int16_t* const target = data + token * stride;
-    for (int64_t k = 0; k < whole; k += kPair)
-      store_shorts(target + k, rounded(load(row + k) * factor),
-                   rounded(load(row + k + kLanes) * factor), static_cast<const Weight*>(nullptr));
-    std::fill(target + whole, target + stride, int16_t(0));
+    scales[token] = (is_zero ? 0.0f : largest / kLargestActivation) + sum_lanes(broken);
+    return is_zero ? 0.0f : kLargestActivation / largest;
+  }
+
+  void put_chunk(const int16_t* numbers, int64_t chunk, int64_t token) const {
+    store_chunk(numbers, data + (chunk * num_tokens + token) * kTokenBytes);
+    for (int64_t block = 0; block < 2; ++block) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < kScaleInputs; ++i) sum += numbers[block * kScaleInputs + i];
+      kept[(2 * chunk + block) * num_tokens + token] = Format::kept(sum);
+    }
   }
 };
 
 // ---- products -----------------------------------------------------------------------------------
 
 // A matrix [rows, K] in groups of rows.
-struct Int8Matrix {
-  const int8_t* data;
+template <class Format>
+struct PackedMatrix {
+  const uint8_t* data;
   int64_t K;
 
-  int64_t group_bytes() const { return num_scales(K) * kBlockBytes; }
-  const int8_t* group(int64_t row) const { return data + row / kGroupRows * group_bytes(); }
+  int64_t group_bytes() const { return weight_chunks(K) * Format::kChunkBytes; }
+  const uint8_t* group(int64_t row) const { return data + row / kGroupRows * group_bytes(); }
   // The matrix that begins behind `rows` rows; each matrix begins with a new group.
-  Int8Matrix behind(int64_t rows) const { return {group(rows + kGroupRows - 1), K}; }
+  PackedMatrix behind(int64_t rows) const { return {group(rows + kGroupRows - 1), K}; }
 };
 
-// values[t * kGroupRows + r] = <row r of the group, token t of x>, short of the token's scale. As
-// many bytes at `ahead` are pulled towards the core meanwhile. Inlined it is a tenth slower: GCC runs
-// out of registers.
-template <int T>
-__attribute__((noinline)) void group_product(const int8_t* group, int64_t num_blocks, const int16_t* x,
-                          int64_t x_stride, const int8_t* ahead, float* values) {
-  constexpr int V = kGroupRows / kLanes;
-  constexpr int kPairBytes = 2 * kGroupRows, kLine = 64;
+// values[(t * G + g) * kGroupRows + r] = <row r of group g, token t of x>, short of the token's scale.
+// As many bytes at `ahead` are pulled towards the core meanwhile. Inlined it is a tenth slower: GCC
+// runs out of registers.
+template <class Format, int G, int T>
+__attribute__((noinline)) void group_product(const uint8_t* group, int64_t group_bytes,
+                                             const PackedInputs<Format>& inputs, int64_t first_token,
+                                             int64_t ahead, float* values) {
+  constexpr int V = G * kGroupVecs, kVecBytes = kLanes * int(sizeof(float)), kLine = 64;
+  const auto at = [=](int v) INLINE {
+    return v / kGroupVecs * group_bytes + v % kGroupVecs * kVecBytes;
+  };
+  const int64_t num_tokens = inputs.num_tokens, chunks = weight_chunks(inputs.K);
+  const int8_t* x = inputs.data + first_token * kTokenBytes;
+  const int32_t* kept = inputs.kept + first_token;
   Vec total[V][T];
   UNROLL for (int v = 0; v < V; ++v) UNROLL for (int t = 0; t < T; ++t) total[v][t] = Vec{};
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    const int8_t* const scales = group;
-    const int8_t* weights = group + kGroupRows * sizeof(bf16);
-    group += kBlockBytes;
-    Ints sum[V][T];
-    UNROLL for (int v = 0; v < V; ++v) UNROLL for (int t = 0; t < T; ++t) sum[v][t] = Ints{};
-    _Pragma("GCC unroll 1") for (; weights < group; weights += 2 * kPairBytes, x += 4) {
-      __builtin_prefetch(ahead, 0, kToL2);
-      ahead += kLine;
-      UNROLL for (int pair = 0; pair < 2; ++pair) {
-        Shorts weight[V];
-        UNROLL for (int v = 0; v < V; ++v)
-          weight[v] = load_weights(weights + pair * kPairBytes + v * 2 * kLanes);
-        UNROLL for (int t = 0; t < T; ++t) {
-          const Shorts activation = repeat_pair(x + t * x_stride + 2 * pair);
-          UNROLL for (int v = 0; v < V; ++v) add_pairs(sum[v][t], weight[v], activation);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk, x += num_tokens * kTokenBytes) {
+    const uint8_t* scales = group;
+    const uint8_t* words = group + Format::kHeadBytes;
+    const int8_t* quad_x = x;
+    group += Format::kChunkBytes;
+    UNROLL for (int g = 0; g < G; ++g)
+      UNROLL for (int64_t i = 0; i < Format::kHeadBytes; i += kLine)
+        __builtin_prefetch(scales + g * group_bytes + ahead + i, 0, kToL2);
+    _Pragma("GCC unroll 1") for (int block = 0; block < 2; ++block) {
+      Sum sum[V][T];
+      UNROLL for (int t = 0; t < T; ++t)
+        UNROLL for (int v = 0; v < V; ++v) sum[v][t] = Sum(Format::start(kept + t));
+      _Pragma("GCC unroll 2") for (int i = 0; i < kScaleInputs / kQuad / Format::kQuads; ++i) {
+        UNROLL for (int g = 0; g < G; ++g)
+          __builtin_prefetch(words + g * group_bytes + ahead, 0, kToL2);
+        UNROLL for (int which = 0; which < Format::kQuads; ++which) {
+          UNROLL for (int v = 0; v < V; ++v) {
+            const Weights weights(Format::quad(load_ints(words + at(v)), which));
+            UNROLL for (int t = 0; t < T; ++t)
+              add_quad(sum[v][t], weights, quad_x + t * kTokenBytes);
+          }
+          quad_x += kQuadBytes;
+        }
+        words += kQuad * kGroupRows;
+      }
+      UNROLL for (int v = 0; v < V; ++v) {
+        const uint8_t* const scale_at =
+            scales + v / kGroupVecs * group_bytes + v % kGroupVecs * kVecBytes / 2;
+        const Vec scale = load_halves(scale_at);
+        UNROLL for (int t = 0; t < T; ++t)
+          total[v][t] = fma(__builtin_convertvector(sum[v][t].total(), Vec), scale, total[v][t]);
+        if constexpr (Format::kHasMinima) {
+          const Vec minimum = load_halves(scale_at + kScalesBytes);
+          UNROLL for (int t = 0; t < T; ++t)
+            total[v][t] = fma((Vec)repeat(kept + t), minimum, total[v][t]);
         }
       }
-    }
-    UNROLL for (int v = 0; v < V; ++v) {
-      const Vec scale = load_scales(scales + v * kLanes * sizeof(bf16));
-      UNROLL for (int t = 0; t < T; ++t)
-        total[v][t] = fma(__builtin_convertvector(sum[v][t], Vec), scale, total[v][t]);
+      scales += kScalesBytes / 2;
+      kept += num_tokens;
     }
   }
   UNROLL for (int t = 0; t < T; ++t)
-    UNROLL for (int v = 0; v < V; ++v) store(values + t * kGroupRows + v * kLanes, total[v][t]);
+    UNROLL for (int v = 0; v < V; ++v) store(values + (t * V + v) * kLanes, total[v][t]);
+}
+
+// So many groups of weight rows from `row` against tokens [first, stop).
+template <int G, class Format, class Put>
+inline void some_groups(const PackedMatrix<Format>& weights, int64_t row, int64_t num_rows,
+                        const PackedInputs<Format>& x, int64_t first, int64_t stop, int64_t ahead,
+                        const Put& put) {
+  float values[G * kGroupRows * kPackedBlockTokens];
+  const auto product = [&](auto tokens) {
+    constexpr int T = decltype(tokens)::value;
+    if constexpr (T <= kPackedBlockTokens && block_groups(T) >= G)
+      group_product<Format, G, T>(weights.group(row), weights.group_bytes(), x, first, ahead, values);
+  };
+  switch (stop - first) {
+    case 1: product(std::integral_constant<int, 1>{}); break;
+    case 2: product(std::integral_constant<int, 2>{}); break;
+    case 3: product(std::integral_constant<int, 3>{}); break;
+    case 4: product(std::integral_constant<int, 4>{}); break;
+    case 5: product(std::integral_constant<int, 5>{}); break;
+    case 6: product(std::integral_constant<int, 6>{}); break;
+    case 7: product(std::integral_constant<int, 7>{}); break;
+    default: product(std::integral_constant<int, 8>{}); break;
+  }
+  constexpr int64_t kRows = G * kGroupRows;
+  for (int64_t t = first; t < stop; ++t) {
+    const float* const found = values + (t - first) * kRows;
+    const float scale = x.scales[t];
+    const auto put_row = [&](int64_t r) INLINE { put(t, row + r, found[r] * scale); };
+    if (num_rows == kRows) {  // a loop that becomes a few vectors
+      _Pragma("GCC ivdep") for (int64_t r = 0; r < kRows; ++r) put_row(r);
+    } else {
+      for (int64_t r = 0; r < num_rows; ++r) put_row(r);
+    }
+  }
 }
 
 // Weight rows `rows`, which begin with a group, against all tokens. As many rows `ahead` are
 // prefetched meanwhile.
-template <class Put>
-inline void all_tokens(const Int8Matrix& weights, Range rows, const Int8Inputs& x,
+template <class Format, class Put>
+inline void all_tokens(const PackedMatrix<Format>& weights, Range rows, const PackedInputs<Format>& x,
                        int64_t num_tokens, int64_t ahead, const Put& put) {
-  const int64_t num_blocks = num_scales(weights.K);
-  const int64_t most = num_tokens % 4 == 0 ? 4 : kInt8BlockTokens;
-  const int64_t rounds = (num_tokens + most - 1) / most;
-  float values[kInt8BlockTokens * kGroupRows];
-  for (int64_t row = rows.begin; row < rows.end; row += kGroupRows) {
-    const int64_t count = std::min(kGroupRows, rows.end - row);
-    for (int64_t round = 0; round < rounds; ++round) {
-      const int64_t first = num_tokens * round / rounds;
-      const int64_t stop = num_tokens * (round + 1) / rounds;
-      const auto product = [&](auto tokens) {
-        group_product<decltype(tokens)::value>(weights.group(row), num_blocks,
-                                               x.data + first * x.stride, x.stride,
-                                               weights.group(row + ahead), values);
-      };
-      switch (stop - first) {
-        case 1: product(std::integral_constant<int, 1>{}); break;
-        case 2: product(std::integral_constant<int, 2>{}); break;
-        case 3: product(std::integral_constant<int, 3>{}); break;
-        case 4: product(std::integral_constant<int, 4>{}); break;
-        case 5: product(std::integral_constant<int, 5>{}); break;
-        default: product(std::integral_constant<int, 6>{}); break;
-      }
-      for (int64_t t = first; t < stop; ++t) {
-        const float* const found = values + (t - first) * kGroupRows;
-        const float scale = x.scales[t];
-        const auto put_row = [&](int64_t r) INLINE { put(t, row + r, found[r] * scale); };
-        if (count == kGroupRows) {  // a loop that becomes a few vectors
-          _Pragma("GCC ivdep") for (int64_t r = 0; r < kGroupRows; ++r) put_row(r);
-        } else {
-          for (int64_t r = 0; r < count; ++r) put_row(r);
-        }
-      }
-    }
+  if (!num_tokens) return;
+  const int64_t rounds = (num_tokens + kPackedBlockTokens - 1) / kPackedBlockTokens;
+  const int64_t bytes_ahead = weights.group(ahead) - weights.data;
+  const auto product = [&](auto groups, int64_t row) {
+    constexpr int G = decltype(groups)::value;
+    const int64_t count = std::min(G * kGroupRows, rows.end - row);
+    for (int64_t round = 0; round < rounds; ++round)
+      some_groups<G>(weights, row, count, x, num_tokens * round / rounds,
+                     num_tokens * (round + 1) / rounds, bytes_ahead, put);
+  };
+  const int64_t most = block_groups(int((num_tokens + rounds - 1) / rounds)) * kGroupRows;
+  int64_t row = rows.begin;
+  const auto in_blocks = [&](auto groups) {
+    constexpr int64_t kRows = decltype(groups)::value * kGroupRows;
+    if (most < kRows) return;
+    for (; rows.end - row > kRows - kGroupRows; row += kRows) product(groups, row);
+  };
+  if constexpr (kMostGroups > 1) {
+    in_blocks(std::integral_constant<int, 4>{});
+    in_blocks(std::integral_constant<int, 2>{});
   }
+  in_blocks(std::integral_constant<int, 1>{});
 }
 
+// Rows of a panel.
+constexpr int64_t kPackedPanelRows = kMostGroups * kGroupRows;
+
 // All of `rows`, which begin with a group: put(token, row, value) for each output.
-template <class Put>
-inline void matmul(const Int8Matrix& weights, Range rows, const Int8Inputs& x, int64_t num_tokens,
+template <class Format, class Put>
+inline void matmul(const PackedMatrix<Format>& weights, Range rows, const PackedInputs<Format>& x, int64_t num_tokens,
                    const Put& put) {
-  for (int64_t row = rows.begin; row < rows.end; row += kGroupRows) {
-    const int64_t end = std::min(row + kGroupRows, rows.end);
-    all_tokens(weights, {row, end}, x, num_tokens, end < rows.end ? kGroupRows : 0, put);
+  for (int64_t row = rows.begin; row < rows.end; row += kPackedPanelRows) {
+    const int64_t end = std::min(row + kPackedPanelRows, rows.end);
+    all_tokens(weights, {row, end}, x, num_tokens, end < rows.end ? kPackedPanelRows : 0, put);
   }
 }
 

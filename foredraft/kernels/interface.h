@@ -20,10 +20,14 @@ struct ForedraftLayer {
   const void* down;             // [E, F]
 };
 
+// Of matrices: as the embeddings, packed in 8 or 4 bits (int8.h; the head always in 8), bfloat16
+// multiplied on tiles (tiles.h).
+enum ForedraftForm : int64_t { kFormPlain, kFormInt8, kFormInt4, kFormTiled };
+
 struct ForedraftModel {
   int64_t hidden, feed_forward, num_layers, num_heads, num_kv_heads, head_dim, vocab;
   int64_t is_bf16;               // embeddings, cache and matrices; float32 if 0
-  int64_t is_int8;               // matrices but the embeddings are packed int8, see int8.h
+  int64_t form;                  // of the matrices but the embeddings: a ForedraftForm
   double norm_eps;
   const ForedraftLayer* layers;  // [L]
   const void* embedding;         // [V, E]

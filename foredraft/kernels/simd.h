@@ -71,7 +71,8 @@ inline void store(float* target, Vec v) { std::memcpy(target, &v, sizeof v); }
 
 inline Vec broadcast(float x) { return x - Vec{}; }
 
-// a * b + c, rounded once where the machine can.
+// a * b + c, rounded once where the machine can. Tests have it emulated, slowly, to have the bits of
+// machines that can.
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -79,6 +80,9 @@ inline Vec fma(Vec a, Vec b, Vec c) {
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__ARM_NEON) && defined(__aarch64__)
   return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(FOREDRAFT_EMULATE_FMA)
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
 #else
   return a * b + c;
 #endif

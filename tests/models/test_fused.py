@@ -27,7 +27,7 @@ from foredraft.models.native.config import read_config
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.fused import PHASES, FusedDecoder
 from foredraft.models.native.graphed import GraphedDecoder
-from foredraft.models.native.int8 import Matrix, as_tensor, tensor_of
+from foredraft.models.native.packed import Matrix, as_tensor, tensor_of
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.target import DecoderFactory, NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
@@ -39,8 +39,8 @@ keys and values are rounded to 8 bits as they enter the cache."""
 
 TREE = TokenTree((7, 8, 9, 8, 10, 11, 8, 3), (ROOT, ROOT, 0, 0, 1, 2, 4, 4))
 DTYPES = (torch.float32, torch.bfloat16)
-FORMATS = [(dtype, int8) for dtype in DTYPES for int8 in (False, True)]
-"""Dtype of cache and weights, and whether the matrices among these are int8 instead."""
+FORMATS = [(dtype, bits) for dtype in DTYPES for bits in (None, 8, 4)]
+"""Dtype of cache and weights, and how many bits the matrices among these have instead."""
 
 
 def _awkward_sizes() -> PretrainedConfig:
@@ -88,25 +88,25 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def fused(
-    directory: Path, dtype: torch.dtype, num_threads: int = 1, int8: bool = False
+    directory: Path, dtype: torch.dtype, num_threads: int = 1, bits: int | None = None
 ) -> NativeTarget:
     decoder = partial(FusedDecoder, num_threads=num_threads)
-    return NativeTarget.load(directory, dtype, new_decoder=decoder, int8=int8)
+    return NativeTarget.load(directory, dtype, new_decoder=decoder, bits=bits)
 
 
 class Alone:
     """The plainest way to score: one thread, one row, one token a forward."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, int8: bool) -> None:
-        self._directory, self._dtype, self._int8 = directory, dtype, int8
-        self._target = fused(directory, dtype, int8=int8)
+    def __init__(self, directory: Path, dtype: torch.dtype, bits: int | None) -> None:
+        self._directory, self._dtype, self._bits = directory, dtype, bits
+        self._target = fused(directory, dtype, bits=bits)
         self._slot = self._target.cache.allocate()
         self._tokens: list[int] = []
         self._logits: list[Tensor] = []
 
     def with_threads(self, num_threads: int) -> NativeTarget:
         """The same model, to be fed in some other way."""
-        return fused(self._directory, self._dtype, num_threads, self._int8)
+        return fused(self._directory, self._dtype, num_threads, self._bits)
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Logits [T, V] after each token. What the last call had in common is not read again."""
@@ -123,8 +123,8 @@ class Alone:
 
 @pytest.fixture(scope="module", params=[(n, *f) for n in FEW_CONFIGS for f in FORMATS], ids=str)
 def alone(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Alone:
-    name, dtype, int8 = request.param
-    return Alone(checkpoints[name], dtype, int8)
+    name, dtype, bits = request.param
+    return Alone(checkpoints[name], dtype, bits)
 
 
 def step(
@@ -144,9 +144,9 @@ def text(length: int, seed: int = 0) -> list[int]:
 # ------------------------------------------------------------------------------------ same values
 
 
-def rounded_weights(directory: Path, dtype: torch.dtype, int8: bool = False) -> DecoderWeights:
+def rounded_weights(directory: Path, dtype: torch.dtype, bits: int | None = None) -> DecoderWeights:
     """Weights that were rounded to ``dtype`` or int8, to be computed with in float32."""
-    weights = load_weights(directory, read_config(directory), dtype, int8=int8)
+    weights = load_weights(directory, read_config(directory), dtype, bits=bits)
     for tensor in weights.tensors():
         if tensor.is_floating_point():
             tensor.data = tensor.data.float()
@@ -176,7 +176,7 @@ class Int8Reference(EagerDecoder):
     """Float32 all through, but for weights of int8 and activations of int16."""
 
     def _linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        step = x.abs().amax(-1, keepdim=True) / 32767
+        step = x.abs().amax(-1, keepdim=True) / 32639
         return super()._linear((x / step).round() * step, weight, bias)
 
 
@@ -186,10 +186,8 @@ def test_int8_logits_equal_the_eager_decoder_on_the_same_integers(
     name: str, dtype: torch.dtype, checkpoints: dict[str, Path]
 ) -> None:
     config = read_config(checkpoints[name])
-    target = fused(checkpoints[name], dtype, num_threads=2, int8=True)
-    eager = NativeTarget(
-        config, rounded_weights(checkpoints[name], dtype, int8=True), Int8Reference
-    )
+    target = fused(checkpoints[name], dtype, num_threads=2, bits=8)
+    eager = NativeTarget(config, rounded_weights(checkpoints[name], dtype, bits=8), Int8Reference)
     tolerance = 1e-3 if dtype == torch.float32 else BFLOAT16_TOLERANCE
     assert largest_difference(target, eager) < tolerance
 
@@ -362,7 +360,7 @@ def test_a_broken_value_reaches_the_logits(checkpoints: dict[str, Path]) -> None
 def test_a_broken_activation_reaches_the_logits_of_int8_weights(
     checkpoints: dict[str, Path],
 ) -> None:
-    target = fused(checkpoints["llama"], torch.bfloat16, int8=True)
+    target = fused(checkpoints["llama"], torch.bfloat16, bits=8)
     target.weights.embedding_VE[text(9)[4], 3] = float("inf")
     slot = target.cache.allocate()
     assert step(target, slot, text(9)).isnan().any()

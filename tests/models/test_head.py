@@ -12,7 +12,7 @@ from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.fixed_shape import FixedShapeDecoder
 from foredraft.models.native.graphed import GraphedDecoder
 from foredraft.models.native.head import head_logits
-from foredraft.models.native.int8 import as_tensor, quantise
+from foredraft.models.native.packed import Int8Matrix, as_tensor
 from foredraft.models.native.target import DecoderFactory, NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
@@ -30,7 +30,7 @@ def test_logits_are_as_near_as_float32_comes(dtype: torch.dtype, num_rows: int) 
 
 
 def test_an_int8_head_is_multiplied_in_float32() -> None:
-    head = quantise(torch.randn(70, 64))
+    head = Int8Matrix.quantised(torch.randn(70, 64))
     normed_NE = torch.randn(3, 64).bfloat16()
     expected_NV = normed_NE.float() @ as_tensor(head, torch.float32).T
     assert torch.equal(head_logits(normed_NE, head), expected_NV)

@@ -12,12 +12,10 @@ from torch import Tensor
 from foredraft.core.errors import ConfigError
 from foredraft.loading import plan_models
 from foredraft.models.native.config import read_config
-from foredraft.models.native.int8 import (
-    BYTES_PER_WEIGHT,
+from foredraft.models.native.packed import (
     SCALE_INPUTS,
     Int8Matrix,
     as_tensor,
-    quantise,
     tensor_of,
 )
 from foredraft.models.native.weights import load_weights
@@ -39,7 +37,7 @@ def expected(weight_RK: Tensor) -> Tensor:
     for row in range(weight_RK.shape[0]):
         for start in range(0, weight_RK.shape[1], SCALE_INPUTS):
             block = weight_RK[row, start : start + SCALE_INPUTS]
-            scale = (block.abs().max() / 127).bfloat16().float()
+            scale = (block.abs().max() / 127).half().float()
             integers = (block / scale).round().clamp(-127, 127)
             result[row, start : start + SCALE_INPUTS] = integers * scale
     return result
@@ -48,30 +46,34 @@ def expected(weight_RK: Tensor) -> Tensor:
 @pytest.mark.parametrize(("shape", "num_parts"), [((32, 64), 1), ((50, 45), 1), ((70, 33), 2)])
 def test_each_block_of_a_row_has_a_scale(shape: tuple[int, int], num_parts: int) -> None:
     weight_RK = noise(*shape)
-    matrix = quantise(weight_RK, num_parts)
+    matrix = Int8Matrix.quantised(weight_RK, num_parts)
     assert matrix.shape == shape
     assert torch.allclose(matrix.dequantised(torch.float32), expected(weight_RK), atol=1e-6)
 
 
 def test_many_rows_are_quantised_piece_by_piece() -> None:
     weight_RK = noise(1030, 32)
-    assert torch.allclose(quantise(weight_RK).dequantised(torch.float32), expected(weight_RK))
+    assert torch.allclose(
+        Int8Matrix.quantised(weight_RK).dequantised(torch.float32), expected(weight_RK)
+    )
 
 
 def test_the_error_is_at_most_about_half_a_step() -> None:
     weight_RK = noise(64, 96)
     blocks = weight_RK.view(64, 3, SCALE_INPUTS)
     step = blocks.abs().amax(-1, keepdim=True) / 127
-    error = (quantise(weight_RK).dequantised(torch.float32).view_as(blocks) - blocks).abs()
+    error = (
+        Int8Matrix.quantised(weight_RK).dequantised(torch.float32).view_as(blocks) - blocks
+    ).abs()
     assert (error <= 0.76 * step).all()  # half, and a quarter where a scale was rounded down
 
 
 def test_zeros_and_outliers_do_not_spoil_their_neighbours() -> None:
     weight_RK = noise(16, 96)
     weight_RK[3, :32], weight_RK[5, 40] = 0.0, 1000.0
-    found = quantise(weight_RK).dequantised(torch.float32)
+    found = Int8Matrix.quantised(weight_RK).dequantised(torch.float32)
     assert (found[3, :32] == 0).all()
-    clean = quantise(noise(16, 96)).dequantised(torch.float32)
+    clean = Int8Matrix.quantised(noise(16, 96)).dequantised(torch.float32)
     assert torch.equal(found[5, :32], clean[5, :32])
     assert torch.equal(found[6], clean[6])
 
@@ -87,7 +89,7 @@ def test_loading_quantises_all_matrices_but_the_embeddings(name: str, tmp_path: 
     save_checkpoint(tmp_path, NATIVE_CONFIGS[name]())
     config = read_config(tmp_path)
     plain = load_weights(tmp_path, config, torch.bfloat16)
-    int8 = load_weights(tmp_path, config, torch.bfloat16, int8=True)
+    int8 = load_weights(tmp_path, config, torch.bfloat16, bits=8)
     assert torch.equal(int8.embedding_VE, plain.embedding_VE)
     assert isinstance(int8.head_VE, Int8Matrix)
     pairs = [(int8.head_VE, plain.head_VE)]
@@ -110,8 +112,8 @@ def test_the_plan_says_how_large_int8_weights_are(
     plan = plan_of(tmp_path, weights="int8")
     assert (plan.weights, plan.dtype) == ("int8", "bfloat16")
     assert plan.number_format == "bfloat16, int8 weights"
-    weights = load_weights(tmp_path, read_config(tmp_path), torch.bfloat16, int8=True)
-    assert plan.read_bytes == int(plan.num_parameters * BYTES_PER_WEIGHT)
+    weights = load_weights(tmp_path, read_config(tmp_path), torch.bfloat16, bits=8)
+    assert plan.read_bytes == int(plan.num_parameters * Int8Matrix.bytes_per_weight)
     assert plan.weight_bytes <= weights.num_bytes <= 1.05 * plan.weight_bytes  # groups filled up
     plain = plan_of(tmp_path, weights="bf16")
     assert (plain.weights, plain.dtype) == ("bfloat16", "bfloat16")
@@ -128,7 +130,7 @@ def test_the_plan_says_how_large_int8_weights_are(
         ({"weights": "int8", "backend": "hf"}, "runs through transformers"),
         ({"weights": "int8", "device": "cpu"}, "no compiler"),
         ({"weights": "bf16", "dtype": "float32"}, "exclude each other"),
-        ({"weights": "int4"}, "did you mean 'int8'"),
+        ({"weights": "int5"}, "did you mean 'int8'"),
     ],
 )
 def test_int8_is_refused_where_it_does_not_run(

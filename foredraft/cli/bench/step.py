@@ -139,7 +139,7 @@ def _floor(llm: LLM, machine: Machine, num_tokens: int) -> float:
     plan = llm.plan
     assert plan is not None
     # Integer products run at a rate of their own, which nothing here measures.
-    num_parameters = 0 if plan.weights == "int8" else plan.num_parameters
+    num_parameters = 0 if plan.weight_bits else plan.num_parameters
     return machine.floor_ms(plan.read_bytes, num_parameters, num_tokens)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.head import head_logits
-from foredraft.models.native.int8 import Matrix, as_tensor
+from foredraft.models.native.packed import Matrix, as_tensor
 from foredraft.models.native.parts import rms_norm
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.rope import inverse_frequencies, rotate

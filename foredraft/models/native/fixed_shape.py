@@ -21,7 +21,7 @@ from foredraft.core.errors import CapabilityError
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Target
 from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.int8 import Matrix, as_tensor
+from foredraft.models.native.packed import Matrix, as_tensor
 
 _TOKENS = 4
 """Tokens of a block; on CPUs four bfloat16 rows cost about what one costs."""

@@ -26,7 +26,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.kernels.build import load_library
 from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.int8 import Int8Matrix, Matrix, tensor_of
+from foredraft.models.native.packed import Int4Matrix, Matrix, PackedMatrix, tensor_of
 from foredraft.models.native.plan import ForwardPlan, RowSpan
 from foredraft.models.native.rope import inverse_frequencies
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
@@ -34,6 +34,8 @@ from foredraft.models.native.weights import DecoderWeights, LayerWeights
 PHASES = ("linear", "attention", "head", "other")
 """What the kernel's time is split into: matrix products of the layers, attention, the product with
 the head, and all else (embedding and norms). Waiting for the slowest thread is in its phase."""
+
+_FORM_PLAIN, _FORM_INT8, _FORM_INT4, _FORM_TILED = range(4)
 
 _CLOSE_BYTES = 1 << 16
 """Weights this close to each other share huge pages; what lies between may become resident."""
@@ -57,7 +59,7 @@ class _Model(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "feed_forward", "num_layers", "num_heads")),
         *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "is_bf16")),
-        ("is_int8", c_int64),
+        ("form", c_int64),
         ("norm_eps", c_double),
         ("layers", POINTER(_Layer)),
         *((name, c_void_p) for name in ("embedding", "head", "final_norm", "inv_freq")),
@@ -118,6 +120,8 @@ class FusedDecoder:
         self._num_threads = num_threads
         self._chooser = ThreadChooser(min(torch.get_num_threads(), available_cpus()))
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
+        library = self._library = load_library()
+        library.foredraft_has_tiles.restype = c_int64
         layers = [self._layer(i, layer) for i, layer in enumerate(weights.layers)]
         self._layers = (_Layer * len(layers))(*layers)
         self._model = self._describe_model(weights.final_norm_E)
@@ -125,7 +129,6 @@ class FusedDecoder:
         self._workspace = torch.empty(0)
         self._phase_seconds = (c_double * len(PHASES))()
         self._process, self._lock = os.getpid(), threading.Lock()
-        library = load_library()
         self._forward = library.foredraft_forward
         self._forward.argtypes = [POINTER(_Model), POINTER(_Forward)]
         self._forward.restype = c_int64
@@ -268,7 +271,7 @@ class FusedDecoder:
             head_dim=config.head_dim,
             vocab=config.vocab_size,
             is_bf16=weights.dtype == torch.bfloat16,
-            is_int8=isinstance(weights.head_VE, Int8Matrix),
+            form=self._form(),
             norm_eps=config.rms_norm_eps,
             layers=self._layers,
             embedding=self._matrix(weights.embedding_VE),
@@ -276,6 +279,15 @@ class FusedDecoder:
             final_norm=self._vector(final_norm_E),
             inv_freq=self._vector(inverse_frequencies(config)),
         )
+
+    def _form(self) -> int:
+        """A ``ForedraftForm``."""
+        if isinstance(self._weights.head_VE, PackedMatrix):
+            layers = self._weights.layers
+            in_4_bits = any(isinstance(layer.output_weight, Int4Matrix) for layer in layers)
+            return _FORM_INT4 if in_4_bits else _FORM_INT8
+        tiled = self._weights.dtype == torch.bfloat16 and self._library.foredraft_has_tiles()
+        return _FORM_TILED if tiled else _FORM_PLAIN
 
     def _layer(self, index: int, layer: LayerWeights) -> _Layer:
         has_attention = index not in self._weights.no_attention
@@ -358,7 +370,7 @@ def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
     if weights.dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"the fused decoder takes bfloat16 or float32, not {weights.dtype}")
     for tensor in weights.matrices():
-        if tensor.dtype not in (weights.dtype, torch.int8):
+        if tensor.dtype not in (weights.dtype, torch.uint8):
             raise ConfigError(
                 f"the fused decoder takes weights of one dtype, not {tensor.dtype} beside "
                 f"{weights.dtype}"

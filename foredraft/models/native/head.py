@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foredraft.models.native.int8 import Matrix, as_tensor
+from foredraft.models.native.packed import Matrix, as_tensor
 
 _ROWS_AT_ONCE = 512
 """Rows that are converted in one go on CPUs: they stay in the core's cache until multiplied."""

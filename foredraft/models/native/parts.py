@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.int8 import Int8Matrix
+from foredraft.models.native.packed import PackedMatrix
 from foredraft.models.native.weights import DecoderWeights
 
 
@@ -60,7 +60,7 @@ class NativeParts:
     @torch.no_grad()
     def head_rows(self, token_ids_R: Tensor) -> Tensor:
         head_VE = self._weights.head_VE
-        if isinstance(head_VE, Int8Matrix):
+        if isinstance(head_VE, PackedMatrix):
             return head_VE.rows(token_ids_R, self.dtype)
         return F.embedding(token_ids_R.to(self.device), head_VE)
 

@@ -85,9 +85,9 @@ class NativeTarget:
         device: torch.device | str = "cpu",
         new_decoder: DecoderFactory = EagerDecoder,
         max_context: int | None = None,
-        int8: bool = False,
+        bits: int | None = None,
     ) -> NativeTarget:
-        """Load a checkpoint; with ``int8``, weights are quantised (see `int8`).
+        """Load a checkpoint; with ``bits``, weights are quantised (see `packed`).
 
         Args:
             source: the checkpoint; a directory is checked first.
@@ -97,7 +97,7 @@ class NativeTarget:
         """
         checkpoint = Checkpoint.of(source)
         config, _ = fit(checkpoint, read_config(checkpoint.directory))
-        weights = load_weights(checkpoint, config, dtype, device, int8)
+        weights = load_weights(checkpoint, config, dtype, device, bits)
         return cls(config, weights, new_decoder, max_context)
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.int8 import Matrix, quantise, tensor_of
+from foredraft.models.native.packed import PACKED, Int4Matrix, Matrix, tensor_of
+from foredraft.models.native.source_blocks import stacked_blocks
 from foredraft.models.safety import FLOATS, Checkpoint
 
 _CHECKED_ROWS = 1024
@@ -43,9 +44,9 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights, in one dtype, or with all matrices but the embeddings as int8.
+    """All weights, in one dtype, or with all matrices but the embeddings in few bits.
 
-    ``head_VE`` is ``embedding_VE`` itself when they are tied, unless it is int8.
+    ``head_VE`` is ``embedding_VE`` itself when they are tied, unless it is packed.
 
     Attributes:
         no_attention: layers whose attention is left out.
@@ -103,16 +104,17 @@ def load_weights(
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    int8: bool = False,
+    bits: int | None = None,
 ) -> DecoderWeights:
     """Read a checkpoint.
 
     Args:
         source: the checkpoint; a directory is checked first.
         config: its shape.
-        dtype: of the weights, and of the embeddings where the others are int8.
+        dtype: of the weights, and of the embeddings where the others are packed.
         device: where the weights go.
-        int8: quantise the linear layers and the head, each as it is read.
+        bits: 8 or 4: quantise the linear layers, and the head to 8, each as it is read. What the
+            model comes with in as many bits is taken as it is.
 
     Raises:
         ModelLoadError: a tensor is missing, has another shape or no float type, or holds NaN or
@@ -121,7 +123,7 @@ def load_weights(
     checkpoint = Checkpoint.of(source)
     config, unused = fit(checkpoint, config)
     checkpoint.warn_of_unused(unused)
-    reader = _Reader(checkpoint, dtype, device, int8)
+    reader = _Reader(checkpoint, dtype, device, bits)
     weights = _assemble(reader, config)
     reader.raise_problems()
     return weights
@@ -145,7 +147,7 @@ def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, f
             f"weight files hold {num_stored} layers. Correct config.json, or get the whole "
             "checkpoint again"
         )
-    outline = _Reader(checkpoint, torch.float32, "meta", int8=False)
+    outline = _Reader(checkpoint, torch.float32, "meta", bits=None)
     _assemble(outline, config)
     outline.raise_problems()
     unused = checkpoint.tensors.keys() - outline.taken
@@ -174,9 +176,9 @@ def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
     embedding_VE = reader.take(_EMBEDDING, vocab, hidden)
     head_VE: Matrix
     if config.tie_word_embeddings:
-        head_VE = reader.as_stored(embedding_VE)
+        head_VE = reader.as_head(embedding_VE, _EMBEDDING)
     else:
-        head_VE = reader.as_stored(reader.take(_HEAD, vocab, hidden))
+        head_VE = reader.as_head(reader.take(_HEAD, vocab, hidden), _HEAD)
     layers = [_assemble_layer(reader, config, i) for i in range(config.num_hidden_layers)]
     final_norm_E = reader.take("model.norm.weight", hidden)
     return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
@@ -192,24 +194,23 @@ def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> Layer
         return reader.take(prefix + name, *shape)
 
     def take_matrix(name: str, *shape: int) -> Matrix:
-        return reader.as_stored(take(name, *shape))
+        return reader.take_matrix([(prefix + name, shape[0])], shape[1])
 
-    def take_qkv(kind: str, *columns: int) -> Tensor:
+    def qkv(kind: str) -> list[tuple[str, int]]:
         parts = (("q", query), ("k", key_value), ("v", key_value))
-        named = [(f"{prefix}self_attn.{n}_proj.{kind}", rows) for n, rows in parts]
-        return reader.take_stacked(named, *columns)
+        return [(f"{prefix}self_attn.{n}_proj.{kind}", rows) for n, rows in parts]
 
     gate_up = [(f"{prefix}mlp.{n}_proj.weight", feed_forward) for n in ("gate", "up")]
     return LayerWeights(
         attention_norm_E=take("input_layernorm.weight", hidden),
-        qkv_weight=reader.as_stored(take_qkv("weight", hidden)),
-        qkv_bias=take_qkv("bias") if config.attention_bias else None,
+        qkv_weight=reader.take_matrix(qkv("weight"), hidden),
+        qkv_bias=reader.take_stacked(qkv("bias")) if config.attention_bias else None,
         query_norm_D=take("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
         key_norm_D=take("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
         output_weight=take_matrix("self_attn.o_proj.weight", hidden, query),
         output_bias=take("self_attn.o_proj.bias", hidden) if config.output_bias else None,
         mlp_norm_E=take("post_attention_layernorm.weight", hidden),
-        gate_up_weight=reader.as_stored(reader.take_stacked(gate_up, hidden), len(gate_up)),
+        gate_up_weight=reader.take_matrix(gate_up, hidden, len(gate_up)),
         down_weight=take_matrix("mlp.down_proj.weight", hidden, feed_forward),
     )
 
@@ -220,14 +221,18 @@ class _Reader:
     On the meta device it reads nothing, and finds what is missing or misshapen all the same.
 
     Memory stays at one copy of the weights: each tensor is copied from the mapped file straight to
-    its place, and the map is closed again (its pages would count a second time). For int8 that
-    place is given up again as soon as the matrix is quantised.
+    its place, and the map is closed again (its pages would count a second time). For few
+    bits that place is given up again as soon as the matrix is quantised.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, int8: bool
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        bits: int | None,
     ) -> None:
-        self._checkpoint, self._dtype, self._device, self._int8 = checkpoint, dtype, device, int8
+        self._checkpoint, self._dtype, self._device, self._bits = checkpoint, dtype, device, bits
         self._problems: list[str] = []
         self.taken: set[str] = set()
 
@@ -249,9 +254,35 @@ class _Reader:
             first += rows
         return stacked
 
-    def as_stored(self, weight: Tensor, num_parts: int = 1) -> Matrix:
-        """The matrix in the form that was asked for; see `foredraft.models.native.int8`."""
-        return quantise(weight, num_parts) if self._int8 else weight
+    def take_matrix(
+        self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int = 1
+    ) -> Matrix:
+        """Named weights, one below the other, in the form that was asked for.
+
+        Args:
+            parts: names and numbers of rows.
+            num_inputs: of each row.
+            num_parts: see `foredraft.models.native.packed.PackedMatrix.quantised`.
+        """
+        weight = self.take_stacked(parts, num_inputs)
+        return self._stored(weight, [name for name, _ in parts], num_parts, self._bits)
+
+    def as_head(self, weight: Tensor, name: str) -> Matrix:
+        """The head in the form that was asked for: it keeps 8 bits where others have 4."""
+        return self._stored(weight, [name], 1, self._bits and 8)
+
+    def _stored(
+        self, weight: Tensor, names: Sequence[str], num_parts: int, bits: int | None
+    ) -> Matrix:
+        if bits is None or self._problems:
+            return weight
+        packed = PACKED[bits]
+        blocks = None
+        if self._bits == Int4Matrix.bits:
+            blocks = stacked_blocks(self._checkpoint.directory, names, weight)
+        if blocks is None or (blocks.minima_RB is not None) != (packed is Int4Matrix):
+            return packed.quantised(weight, num_parts)
+        return packed.of_blocks(blocks, weight.shape[1], num_parts)
 
     def _problem(self, name: str, shape: tuple[int, ...]) -> str | None:
         stored = self._checkpoint.tensors.get(name)

@@ -1,0 +1,165 @@
+// Tiles: AMX multiplies 16 rows with 16 columns in one instruction.
+//
+// A tile is up to 16 rows of 64 bytes. sums[m][n] += the products of row m of one tile with column n
+// of another, whose rows hold what belongs together (2 bfloat16, 4 bytes) side by side for every n.
+// On other CPUs the tests run the same code with FOREDRAFT_EMULATE_TILES: plain C++ that rounds as
+// the instruction does.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "simd.h"
+
+namespace foredraft {
+
+constexpr int kTileRows = 16;
+constexpr int64_t kTileRowBytes = 64;
+constexpr int64_t kTileBytes = kTileRows * kTileRowBytes;
+
+// What the instruction computes: float32 multiply-adds, rounded to nearest even, where subnormal
+// numbers count as zeros. Even and odd inputs are summed apart from each other, and their sum is
+// added to what is there.
+inline float without_subnormal(float x) { return std::fabs(x) < 0x1p-126f ? x * 0.0f : x; }
+
+inline float tile_fma(float a, float b, float c) {
+  return without_subnormal(std::fma(without_subnormal(a), without_subnormal(b), c));
+}
+
+inline float tile_sum(float a, float b) { return without_subnormal(a + b); }
+
+// tile[16, 16] += rows[16, 16 pairs] . columns[16 pairs, 16]
+inline void emulated_tile_product(const bf16* rows, const bf16* columns, float* sums) {
+  for (int m = 0; m < kTileRows; ++m)
+    for (int n = 0; n < 16; ++n) {
+      float even = 0, odd = 0;
+      for (int k = 0; k < 16; ++k) {
+        even = tile_fma(to_float(rows[32 * m + 2 * k]), to_float(columns[32 * k + 2 * n]), even);
+        odd = tile_fma(to_float(rows[32 * m + 2 * k + 1]), to_float(columns[32 * k + 2 * n + 1]), odd);
+      }
+      sums[16 * m + n] = tile_sum(sums[16 * m + n], tile_sum(even, odd));
+    }
+}
+
+#if defined(__AMX_BF16__)
+
+constexpr bool kTiles = true;
+
+// Whether the system lets this process use tiles: it keeps room for their state only on request.
+inline bool tiles_allowed() {
+  constexpr long kRequest = 0x1023, kTileData = 18;  // of Linux: arch_prctl(2)
+  static const bool allowed = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return allowed;
+}
+
+// While this lives, the thread may use tiles, all of 16 rows of 64 bytes.
+class TileSession {
+ public:
+  TileSession() {
+    if (!tiles_allowed()) return;
+    struct alignas(64) {
+      uint8_t palette, start_row, reserved[14];
+      uint16_t bytes[16];
+      uint8_t rows[16];
+    } config = {};
+    config.palette = 1;
+    for (int tile = 0; tile < 8; ++tile) {
+      config.rows[tile] = kTileRows;
+      config.bytes[tile] = kTileRowBytes;
+    }
+    asm volatile("ldtilecfg %0" ::"m"(config));
+  }
+  ~TileSession() {
+    if (tiles_allowed()) asm volatile("tilerelease");
+  }
+  TileSession(const TileSession&) = delete;
+};
+
+// The thread's tiles.
+struct Tiles {
+  template <int kTile>
+  void zero() { asm volatile("tilezero %%tmm%c0" ::"i"(kTile)); }
+
+  template <int kTile>
+  void load(const void* source, int64_t stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(source), "r"(stride), "i"(kTile) : "memory");
+  }
+
+  template <int kTile>
+  void store(void* target, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(target), "r"(stride), "i"(kTile) : "memory");
+  }
+
+  // kSums += kRows . kColumns
+  template <int kSums, int kRows, int kColumns>
+  void multiply() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kColumns));
+  }
+};
+
+#elif defined(FOREDRAFT_EMULATE_TILES)
+
+constexpr bool kTiles = true;
+
+inline bool tiles_allowed() { return true; }
+
+struct TileSession {
+  TileSession() {}  // so that it is more than a variable nobody uses
+};
+
+class Tiles {
+ public:
+  template <int kTile>
+  void zero() { std::memset(tiles_[kTile], 0, kTileBytes); }
+
+  template <int kTile>
+  void load(const void* source, int64_t stride) {
+    for (int64_t row = 0; row < kTileRows; ++row)
+      std::memcpy(tiles_[kTile] + row * kTileRowBytes,
+                  static_cast<const char*>(source) + row * stride, kTileRowBytes);
+  }
+
+  template <int kTile>
+  void store(void* target, int64_t stride) {
+    for (int64_t row = 0; row < kTileRows; ++row)
+      std::memcpy(static_cast<char*>(target) + row * stride, tiles_[kTile] + row * kTileRowBytes,
+                  kTileRowBytes);
+  }
+
+  template <int kSums, int kRows, int kColumns>
+  void multiply() {
+    emulated_tile_product(reinterpret_cast<const bf16*>(tiles_[kRows]),
+                          reinterpret_cast<const bf16*>(tiles_[kColumns]),
+                          reinterpret_cast<float*>(tiles_[kSums]));
+  }
+
+ private:
+  alignas(64) char tiles_[8][kTileBytes];
+};
+
+#else
+
+constexpr bool kTiles = false;
+
+inline bool tiles_allowed() { return false; }
+
+struct TileSession {
+  TileSession() {}
+};
+
+struct Tiles {
+  template <int kTile> void zero() {}
+  template <int kTile> void load(const void*, int64_t) {}
+  template <int kTile> void store(void*, int64_t) {}
+  template <int kSums, int kRows, int kColumns> void multiply() {}
+};
+
+#endif
+
+}  // namespace foredraft

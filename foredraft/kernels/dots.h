@@ -1,0 +1,199 @@
+// Integer dot products: sums of unsigned 8-bit weights times 16-bit activations, one implementation
+// for each instruction set. Integer sums are exact, so all of them give the same numbers.
+//
+// Four inputs that follow each other are a quad. A vector of weights holds one quad of kLanes rows;
+// it meets the same quad of a token's activations, repeated in every lane. So sums lie one row a
+// lane, and nothing is ever added across lanes.
+//
+// Activations are what an instruction set multiplies fastest:
+//   - int16, in the order (0, 2, 1, 3) of a quad: masking and shifting a vector of weights gives the
+//     pairs (0, 2) and (1, 3) of each row as int16, and an instruction multiplies and adds pairs;
+//   - two signed digits of 8 bits (kDigits), where an instruction adds four products of bytes: the
+//     high digits of 64 inputs, then their low digits. A product then takes as many instructions, but
+//     weights need no unpacking. Activations stay below 2^15 - 128, so the high digit has 8 bits too.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "simd.h"
+
+namespace foredraft {
+
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD) || defined(FOREDRAFT_DIGITS)
+#define DIGITS 1
+#else
+#define DIGITS 0
+#endif
+constexpr bool kDigits = DIGITS;
+
+constexpr int64_t kQuad = 4;
+constexpr int64_t kScaleInputs = 32;             // that share a scale: a block
+constexpr int64_t kChunkInputs = 2 * kScaleInputs;  // that are stored together
+constexpr int64_t kTokenBytes = 2 * kChunkInputs;   // of a token's activations in a chunk
+constexpr int64_t kQuadBytes = kDigits ? kQuad : 2 * kQuad;  // from one quad of it to the next
+constexpr int32_t kLargestActivation = 127 * 256 + 127;
+
+typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));  // of a Vec's lanes
+
+// ---- weights and sums ---------------------------------------------------------------------------
+
+inline Ints load_ints(const void* source) {
+  Ints words;
+  std::memcpy(&words, source, sizeof words);
+  return words;
+}
+
+// The same 32 bits in every lane.
+inline Ints repeat(const void* source) {
+  int32_t word;
+  std::memcpy(&word, source, sizeof word);
+  return word - Ints{};
+}
+
+#if DIGITS
+
+// sum += the products of unsigned weights and signed digits, four in each lane.
+inline void add_quads(Ints& sum, Ints weights, Ints digits) {
+#if defined(__AVX512VNNI__)
+  sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)digits);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  sum = (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)weights, (int8x16_t)digits);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  // Signed times signed: weights lie 128 lower, and the digits times 128 are added back.
+  const int8x16_t lower = veorq_s8((int8x16_t)weights, vdupq_n_s8(-128));
+  sum = (Ints)vdotq_s32((int32x4_t)sum, lower, (int8x16_t)digits);
+  sum = (Ints)vdotq_s32((int32x4_t)sum, vdupq_n_s8(64), (int8x16_t)digits);
+  sum = (Ints)vdotq_s32((int32x4_t)sum, vdupq_n_s8(64), (int8x16_t)digits);
+#else
+  for (int byte = 0; byte < 4; ++byte)
+    sum += (Ints)(((Bits)weights << (24 - 8 * byte)) >> 24) * ((digits << (24 - 8 * byte)) >> 24);
+#endif
+}
+
+struct Weights {
+  Ints quads;
+
+  explicit Weights(Ints words) : quads(words) {}
+};
+
+struct Sum {
+  Ints high, low;
+
+  Sum() = default;
+  explicit Sum(Ints start) : high{}, low(start) {}
+  Ints total() const { return (high << 8) + low; }
+};
+
+inline void add_quad(Sum& sum, const Weights& weights, const int8_t* x) {
+  add_quads(sum.high, weights.quads, repeat(x));
+  add_quads(sum.low, weights.quads, repeat(x + kChunkInputs));
+}
+
+#else
+
+// sum += a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] in each lane i. With 16 registers GCC would spill
+// sums; see `accumulate` of simd.h.
+inline void add_pairs(Ints& sum, Shorts a, Shorts b) {
+#if defined(__AVX512BW__)
+  sum += (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVXVNNI__)
+  Ints c = sum;
+  asm volatile("%{vex%} vpdpwssd %2, %1, %0" : "+x"(c) : "x"(a), "x"(b));
+  sum = c;
+#elif defined(__AVX2__)
+  Ints c = sum, products;
+  asm volatile("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
+               : "+x"(c), "=&x"(products) : "x"(a), "x"(b));
+  sum = c;
+#elif defined(__SSE2__)
+  sum += (Ints)__builtin_ia32_pmaddwd128(a, b);
+#else
+  const Ints x = (Ints)a, y = (Ints)b;
+  sum += ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
+struct Weights {
+  Shorts even, odd;  // of a row: inputs 0 and 2, inputs 1 and 3
+
+  explicit Weights(Ints words)
+      : even((Shorts)(words & 0x00ff00ff)), odd((Shorts)((words >> 8) & 0x00ff00ff)) {}
+};
+
+struct Sum {
+  Ints sum;
+
+  Sum() = default;
+  explicit Sum(Ints start) : sum(start) {}
+  Ints total() const { return sum; }
+};
+
+inline void add_quad(Sum& sum, const Weights& weights, const int8_t* x) {
+  add_pairs(sum.sum, weights.even, (Shorts)repeat(x));
+  add_pairs(sum.sum, weights.odd, (Shorts)repeat(x + sizeof(int32_t)));
+}
+
+#endif
+
+// kLanes numbers of 16 bits: sign, 5 bits of exponent, 10 of fraction. Exact.
+inline Vec load_halves(const void* source) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(source)));
+#elif defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(source)));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  return (Vec)vcvt_f32_f16(vld1_f16(static_cast<const __fp16*>(source)));
+#else
+  Halves halves;
+  std::memcpy(&halves, source, sizeof halves);
+  const Bits words = __builtin_convertvector(halves, Bits);
+  // Exponent and fraction as those of a float, times 2^112 for the difference of their biases. Both
+  // are powers of two and the product is no subnormal, so nothing is rounded.
+  const Vec magnitude = (Vec)((words & 0x7fff) << 13) * broadcast(0x1p112f);
+  return (Vec)((Bits)magnitude | ((words & 0x8000) << 16));
+#endif
+}
+
+// ---- activations --------------------------------------------------------------------------------
+
+// Whole numbers nearest to x, ties to even, for |x| < 2^22.
+inline Ints rounded(Vec x) {
+  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23; see `exp` of simd.h
+  return (Ints)(x + magic) - (Ints)magic;
+}
+
+// kPair whole numbers as int16 in their natural order. They come in the lane order of a type.
+inline void store_shorts(int16_t* target, Ints first, Ints second, const bf16*) {
+  const Ints words = (second << 16) | (first & 0xffff);
+  std::memcpy(target, &words, sizeof words);
+}
+
+inline void store_shorts(int16_t* target, Ints first, Ints second, const float*) {
+  const Halves low = __builtin_convertvector(first, Halves);
+  const Halves high = __builtin_convertvector(second, Halves);
+  std::memcpy(target, &low, sizeof low);
+  std::memcpy(target + kLanes, &high, sizeof high);
+}
+
+// A chunk of whole numbers as the instructions take it.
+inline void store_chunk(const int16_t* numbers, int8_t* target) {
+  if constexpr (kDigits) {
+    for (int i = 0; i < kChunkInputs; ++i) {
+      const int high = (numbers[i] + 128) >> 8;
+      target[i] = int8_t(high);
+      target[kChunkInputs + i] = int8_t(numbers[i] - high * 256);
+    }
+  } else {
+    for (int i = 0; i < kChunkInputs; i += kQuad) {
+      uint64_t quad;
+      std::memcpy(&quad, numbers + i, sizeof quad);
+      quad = (quad & 0xffff00000000ffff) | (quad & 0xffff0000) << 16 | (quad >> 16 & 0xffff0000);
+      std::memcpy(target + 2 * i, &quad, sizeof quad);
+    }
+  }
+}
+
+}  // namespace foredraft

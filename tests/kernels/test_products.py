@@ -1,0 +1,171 @@
+"""Products of weights in few bits: every instruction set of this machine gives the same bits.
+
+Integer sums are exact, so all instruction sets agree with the portable code. What
+rounds, the bfloat16 products of tiles, is compared with an emulation of the instruction's rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from ctypes import c_int64, c_void_p
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.kernels.build import KernelUnavailable, build_in_cache, find_compiler
+from foredraft.kernels.instructions import INSTRUCTION_SETS, InstructionSet, cpu_features
+from foredraft.models.native.packed import PACKED, Int8Matrix, tensor_of
+from foredraft.paths import cache_root
+
+FORM_INT8, FORM_INT4, FORM_TILED = 1, 2, 3
+ONE_ROUNDING = "-DFOREDRAFT_EMULATE_FMA"
+PORTABLE = InstructionSet("reference", "plain C++", flags=(ONE_ROUNDING,))
+EMULATIONS = (
+    InstructionSet("digits", "two digits of 8 bits", flags=(ONE_ROUNDING, "-DFOREDRAFT_DIGITS")),
+    InstructionSet("tiles", "tiles in plain C++", flags=("-DFOREDRAFT_EMULATE_TILES",)),
+)
+HERE = [one for one in INSTRUCTION_SETS if one.runs_on(platform.machine(), cpu_features())]
+EXACT = [one for one in HERE if one.flags or "aarch64" in platform.machine()]
+"""Without multiply-adds, as of the oldest CPUs, blocks are added up with one more rounding."""
+TILES = [one for one in HERE if one.name == "amx"]
+SIZES = [(64, 128), (48, 576), (50, 45), (16, 1536), (130, 96)]
+TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def library(instructions: InstructionSet) -> ctypes.CDLL:
+    try:
+        compiler = find_compiler(os.environ)
+    except KernelUnavailable as reason:
+        pytest.skip(str(reason))
+    path = build_in_cache(compiler, [cache_root() / "kernels"], "products", instructions)
+    loaded = ctypes.CDLL(str(path))
+    loaded.foredraft_multiply.argtypes = [
+        *(c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p)
+    ]
+    loaded.foredraft_multiply.restype = None
+    loaded.foredraft_has_tiles.restype = c_int64
+    loaded.foredraft_emulated_tile_product.argtypes = [c_void_p] * 3
+    loaded.foredraft_emulated_tile_product.restype = None
+    return loaded
+
+
+def multiply(
+    instructions: InstructionSet, form: int, weights: Tensor, rows: range, x_TK: Tensor
+) -> Tensor:
+    """Rows of a product [T, R]."""
+    out_TR = torch.empty(len(x_TK), len(rows))
+    library(instructions).foredraft_multiply(
+        form, weights.data_ptr(), rows.start, rows.stop, x_TK.shape[1], x_TK.data_ptr(),
+        len(x_TK), out_TR.data_ptr(),
+    )  # fmt: skip
+    return out_TR
+
+
+def one_by_one(
+    instructions: InstructionSet, form: int, weights: Tensor, rows: range, x_TK: Tensor
+) -> Tensor:
+    singles = [multiply(instructions, form, weights, rows, x_K[None].contiguous()) for x_K in x_TK]
+    return torch.cat(singles)
+
+
+@pytest.mark.parametrize("instructions", [*EXACT, EMULATIONS[0]], ids=lambda one: one.summary)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_products_have_the_bits_of_the_portable_code(
+    instructions: InstructionSet, size: tuple[int, int], bits: int
+) -> None:
+    num_rows, num_inputs = size
+    weights, rows = tensor_of(PACKED[bits].quantised(noise(*size))), range(num_rows)
+    form = FORM_INT8 if bits == 8 else FORM_INT4
+    x_TK = 10 * noise(max(TOKENS), num_inputs, seed=1)
+    expected = one_by_one(PORTABLE, form, weights, rows, x_TK)
+    for count in TOKENS:
+        found = multiply(instructions, form, weights, rows, x_TK[:count].contiguous())
+        assert torch.equal(found, expected[:count])
+
+
+def test_extreme_weights_and_activations_stay_exact() -> None:
+    weight_RK = torch.full((16, 64), 3.0)
+    weight_RK[::2] = -3.0
+    x_TK = torch.tensor([1.0, -1.0])[:, None].repeat(1, 64).contiguous()
+    weights = tensor_of(Int8Matrix.quantised(weight_RK))
+    scale = torch.tensor(3.0 / 127).half().float()
+    for instructions in [*EXACT, EMULATIONS[0]]:
+        found = multiply(instructions, FORM_INT8, weights, range(16), x_TK)
+        assert torch.allclose(found, 64 * scale * 127 * torch.sign(x_TK[:, :1] * weight_RK[:, 0]))
+
+
+@pytest.mark.parametrize(("bits", "form"), [(8, FORM_INT8), (4, FORM_INT4)])
+def test_portable_products_are_those_of_the_numbers(bits: int, form: int) -> None:
+    matrix = PACKED[bits].quantised(noise(50, 96))
+    x_TK = noise(5, 96, seed=1)
+    step_T1 = x_TK.abs().amax(-1, keepdim=True) / 32639
+    expected = ((x_TK / step_T1).round() * step_T1) @ matrix.dequantised(torch.float32).T
+    found = multiply(PORTABLE, form, tensor_of(matrix), range(50), x_TK)
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------- tiles
+
+
+@pytest.mark.parametrize("instructions", TILES, ids=lambda one: one.name)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_tiles_round_as_their_emulation(
+    instructions: InstructionSet, size: tuple[int, int]
+) -> None:
+    _need_tiles(instructions)
+    num_rows, num_inputs = size
+    weight_RK = noise(num_rows, num_inputs).bfloat16()
+    x_TK = noise(max(TOKENS), num_inputs, seed=1) * 10.0 ** noise(max(TOKENS), 1, seed=2)
+    emulated = multiply(EMULATIONS[1], FORM_TILED, weight_RK, range(num_rows), x_TK)
+    assert torch.equal(
+        multiply(instructions, FORM_TILED, weight_RK, range(num_rows), x_TK), emulated
+    )
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1.0, 1e18])
+def test_one_tile_product_rounds_as_its_emulation(scale: float) -> None:
+    """Subnormal factors, products and sums among them, which count as zeros."""
+    [instructions] = TILES or pytest.skip("this CPU has no tiles")
+    _need_tiles(instructions)
+    rows, x_TK = (noise(16, 32) * scale).bfloat16(), noise(16, 32, seed=1).bfloat16().float()
+    columns = x_TK.bfloat16().view(16, 16, 2).transpose(0, 1).contiguous()
+    sums = torch.zeros(16, 16)
+    library(instructions).foredraft_emulated_tile_product(
+        rows.data_ptr(), columns.data_ptr(), sums.data_ptr()
+    )
+    assert torch.equal(multiply(instructions, FORM_TILED, rows, range(16), x_TK), sums.T)
+
+
+@pytest.mark.parametrize("instructions", [*TILES, EMULATIONS[1]], ids=lambda one: one.name)
+def test_a_token_on_tiles_has_the_same_bits_in_any_company(instructions: InstructionSet) -> None:
+    _need_tiles(instructions)
+    for num_rows, num_inputs in SIZES[:3]:
+        weight_RK = noise(num_rows, num_inputs).bfloat16()
+        x_TK = noise(max(TOKENS), num_inputs, seed=1)
+        expected = one_by_one(instructions, FORM_TILED, weight_RK, range(num_rows), x_TK)
+        for count in TOKENS:
+            found = multiply(instructions, FORM_TILED, weight_RK, range(num_rows), x_TK[:count])
+            assert torch.equal(found, expected[:count])
+        part = multiply(instructions, FORM_TILED, weight_RK, range(5, num_rows - 3), x_TK)
+        assert torch.equal(part, expected[:, 5:-3])
+
+
+def test_two_parts_hold_sixteen_bits_of_an_activation() -> None:
+    weight_RK = noise(64, 256).bfloat16()
+    x_TK = noise(8, 256, seed=1)
+    found = multiply(EMULATIONS[1], FORM_TILED, weight_RK, range(64), x_TK).double()
+    expected = x_TK.double() @ weight_RK.double().T
+    assert (found - expected).abs().max() < 2.0**-15 * expected.abs().max()
+
+
+def _need_tiles(instructions: InstructionSet) -> None:
+    if not library(instructions).foredraft_has_tiles():
+        pytest.skip("the system does not let processes use tiles")
