@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from foredraft.core.params import SamplingParams
+from foredraft.core.params import Coupling, SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.request import SpeculationStats
 from foredraft.drafters import drafter_spec
@@ -64,16 +64,24 @@ class OurContender:
         llm: holds the loaded models.
         options: names the drafter.
         name: how results call it; the drafter's name when None.
+        coupling: of its requests.
     """
 
-    def __init__(self, llm: LLM, options: LoadOptions, name: str | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        options: LoadOptions,
+        name: str | None = None,
+        coupling: Coupling = "seeded",
+    ) -> None:
         self._steps: list[StepRecord] = []
+        self._coupling = coupling
         self._llm = llm.with_drafter(options, trace=self._steps.append)
         self.name = name or self._llm.drafter_name
 
     def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
         self._steps.clear()
-        run = measure(self._llm.stream(prompt_ids, params))
+        run = measure(self._llm.stream(prompt_ids, replace(params, coupling=self._coupling)))
         if run.result.error:
             raise RuntimeError(f"{self.name}: {run.result.error}")
         return ContenderRun(
@@ -147,12 +155,17 @@ class _Clock:
 
 
 def our_contenders(
-    llm: LLM, options: LoadOptions, variants: Mapping[str, Mapping[str, Any]]
+    llm: LLM,
+    options: LoadOptions,
+    variants: Mapping[str, Mapping[str, Any]],
+    couplings: Sequence[Coupling] = ("seeded",),
 ) -> list[OurContender]:
     """One contender a variant, each with its drafter's own budget unless ``options`` gives one.
 
     Args:
         variants: by name, whose first word is the drafter's: the drafter's options.
+        couplings: drafters run once with each; plain decoding is seeded. With "drawn" the name
+            says so.
     """
     found = []
     for name, drafter_options in variants.items():
@@ -165,5 +178,7 @@ def our_contenders(
             draft_model=options.draft_model if wants_model else None,
             drafter_options=drafter_options,
         )
-        found.append(OurContender(llm, asked, name))
+        for coupling in ("seeded",) if drafter == "none" else couplings:
+            label = f"{name} (drawn)" if coupling == "drawn" else name
+            found.append(OurContender(llm, asked, label, coupling))
     return found

@@ -17,6 +17,8 @@ from foredraft.core.checks import (
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.rng import SEED_BITS
 
+Coupling = Literal["seeded", "drawn"]
+
 _MAX_STOPS = 256
 _MAX_STOP_CHARACTERS = 1 << 16
 
@@ -60,7 +62,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    coupling: Literal["seeded", "drawn"] = "seeded"
+    coupling: Coupling = "seeded"
     prediction: str | None = None
 
     def __post_init__(self) -> None:

@@ -146,6 +146,8 @@ def test_quality_compares_with_float32(bench: Run, tmp_path: Path) -> None:
         (("drafters", "--against", "transformer"), "did you mean 'transformers'"),
         (("drafters", "--against", "transformers", "--temperature", "1"), "at temperature 0"),
         (("drafters", "--temperature", "warm"), "not one or more numbers"),
+        (("drafters", "--coupling", "drawm"), "did you mean 'drawn'"),
+        (("drafters", "--noisy-draft-model", "0.1", "--draft-model", "x"), "name no other"),
         (("step", "--tokens", "0"), "counts start at 1"),
         (("step", "--tokens", "x"), "not whole numbers"),
         (("step", "--against", "llama.cp"), "did you mean 'llama.cpp'"),
@@ -158,3 +160,19 @@ def test_bad_values_are_explained(bench: Run, arguments: tuple[str, ...], messag
     result = bench(*arguments)
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
+
+
+def test_a_draft_model_is_made_by_noise_and_run_with_both_couplings(
+    bench: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "drafters", "--noisy-draft-model", "0.05", "--variant", "draft-model", "--coupling", "both",
+        "--temperature", "1", "--limit", "1", "--max-tokens", "12", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    trials = {trial["contender"]: trial for trial in json.loads(path.read_text())["trials"]}
+    assert set(trials) == {"none", "draft_model", "draft_model (drawn)"}
+    assert trials["draft_model"]["identical"]
+    stats = trials["draft_model"]["stats"]
+    assert 0 < stats["accepted"] < stats["drafted"]

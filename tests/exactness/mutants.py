@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
-from foredraft.core.choices import DrawnChoices, KeyedDrawnChoices, VerifyChoices
+from foredraft.core.choices import (
+    DrawnChoices,
+    KeyedDrawnChoices,
+    KeyedVerifyChoices,
+    VerifyChoices,
+)
+from foredraft.core.noise import gumbel_noise
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.rng import Purpose
@@ -27,12 +33,15 @@ from foredraft.core.verify import Verdict, verify
 from foredraft.drafters import base as drafters_base
 from foredraft.engine import row as engine_row
 from foredraft.models.table import TableModel, TokenCache
-from tests.exactness.drafting import SHAPES, Conditional, Draft, Drawn
+from tests.exactness.drafting import SHAPES, Chosen, Conditional, Draft, Drawn
 from tests.exactness.laws import Rule
 from tests.exactness.worlds import PLAIN, Tokens
 
+DRAWN = replace(PLAIN, coupling="drawn")
+ONE = Drawn(SHAPES["chain of 1"])
 CHAIN = Drawn(SHAPES["chain of 2"])
 STAR = Drawn(SHAPES["star of 2"])
+CHOSEN = Chosen(SHAPES["chain of 2"])
 Change = Callable[[Tensor], Tensor]
 
 
@@ -43,9 +52,10 @@ class Parts:
     draft: Draft = CHAIN
     rule: Rule = verify
     draft_choices: Callable[[int, int], DrawnChoices] = KeyedDrawnChoices
+    verify_choices: Callable[[int, int], VerifyChoices] = KeyedVerifyChoices
     law: Callable[[Tensor, SamplingParams], Law] = law_of
     new_cache: Callable[[], TokenCache] = TokenCache
-    params: SamplingParams = PLAIN
+    params: SamplingParams = DRAWN
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -53,6 +63,7 @@ class Parts:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_row, "verify", self.rule)
             patch.setattr(drafters_base, "KeyedDrawnChoices", self.draft_choices)
+            patch.setattr(engine_row, "KeyedVerifyChoices", self.verify_choices)
             patch.setattr(
                 SamplingRules, "law", lambda rules, logits_V, *_: self.law(logits_V, rules.params)
             )
@@ -71,12 +82,15 @@ class Mutant:
     Attributes:
         broken: the parts with the mistake.
         sound: the same parts without it.
-        visible: whether a few thousand samples show it; enumeration shows it in any case.
+        visible: whether a few thousand samples show it.
+        enumerable: whether enumeration shows it; not where the noise itself is wrong, in whose
+            place enumeration has uniform numbers.
     """
 
     broken: Parts
     sound: Parts = Parts()
     visible: bool = True
+    enumerable: bool = True
 
 
 # Mistakes of the rule -----------------------------------------------------------------------
@@ -282,7 +296,66 @@ class ReusedNumbers(KeyedDrawnChoices):
         return KeyedDrawnChoices(self.seed, self.num_tokens + index).draw(probs_V, 0)
 
 
-COLD = SamplingParams(temperature=0.5)
+# Mistakes of the shared noise ---------------------------------------------------------------
+
+
+def _best(probs_V: Tensor, seed: int, position: int) -> int:
+    """The target's draw from these probabilities."""
+    argmax = keyed_choices.gumbel_argmax  # type: ignore[attr-defined]
+    return int(argmax(probs_V.log(), seed, position, 1.0))
+
+
+class NoiseForTwo(KeyedVerifyChoices):
+    """Takes the noise of one position at the next one as well."""
+
+    def draw_target(self, law: Law, depth: int) -> int:
+        return _best(law.probs_V, self.seed, (self.num_tokens + depth) // 2)
+
+
+class NoiseOfTheStep(KeyedVerifyChoices):
+    """Takes the noise of the step's first position at all of them."""
+
+    def draw_target(self, law: Law, depth: int) -> int:
+        return _best(law.probs_V, self.seed, self.num_tokens)
+
+
+class NoiseRenormalised(KeyedVerifyChoices):
+    """Gives the noise of the tokens that a filter has left its mean and spread back."""
+
+    def draw_target(self, law: Law, depth: int) -> int:
+        kept = law.probs_V.nonzero().flatten()
+        noise = gumbel_noise(kept.tolist(), self.seed, self.num_tokens + depth)
+        noise_M = torch.tensor(noise, dtype=torch.float64)
+        noise_M = (noise_M - noise_M.mean()) / noise_M.std(correction=0)
+        return int(kept[(law.probs_V[kept].log() + noise_M).argmax()])
+
+
+class DrawnWithTheNoise(KeyedDrawnChoices):
+    """Draws a chain for the ratio test with the noise that is for choosing."""
+
+    def draw(self, probs_V: Tensor, index: int) -> int:
+        return _best(probs_V, self.seed, self.num_tokens + index)
+
+
+class CorrectedWithTheNoise(KeyedVerifyChoices):
+    """After the ratio test of one token draws as the target would: with the position's noise."""
+
+    def __init__(self, seed: int, num_tokens: int) -> None:
+        super().__init__(seed, num_tokens)
+        self._results: list[bool]
+        object.__setattr__(self, "_results", [])
+
+    def accept(self, probability: float, index: int) -> bool:
+        self._results.append(super().accept(probability, index))
+        return self._results[-1]
+
+    def draw_residual(self, probs_V: Tensor) -> int:
+        return _best(probs_V, self.seed, self.num_tokens + sum(self._results))
+
+
+SEEDED = replace(PLAIN, coupling="seeded")
+TOP_TWO = replace(SEEDED, top_k=2)
+COLD = replace(DRAWN, temperature=0.5)
 STAR_APART = replace(STAR, replacement=False)
 MUTANTS = {
     "residual from p, chain": Mutant(
@@ -315,4 +388,20 @@ MUTANTS = {
     "siblings sorted": Mutant(Parts(Afterwards(siblings_sorted, STAR)), Parts(STAR)),
     "draft shares the verify stream": Mutant(Parts(draft_choices=SharedStream)),
     "drafted again with the old numbers": Mutant(Parts(draft_choices=ReusedNumbers)),
+    "noise reused at the next position": Mutant(
+        Parts(CHOSEN, verify_choices=NoiseForTwo, params=SEEDED), Parts(CHOSEN, params=SEEDED)
+    ),
+    "noise of the step at all its positions": Mutant(
+        Parts(CHOSEN, verify_choices=NoiseOfTheStep, params=SEEDED), Parts(CHOSEN, params=SEEDED)
+    ),
+    "noise renormalised after a filter": Mutant(
+        Parts(CHOSEN, verify_choices=NoiseRenormalised, params=TOP_TWO),
+        Parts(CHOSEN, params=TOP_TWO),
+        enumerable=False,
+    ),
+    "drawn with the target's noise": Mutant(Parts(draft_choices=DrawnWithTheNoise)),
+    "drawn and corrected with the target's noise": Mutant(
+        Parts(ONE, draft_choices=DrawnWithTheNoise, verify_choices=CorrectedWithTheNoise),
+        Parts(ONE),
+    ),
 }

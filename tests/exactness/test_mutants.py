@@ -21,12 +21,13 @@ NUM_DRAFT_TOKENS = 2
 NUM_REQUESTS = 4_000
 WORLDS = [world("random", 3, seed) for seed in (12, 20)]
 """A mistake need not show in every world; these two show all of them."""
+ENUMERABLE = [name for name, mutant in MUTANTS.items() if mutant.enumerable]
 VISIBLE = [name for name, mutant in MUTANTS.items() if mutant.visible]
 
 
 def total_variation_of(parts: Parts, w: World) -> float:
     """Between the engine's exact law, with these parts, and the target's."""
-    params = replace(parts.params, max_tokens=NUM_TOKENS, seed=0, coupling="drawn")
+    params = replace(parts.params, max_tokens=NUM_TOKENS, seed=0)
 
     def run(ledger: Ledger) -> Tokens:
         drafter = TableDrafter(w.draft(), parts.draft)
@@ -39,7 +40,7 @@ def total_variation_of(parts: Parts, w: World) -> float:
 
 
 def g_test_of(parts: Parts, w: World) -> GTest:
-    params = replace(parts.params, max_tokens=NUM_TOKENS, coupling="drawn")
+    params = replace(parts.params, max_tokens=NUM_TOKENS)
     with parts.installed():
         drafter = TableDrafter(w.draft(), parts.draft)
         target = parts.fit(w.target())
@@ -47,7 +48,7 @@ def g_test_of(parts: Parts, w: World) -> GTest:
     return g_test(drawn.texts, target_law(w, params, NUM_TOKENS, PROMPT))
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", ENUMERABLE)
 def test_enumeration_finds_the_mistake(name: str) -> None:
     distances = [total_variation_of(MUTANTS[name].broken, w) for w in WORLDS]
     assert max(distances) > FOUND, f"total variations only {distances}"

@@ -16,8 +16,14 @@ from foredraft.core.errors import ConfigError, unknown
 if TYPE_CHECKING:
     from foredraft.bench.compare import Summary, Trial
     from foredraft.bench.contenders import Contender
+    from foredraft.core.params import Coupling
     from foredraft.llm import LLM
 
+COUPLINGS: dict[str, tuple[Coupling, ...]] = {
+    "seeded": ("seeded",),
+    "drawn": ("drawn",),
+    "both": ("seeded", "drawn"),
+}
 PEERS = ("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram")
 
 Prompts = Annotated[
@@ -26,6 +32,14 @@ Prompts = Annotated[
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most this many prompts in all.")]
 Temperatures = Annotated[str, typer.Option("--temperature", help="One or more, with commas.")]
+Couplings = Annotated[str, typer.Option("--coupling", help=f"{', '.join(COUPLINGS)}.")]
+NoisyDraftModel = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        help="Draft with the model itself, noise of this many standard deviations in its weights.",
+    ),
+]
 
 
 @o.with_option_objects
@@ -44,8 +58,10 @@ def drafters(
     prompts: Prompts = None,
     limit: Limit = None,
     draft_model: o.DraftModel = None,
+    noisy_draft_model: NoisyDraftModel = None,
     num_draft_tokens: o.NumDraftTokens = None,
     temperature: Temperatures = "0",
+    coupling: Couplings = "seeded",
     max_tokens: o.MaxTokens = 128,
     seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
     random_weights: o.RandomWeights = None,
@@ -55,15 +71,22 @@ def drafters(
     """Every drafter against plain decoding on the same prompts, by category.
 
     All run in this process on one loaded target, in rotating order; each text is compared with
-    the plain one. Exit status 1 if one of ours differs.
+    the plain one. Exit status 1 if one of ours differs; with coupling "drawn" texts may.
     """
     from foredraft.bench.compare import summaries
+    from foredraft.bench.noisy_model import add_noise
     from foredraft.bench.plots import plot_speedups
     from foredraft.bench.report import check_outputs, write_json
     from foredraft.core.params import SamplingParams
 
     check_outputs(json_file, plot)
     at = _numbers(temperature)
+    if coupling not in COUPLINGS:
+        raise unknown("coupling", coupling, COUPLINGS)
+    if noisy_draft_model is not None:
+        if draft_model or random_weights:
+            raise ConfigError("--noisy-draft-model is the model itself: name no other")
+        draft_model = running.model
     asked = o.load_options(
         running,
         drafter="draft_model" if draft_model else "auto",
@@ -78,7 +101,9 @@ def drafters(
             "random weights have no tokenizer: leave out --against and --prompts, or time a model"
         )
     llm = o.load_llm(asked, random_weights)
-    contenders = _contenders(llm, asked, variants, peers)
+    if noisy_draft_model is not None:
+        add_noise(llm.drafter_context.draft_model, noisy_draft_model)
+    contenders = _contenders(llm, asked, variants, COUPLINGS[coupling], peers)
     params = SamplingParams.of(max_tokens=max_tokens, seed=seed)
     trials = _run(llm, contenders, prompts, limit, params, at)
     rows = summaries(trials, "none")
@@ -132,11 +157,16 @@ def _peer_names(against: str | None, temperatures: Sequence[float]) -> list[str]
 
 
 def _contenders(
-    llm: LLM, asked: Any, variants: Mapping[str, Mapping[str, Any]], peers: Sequence[str]
+    llm: LLM,
+    asked: Any,
+    variants: Mapping[str, Mapping[str, Any]],
+    couplings: Sequence[Coupling],
+    peers: Sequence[str],
 ) -> list[Contender]:
     from foredraft.bench.contenders import our_contenders
 
-    return [*our_contenders(llm, asked, variants), *(_peer(llm, name) for name in peers)]
+    ours = our_contenders(llm, asked, variants, couplings)
+    return [*ours, *(_peer(llm, name) for name in peers)]
 
 
 def _peer(llm: LLM, name: str) -> Contender:

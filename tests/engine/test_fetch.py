@@ -1,0 +1,153 @@
+"""How often a step waits for the device, counted on a tensor that only pretends to be on one.
+
+Every number that Python reads from a device, and every copy to the host, is a transfer. Torch's
+dispatch does not see ``tolist`` of a CPU tensor, so they are counted where Python calls torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.control.fixed import FixedBudget
+from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import Proposal
+from foredraft.core.record import StepRecord
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters.base import DraftRow
+from foredraft.engine import fetch as engine_fetch
+from foredraft.engine.engine import Engine
+from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.table import TableModel
+from tests.engine.helpers import ScriptedDrafter
+
+VOCAB = 12
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, seed=5)
+WARM = replace(GREEDY, temperature=0.8)
+FILTERED = replace(GREEDY, temperature=1.2, top_k=6, top_p=0.9, min_p=0.02)
+DRAWN = replace(WARM, coupling="drawn")
+
+
+class DeviceTensor(Tensor):
+    """A tensor that counts what is read from it; what is computed from it is one, too."""
+
+    num_transfers = 0
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _READS:
+            return super().__torch_function__(func, types, args, kwargs)
+        DeviceTensor.num_transfers += 1
+        args = [a.as_subclass(Tensor) if isinstance(a, DeviceTensor) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+_READS = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.cpu,
+    Tensor.numpy,
+    Tensor.to,
+    Tensor.nonzero,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.__array__,
+    Tensor.__iter__,
+    torch.equal,
+    torch.nonzero,
+}
+
+
+class DeviceTarget(TableModel):
+    """Tables whose scores pretend to be on a device."""
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        scores = super().score(rows, taps)
+        return replace(scores, logits_NV=scores.logits_NV.as_subclass(DeviceTensor))
+
+
+def table(context: tuple[int, ...]) -> list[float]:
+    weights = [1.0 + (7 * token + sum(context[-2:])) % VOCAB for token in range(VOCAB)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def draft(row: DraftRow) -> Proposal:
+    return drawn_chain(row) if row.params.coupling == "drawn" else chosen_tree(row)
+
+
+def chosen_tree(row: DraftRow) -> Proposal:
+    """Chains below two siblings, as large as may be."""
+    tokens = [(len(row.tokens) + node) % VOCAB for node in range(row.budget)]
+    parents = [ROOT if node < 2 else node - 2 for node in range(row.budget)]
+    return Proposal.chosen(TokenTree(tuple(tokens), tuple(parents)))
+
+
+def drawn_chain(row: DraftRow) -> Proposal:
+    drawn = row.draft()
+    for node in range(row.budget):
+        drawn.extend(node - 1, torch.zeros(VOCAB, dtype=torch.float64))
+    return drawn.build()
+
+
+def transfers(
+    requests: Sequence[SamplingParams],
+    budget: int,
+    monkeypatch: pytest.MonkeyPatch,
+    fetches: bool = True,
+) -> list[int]:
+    """How many each step made; without ``fetches`` all is taken to be on the host already."""
+    monkeypatch.setattr(
+        engine_fetch, "is_on_host", lambda x: not (fetches and isinstance(x, DeviceTensor))
+    )
+    counts: list[int] = []
+
+    def count(record: StepRecord) -> None:
+        counts.append(DeviceTensor.num_transfers)
+        DeviceTensor.num_transfers = 0
+
+    DeviceTensor.num_transfers = 0
+    target = DeviceTarget(VOCAB, table)
+    controller = FixedBudget(budget, target.max_context)
+    engine = Engine(target, ScriptedDrafter(draft), controller, max_batch_size=8, trace=count)
+    for number, params in enumerate(requests):
+        engine.submit((number, 1, 2), params)
+    results = [event.result for event in engine.run() if event.result is not None]
+    assert all(result.finish_reason == "length" for result in results)
+    assert any(result.stats.drafted for result in results) == (budget > 0)
+    return counts
+
+
+@pytest.mark.parametrize("budget", [0, 1, 4, 9])
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+def test_greedy_rows_take_one(num_rows: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(transfers([GREEDY] * num_rows, budget, monkeypatch)) == {1}
+
+
+@pytest.mark.parametrize("budget", [0, 1, 4, 9])
+@pytest.mark.parametrize("params", [WARM, FILTERED, DRAWN], ids=["warm", "filtered", "drawn"])
+def test_sampling_rows_take_one_however_many_nodes(
+    params: SamplingParams, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(transfers([params] * 4, budget, monkeypatch)) == {1}
+
+
+def test_a_mixed_batch_takes_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = transfers([GREEDY, WARM, FILTERED, DRAWN, GREEDY], 5, monkeypatch)
+    assert max(counts) == 2
+
+
+@pytest.mark.parametrize("params", [GREEDY, WARM, DRAWN], ids=["greedy", "warm", "drawn"])
+def test_without_the_fetch_there_are_many(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the counter counts."""
+    assert max(transfers([params] * 3, 5, monkeypatch, fetches=False)) > 3
