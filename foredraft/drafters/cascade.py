@@ -99,7 +99,7 @@ class Cascade:
         self._authors: dict[int, list[Stage]] = {}  # of each node under verification
         drafters = [stage.drafter for stage in stages]
         self.taps: Sequence[int] = sorted({tap for drafter in drafters for tap in drafter.taps})
-        self.keeps_state = any(drafter.keeps_state for drafter in drafters)
+        self.layers = tuple(layers for drafter in drafters for layers in drafter.layers)
         self.look_ahead = max((drafter.look_ahead for drafter in drafters), default=0)
 
     @property

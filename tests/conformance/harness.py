@@ -248,7 +248,7 @@ class Wrapped:
         self.inner = inner
 
         self.taps = inner.taps
-        self.keeps_state, self.look_ahead = inner.keeps_state, inner.look_ahead
+        self.layers, self.look_ahead = inner.layers, inner.look_ahead
 
     def begin(self, request: DraftRequest) -> None:
         self.inner.begin(request)
