@@ -123,9 +123,9 @@ class Cascade:
 
     def end(self, request_id: int) -> None:
         self._authors.pop(request_id, None)
-        for stage in self._stages:
-            with contextlib.suppress(KeyError):  # a stage that has not begun it
-                stage.drafter.end(request_id)
+        with contextlib.ExitStack() as ends:  # all of them, whatever one of them raises
+            for stage in self._stages:
+                ends.callback(stage.drafter.end, request_id)
         _log.debug("cascade after request %d: %s", request_id, self.stage_counts)
 
 
@@ -196,8 +196,9 @@ class VerticalCascade(Cascade):
         self._cache.begin(request.request_id)
 
     def end(self, request_id: int) -> None:
-        super().end(request_id)
-        with contextlib.suppress(KeyError):
+        try:
+            super().end(request_id)
+        finally:
             self._cache.end(request_id)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
