@@ -35,9 +35,10 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# The worked example of docs/add-a-drafter.md is a package of its own; the tests use it.
+# The worked examples of docs/add-a-drafter.md are packages of their own; the tests use them.
 example: $(VENV)/.installed-dev
-	$(PIP) --quiet --no-deps --editable examples/foredraft-recall-drafter
+	$(PIP) --quiet --no-deps --editable examples/foredraft-recall-drafter \
+	  --editable examples/foredraft-toy-head-drafter
 
 # torch goes first and by itself: where pip is set up to find a CPU build, nothing pulls CUDA in.
 $(VENV)/.torch: Makefile

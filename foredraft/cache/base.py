@@ -39,7 +39,7 @@ class CacheLayers(Protocol):
     They hold entries for the same slots and positions as the cache itself, and are allocated,
     forked, truncated and freed with it. Their owner writes them: those of committed tokens when it
     observes them, those of its guesses as it likes (nothing of them counts, and `Cache.keep` does
-    not move them).
+    not move them). The cache holds them weakly: they are gone with their owner.
     """
 
     @property
@@ -53,6 +53,10 @@ class CacheLayers(Protocol):
 
     def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [H, end, D] of the positions before ``end``. Do not change them."""
+        ...
+
+    def covered(self, slot: int) -> int:
+        """How many leading positions of ``slot`` were written in all of these layers."""
         ...
 
 
@@ -106,10 +110,6 @@ class Cache(Protocol):
 
     def add_layers(self, shape: KVShape, dtype: torch.dtype) -> CacheLayers:
         """Further layers of this shape; see `Capabilities.cache_layers`."""
-        ...
-
-    def covered(self, slot: int) -> int:
-        """How many of the leading entries that count are whole, those of added layers included."""
         ...
 
 

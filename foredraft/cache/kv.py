@@ -73,9 +73,6 @@ class KVCache:
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
-    def covered(self, slot: int) -> int:
-        return self._added.covered(slot, self._lengths[slot])
-
     def revision(self, slot: int) -> int:
         """Tells whether uncommitted entries of ``slot`` are still those that were written."""
         return self._lengths.revision(slot)

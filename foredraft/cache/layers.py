@@ -5,6 +5,8 @@ Shape legend: L layers, S slots, H key-value heads, C capacity (tokens), T token
 
 from __future__ import annotations
 
+from weakref import WeakSet
+
 import torch
 from torch import Tensor
 
@@ -73,7 +75,7 @@ class StoredLayers:
         return self._keys_LSHCD[seen], self._values_LSHCD[seen]
 
     def covered(self, slot: int) -> int:
-        """Leading positions that all layers hold."""
+        """Leading positions that all of these layers hold."""
         return min(self._ends[slot], default=0)
 
     def open(self, slot: int) -> None:
@@ -118,13 +120,15 @@ class StoredLayers:
 class AddedLayers:
     """All further layers of one cache, which open, copy, truncate and close their slots as one.
 
+    Held weakly: drafters come and go while the target stays, and their layers go with them.
+
     Args:
         device: where they live.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = device
-        self._all: list[StoredLayers] = []
+        self._all: WeakSet[StoredLayers] = WeakSet()
 
     @property
     def num_bytes(self) -> int:
@@ -135,12 +139,8 @@ class AddedLayers:
         layers = StoredLayers(shape, dtype, self._device)
         for slot in slots:
             layers.open(slot)
-        self._all.append(layers)
+        self._all.add(layers)
         return layers
-
-    def covered(self, slot: int, length: int) -> int:
-        """How many of ``length`` leading positions all of them hold."""
-        return min([length, *(layers.covered(slot) for layers in self._all)])
 
     def open(self, slot: int) -> None:
         for layers in self._all:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foredraft.cache.base import Cache
+from foredraft.cache.base import Cache, CacheLayers
 from foredraft.core.errors import ConfigError
 
 
@@ -31,12 +31,16 @@ class Sessions:
 
     Args:
         cache: the target's.
-        look_ahead: how many tokens behind its own an entry of the cache's further layers depends
-            on: so many fewer are shared with an earlier turn.
+        layers: of the drafter: what they lack of a conversation is read again. Layers of other
+            drafters on the same cache have no say.
+        look_ahead: how many tokens behind its own an entry of these layers depends on: so many
+            fewer are shared with an earlier turn.
     """
 
-    def __init__(self, cache: Cache, look_ahead: int = 0) -> None:
-        self._cache, self._look_ahead = cache, look_ahead
+    def __init__(
+        self, cache: Cache, layers: Sequence[CacheLayers] = (), look_ahead: int = 0
+    ) -> None:
+        self._cache, self._layers, self._look_ahead = cache, tuple(layers), look_ahead
         self._dropped: deque[int] = deque()
         self._finalizers: dict[int, weakref.finalize[[int], Session]] = {}
 
@@ -49,9 +53,9 @@ class Sessions:
         if session is None or session.slot is None:
             return self._cache.allocate(), 0
         shared = common_prefix(session.tokens, tokens) - self._look_ahead
-        # A drafter's state comes along, or it is no hit: what its layers lack is read again.
-        whole = self._cache.covered(session.slot)
-        num_cached = max(0, min(shared, whole, len(tokens) - 1))
+        # A drafter's state comes along, or it is no hit.
+        held = [layers.covered(session.slot) for layers in self._layers]
+        num_cached = max(0, min([shared, len(tokens) - 1, *held]))
         self._cache.truncate(session.slot, num_cached)
         return session.slot, num_cached
 

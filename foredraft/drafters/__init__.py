@@ -16,10 +16,11 @@ from importlib.metadata import EntryPoint, entry_points
 
 from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError, unknown
 from foredraft.drafters.base import Drafter, DrafterContext, DrafterSpec
+from foredraft.models.base import check_taps
 
 _GROUP = "foredraft.drafters"
 _NOT_DRAFTERS = {"base", "common"}
-_PARTS = ("taps", "begin", "propose", "observe", "end")
+_PARTS = ("taps", "layers", "look_ahead", "begin", "propose", "observe", "end")
 """What the engine uses of every drafter."""
 _log = logging.getLogger("foredraft")
 
@@ -86,7 +87,7 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     Raises:
         ConfigError: an unknown option, a draft model is missing, or another package's drafter
             cannot be built.
-        CapabilityError: the target lacks something the drafter needs.
+        CapabilityError: the target lacks something the drafter needs, or a layer that it taps.
     """
     spec = drafter_spec(name)
     check_options(name, context.options)
@@ -102,8 +103,14 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
             f"{type(context.target).__name__} does not offer"
         )
     if _key(name) in _built_in():
-        return spec.build(context)
-    return _built(name, _installed()[_key(name)], spec, context)
+        drafter = spec.build(context)
+    else:
+        drafter = _built(name, _installed()[_key(name)], spec, context)
+    try:
+        check_taps(drafter.taps, offered)
+    except ConfigError as error:
+        raise CapabilityError(f"drafter {name!r} does not fit this target: {error}") from None
+    return drafter
 
 
 def _loaded(name: str, entry: EntryPoint) -> object:

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
+from foredraft.cache.base import CacheLayers
 from foredraft.core.choices import (
     Choice,
     DraftChoices,
@@ -141,6 +143,8 @@ def draft_choices(params: SamplingParams, seed: int, num_tokens: int) -> DraftCh
 class Observation:
     """What became of one row's part of a step: of a whole one, or of a chunk of its prompt.
 
+    The target's cache now holds the tokens from ``start`` to ``end``, after those before them.
+
     Attributes:
         request_id: which request.
         committed: the tokens the step committed; none after a chunk.
@@ -149,9 +153,10 @@ class Observation:
         path: nodes of the proposal that were committed.
         logits_NV: the target's logits at the root (row 0) and at each node; no rows after a chunk.
         taps: hidden states of the layers the drafter asked for, [T, E] over the tokens read and
-            the nodes; empty where the step did not fetch them.
+            the nodes; empty where the step did not fetch them. See `hidden`.
         start: the position of the first token read.
         num_read: how many pending tokens the step read.
+        tokens: all committed tokens, prompt included. Do not change them.
     """
 
     request_id: int
@@ -163,6 +168,20 @@ class Observation:
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     start: int = 0
     num_read: int = 1
+    tokens: Sequence[int] = ()
+
+    @property
+    def end(self) -> int:
+        """The position after the last token that the target's cache now holds."""
+        return self.start + self.num_read + len(self.path)
+
+    def hidden(self, layer: int) -> Tensor:
+        """Outputs [end - start, E] of a tapped layer for the tokens that stay: read, accepted."""
+        x_TE = self.taps[layer]
+        kept_TE = x_TE[: self.num_read]
+        if not self.path:
+            return kept_TE
+        return torch.cat((kept_TE, x_TE[[self.num_read + node for node in self.path]]))
 
 
 class Drafter(Protocol):
@@ -175,10 +194,12 @@ class Drafter(Protocol):
     after a `begin` that failed.
 
     Attributes:
-        taps: hidden layers of the target whose outputs `observe` wants; usually none.
-        keeps_state: whether it keeps something for each token of the text (in cache layers of its
-            own, see `Cache.add_layers`), and so must see the taps of every step, chunks of prompts
-            included. False: taps of steps that may draft, so that plain steps pay nothing.
+        taps: hidden layers of the target whose outputs `observe` wants; usually none. They come
+            with steps that may draft, so that plain steps pay nothing.
+        layers: the cache layers in which it keeps something for each token of the text (see
+            `Cache.add_layers`); usually none. With any, taps come with every step, chunks of
+            prompts included, and `observe` writes the entries from ``start`` to ``end``: what they
+            lack is read again in a conversation's next turn.
         look_ahead: how many tokens behind its own such an entry depends on. A conversation's next
             turn then shares that many entries fewer.
     """
@@ -187,7 +208,7 @@ class Drafter(Protocol):
     def taps(self) -> Sequence[int]: ...
 
     @property
-    def keeps_state(self) -> bool: ...
+    def layers(self) -> Sequence[CacheLayers]: ...
 
     @property
     def look_ahead(self) -> int: ...
@@ -213,7 +234,7 @@ class BaseDrafter:
     """Do-nothing defaults for every part of `Drafter` but `propose`."""
 
     taps: Sequence[int] = ()
-    keeps_state: bool = False
+    layers: Sequence[CacheLayers] = ()
     look_ahead: int = 0
 
     def begin(self, request: DraftRequest) -> None:

@@ -99,7 +99,7 @@ class Cascade:
         self._authors: dict[int, list[Stage]] = {}  # of each node under verification
         drafters = [stage.drafter for stage in stages]
         self.taps: Sequence[int] = sorted({tap for drafter in drafters for tap in drafter.taps})
-        self.keeps_state = any(drafter.keeps_state for drafter in drafters)
+        self.layers = tuple(layers for drafter in drafters for layers in drafter.layers)
         self.look_ahead = max((drafter.look_ahead for drafter in drafters), default=0)
 
     @property
@@ -123,9 +123,9 @@ class Cascade:
 
     def end(self, request_id: int) -> None:
         self._authors.pop(request_id, None)
-        for stage in self._stages:
-            with contextlib.suppress(KeyError):  # a stage that has not begun it
-                stage.drafter.end(request_id)
+        with contextlib.ExitStack() as ends:  # all of them, whatever one of them raises
+            for stage in self._stages:
+                ends.callback(stage.drafter.end, request_id)
         _log.debug("cascade after request %d: %s", request_id, self.stage_counts)
 
 
@@ -196,8 +196,9 @@ class VerticalCascade(Cascade):
         self._cache.begin(request.request_id)
 
     def end(self, request_id: int) -> None:
-        super().end(request_id)
-        with contextlib.suppress(KeyError):
+        try:
+            super().end(request_id)
+        finally:
             self._cache.end(request_id)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:

@@ -47,6 +47,7 @@ class Commit:
             taps=scores.taps,
             start=self.start,
             num_read=self.num_read,
+            tokens=tuple(self.row.request.tokens),
         )
 
     def record(

@@ -23,7 +23,7 @@ from foredraft.engine.guard import GuardedDrafter
 from foredraft.engine.row import GenerationResult, Row, Turn
 from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
 from foredraft.engine.step import Parts, step
-from foredraft.models.base import Target
+from foredraft.models.base import Target, check_taps
 
 Trace = Callable[[StepRecord], None]
 """Told of every step. What it raises is said once in the log, and it is not told again."""
@@ -66,6 +66,9 @@ class Engine:
         new_rules: what a request asks of a distribution.
         trace: told of each step.
         lock: held during each call; engines that share a target share it.
+
+    Raises:
+        ConfigError: a number that is none, or the drafter taps a layer that the target lacks.
     """
 
     def __init__(
@@ -82,11 +85,12 @@ class Engine:
         trace: Trace | None = None,
         lock: threading.RLock | None = None,
     ) -> None:
+        check_taps(drafter.taps, target.capabilities)
         self._target, self._controller, self._trace = target, controller, trace
         self._scheduler = Scheduler(max_batch_size, max_step_tokens)
         self._drafter = GuardedDrafter(drafter, target)
         self._parts = Parts(controller, self._drafter, target, self._report)
-        self._sessions = Sessions(target.cache, drafter.look_ahead)
+        self._sessions = Sessions(target.cache, drafter.layers, drafter.look_ahead)
         self._eos = frozenset(eos_token_ids)
         self._new_decoder, self._new_rules = new_decoder, new_rules
         self._ids = itertools.count()
@@ -276,7 +280,7 @@ class Engine:
         request = row.request
         # After an error the entries may be the cause. Those of a drafter's own layers are whole
         # only if it has followed to the end.
-        is_sound = request.finish_reason != "error" and (followed or not self._drafter.keeps_state)
+        is_sound = request.finish_reason != "error" and (followed or not self._drafter.layers)
         if request.slot >= 0:
             self._sessions.release(request.slot, row.session, request.tokens, is_sound)
         if row.session is not None:

@@ -45,7 +45,7 @@ class GuardedDrafter:
         self._observes_alone = False
         self.num_faults = 0
         self.taps: Sequence[int] = tuple(drafter.taps)
-        self.keeps_state, self.look_ahead = drafter.keeps_state, drafter.look_ahead
+        self.layers, self.look_ahead = tuple(drafter.layers), drafter.look_ahead
 
     def is_live(self, request_id: int) -> bool:
         """Whether the drafter has followed a request from its beginning."""

@@ -62,9 +62,9 @@ def _allowances(controller: Controller, batch: Sequence[Turn]) -> list[Allowance
 
 
 def _taps_for(drafter: Drafter, allowances: Sequence[Allowance]) -> Sequence[int]:
-    """Hidden states are fetched for drafts to come, or where the drafter keeps each of them."""
+    """Hidden states are fetched for drafts to come, or where the drafter keeps all of them."""
     drafts = any(allowance.budget for allowance in allowances)
-    return drafter.taps if drafts or drafter.keeps_state else ()
+    return drafter.taps if drafts or drafter.layers else ()
 
 
 def _times(laps: Sequence[float]) -> StepTimes:

@@ -123,9 +123,6 @@ class HFCache:
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
-    def covered(self, slot: int) -> int:
-        return self._added.covered(slot, self._lengths[slot])
-
     def reserve(self, slot: int, num_tokens: int) -> None:
         needed = self._lengths[slot] + num_tokens
         if needed > self._max_length:

@@ -47,9 +47,6 @@ class TokenCache:
     def length(self, slot: int) -> int:
         return self._lengths[slot]
 
-    def covered(self, slot: int) -> int:
-        return self._added.covered(slot, self._lengths[slot])
-
     def context(self, slot: int) -> tuple[int, ...]:
         """The tokens that count."""
         return tuple(self.entries[slot][: self._lengths[slot]])

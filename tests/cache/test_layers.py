@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from foredraft.cache.base import Cache, CacheLayers, KVShape
+from foredraft.cache.base import CacheLayers, KVShape
 from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=1, head_dim=3)
@@ -122,19 +124,30 @@ def test_truncating_forgets(probe: Probe) -> None:
 
 
 def test_covered_are_the_positions_that_all_layers_hold(probe: Probe) -> None:
-    cache: Cache = probe.cache
-    slot = cache.allocate()
+    slot = probe.cache.allocate()
     grow(probe, slot, [1, 2, 3])
-    assert cache.covered(slot) == 3
-    layers = cache.add_layers(SHAPE, torch.float32)  # the slot was there before
-    assert cache.covered(slot) == 0
+    layers = probe.cache.add_layers(SHAPE, torch.float32)  # the slot was there before
+    assert layers.covered(slot) == 0
     entry_HTD = torch.zeros(1, 2, 3)
     layers.write(0, slot, 0, entry_HTD, entry_HTD)
-    assert cache.covered(slot) == 0
+    assert layers.covered(slot) == 0
     layers.write(1, slot, 0, entry_HTD, entry_HTD)
-    assert cache.covered(slot) == 2
-    write(layers, slot, 2, [3, 4, 5])  # guesses count no more than the tokens do
-    assert cache.covered(slot) == 3
+    assert layers.covered(slot) == 2
+
+
+def test_layers_are_gone_with_their_owner(probe: Probe) -> None:
+    """A target serves one drafter after another; what is left of them would add up."""
+    layers, slot = probe.cache.add_layers(SHAPE, torch.float32), probe.cache.allocate()
+    grow(probe, slot, [1, 2])
+    write(layers, slot, 0, [1, 2])
+    alive = weakref.ref(layers)
+    del layers
+    gc.collect()
+    assert alive() is None
+    copy = probe.cache.fork(slot)
+    probe.cache.truncate(slot, 1)
+    probe.cache.free(copy)
+    assert probe.cache.length(slot) == 1
 
 
 def test_memory_is_given_back() -> None:

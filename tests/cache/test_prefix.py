@@ -19,9 +19,11 @@ from foredraft.models.table import TokenCache
 class Turns:
     """Requests on a cache of tokens, without an engine."""
 
-    def __init__(self, look_ahead: int = 0) -> None:
+    def __init__(self, look_ahead: int = 0, with_layers: bool = False) -> None:
         self.cache = TokenCache()
-        self.sessions = Sessions(self.cache, look_ahead)
+        shape = KVShape(1, 1, 2)
+        self.layers = [self.cache.add_layers(shape, torch.float32)] if with_layers else []
+        self.sessions = Sessions(self.cache, self.layers, look_ahead)
 
     def turn(self, session: Session | None, tokens: Sequence[int], keep: bool = True) -> int:
         """One request that reads all of its tokens but the last; how many were cached."""
@@ -61,14 +63,23 @@ def test_entries_that_looked_ahead_are_read_again(look_ahead: int, expected: int
 
 
 def test_a_drafter_s_layers_come_along_or_it_is_no_hit() -> None:
-    turns, session = Turns(), Session()
-    layers = turns.cache.add_layers(KVShape(1, 1, 2), torch.float32)
+    turns, session = Turns(with_layers=True), Session()
+    (layers,) = turns.layers
     turns.turn(session, [1, 2, 3, 4])
     assert turns.turn(session, [1, 2, 3, 4]) == 0  # nobody wrote them
     assert session.slot is not None
     layers.write(0, session.slot, 0, torch.ones(1, 2, 2), torch.ones(1, 2, 2))
     assert turns.turn(session, [1, 2, 3, 4]) == 2
     assert torch.equal(layers.read(0, session.slot, 2)[0], torch.ones(1, 2, 2))
+
+
+def test_layers_of_others_on_the_same_cache_have_no_say() -> None:
+    turns, session = Turns(), Session()
+    other = turns.cache.add_layers(KVShape(1, 1, 2), torch.float32)
+    turns.turn(session, [1, 2, 3, 4])
+    assert session.slot is not None
+    assert other.covered(session.slot) == 0
+    assert turns.turn(session, [1, 2, 3, 4]) == 3
 
 
 def test_after_a_failure_all_is_read_again() -> None:

@@ -248,7 +248,7 @@ class Wrapped:
         self.inner = inner
 
         self.taps = inner.taps
-        self.keeps_state, self.look_ahead = inner.keeps_state, inner.look_ahead
+        self.layers, self.look_ahead = inner.layers, inner.look_ahead
 
     def begin(self, request: DraftRequest) -> None:
         self.inner.begin(request)
@@ -409,11 +409,10 @@ def check_rejections_leave_nothing(
     (result,) = run(target, lived, [prompt], params, num_draft_tokens)
     history = _plain_history(target, [*prompt, *result.token_ids], len(prompt), lived.taps)
     for row, proposal in lived.drafts:
-        sheltered = new_drafter()
-        sheltered.begin(DraftRequest(row.request_id, prompt))
+        slot, sheltered = _slot_that_holds(target, row.tokens[:-1]), new_drafter()
+        sheltered.begin(DraftRequest(row.request_id, prompt, slot=slot))
         for observation in history[: len(row.tokens) - len(prompt)]:
             sheltered.observe([replace(observation, request_id=row.request_id)])
-        slot = _slot_that_holds(target, row.tokens[:-1])
         (expected,) = sheltered.propose([replace(row, slot=slot)])
         target.cache.free(slot)
         sheltered.end(row.request_id)
@@ -438,11 +437,16 @@ def _plain_history(
     """What a drafter observes when this text is decoded plainly."""
     observations, slot = [], target.cache.allocate()
     for end in range(num_prompt, len(text)):
-        pending = text[target.cache.length(slot) : end]
+        start = target.cache.length(slot)
+        pending = text[start:end]
         (scores,) = target.score([ScoreRow(slot, pending)], taps)
         target.cache.keep(slot, len(pending), ())
+        logits_NV, tapped, so_far = scores.logits_NV, scores.taps, text[: end + 1]
         observations.append(
-            Observation(0, (text[end],), 0, NO_PROPOSAL, (), scores.logits_NV, scores.taps)
+            Observation(
+                *(0, (text[end],), 0, NO_PROPOSAL, (), logits_NV, tapped),
+                *(start, len(pending), so_far),
+            )
         )
     target.cache.free(slot)
     return observations

@@ -24,6 +24,7 @@ from tests.conformance.harness import (
     check_budget,
     check_forgets,
     check_rejections_leave_nothing,
+    is_empty,
     plain,
     run,
     table_kind,
@@ -265,3 +266,39 @@ def test_it_does_without_a_draft_model() -> None:
     assert sum(r.stats.accepted for r in results) > 0
     with pytest.raises(ConfigError, match="needs a draft model"):
         build({"stages": "ngram,draft_model"}, target, None)
+
+
+class Reluctant(ScriptedDrafter):
+    """Cannot begin."""
+
+    def begin(self, request: DraftRequest) -> None:
+        raise ValueError("not today")
+
+    def end(self, request_id: int) -> None:
+        raise ValueError("not today either")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_stage_that_cannot_begin_leaves_nothing_of_the_others(first: bool) -> None:
+    """Each of the others has a slot by then, or has none to give back."""
+    target, model, other = (KIND.new_target() for _ in range(3))
+    reluctant = Reluctant(lambda row: Proposal.chosen(TokenTree()))
+    drafting = DraftModelDrafter(model)
+    stages = [reluctant, drafting] if first else [drafting, reluctant]
+    params = SamplingParams(max_tokens=5)
+    for cascade in (
+        HorizontalCascade([Stage(f"stage {i}", each) for i, each in enumerate(stages)]),
+        vertical(other, *stages),
+    ):
+        results = run(target, cascade, PROMPTS, params, 4)
+        assert [r.token_ids for r in results] == plain(target, PROMPTS, params)
+        assert all(is_empty(each.cache) for each in (target, model, other))
+
+
+def test_a_stage_that_cannot_end_leaves_nothing_of_the_others() -> None:
+    target, model = KIND.new_target(), KIND.new_target()
+    reluctant = Reluctant(lambda row: Proposal.chosen(TokenTree()))
+    reluctant.begin = lambda request: None  # type: ignore[method-assign]
+    cascade = vertical(model, reluctant, DraftModelDrafter(model))
+    run(target, cascade, PROMPTS, SamplingParams(max_tokens=5), 4)
+    assert is_empty(model.cache)
