@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import foredraft
 from foredraft.core import errors
 
 HERE = Path(__file__).resolve().parent / "reference"
@@ -64,24 +65,16 @@ def describe(cls: type) -> str:
     Raises:
         ValueError: something public is not documented.
     """
-    doc, attributes = _Doc.of(cls, cls.__name__), {}
-    fields = {f.name: f for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-    for name in fields:
-        attributes[name] = _field(fields[name])
-    missing = attributes.keys() - doc.entries("Attributes").keys()
+    doc = _Doc.of(cls, cls.__name__)
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    shown = {field.name: _field(field) for field in fields}
+    missing = shown.keys() - doc.entries("Attributes").keys()
     if missing:
         raise ValueError(f"{cls.__name__} says nothing of {sorted(missing)} under Attributes")
-    lines = [f"## {cls.__name__}", f"`from {_home(cls)} import {cls.__name__}`"]
-    lines.append(doc.text(attributes))
-    lines += [_method(cls, name, member) for name, member in _members(cls)]
-    return "\n\n".join(lines)
-
-
-def _home(cls: type) -> str:
-    """Where users import it from: the package itself, if it is public there."""
-    return "foredraft" if cls.__name__ in importlib.import_module("foredraft").__all__ else (
-        cls.__module__
-    )  # fmt: skip
+    home = "foredraft" if cls.__name__ in foredraft.__all__ else cls.__module__
+    imported = f"`from {home} import {cls.__name__}`"
+    members = [_method(cls, name, member) for name, member in _members(cls)]
+    return "\n\n".join([f"## {cls.__name__}", imported, doc.text(shown), *members])
 
 
 def _field(field: dataclasses.Field[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -11,18 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import ConfigError
+from foredraft.kernels.instructions import SWITCH
 from foredraft.machine import describe_machine
 
 
 def provenance(seed: int) -> dict[str, Any]:
     """Command, revision, versions, machine, threads, seed and time."""
     return {
-        "command": shlex.join(["foredraft", *sys.argv[1:]]),
+        "command": _command(),
         "revision": _revision(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
         "machine": describe_machine(),
     }
+
+
+def _command() -> str:
+    """What was typed, and the switch of our kernels where it was set."""
+    switched = [f"{SWITCH}={os.environ[SWITCH]}"] if os.environ.get(SWITCH) else []
+    return shlex.join([*switched, "foredraft", *sys.argv[1:]])
 
 
 def _revision() -> str | None:

@@ -22,6 +22,15 @@ def test_a_file_carries_its_provenance(tmp_path: Path) -> None:
     assert {"cpu", "gpu", "threads", "versions"} <= set(report["machine"])
 
 
+def test_the_switch_of_the_kernels_is_part_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
+    path = tmp_path / "out.json"
+    write_json(str(path), {}, seed=0)
+    assert json.loads(path.read_text())["command"].startswith("FOREDRAFT_KERNELS=off foredraft")
+
+
 def test_a_place_that_cannot_be_written_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot write"):
         write_json("/no/such/folder/out.json", {}, seed=0)
