@@ -24,10 +24,6 @@ from foredraft.core.noise import gumbel_argmax, gumbel_noise, gumbel_top
 from foredraft.core.rng import Purpose, keyed_uniform
 from foredraft.core.sampling import Law, draw_token
 
-_SHARPENED_BELOW = 0.6
-_SHARPENING = 2.5
-"""At low temperature a draft model's log weights count this much more against the noise: the gain
-is a point or two of acceptance, and any factor is exact."""
 _TRUST = 1.4
 """How fast the chance of a choice falls with its distance from the best perturbed score. Fitted to
 accepted shares by distance; it weighs nodes against time and touches no token."""
@@ -103,9 +99,8 @@ class KeyedSharedChoices:
     def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
         if law.scale is None:
             return _likeliest(law, count)
-        scale = law.scale * _sharpening(self.temperature)
         # One more than asked for: what comes behind the last one says how sure it is.
-        scored = gumbel_top(law.logits_V, count + 1, self.seed, self._at(depth), scale)
+        scored = gumbel_top(law.logits_V, count + 1, self.seed, self._at(depth), law.scale)
         chances = _softmax([_TRUST * score for _, score in scored])
         pairs = zip(scored, chances, strict=True)
         return [Choice(token, chance) for (token, _), chance in pairs][:count]
@@ -173,10 +168,6 @@ class KeyedVerifyChoices:
 
     def draw_residual(self, probs_V: Tensor) -> int:
         return draw_token(probs_V, keyed_uniform(self.seed, self.num_tokens, Purpose.RESIDUAL))
-
-
-def _sharpening(temperature: float) -> float:
-    return _SHARPENING if temperature < _SHARPENED_BELOW else 1.0
 
 
 def _likeliest(law: Law, count: int) -> list[Choice]:

@@ -149,8 +149,9 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
     """Let the shipped keyed choices, keys and all, decide by ``ledger``.
 
     In place of Gumbel noise the draws of one position share one uniform number, which is another
-    coupling of drafter and target, and one that can be enumerated. That the noise itself draws
-    from the law is shown in tests/core/test_noise.py.
+    coupling of drafter and target, and one that can be enumerated. Whoever asks for the noise of
+    some tokens learns in which half that number lies. That the noise itself draws from the law is
+    shown in tests/core/test_noise.py.
     """
 
     def argmax(logits_V: Tensor, seed: int, position: int, scale: float = 1.0) -> int:
@@ -166,8 +167,13 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
             :count
         ]
 
+    def noise(tokens: Sequence[int], seed: int, position: int) -> list[float]:
+        half = ledger.decide((0.5, 0.5), ("noise", seed, position))
+        return [float(token % 2 == half) for token in tokens]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keyed_choices, "gumbel_argmax", argmax)
+        patch.setattr(keyed_choices, "gumbel_noise", noise)
         patch.setattr(keyed_choices, "gumbel_top", top)
         patch.setattr(keyed_choices, "keyed_uniform", lambda *key: _LedgerNumber(ledger, key))
         patch.setattr(keyed_choices, "draw_token", lambda probs_V, number: number.draw(probs_V))

@@ -13,21 +13,27 @@ import pytest
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
+from foredraft.core.choices import KeyedSharedChoices
+from foredraft.core.cost import LinearPrice
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform
+from foredraft.drafters import base as drafters_base
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.common.shapes import BestFirstShape, FixedShape
 from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.suffix import SuffixDrafter
+from foredraft.drafters.token_recycling import TokenRecyclingDrafter
 from tests.exactness.drafting import SHAPES, Chosen, Drawn, TableDrafter
 from tests.exactness.engine_runs import PROMPT, generate
 from tests.exactness.ledger import Ledger, keyed_numbers_from, law, total_variation
 from tests.exactness.worlds import Tokens, World, target_law, world
 
 ROUNDING = 1e-12
-DRAWN = SamplingParams(temperature=1.0, max_tokens=3, seed=7, coupling="drawn")
+SEED = 7
+DRAWN = SamplingParams(temperature=1.0, max_tokens=3, seed=SEED, coupling="drawn")
 SEEDED = replace(DRAWN, coupling="seeded")
 NewDrafter = Callable[[World], Drafter]
 
@@ -42,6 +48,8 @@ ANY_COUPLING: dict[str, NewDrafter] = {
     "draft model": lambda w: DraftModelDrafter(w.draft()),
     "draft tree": lambda w: DraftTreeDrafter(w.draft(), FixedShape((2, 1))),
     "best-first tree": lambda w: DraftTreeDrafter(w.draft(), BestFirstShape(2, 2)),
+    "suffix": lambda w: SuffixDrafter(LinearPrice(0.01)),
+    "token recycling": lambda w: TokenRecyclingDrafter(3, LinearPrice(0.01)),
     "chosen tree": table_drafter(Chosen(SHAPES["unbalanced"])),
 }
 DRAFTERS = ANY_COUPLING | {
@@ -70,6 +78,33 @@ def test_the_engine_keeps_the_law(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ANY_COUPLING)
 def test_the_engine_keeps_the_law_of_seeded_requests(name: str) -> None:
     assert_exact(world("random", 3), DRAFTERS[name], SEEDED)
+
+
+@pytest.mark.parametrize("name", ["draft model", "draft tree", "best-first tree"])
+def test_drafts_are_chosen_with_the_number_of_the_draw(name: str) -> None:
+    """A draft model that is the target foresees the draws; with another number it cannot."""
+    w = world("q is p", 3)
+
+    def num_accepted(seed: int | None) -> float:
+        """The expected number of tokens that were drafted and taken."""
+
+        def run(ledger: Ledger) -> int:
+            with keyed_numbers_from(ledger), pytest.MonkeyPatch.context() as patch:
+                if seed is not None:
+                    patch.setattr(
+                        drafters_base,
+                        "KeyedSharedChoices",
+                        lambda _, *rest: KeyedSharedChoices(seed, *rest),
+                    )
+                (result,) = generate(w.target(), DRAFTERS[name](w), 3, [(PROMPT, SEEDED)])
+            return result.stats.accepted
+
+        return sum(count * weight for count, weight in law(run).items())
+
+    foreseen = num_accepted(None)
+    # Where two nodes are siblings one of them is taken, else both.
+    assert foreseen == pytest.approx(1.0 if name == "draft tree" else 2.0)
+    assert num_accepted(SEED + 1) < foreseen - 0.1
 
 
 def test_rows_of_a_batch_are_independent() -> None:
