@@ -35,3 +35,5 @@ def test_add_a_drafter_shows_the_example_as_it_is() -> None:
     shown = blocks(REPO / "docs" / "add-a-drafter.md")
     assert ("python", (EXAMPLE / "foredraft_recall.py").read_text()) in shown
     assert ("toml", (EXAMPLE / "pyproject.toml").read_text()) in shown
+    head = (REPO / "examples" / "foredraft-toy-head-drafter" / "foredraft_toy_head.py").read_text()
+    assert all(content in head for language, content in shown if language == "py")
