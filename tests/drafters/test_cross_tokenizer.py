@@ -17,8 +17,8 @@ from foredraft.core.errors import ConfigError, VocabularyMismatchError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DrafterContext, TextCodec
-from foredraft.drafters.common.shared_vocabulary import RestrictedModel, SharedVocabulary
-from foredraft.drafters.common.transcript import CodecPair
+from foredraft.drafters.cross_tokenizer.shared_vocabulary import RestrictedModel, SharedVocabulary
+from foredraft.drafters.cross_tokenizer.transcript import CodecPair
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
 from tests.conformance.harness import (

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from foredraft.drafters.common.transcript import CodecPair, Transcript
+from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Transcript
 from tests.drafters.tokenizers import END, STYLES, TEXT, codec
 
 PAIRS = list(itertools.product(STYLES, STYLES))

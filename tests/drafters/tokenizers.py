@@ -14,8 +14,8 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 
 from foredraft.drafters.base import TextCodec
-from foredraft.drafters.common.shared_vocabulary import token_texts
-from foredraft.drafters.common.transcript import Specials
+from foredraft.drafters.cross_tokenizer.shared_vocabulary import token_texts
+from foredraft.drafters.cross_tokenizer.transcript import Specials
 from foredraft.models.table import TableModel
 from foredraft.models.tokenizer import Tokenizer
 from tests.models.checkpoints import train_tokenizer

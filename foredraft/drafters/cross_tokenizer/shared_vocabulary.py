@@ -16,7 +16,7 @@ from foredraft.cache.base import Cache
 from foredraft.core.errors import VocabularyMismatchError
 from foredraft.core.proposal import Renaming
 from foredraft.drafters.base import TextCodec
-from foredraft.drafters.common.transcript import CodecPair, Specials
+from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Specials
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 
 _UNFINISHED = "\ufffd"

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.automaton import SEPARATOR, SuffixAutomaton
+from foredraft.drafters.suffix.automaton import SEPARATOR, SuffixAutomaton
 
 _FORMAT = "foredraft-past-outputs-1"
 

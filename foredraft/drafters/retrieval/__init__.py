@@ -23,10 +23,10 @@ from foredraft.drafters.base import (
 )
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import OTHER_TEXT, REPEATED_TEXT, MatchConfidence
-from foredraft.drafters.common.datastore import Datastore, Interval
 from foredraft.drafters.common.options import checked_count
 from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.price import asked_price
+from foredraft.drafters.retrieval.datastore import Datastore, Interval
 
 _MAX_MATCH = 16
 """Longest suffix looked for; longer ones are hardly more reliable."""

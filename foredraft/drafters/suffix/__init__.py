@@ -21,13 +21,13 @@ from foredraft.drafters.base import (
     DraftRow,
     Observation,
 )
-from foredraft.drafters.common.automaton import NO_MATCH, Match, SuffixAutomaton
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import OTHER_TEXT, MatchConfidence
 from foredraft.drafters.common.options import checked_count, checked_flag
-from foredraft.drafters.common.past_outputs import PastOutputs, tenant_file
 from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.price import asked_price
+from foredraft.drafters.suffix.automaton import NO_MATCH, Match, SuffixAutomaton
+from foredraft.drafters.suffix.past_outputs import PastOutputs, tenant_file
 
 _Place = tuple[Match, ...]
 """Where a text stands in each source: its longest suffix there."""

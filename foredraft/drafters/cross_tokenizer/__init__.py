@@ -32,8 +32,8 @@ from foredraft.drafters.base import (
     DraftRequest,
     DraftRow,
 )
-from foredraft.drafters.common.shared_vocabulary import RestrictedModel, SharedVocabulary
-from foredraft.drafters.common.transcript import CodecPair, Transcript
+from foredraft.drafters.cross_tokenizer.shared_vocabulary import RestrictedModel, SharedVocabulary
+from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Transcript
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 
 _MAX_RATIO = 8
