@@ -43,10 +43,6 @@ class Law:
         """The law with these probabilities (or weights)."""
         return cls(probs_V.log(), 1.0, int(probs_V.argmax()))
 
-    @property
-    def is_sure(self) -> bool:
-        return self.scale is None
-
     @cached_property
     def probs_V(self) -> Tensor:
         """Probabilities [V] in the dtype of the logits."""
