@@ -1,0 +1,160 @@
+"""What every trained drafter is made of: a torch module that training and drafting share.
+
+A kind of head is a folder of `foredraft.drafters` with a ``module.py`` (a `HeadModule`: what is
+trained and saved) and a ``drafter.py`` (how its guesses become proposals). Training knows modules
+only through this file, drafting never imports training.
+
+How positions are counted, everywhere: the *anchor* ``i`` is the last token that the target has
+read, so its hidden states are known, and so is token ``i + 1``, which the target drew from them.
+Draft token ``k`` (from 1) is token ``i + 1 + k``.
+
+Shape legend: B texts, L tokens of the longest, E hidden size, V vocabulary, R output rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a llama-shaped target, as heads need them; fields as in ``config.json``."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+
+
+class HeadSource(Protocol):
+    """What a head may start from: a target's sizes and weights. All tensors are copies."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    def embedding(self) -> Tensor:
+        """[V, E]."""
+        ...
+
+    def head(self) -> Tensor:
+        """[V, E]; the embedding itself where the two are tied."""
+        ...
+
+    def final_norm(self) -> Tensor:
+        """[E]."""
+        ...
+
+    def layer(self, index: int) -> Mapping[str, Tensor]:
+        """Weights of a layer under the names of `LlamaLayer`; -1 is the last layer."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Texts with what the target made of them.
+
+    Attributes:
+        tokens_BL: int64 token ids; what lies behind a text's end is any id.
+        lengths_B: int64 tokens of each text.
+        embeddings_BLE: the target's embeddings of the tokens.
+        taps: for each layer that the head asks for its output [B, L, E].
+    """
+
+    tokens_BL: Tensor
+    lengths_B: Tensor
+    embeddings_BLE: Tensor
+    taps: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a head says at every anchor about one later token.
+
+    Attributes:
+        logits_BLR: over the head's output rows; entry ``i`` is about token ``i + shift``, given
+            all tokens before that one. What it says beyond a text's end means nothing.
+        shift: `depth` + 1 for heads that draft behind an anchor; 1 for one that predicts the
+            token right after the one it stands on.
+        depth: which draft token that is, from 1: acceptance is counted by it.
+    """
+
+    logits_BLR: Tensor
+    shift: int
+    depth: int
+
+
+class HeadModule(nn.Module, ABC):
+    """A head: parameters, and predictions for training.
+
+    Subclasses keep their options in `config`, which can be written as JSON, so that
+    ``Kind.from_config(shape, module.config)`` makes the same module with other weights. The
+    embedding is the target's: it is never a parameter of a head.
+
+    Attributes:
+        kind: the registered name of the drafter that uses it.
+        shape: of the target.
+        taps: the layers of the target that it reads; ascending.
+        output_ids_R: the token of each output row, ascending, a buffer; None: all of them.
+    """
+
+    kind: ClassVar[str]
+    shape: ModelShape
+    taps: tuple[int, ...]
+    output_ids_R: Tensor | None
+
+    @classmethod
+    @abstractmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        """A new head for a target, as close to useful as copying its weights makes it.
+
+        Args:
+            output_ids: the tokens it may name, ascending; None: all.
+            options: those of `option_help`; unknown ones have been refused.
+        """
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        """The module that `config` describes, its weights to be loaded."""
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """All that `from_config` needs, as JSON values; without the shape."""
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        """Names of the options that `start` takes, each with a line of help."""
+        return {}
+
+    @abstractmethod
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        """What it would say when drafting ``depth`` tokens behind every anchor.
+
+        The tokens before the one that is predicted are those of the text. Hidden states behind an
+        anchor are the head's own, as they will be when it drafts.
+        """
+
+    def extra_loss(self, batch: TextBatch, predictions: Sequence[Prediction]) -> Tensor | None:
+        """A further term of the loss (a confidence head's, say); usually none."""
+        return None
+
+
+def output_rows(source_VE: Tensor, output_ids: Sequence[int] | None) -> Tensor:
+    """A copy of the rows that a head may name; [R, E]."""
+    if output_ids is None:
+        return source_VE.clone()
+    return source_VE[torch.as_tensor(output_ids, device=source_VE.device)].clone()
