@@ -8,7 +8,8 @@ How positions are counted, everywhere: the *anchor* ``i`` is the last token that
 read, so its hidden states are known, and so is token ``i + 1``, which the target drew from them.
 Draft token ``k`` (from 1) is token ``i + 1 + k``.
 
-Shape legend: B texts, L tokens of the longest, E hidden size, V vocabulary, R output rows.
+Shape legend: B texts, L tokens of the longest, E hidden size, V vocabulary, R output rows,
+K columns of the output product (E, or more).
 """
 
 from __future__ import annotations
@@ -79,19 +80,30 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a head says at every anchor about one later token.
+    """What a head says at every anchor about one later token: logits as a product not yet made.
+
+    There are far more logits than states: losses make them piece by piece and only where they
+    count. A bias by token (a Markov head's, say) goes in as further columns of both factors.
 
     Attributes:
-        logits_BLR: over the head's output rows; entry ``i`` is about token ``i + shift``, given
-            all tokens before that one. What it says beyond a text's end means nothing.
-        shift: `depth` + 1 for heads that draft behind an anchor; 1 for one that predicts the
+        states_BLK: what is multiplied with the output rows; entry ``i`` is about token
+            ``i + shift``, given all tokens before that one. What it says beyond a text's end means
+            nothing.
+        output_RK: the output rows.
+        shift: ``depth + 1`` for heads that draft behind an anchor; 1 for one that predicts the
             token right after the one it stands on.
         depth: which draft token that is, from 1: acceptance is counted by it.
     """
 
-    logits_BLR: Tensor
+    states_BLK: Tensor
+    output_RK: Tensor
     shift: int
     depth: int
+
+    @property
+    def logits_BLR(self) -> Tensor:
+        """All of them: for tests and small texts."""
+        return self.states_BLK @ self.output_RK.T
 
 
 class HeadModule(nn.Module, ABC):

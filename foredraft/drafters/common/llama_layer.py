@@ -74,7 +74,8 @@ class LlamaLayer(nn.Module):
         """All that comes after attention."""
         x_BLE = x_BLE + self.output(attended_BHLD.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.mlp_norm(x_BLE)).chunk(2, -1)
-        return x_BLE + self.down(F.silu(gate) * up)
+        product: Tensor = self.down(F.silu(gate) * up)
+        return x_BLE + product
 
     def forward(self, x_BLE: Tensor) -> Tensor:
         """Causal, from position 0."""
