@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from foredraft.cache.base import KVShape, SlotLengths, check_keep, padded_capacity
-from foredraft.cache.layers import AddedLayers, StoredLayers, resized
-from foredraft.core.errors import ConfigError
+from foredraft.cache.layers import AddedLayers, StoredLayers, check_fits, resized
 
 
 class KVCache:
@@ -53,11 +52,7 @@ class KVCache:
         Raises:
             ConfigError: the cache has another shape or dtype.
         """
-        if (self.shape, self.keys_LSHCD.dtype) != (shape, dtype):
-            raise ConfigError(
-                f"a model with {dtype} entries of {shape} cannot use a cache of "
-                f"{self.keys_LSHCD.dtype} entries of {self.shape}: make it of the model's own"
-            )
+        check_fits(self.shape, self.keys_LSHCD.dtype, shape, dtype)
 
     def allocate(self) -> int:
         slot = self._lengths.open()

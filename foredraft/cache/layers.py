@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import KVShape, padded_capacity
+from foredraft.core.errors import ConfigError
 
 
 class StoredLayers:
@@ -28,13 +29,52 @@ class StoredLayers:
     def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device | str) -> None:
         self.shape = shape
         empty = (shape.num_layers, 0, shape.num_kv_heads, 0, shape.head_dim)
-        self._keys_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
-        self._values_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
+        self.keys_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
+        self.values_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
         self._ends: dict[int, list[int]] = {}  # of the written positions, by slot and layer
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self._keys_LSHCD.numel() * self._keys_LSHCD.dtype.itemsize
+        return 2 * self.keys_LSHCD.numel() * self.keys_LSHCD.dtype.itemsize
+
+    @property
+    def capacity(self) -> int:
+        return self.keys_LSHCD.shape[3]
+
+    def check_fits(self, shape: KVShape, dtype: torch.dtype) -> None:
+        """Refuse to serve layers that would write something else than there is room for.
+
+        Raises:
+            ConfigError: the store has another shape or dtype.
+        """
+        check_fits(self.shape, self.keys_LSHCD.dtype, shape, dtype)
+
+    def reserve(self, slot: int, num_entries: int) -> None:
+        """Make room for ``num_entries`` in all, for one who writes past `write`.
+
+        Raises:
+            KeyError: the slot is not allocated.
+            MemoryError, RuntimeError: there is no memory left; nothing has changed then.
+        """
+        self._end(0, slot)
+        self._make_room(slot, num_entries)
+
+    def check_no_gap(self, slot: int, start: int) -> None:
+        """Refuse entries from ``start`` on that would leave a gap behind those written before.
+
+        Raises:
+            KeyError: the slot is not allocated.
+            ValueError: they would.
+        """
+        for layer in range(self.shape.num_layers):
+            if not 0 <= start <= (written := self._end(layer, slot)):
+                raise ValueError(
+                    f"entries from {start} on leave a gap: slot {slot} holds {written}"
+                )
+
+    def hold(self, slot: int, end: int) -> None:
+        """The entries before ``end`` have been written in all layers, past `write`."""
+        self._ends[slot] = [max(end, written) for written in self._ends[slot]]
 
     def write(
         self, layer: int, slot: int, start: int, keys_HTD: Tensor, values_HTD: Tensor
@@ -57,8 +97,8 @@ class StoredLayers:
             raise ValueError(f"entries from {start} on leave a gap: slot {slot} holds {written}")
         end = start + keys_HTD.shape[1]
         self._make_room(slot, end)
-        self._keys_LSHCD[layer, slot, :, start:end] = keys_HTD
-        self._values_LSHCD[layer, slot, :, start:end] = values_HTD
+        self.keys_LSHCD[layer, slot, :, start:end] = keys_HTD
+        self.values_LSHCD[layer, slot, :, start:end] = values_HTD
         self._ends[slot][layer] = max(written, end)
 
     def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
@@ -72,7 +112,7 @@ class StoredLayers:
         if not 0 <= end <= written:
             raise ValueError(f"{end} entries wanted; layer {layer} of slot {slot} holds {written}")
         seen = (layer, slot, slice(None), slice(0, end))
-        return self._keys_LSHCD[seen], self._values_LSHCD[seen]
+        return self.keys_LSHCD[seen], self.values_LSHCD[seen]
 
     def covered(self, slot: int) -> int:
         """Leading positions that all of these layers hold."""
@@ -89,7 +129,7 @@ class StoredLayers:
         ends = [min(end, length) for end in self._ends[slot]]
         if longest := max(ends, default=0):
             self._make_room(copy, longest)
-            for store in (self._keys_LSHCD, self._values_LSHCD):
+            for store in (self.keys_LSHCD, self.values_LSHCD):
                 store[:, copy, :, :longest] = store[:, slot, :, :longest]
         self._ends[copy] = ends
 
@@ -106,14 +146,14 @@ class StoredLayers:
         return self._ends[slot][layer]
 
     def _make_room(self, slot: int, num_entries: int) -> None:
-        slots, capacity = self._keys_LSHCD.shape[1], self._keys_LSHCD.shape[3]
+        slots, capacity = self.keys_LSHCD.shape[1], self.keys_LSHCD.shape[3]
         if num_entries > capacity:
             capacity = padded_capacity(max(num_entries, capacity * 3 // 2))
         self._resize(max(slots, slot + 1), capacity)
 
     def _resize(self, slots: int, capacity: int) -> None:
-        self._keys_LSHCD, self._values_LSHCD = resized(
-            self._keys_LSHCD, self._values_LSHCD, slots, capacity
+        self.keys_LSHCD, self.values_LSHCD = resized(
+            self.keys_LSHCD, self.values_LSHCD, slots, capacity
         )
 
 
@@ -157,6 +197,15 @@ class AddedLayers:
     def close(self, slot: int) -> None:
         for layers in self._all:
             layers.close(slot)
+
+
+def check_fits(held: KVShape, held_dtype: torch.dtype, shape: KVShape, dtype: torch.dtype) -> None:
+    """See `StoredLayers.check_fits`."""
+    if (held, held_dtype) != (shape, dtype):
+        raise ConfigError(
+            f"a model with {dtype} entries of {shape} cannot use a cache of {held_dtype} entries "
+            f"of {held}: make it of the model's own"
+        )
 
 
 def resized(

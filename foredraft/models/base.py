@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import Cache
+from foredraft.cache.base import Cache, CacheLayers
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 
@@ -29,7 +29,8 @@ class Capabilities:
         layer_views: a model of some of its layers can be made from it, sharing the weights (see
             `LayeredTarget`).
         shallow: its first layers can draft on its own cache, and `score` goes on from them.
-        cache_layers: its cache keeps layers of others beside its own (see `Cache.add_layers`).
+        cache_layers: its cache keeps layers of others beside its own (see `Cache.add_layers`), and
+            it runs such layers (see `HeadTarget`).
         encoder: it has an encoder whose output the decoder attends to.
     """
 
@@ -189,6 +190,85 @@ def read(target: Target, slot: int, tokens: Sequence[int]) -> None:
         target.cache.keep(slot, len(piece), ())
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a llama-shaped target, as heads need them; fields as in ``config.json``."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Decoder layers of a drafter, which the target runs as it runs its own.
+
+    Attributes:
+        layers: of each layer its tensors by name: ``attention_norm.weight`` [E], ``qkv.weight``
+            [(H + 2G) D, E], ``output.weight`` [E, H D], ``mlp_norm.weight`` [E],
+            ``gate_up.weight`` [2F, E] (gate first), ``down.weight`` [E, F].
+        norm_E: of the final norm.
+        output_RE: the rows of the head.
+        shape: sizes of the layers; ``vocab_size`` and ``num_hidden_layers`` are not looked at.
+    """
+
+    layers: Sequence[Mapping[str, Tensor]]
+    norm_E: Tensor
+    output_RE: Tensor
+    shape: ModelShape
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """One row's part of a run: tokens of the text, then a tree that hangs off the last of them.
+
+    Attributes:
+        slot: the row's slot in the target's cache.
+        start: how many entries lie before the first token.
+        num_text: tokens of the text, at least one.
+        tree: which node hangs where; its tokens are not looked at.
+        num_known: how many of all these, from the front, were run before and are still there.
+        num_wanted: of how many, from the end, the logits are wanted.
+    """
+
+    slot: int
+    start: int
+    num_text: int
+    tree: TokenTree = EMPTY_TREE
+    num_known: int = 0
+    num_wanted: int = 1
+
+
+class HeadRunner(Protocol):
+    """Runs a drafter's layers on cache layers of their own, which come with the target's.
+
+    Attributes:
+        layers: where it writes. Entries of the text are held there as soon as they were run.
+    """
+
+    @property
+    def layers(self) -> CacheLayers: ...
+
+    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the tokens that are not known yet, of all rows.
+
+        Args:
+            inputs_TE: what goes into the first layer for each of them, in float32 or the
+                target's dtype.
+
+        Returns:
+            The last layer's output [T, E] in float32 for each token, before the norm; and float32
+            logits [N, R] of the wanted ones.
+        """
+        ...
+
+
 class TargetParts(Protocol):
     """The ends of a target, for drafters that stand on them. They share the target's weights.
 
@@ -229,6 +309,18 @@ class PartsTarget(Target, Protocol):
 
     @property
     def parts(self) -> TargetParts: ...
+
+
+class HeadTarget(PartsTarget, Protocol):
+    """A target with the capabilities ``parts`` and ``cache_layers``."""
+
+    def head_runner(self, weights: HeadWeights) -> HeadRunner:
+        """What runs a drafter's layers; they get cache layers of their own.
+
+        Raises:
+            ConfigError: the shapes of the weights do not fit each other.
+        """
+        ...
 
 
 class ShallowTarget(Protocol):

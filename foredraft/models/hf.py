@@ -22,11 +22,19 @@ from transformers.utils import logging as hf_logging
 
 from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.models.base import Capabilities, RowScores, ScoreRow, Scores, check_taps
+from foredraft.models.base import (
+    Capabilities,
+    HeadWeights,
+    RowScores,
+    ScoreRow,
+    Scores,
+    check_taps,
+)
 from foredraft.models.hf_cache import HFCache, layer_factory
 from foredraft.models.hf_parts import HFParts, find_parts
 from foredraft.models.hf_sizes import read_sizes
 from foredraft.models.native.plan import ForwardPlan, plan_forward
+from foredraft.models.native.runner import NativeHeadRunner, head_config
 from foredraft.models.safety import Checkpoint
 
 _NO_LIMIT = 1 << 30
@@ -125,6 +133,12 @@ class HFTarget:
                 "apart from outside, so no drafter can stand on them"
             )
         return self._parts
+
+    def head_runner(self, weights: HeadWeights) -> NativeHeadRunner:
+        """See `foredraft.models.base.HeadTarget`."""
+        dtype = self.parts.dtype
+        layers = self.cache.add_layers(head_config(weights).kv_shape, dtype)
+        return NativeHeadRunner(weights, layers, dtype, fused=False)
 
     @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:

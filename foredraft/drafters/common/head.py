@@ -22,20 +22,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a llama-shaped target, as heads need them; fields as in ``config.json``."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
+from foredraft.models.base import ModelShape
 
 
 class HeadSource(Protocol):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foredraft.drafters.common.head import ModelShape
+from foredraft.models.base import ModelShape
 
 
 class RMSNorm(nn.Module):
@@ -59,6 +59,10 @@ class LlamaLayer(nn.Module):
         self.mlp_norm = RMSNorm(hidden, eps)
         self.gate_up = nn.Linear(hidden, 2 * shape.intermediate_size, bias=False)
         self.down = nn.Linear(shape.intermediate_size, hidden, bias=False)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its tensors by name, as `foredraft.models.base.HeadWeights` wants them."""
+        return {name: tensor.detach() for name, tensor in self.named_parameters()}
 
     def heads(self, x_BLE: Tensor, positions_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, L, D], keys and values [B, G, L, D]; rotated."""

@@ -1,0 +1,94 @@
+"""The tokens that a head can name, and choices among them.
+
+Shape legend: N nodes, R output rows, V vocabulary, K candidates of a node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foredraft.core.choices import Choice
+from foredraft.core.params import SamplingParams
+from foredraft.core.rules import SamplingRules
+from foredraft.drafters.base import DraftRow
+
+_CANDIDATES = 64
+"""Of each node, when noise is to choose among them: what lies beyond is rarely drawn."""
+
+
+class OutputRows:
+    """Which token each output row of a head stands for.
+
+    Args:
+        ids_R: the tokens, ascending; None: all.
+        vocab_size: V.
+    """
+
+    def __init__(self, ids_R: Tensor | None, vocab_size: int) -> None:
+        self._ids_R = torch.arange(vocab_size) if ids_R is None else ids_R.cpu()
+        self._vocab_size, self._all = vocab_size, ids_R is None
+
+    def spread(self, logits_R: Tensor) -> Tensor:
+        """Logits [V]: tokens without a row cannot occur."""
+        if self._all:
+            return logits_R
+        logits_V = logits_R.new_full((self._vocab_size,), -math.inf)
+        logits_V[self._ids_R.to(logits_R.device)] = logits_R
+        return logits_V
+
+    def choices(
+        self,
+        row: DraftRow,
+        logits_NR: Tensor,
+        drafted: Sequence[Sequence[int]],
+        count: int,
+    ) -> list[list[Choice]]:
+        """The tokens that the target will likeliest take at each node, likeliest first.
+
+        For seeded requests. Where the request's rules are temperature and filters alone, only the
+        likeliest tokens are looked at; that may miss a choice, and costs far less than a law over
+        the vocabulary.
+
+        Args:
+            logits_NR: the head's own.
+            drafted: for each node the guesses from the committed text to it, itself included.
+        """
+        if not isinstance(row.rules, SamplingRules):
+            return [
+                row.choose(self.spread(logits_R), guesses, count)
+                for logits_R, guesses in zip(logits_NR, drafted, strict=True)
+            ]
+        params = row.params
+        is_greedy = params.temperature == 0.0
+        scale = 1.0 if is_greedy else 1.0 / max(params.temperature, 1e-3)
+        wanted = min(count if is_greedy else _CANDIDATES, logits_NR.shape[1])
+        top = logits_NR.topk(wanted)
+        log_total_N = (logits_NR * scale).logsumexp(1, keepdim=True)
+        probs = (top.values * scale - log_total_N).exp().tolist()
+        tokens = self._ids_R[top.indices.cpu()].tolist()
+        found = []
+        for node, guesses in enumerate(drafted):
+            candidates = [*map(Choice, tokens[node], probs[node])]
+            if not is_greedy:
+                candidates = row.weigh(_filtered(candidates, params), len(guesses))
+            found.append(candidates[:count])
+        return found
+
+
+def _filtered(candidates: list[Choice], params: SamplingParams) -> list[Choice]:
+    """What top-k, top-p and min-p leave of candidates in falling order, renormalised."""
+    if params.top_k > 0:
+        candidates = candidates[: params.top_k]
+    kept, mass = [], 0.0
+    for candidate in candidates:
+        if mass >= params.top_p or candidate.chance < params.min_p * candidates[0].chance:
+            break
+        kept.append(candidate)
+        mass += candidate.chance
+    if params.top_p == 1.0 and params.min_p == 0.0 and params.top_k <= 0:
+        return kept
+    return [Choice(token, chance / mass) for token, chance in kept]

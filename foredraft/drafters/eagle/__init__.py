@@ -1,0 +1,1 @@
+"""EAGLE: a trained layer on the target's hidden states drafts a tree, token by token."""

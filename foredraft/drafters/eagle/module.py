@@ -1,0 +1,171 @@
+"""EAGLE: one decoder layer that reads what the target made of the text, and drafts step by step.
+
+An entry of the layer stands for a token whose hidden states are known together with the token
+that follows it. Its input joins both: normed outputs of several of the target's layers (low,
+middle and high, as in EAGLE-3, arXiv 2503.01840) and the embedding of the following token. Behind
+the anchor the target's states are not known; the layer's own output takes their place, and
+training does just that (training-time test).
+
+Shape legend: B texts, L tokens, E hidden size, R output rows, H query heads, G key-value heads,
+D head size, S draft steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.drafters.common.head import (
+    HeadModule,
+    HeadSource,
+    Prediction,
+    TextBatch,
+    output_rows,
+)
+from foredraft.drafters.common.llama_layer import LlamaLayer, RMSNorm
+from foredraft.models.base import ModelShape
+
+INIT = os.environ.get("INIT", "last")
+
+
+class EagleModule(HeadModule):
+    """See the module docstring.
+
+    Args:
+        shape: of the target.
+        taps: the target's layers whose outputs it reads.
+        output_ids: the tokens it may name; None: all.
+    """
+
+    kind = "eagle"
+
+    def __init__(
+        self, shape: ModelShape, taps: Sequence[int], output_ids: Sequence[int] | None
+    ) -> None:
+        super().__init__()
+        self.shape, self.taps = shape, tuple(taps)
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        num_rows = shape.vocab_size if output_ids is None else len(output_ids)
+        ids = None if output_ids is None else torch.as_tensor(output_ids, dtype=torch.int64)
+        self.register_buffer("output_ids_R", ids)
+        self.tap_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in taps)
+        self.own_norm, self.embedding_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.join_taps = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
+        self.join_own = nn.Linear(hidden, hidden, bias=False)
+        self.join_embedding = nn.Linear(hidden, hidden, bias=False)
+        self.layer = LlamaLayer(shape)
+        self.norm = RMSNorm(hidden, eps)
+        self.output = nn.Linear(hidden, num_rows, bias=False)
+
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        taps = options.get("taps") or usual_taps(source.shape.num_hidden_layers)
+        module = cls(source.shape, taps, output_ids)
+        with torch.no_grad():
+            rows_RE = output_rows(source.head(), output_ids)
+            module.output.weight.copy_(rows_RE)
+            # Logits of about 1: a layer that knows nothing yet must not be sure of anything.
+            module.norm.weight.fill_(1.0 / float(rows_RE.norm(dim=1).mean()))
+            if INIT == "last":
+                module.layer.load_state_dict(dict(source.layer(-1)))
+        return module
+
+    @classmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        num_rows = config["num_output_rows"]
+        ids = None if num_rows is None else range(num_rows)  # the true ones come with the weights
+        return cls(shape, config["taps"], ids)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        rows = None if self.output_ids_R is None else len(self.output_ids_R)
+        return {"taps": list(self.taps), "num_output_rows": rows}
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        return {"taps": "layers of the target to read, such as 9,19,29 (low, middle, last)"}
+
+    def inputs(self, embeddings: Tensor, taps: Sequence[Tensor]) -> Tensor:
+        """Entries whose token the target has read; [..., E].
+
+        Args:
+            embeddings: of the tokens that follow.
+            taps: the target's states of the tokens themselves, one for each tapped layer.
+        """
+        normed = [norm(x) for norm, x in zip(self.tap_norms, taps, strict=True)]
+        joined: Tensor = self.join_taps(torch.cat(normed, -1)) + self._join_token(embeddings)
+        return joined
+
+    def own_inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """Entries behind the anchor: ``states`` are the layer's own output one token earlier."""
+        joined: Tensor = self.join_own(self.own_norm(states)) + self._join_token(embeddings)
+        return joined
+
+    def _join_token(self, embeddings: Tensor) -> Tensor:
+        joined: Tensor = self.join_embedding(self.embedding_norm(embeddings))
+        return joined
+
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        following = batch.embeddings_BLE.roll(-1, 1)
+        x_BLE = self.inputs(following, [batch.taps[layer] for layer in self.taps])
+        attention = _AnchoredAttention(self.layer)
+        found = []
+        for step in range(depth):
+            if step:
+                following = following.roll(-1, 1)
+                x_BLE = self.own_inputs(following, x_BLE)
+            x_BLE = attention.step(x_BLE, step)
+            states = self.norm(x_BLE)
+            found.append(Prediction(states, self.output.weight, step + 2, step + 1))
+        return found
+
+
+class _AnchoredAttention:
+    """The layer run for all anchors at once, one draft step after another.
+
+    In step s (from 0) the query of anchor i stands at position i + s. It sees the entries of the
+    text up to i, which all anchors share, and those that its own earlier steps left.
+    """
+
+    def __init__(self, layer: LlamaLayer) -> None:
+        self._layer = layer
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def step(self, x_BLE: Tensor, step: int) -> Tensor:
+        positions_L = torch.arange(x_BLE.shape[1], device=x_BLE.device) + step
+        queries, keys, values = self._layer.heads(x_BLE, positions_L)
+        repeat = queries.shape[1] // keys.shape[1]
+        self._keys.append(keys.repeat_interleave(repeat, 1))
+        self._values.append(values.repeat_interleave(repeat, 1))
+        return self._layer.finish(x_BLE, self._attend(queries))
+
+    def _attend(self, queries_BHLD: Tensor) -> Tensor:
+        length, scale = queries_BHLD.shape[2], queries_BHLD.shape[3] ** -0.5
+        queries_BHLD = queries_BHLD * scale
+        scores = queries_BHLD @ self._keys[0].mT + self._hidden(queries_BHLD)
+        own = [(queries_BHLD * keys).sum(-1, keepdim=True) for keys in self._keys[1:]]
+        weights = torch.cat([scores, *own], -1).softmax(-1)
+        attended = weights[..., :length] @ self._values[0]
+        for i, values in enumerate(self._values[1:]):
+            attended = attended + weights[..., length + i, None] * values
+        return attended
+
+    def _hidden(self, queries_BHLD: Tensor) -> Tensor:
+        """What later tokens' scores are lowered by; [L, L]."""
+        length = queries_BHLD.shape[2]
+        return queries_BHLD.new_full((length, length), -torch.inf).triu(1)
+
+
+def usual_taps(num_layers: int) -> tuple[int, ...]:
+    """A low, a middle and the last layer."""
+    return tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 1}))
+
+
+MODULE = EagleModule

@@ -1,0 +1,174 @@
+"""A drafter's own layers, run by the target's decoder on cache layers beside the target's.
+
+Shape legend: T tokens of a run, N wanted logits, E hidden size, R output rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from foredraft.cache.kv import KVCache
+from foredraft.cache.layers import StoredLayers
+from foredraft.core.errors import ConfigError
+from foredraft.models.base import HeadRow, HeadWeights, ModelShape
+from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.packed import Int8Matrix
+from foredraft.models.native.plan import ForwardPlan, RowSpan
+from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+
+class NativeHeadRunner:
+    """See `foredraft.models.base.HeadRunner`.
+
+    On CPU the matrices are rounded to 8 bits where the fused kernel runs them: a draft may be a
+    little worse for it, never wrong, and takes little more than half the time.
+
+    Args:
+        head: the layers.
+        layers: where their entries go.
+        dtype: of the weights that are not packed.
+        fused: run them by the fused kernel.
+    """
+
+    def __init__(
+        self, head: HeadWeights, layers: StoredLayers, dtype: torch.dtype, fused: bool
+    ) -> None:
+        self.layers = layers
+        config = head_config(head)
+        weights = _decoder_weights(head, dtype, packed=fused)
+        self._input_dtype = torch.float32 if fused else dtype
+        self._device = weights.device
+        self._last = config.num_hidden_layers - 1
+        self._decoder = _new_decoder(config, weights, fused)
+
+    @torch.no_grad()
+    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        for row in rows:
+            self.layers.check_no_gap(row.slot, row.start)
+            self.layers.reserve(row.slot, row.start + row.num_text + len(row.tree))
+        inputs_TE = inputs_TE.to(self._device, self._input_dtype).contiguous()
+        plan = plan_run(rows, inputs_TE, range(self._last + 1))
+        store = cast(KVCache, self.layers)  # all of it that a decoder touches
+        logits_NR, tapped = self._decoder.forward(plan, store, (self._last,))
+        for row in rows:
+            self.layers.hold(row.slot, row.start + row.num_text)
+        return tapped[self._last].float(), logits_NR
+
+
+def plan_run(rows: Sequence[HeadRow], inputs_TE: Tensor, layers: range) -> ForwardPlan:
+    """Lay out a run: of each row the tokens that are not known yet."""
+    plan = ForwardPlan([], [], [], [], [], [], [], [], layers=layers, hidden_TE=inputs_TE)
+    for row in rows:
+        _add_row(plan, row)
+    return plan
+
+
+def _add_row(plan: ForwardPlan, row: HeadRow) -> None:
+    root = row.start + row.num_text  # entries from here on belong to nodes
+    first, end = len(plan), root + len(row.tree)
+    text = range(row.start + row.num_known, root)
+    nodes = range(max(0, row.num_known - row.num_text), len(row.tree))
+    depths, paths = row.tree.depths, row.tree.paths
+    plan.positions.extend(text)
+    plan.positions.extend(root - 1 + depths[node] for node in nodes)
+    plan.prefixes.extend(position + 1 for position in text)
+    plan.prefixes.extend([root] * len(nodes))
+    plan.extras.extend([()] * len(text))
+    plan.extras.extend(tuple(root + on for on in paths[node]) for node in nodes)
+    entries = range(end - len(text) - len(nodes), end)
+    plan.entries.extend(entries)
+    plan.token_ids.extend([0] * len(entries))
+    plan.slots.extend([row.slot] * len(entries))
+    tokens = range(first, len(plan))
+    heads = range(len(plan.heads), len(plan.heads) + row.num_wanted)
+    plan.heads.extend(range(tokens.stop - row.num_wanted, tokens.stop))
+    plan.rows.append(RowSpan(row.slot, tokens, entries, heads))
+
+
+def head_config(head: HeadWeights) -> DecoderConfig:
+    """The layers as a model of their own.
+
+    Raises:
+        ConfigError: the shapes of the weights do not fit each other.
+    """
+    shape = head.shape
+    for layer in head.layers:
+        _check_shapes(layer, shape)
+    if head.output_RE.shape[1:] != (shape.hidden_size,) != head.norm_E.shape:
+        raise ConfigError(
+            f"output rows {[*head.output_RE.shape]} and norm {[*head.norm_E.shape]} do not fit a "
+            f"hidden size of {shape.hidden_size}"
+        )
+    return DecoderConfig(
+        model_type="llama",
+        vocab_size=len(head.output_RE),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=len(head.layers),
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=2**31 - 1,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_theta=shape.rope_theta,
+        rope_inv_freq_scaling=None,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        output_bias=False,
+        qk_norm=False,
+        eos_token_ids=(),
+    )
+
+
+def _check_shapes(layer: Mapping[str, Tensor], shape: ModelShape) -> None:
+    hidden, feed = shape.hidden_size, shape.intermediate_size
+    query = shape.num_attention_heads * shape.head_dim
+    key_value = shape.num_key_value_heads * shape.head_dim
+    expected = {
+        "attention_norm.weight": (hidden,),
+        "qkv.weight": (query + 2 * key_value, hidden),
+        "output.weight": (hidden, query),
+        "mlp_norm.weight": (hidden,),
+        "gate_up.weight": (2 * feed, hidden),
+        "down.weight": (hidden, feed),
+    }
+    for name, wanted in expected.items():
+        if name not in layer or tuple(layer[name].shape) != wanted:
+            found = [*layer[name].shape] if name in layer else "missing"
+            raise ConfigError(f"{name} of the head is {found}; its shape asks for {[*wanted]}")
+
+
+def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> DecoderWeights:
+    def matrix(weight: Tensor, num_parts: int = 1) -> Tensor | Int8Matrix:
+        return Int8Matrix.quantised(weight.float(), num_parts) if packed else weight.to(dtype)
+
+    layers = tuple(
+        LayerWeights(
+            attention_norm_E=layer["attention_norm.weight"].to(dtype),
+            qkv_weight=matrix(layer["qkv.weight"]),
+            qkv_bias=None,
+            query_norm_D=None,
+            key_norm_D=None,
+            output_weight=matrix(layer["output.weight"]),
+            output_bias=None,
+            mlp_norm_E=layer["mlp_norm.weight"].to(dtype),
+            gate_up_weight=matrix(layer["gate_up.weight"], 2),
+            down_weight=matrix(layer["down.weight"]),
+        )
+        for layer in head.layers
+    )
+    output_RE = head.output_RE.to(dtype)
+    return DecoderWeights(output_RE, layers, head.norm_E.to(dtype), matrix(output_RE))
+
+
+def _new_decoder(config: DecoderConfig, weights: DecoderWeights, fused: bool) -> EagerDecoder:
+    if not fused:
+        return EagerDecoder(config, weights)
+    from foredraft.models.native.fused import FusedDecoder
+
+    return FusedDecoder(config, weights)  # type: ignore[return-value]

@@ -1,0 +1,134 @@
+"""EAGLE: what is drafted is what training predicts, and texts stay those of plain decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from foredraft import SamplingParams
+from foredraft.bench.random_model import random_config, random_weights
+from foredraft.control.fixed import FixedBudget
+from foredraft.core.choices import Choice
+from foredraft.drafters.base import DraftRow, Observation
+from foredraft.drafters.common.head import TextBatch
+from foredraft.drafters.eagle.drafter import EagleDrafter
+from foredraft.drafters.eagle.module import EagleModule
+from foredraft.engine.engine import Engine
+from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.loading import native_decoder
+from foredraft.models.base import HeadRow, ModelShape
+from foredraft.core.tree import TokenTree
+from foredraft.models.native.target import NativeTarget
+
+TEXT = [token * 7 % 90 for token in range(24)]
+
+
+def new_target(decoder: str) -> NativeTarget:
+    if decoder == "fused":
+        try:
+            load_library()
+        except KernelUnavailable as reason:
+            pytest.skip(f"no fused kernel here: {reason}")
+    config = replace(
+        random_config("smollm2-135m"),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=96,
+    )
+    torch.manual_seed(3)
+    weights = random_weights(config, torch.float32, "cpu")
+    for matrix in weights.tensors():
+        if matrix.ndim == 2:
+            matrix *= 8.0
+    return NativeTarget(config, weights, native_decoder(decoder))
+
+
+def new_module(target: NativeTarget) -> EagleModule:
+    c = target.config
+    shape = ModelShape(
+        c.vocab_size,
+        c.hidden_size,
+        c.intermediate_size,
+        c.num_hidden_layers,
+        c.num_attention_heads,
+        c.num_key_value_heads,
+        c.head_dim,
+        c.rms_norm_eps,
+        c.rope_theta,
+    )
+    torch.manual_seed(1)
+    return EagleModule(shape, (0, 2), range(0, 96, 2)).eval()
+
+
+@pytest.fixture(params=["eager", "fused"])
+def target(request: pytest.FixtureRequest) -> NativeTarget:
+    return new_target(request.param)
+
+
+def observed(target: NativeTarget, drafter: EagleDrafter, text: list[int]) -> None:
+    """Read a text but for its last token, as the engine would."""
+    from foredraft.drafters.base import DraftRequest
+    from foredraft.models.base import ScoreRow
+    from foredraft.core.proposal import NO_PROPOSAL
+
+    slot = target.cache.allocate()
+    drafter.begin(DraftRequest(0, text[:-1], slot=slot))
+    scores = target.score([ScoreRow(slot, text[:-1])], drafter.taps)[0]
+    target.cache.keep(slot, len(text) - 1, ())
+    drafter.observe(
+        [
+            Observation(
+                0,
+                text[-1:],
+                0,
+                NO_PROPOSAL,
+                (),
+                scores.logits_NV,
+                scores.taps,
+                0,
+                len(text) - 1,
+                text,
+            )
+        ]
+    )
+
+
+@torch.no_grad()
+def test_it_drafts_what_training_predicts(target: NativeTarget) -> None:
+    """At an anchor, with the text's own tokens drafted behind it."""
+    module = new_module(target)
+    drafter = EagleDrafter(module, target)
+    depth, anchor = 3, 15
+    observed(target, drafter, TEXT[: anchor + 2])
+    request = drafter._requests[0]
+    found = [request.logits_R]
+    state, drafted = request.state_E, TokenTree()
+    for k in range(1, depth):
+        drafted = TokenTree.chain(TEXT[anchor + 2 : anchor + 1 + k + 1])
+        inputs = drafter._runner.own_inputs(drafted.tokens[-1:], state[None])
+        states, logits = drafter._runner.run([HeadRow(request.slot, anchor, 1, drafted, k)], inputs)
+        state = states[0]
+        found.append(logits[0])
+    slot = target.cache.allocate()
+    from foredraft.models.base import ScoreRow
+
+    taps = target.score([ScoreRow(slot, TEXT)], module.taps)[0].taps
+    tokens = torch.tensor([TEXT])
+    batch = TextBatch(
+        tokens,
+        torch.tensor([len(TEXT)]),
+        target.parts.embed(tokens[0])[None],
+        {layer: x[None] for layer, x in taps.items()},
+    )
+    for k, prediction in enumerate(module.predictions(batch, depth)):
+        assert (prediction.shift, prediction.depth) == (k + 2, k + 1)
+        expected = prediction.logits_BLR[0, anchor]
+        got = found[k]
+        close = 1e-4 if target.decoder.name == "eager" else 0.03
+        assert (got - expected).norm() < close * expected.norm() * 3, k
