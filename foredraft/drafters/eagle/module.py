@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.drafters.common.head import (
@@ -144,7 +145,12 @@ class _AnchoredAttention:
         repeat = queries.shape[1] // keys.shape[1]
         self._keys.append(keys.repeat_interleave(repeat, 1))
         self._values.append(values.repeat_interleave(repeat, 1))
-        return self._layer.finish(x_BLE, self._attend(queries))
+        if step:
+            return self._layer.finish(x_BLE, self._attend(queries))
+        attended = F.scaled_dot_product_attention(
+            queries, self._keys[0], self._values[0], is_causal=True
+        )
+        return self._layer.finish(x_BLE, attended)
 
     def _attend(self, queries_BHLD: Tensor) -> Tensor:
         length, scale = queries_BHLD.shape[2], queries_BHLD.shape[3] ** -0.5
