@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from foredraft.cli import bench, chat, demo, doctor, generate, index, tune
+from foredraft.cli import bench, chat, demo, doctor, generate, index, train, tune
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.version import __version__
 
@@ -41,7 +41,10 @@ def _root(
 
 for command in (generate.generate, chat.chat, doctor.doctor, demo.demo):
     app.command()(command)
-for group, name in ((bench.app, "bench"), (index.app, "index"), (tune.app, "tune")):
+for group, name in (
+    *((bench.app, "bench"), (index.app, "index")),
+    *((train.app, "train"), (tune.app, "tune")),
+):
     app.add_typer(group, name=name)
 
 

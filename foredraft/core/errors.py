@@ -34,6 +34,10 @@ class MalformedProposalError(ForedraftError, ValueError):
     """A drafter returned a tree that cannot be scored."""
 
 
+class TrainingError(ForedraftError, RuntimeError):
+    """Training cannot go on. What was written before is whole."""
+
+
 class NonFiniteScoresError(ForedraftError, ArithmeticError):
     """The target produced NaN or infinite logits where a token must be drawn."""
 

@@ -1,0 +1,197 @@
+"""`foredraft train …`: write text, and train drafters on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from foredraft.cli import options as o
+from foredraft.core.errors import ConfigError
+from foredraft.plan import DEFAULT_MODEL
+from foredraft.train.kinds import head_kinds
+
+if TYPE_CHECKING:
+    from foredraft.loading import LoadedModel
+    from foredraft.train.texts import Text
+
+app = typer.Typer(no_args_is_help=True, help="Train a drafter for a model of your own.")
+_DATA, _HOW = "Text", "Training"
+
+
+def _option(panel: str, text: str, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, **more)
+
+
+Target = Annotated[str, typer.Option("--target", help="Whose drafter: as --model elsewhere.")]
+Out = Annotated[Path, typer.Option("--out", help="The folder to write, or to go on with.")]
+
+
+@app.callback()
+def _group() -> None:
+    """Train a drafter for a model of your own."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which text."""
+
+    data: Annotated[list[str], _option(_DATA, "A folder that write-text made. May be repeated.")]
+    capture_gb: Annotated[
+        float, _option(_DATA, "Most gigabytes of the target's states to keep on disk.", min=0.0)
+    ] = 8.0
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How to train; see `foredraft.train.loop.TrainPlan`."""
+
+    tokens: Annotated[
+        str | None, _option(_HOW, "To learn from, repetitions counted, such as 20M.")
+    ] = None
+    minutes: Annotated[
+        float | None, _option(_HOW, "Of learning, over all resumptions.", min=0.0)
+    ] = None
+    loss: Annotated[str, _option(_HOW, "soft, hard, nla, tv or lk.")] = "lk"
+    renormalise: Annotated[
+        bool, typer.Option("--renormalise", rich_help_panel=_HOW,
+                           help="Learn the target's distribution over the output rows alone.")
+    ] = False  # fmt: skip
+    lr: Annotated[float | None, _option(_HOW, "Highest rate of hidden matrices (Muon).")] = None
+    table_lr: Annotated[float | None, _option(_HOW, "Of output rows and vectors (AdamW).")] = None
+    batch_tokens: Annotated[int, _option(_HOW, "Tokens of one step.", min=16)] = 4096
+    sequence: Annotated[int, _option(_HOW, "Tokens of a row.", min=16)] = 512
+    depth: Annotated[int, _option(_HOW, "Draft tokens trained and measured.", min=1, max=16)] = 3
+    output_rows: Annotated[
+        int, _option(_HOW, "Tokens that the head can name, the most frequent; 0: all.", min=0)
+    ] = 8192
+    average: Annotated[
+        float, _option(_HOW, "Decay of a mean of the weights; 0: none.", min=0.0, max=0.99999)
+    ] = 0.0
+    evaluations: Annotated[int, _option(_HOW, "How often acceptance is measured.", min=1)] = 20
+    seed: Annotated[int, _option(_HOW, "Of the order of the texts.")] = 0
+    float32: Annotated[
+        bool, typer.Option("--float32", rich_help_panel=_HOW, help="No bfloat16 products.")
+    ] = False
+
+
+def _train_command(kind: str) -> Callable[..., None]:
+    @o.with_option_objects
+    def command(
+        data: DataOptions,
+        plan: PlanOptions,
+        out: Out,
+        target: Target = DEFAULT_MODEL,
+        device: o.Device = "auto",
+        option: Annotated[
+            list[str] | None, typer.Option(help="NAME=VALUE of this kind; may be repeated.")
+        ] = None,
+    ) -> None:
+        """Train a head; the same command goes on where it was left."""
+        _train(kind, target, device, data, plan, out, o.parse_drafter_options(option or ()))
+
+    command.__doc__ = f"Train a drafter of kind {kind}. The same command goes on where it was left."
+    return command
+
+
+for _kind in head_kinds():
+    app.command(_kind.replace("_", "-"))(_train_command(_kind))
+
+
+def _train(
+    kind: str,
+    target: str,
+    device: str,
+    data: DataOptions,
+    plan: PlanOptions,
+    out: Path,
+    options: dict[str, Any],
+) -> None:
+    from foredraft.cli.training_display import TrainingDisplay
+    from foredraft.paths import cache_root
+    from foredraft.timing_lock import Heed
+    from foredraft.train.kinds import checked_options, module_class
+    from foredraft.train.loop import Trainer
+    from foredraft.train.target import TrainingTarget
+
+    module = module_class(kind)
+    options = checked_options(module, options)
+    train_plan = _plan(plan)
+    loaded = _load(target, device)
+    known = TrainingTarget(loaded.target, loaded.plan.name, loaded.tokenizer.fingerprint)
+    texts = _texts(data.data)
+    console = Console(stderr=True, highlight=False)
+    with Heed() as pause, TrainingDisplay(console) as display:
+        trainer = Trainer(
+            module,
+            options,
+            known,
+            texts,
+            out,
+            train_plan,
+            display,
+            pause,
+            cache_root() / "captures",
+            data.capture_gb * 1e9,
+            {"data": data.data, "command": _command()},
+        )
+        result = trainer.run()
+    done = f"{result.tokens} tokens, {result.seconds / 60:.1f} minutes of learning"
+    more = "" if result.done >= 1 else f" ({result.done:.0%}; the same command goes on)"
+    Console(highlight=False).print(f"{out}: {done}{more}", markup=False, soft_wrap=True)
+
+
+def _plan(given: PlanOptions) -> Any:
+    from foredraft.train.loop import TrainPlan
+    from foredraft.train.optimiser import Rates
+
+    fields = dict(vars(given))
+    lr, table_lr = fields.pop("lr"), fields.pop("table_lr")
+    usual = Rates()
+    tables = table_lr or usual.tables
+    rates = Rates(lr or usual.matrices, tables, tables)
+    return TrainPlan(**fields | {"tokens": parse_count(given.tokens), "rates": rates})
+
+
+def parse_count(text: str | None) -> int | None:
+    """``20M`` and the like.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    if text is None:
+        return None
+    factors = {"k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
+    number, factor = text.lower(), 1
+    if number[-1:] in factors:
+        number, factor = number[:-1], factors[number[-1]]
+    try:
+        return int(float(number) * factor)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"--tokens {text!r} is no number; write 500k or 20M") from None
+
+
+def _load(target: str, device: str) -> LoadedModel:
+    from foredraft.cli.progress import RichProgress
+    from foredraft.loading import load_models
+    from foredraft.plan import LoadOptions
+
+    with RichProgress() as progress:
+        return load_models(LoadOptions(model=target, device=device, drafter="none"), progress)[0]
+
+
+def _texts(data: list[str]) -> list[Text]:
+    from foredraft.train.texts import read_texts
+
+    return [text for each in data for text in read_texts(Path(each))]
+
+
+def _command() -> str:
+    import shlex
+    import sys
+
+    return shlex.join(["foredraft", *sys.argv[1:]])

@@ -1,0 +1,94 @@
+"""Files that are there whole or not at all, whenever a process is killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foredraft.core.errors import TrainingError
+
+
+@contextmanager
+def write_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A file to write; at the end it takes the place of what was there, flushed to the disk.
+
+    Raises:
+        TrainingError: it cannot be written; what was there before is as it was.
+    """
+    unfinished = path.with_name(f".{path.name}.partial")
+    try:
+        with _explained(path), unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        with _explained(path):
+            os.replace(unfinished, path)
+            flush_folder(path.parent)
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A whole text file; see `write_atomically`."""
+    with write_atomically(path) as file:
+        file.write(text.encode())
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """A whole safetensors file; see `write_atomically`."""
+    unfinished = path.with_name(f".{path.name}.partial")
+    try:
+        with _explained(path):
+            kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(kept, unfinished, dict(metadata or {}))
+            with unfinished.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+            flush_folder(path.parent)
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def flush_folder(directory: Path) -> None:
+    """See that renames in a folder have reached the disk, where the system has such a thing."""
+    if os.name == "nt":
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What the system refuses, as an error that says what is safe and what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # the library's own error holds the system's text
+        raise TrainingError(_cannot_write(path, error)) from error
+
+
+def _cannot_write(path: Path, error: Exception) -> str:
+    if getattr(error, "errno", None) != errno.ENOSPC and "No space left" not in str(error):
+        return f"cannot write {path}: {error}. What was written before is whole"
+    free = ""
+    with suppress(OSError):
+        free = f" ({shutil.disk_usage(path.parent).free / 1e9:.2f} GB are free)"
+    return (
+        f"the disk is full: {path} was not written{free}. What was written before is whole; free "
+        "some space and run the same command again"
+    )

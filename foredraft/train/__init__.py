@@ -1,0 +1,1 @@
+"""Training of drafters: texts, captured states, losses, and the loop over them."""

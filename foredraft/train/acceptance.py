@@ -1,0 +1,208 @@
+"""How much of what a head drafts the target would accept, on text that it was not trained on.
+
+Greedy text: a draft is right where its best token is the text's. Above temperature 0 target and
+drafter choose with the same Gumbel noise, and agree with the chance
+
+    sum_x 1 / sum_y max(p_y / p_x, q_y / q_x)        (Daliri, Musco, Suresh, arXiv 2408.07978)
+
+Shape legend: B texts, L tokens, N anchors, R output rows, D depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.common.head import HeadModule, Prediction
+from foredraft.train.batches import TrainBatch
+
+_ROWS_AT_ONCE = 128
+_SAMPLED_STRIDE = 8
+"""Of the anchors of a sampled text, one in so many is looked at: each needs its rows sorted."""
+
+
+def gumbel_acceptance(target_probs_NR: Tensor, draft_probs_NR: Tensor) -> Tensor:
+    """The chance [N] that draws from p and q with the same Gumbel noise are equal.
+
+    Rows of p may sum up to less than 1: the rest lies on tokens that q never names.
+    """
+    p, q = target_probs_NR.double(), draft_probs_NR.double()
+    p, q = p / p.sum(-1, keepdim=True).clamp(min=1.0), q / q.sum(-1, keepdim=True)
+    other_N1 = (1.0 - p.sum(-1, keepdim=True)).clamp(min=0.0)
+    order = (p / q.clamp(min=1e-300)).argsort(-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    # In this order p_y / p_x is the larger for those before x, q_y / q_x for x and those after.
+    before = p.cumsum(-1) - p + other_N1
+    after = q.flip(-1).cumsum(-1).flip(-1)
+    shares = 1.0 / (before / p.clamp(min=1e-300) + after / q.clamp(min=1e-300))
+    return torch.where((p > 0) & (q > 0), shares, 0.0).sum(-1)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What was measured on held-out text.
+
+    Attributes:
+        greedy: by depth, the share of anchors of greedy text where the draft is right, of those
+            where all before it were.
+        sampled: by depth, the chance at temperature 1 that shared noise makes draft and target
+            agree, on text that was sampled (on greedy text where there is no other).
+        overlap: by depth, the sum of the smaller probabilities there.
+        committed_greedy: tokens a step of a chain of that depth, temperature 0.
+        committed_sampled: likewise, temperature 1.
+        covered: share of the target's mass that the head can name.
+        num_anchors: of greedy and of sampled text.
+    """
+
+    greedy: tuple[float, ...]
+    sampled: tuple[float, ...]
+    overlap: tuple[float, ...]
+    committed_greedy: float
+    committed_sampled: float
+    covered: float
+    num_anchors: tuple[int, int]
+
+    @property
+    def score(self) -> float:
+        """What checkpoints are chosen by: the mean of both temperatures."""
+        return (self.committed_greedy + self.committed_sampled) / 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: value for name, value in asdict(self).items()} | {"score": self.score}
+
+
+class AcceptanceCount:
+    """Adds up what batches show."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._right = torch.zeros(depth, dtype=torch.float64)
+        self._tried = torch.zeros(depth, dtype=torch.float64)
+        self._sampled: list[Tensor] = []
+        self._overlap: list[Tensor] = []
+        self._covered: list[Tensor] = []
+
+    def add(self, module: HeadModule, batch: TrainBatch, head_RE: Tensor, row_of_V: Tensor) -> None:
+        """Count a batch.
+
+        Args:
+            head_RE: float32 rows of the target's head for the head's output rows.
+            row_of_V: output row of each token; -1: none.
+        """
+        predictions = by_depth(module.predictions(batch.texts, self._depth), self._depth)
+        greedy_B = batch.temperatures_B == 0
+        self._add_greedy(predictions, batch, greedy_B, row_of_V)
+        sampled_B = ~greedy_B if not greedy_B.all() else greedy_B
+        self._add_sampled(predictions, batch, sampled_B, head_RE)
+
+    def _add_greedy(
+        self,
+        predictions: Sequence[Prediction],
+        batch: TrainBatch,
+        texts_B: Tensor,
+        row_of_V: Tensor,
+    ) -> None:
+        places = anchors(batch, texts_B, 1)
+        alive_N = torch.ones(len(places), dtype=torch.bool, device=places.device)
+        lengths_N = batch.texts.lengths_B[places[:, 0]]
+        for k, prediction in enumerate(predictions):
+            inside_N = places[:, 1] + k + 2 < lengths_N
+            alive_N &= inside_N
+            texts, at = places[alive_N, 0], places[alive_N, 1]
+            labels = row_of_V[batch.texts.tokens_BL[texts, at + k + 2]]
+            logits = _logits(prediction, texts, at + 2 + k - prediction.shift)
+            best = [piece.argmax(-1) for piece in logits]
+            right = torch.cat(best) == labels if best else labels == -2
+            self._tried[k] += len(right)
+            self._right[k] += int(right.sum())
+            alive_N[alive_N.clone()] = right
+
+    def _add_sampled(
+        self, predictions: Sequence[Prediction], batch: TrainBatch, texts_B: Tensor, head_RE: Tensor
+    ) -> None:
+        places = anchors(batch, texts_B, self._depth)[::_SAMPLED_STRIDE]
+        agreed, overlaps = [], []
+        texts, at = places[:, 0], places[:, 1]
+        for k, prediction in enumerate(predictions):
+            rows = batch.teacher.rows_BL[texts, at + k + 2]
+            target = _target_probs(batch, rows, head_RE)
+            draft = _logits(prediction, texts, at + 2 + k - prediction.shift)
+            found = [
+                (gumbel_acceptance(p, q), torch.minimum(p, q).sum(-1), p.sum(-1))
+                for p, q in zip(target, (x.softmax(-1) for x in draft), strict=True)
+            ]
+            if not found:
+                return
+            agreed.append(torch.cat([f[0] for f in found]))
+            overlaps.append(torch.cat([f[1] for f in found]))
+            self._covered.append(torch.cat([f[2] for f in found]).cpu())
+        self._sampled.append(torch.stack(agreed).cpu())
+        self._overlap.append(torch.stack(overlaps).cpu())
+
+    def result(self) -> Acceptance:
+        """Of all that was added."""
+        depth = self._depth
+        empty = torch.zeros(depth, 0)
+        sampled_DN = torch.cat(self._sampled, 1) if self._sampled else empty
+        overlap_DN = torch.cat(self._overlap, 1) if self._overlap else empty
+        greedy = tuple((self._right / self._tried.clamp(min=1)).tolist())
+        chain = torch.tensor(greedy).cumprod(0).sum().item() if greedy else 0.0
+        num = sampled_DN.shape[1]
+        return Acceptance(
+            greedy=greedy,
+            sampled=tuple(sampled_DN.mean(1).tolist()) if num else (0.0,) * depth,
+            overlap=tuple(overlap_DN.mean(1).tolist()) if num else (0.0,) * depth,
+            committed_greedy=1.0 + chain,
+            committed_sampled=1.0 + (sampled_DN.cumprod(0).sum(0).mean().item() if num else 0.0),
+            covered=torch.cat(self._covered).mean().item() if num else 0.0,
+            num_anchors=(int(self._tried[0]) if depth else 0, num),
+        )
+
+
+def by_depth(predictions: Sequence[Prediction], depth: int) -> list[Prediction]:
+    """One for each depth. A head that predicts the next token says the same at every depth."""
+    found = {prediction.depth: prediction for prediction in predictions}
+    first = found[1]
+    for k in range(1, depth + 1):
+        if k not in found and first.shift == 1:
+            found[k] = Prediction(first.states_BLK, first.output_RK, 1, k)
+    return [found[k] for k in sorted(found)[:depth]]
+
+
+def anchors(batch: TrainBatch, texts_B: Tensor, depth: int) -> Tensor:
+    """Text and position [N, 2] of anchors with at least so many tokens to draft in the text."""
+    length = batch.texts.tokens_BL.shape[1]
+    inside_BL = torch.arange(length, device=texts_B.device) + depth + 1
+    fits_BL = inside_BL[None] < batch.texts.lengths_B[:, None]
+    return (batch.anchors_BL & fits_BL & texts_B[:, None]).nonzero()
+
+
+def _logits(prediction: Prediction, texts: Tensor, at: Tensor) -> list[Tensor]:
+    """Float32, in pieces."""
+    output_RK = prediction.output_RK.float()
+    states_NK = prediction.states_BLK[texts, at].float()
+    return [piece @ output_RK.T for piece in states_NK.split(_ROWS_AT_ONCE) if len(piece)]
+
+
+def _target_probs(batch: TrainBatch, rows: Tensor, head_RE: Tensor) -> list[Tensor]:
+    teacher = batch.teacher
+    return [
+        (teacher.last_TE[part].float() @ head_RE.T - teacher.normaliser_T[part, None]).exp()
+        for part in rows.split(_ROWS_AT_ONCE)
+        if len(part)
+    ]
+
+
+def describe(measured: Mapping[str, Any]) -> str:
+    """In a line, for people."""
+    greedy = " ".join(f"{share:.2f}" for share in measured["greedy"])
+    sampled = " ".join(f"{share:.2f}" for share in measured["sampled"])
+    return (
+        f"tokens a step {measured['committed_greedy']:.2f} greedy, "
+        f"{measured['committed_sampled']:.2f} at temperature 1 (by depth {greedy} | {sampled})"
+    )

@@ -1,0 +1,255 @@
+"""What the target made of the texts, kept on disk and shared by all kinds of heads.
+
+Texts are captured in chunks that are named by their content: a folder for each target, in it one
+for each chunk, in it a file for each layer. So another kind of head, or more text, finds what is
+there already, and a kill costs the chunk that was under way. What does not fit the cap is read by
+the target again whenever it is trained on.
+
+Shape legend: T tokens of a chunk, L tokens of a text, E hidden size.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from foredraft.core.errors import ModelLoadError
+from foredraft.files import write_tensors
+from foredraft.models.progress import Progress
+from foredraft.models.safety import check_safetensors
+from foredraft.train.target import States, TrainingTarget
+from foredraft.train.texts import Text, digest_of
+
+CHUNK_TOKENS = 32_768
+"""Of a chunk, at least; at most about twice as many. A kill costs one chunk."""
+PACKED_TOKENS = {"cpu": 640, "cuda": 16_384}
+"""Tokens of one forward, by the type of the device."""
+
+_NORMALISER = "normaliser"
+_ENDS_ONE_IN = 16
+_MAX_OPEN = 128
+_KEPT_S = 24 * 3600.0
+Pause = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Texts that are captured together.
+
+    Attributes:
+        texts: positions of the first and one past the last in the list of all texts.
+        digest: of their tokens.
+        num_tokens: of all of them.
+    """
+
+    texts: range
+    digest: str
+    num_tokens: int
+
+
+def chunks_of(texts: Sequence[Text]) -> list[Chunk]:
+    """Texts in order. Chunks end where a text's content says so: they are the same again soon
+    after something was put in or left out."""
+    found, first, num_tokens = [], 0, 0
+    for i, text in enumerate(texts):
+        num_tokens += len(text.tokens)
+        ends = num_tokens >= CHUNK_TOKENS and text.number_by_content % _ENDS_ONE_IN == 0
+        if ends or num_tokens >= 2 * CHUNK_TOKENS or i + 1 == len(texts):
+            found.append(Chunk(range(first, i + 1), digest_of(texts[first : i + 1]), num_tokens))
+            first, num_tokens = i + 1, 0
+    return found
+
+
+class Capture:
+    """The states of texts: from disk where they were captured, from the target otherwise.
+
+    Args:
+        target: reads the texts.
+        texts: all of them; none longer than the target's context.
+        taps: the layers that are wanted; the last one is kept in any case, for the logits.
+        root: where captures are kept.
+        max_bytes: of all captures in there.
+    """
+
+    def __init__(
+        self,
+        target: TrainingTarget,
+        texts: Sequence[Text],
+        taps: Sequence[int],
+        root: Path,
+        max_bytes: float,
+    ) -> None:
+        self._target, self._texts = target, texts
+        self.layers = tuple(sorted({*taps, target.last_layer}))
+        self._root, self._max_bytes = root, max_bytes
+        self._folder = root / target.identity.fingerprint
+        self._chunks = chunks_of(texts)
+        self._places: dict[int, tuple[Chunk, int]] = {}
+        for chunk in self._chunks:
+            start = 0
+            for number in chunk.texts:
+                self._places[number] = (chunk, start)
+                start += len(texts[number].tokens)
+        self._there: set[str] = set()
+        self._open: OrderedDict[Path, Any] = OrderedDict()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self._chunks)
+
+    @property
+    def captured_tokens(self) -> int:
+        """On disk."""
+        return sum(chunk.num_tokens for chunk in self._chunks if chunk.digest in self._there)
+
+    def fill(self, progress: Progress, pause: Pause) -> None:
+        """Capture what is not there yet, as far as the cap allows.
+
+        Args:
+            pause: called before each forward.
+
+        Raises:
+            TrainingError: the disk is full.
+        """
+        todo = [chunk for chunk in self._chunks if not self._find(chunk)]
+        if not todo:
+            return
+        progress.stage(f"Reading {sum(c.num_tokens for c in todo)} tokens of text")
+        room = self._max_bytes - self._make_room()
+        total, done = sum(chunk.num_tokens for chunk in todo), 0
+        for chunk in todo:
+            room -= chunk.num_tokens * self._bytes_per_token()
+            if room < 0:
+                return
+            self._capture(chunk, pause)
+            done += chunk.num_tokens
+            progress.advance(done / total)
+
+    def _bytes_per_token(self) -> int:
+        return 2 * self._target.shape.hidden_size * len(self.layers) + 4
+
+    def read(self, numbers: Sequence[int]) -> list[States]:
+        """The states of some texts, by their positions in the list of all."""
+        found = {n: self._stored(n) for n in numbers if self._places[n][0].digest in self._there}
+        missing = [n for n in numbers if found.get(n) is None]
+        for group in self._packed(missing):
+            states = self._target.read([self._texts[n].tokens for n in group], self.layers)
+            found |= dict(zip(group, states, strict=True))
+        return [state for n in numbers if (state := found[n]) is not None]
+
+    # --------------------------------------------------------------------------------- files
+
+    def _files(self, chunk: Chunk) -> dict[str, Path]:
+        folder = self._folder / chunk.digest
+        names = [_NORMALISER, *(f"layer-{layer:03d}" for layer in self.layers)]
+        return {name: folder / f"{name}.safetensors" for name in names}
+
+    def _find(self, chunk: Chunk) -> bool:
+        """Whether a chunk is on disk, in whole."""
+        for path in self._files(chunk).values():
+            try:
+                entries = check_safetensors(path)
+            except ModelLoadError:
+                return False
+            if [e["shape"][0] for e in entries.values()] != [chunk.num_tokens]:
+                return False
+        os.utime(self._folder / chunk.digest)
+        self._there.add(chunk.digest)
+        return True
+
+    def _capture(self, chunk: Chunk, pause: Pause) -> None:
+        texts = [self._texts[n].tokens for n in chunk.texts]
+        parts: list[States] = []
+        for group in self._packed(chunk.texts):
+            pause()
+            read = self._target.read([self._texts[n].tokens for n in group], self.layers)
+            parts += [_copied(states) for states in read]
+        assert len(parts) == len(texts)
+        self.store(chunk, parts)
+
+    def store(self, chunk: Chunk, states: Sequence[States]) -> None:
+        """Write the states of a chunk's texts."""
+        files = self._files(chunk)
+        files[_NORMALISER].parent.mkdir(parents=True, exist_ok=True)
+        for layer in self.layers:
+            x_TE = torch.cat([state.layers[layer] for state in states]).to(torch.bfloat16)
+            write_tensors(files[f"layer-{layer:03d}"], {"states": x_TE})
+        normaliser_T = torch.cat([state.normaliser_L for state in states]).float()
+        write_tensors(files[_NORMALISER], {"states": normaliser_T})
+        self._there.add(chunk.digest)
+
+    def _stored(self, number: int) -> States | None:
+        """None: it is not there any more."""
+        chunk, start = self._places[number]
+        stop = start + len(self._texts[number].tokens)
+        try:
+            read = {
+                name: self._opened(path)[start:stop] for name, path in self._files(chunk).items()
+            }
+        except (OSError, SafetensorError):
+            self._there.discard(chunk.digest)
+            return None
+        layers = {layer: read[f"layer-{layer:03d}"] for layer in self.layers}
+        return States(layers, read[_NORMALISER])
+
+    def _opened(self, path: Path) -> Any:
+        """A file's only tensor, to be sliced; the last ones used stay open."""
+        if path not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                self._open.popitem(last=False)
+            self._open[path] = safe_open(path, "pt")
+        self._open.move_to_end(path)
+        return self._open[path].get_slice("states")
+
+    def _packed(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Texts that go into one forward."""
+        limit = PACKED_TOKENS[self._target.device.type]
+        group: list[int] = []
+        num_tokens = 0
+        for number in numbers:
+            length = len(self._texts[number].tokens)
+            if group and num_tokens + length > limit:
+                yield group
+                group, num_tokens = [], 0
+            group.append(number)
+            num_tokens += length
+        if group:
+            yield group
+
+    def _make_room(self) -> int:
+        """Bytes that all captures take, once old ones of no use here are gone, if they must be."""
+        mine = {chunk.digest for chunk in self._chunks}
+        folders = [f for f in self._root.glob("*/*") if f.is_dir()] if self._root.is_dir() else []
+        sizes = {f: sum(p.stat().st_size for p in f.iterdir()) for f in folders}
+        wanted = sum(c.num_tokens for c in self._chunks) * self._bytes_per_token()
+        total = sum(sizes.values())
+        for folder in sorted(folders, key=lambda f: f.stat().st_mtime):
+            old = time.time() - folder.stat().st_mtime > _KEPT_S
+            if total + wanted > self._max_bytes and old and folder.name not in mine:
+                shutil.rmtree(folder, ignore_errors=True)
+                total -= sizes[folder]
+        return total
+
+
+def _copied(states: States) -> States:
+    """On the CPU, independent of the forward's own memory."""
+    layers = {layer: x_LE.to("cpu", copy=True) for layer, x_LE in states.layers.items()}
+    return States(layers, states.normaliser_L.to("cpu", copy=True))
+
+
+def as_rows(tensors: Sequence[Tensor], length: int) -> Tensor:
+    """Tensors [L, …] one below the other [B, length, …], filled up with zeros."""
+    rows = torch.zeros(len(tensors), length, *tensors[0].shape[1:], dtype=tensors[0].dtype)
+    for row, tensor in zip(rows, tensors, strict=True):
+        row[: len(tensor)] = tensor
+    return rows

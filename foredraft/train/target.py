@@ -1,0 +1,176 @@
+"""What training needs of a target: its ends, copies of its layers, and its states of texts.
+
+Shape legend: T tokens of all texts, L tokens of one, E hidden size, V vocabulary, R some rows of
+the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foredraft.core.errors import CapabilityError
+from foredraft.drafters.common.head import ModelShape
+from foredraft.drafters.common.head_files import TargetIdentity, identify
+from foredraft.models.base import ScoreRow, Target, check_taps
+from foredraft.models.native.packed import as_tensor
+from foredraft.models.native.target import NativeTarget
+from foredraft.train.texts import Ids
+
+_ROWS_AT_ONCE = 128
+"""Rows of logits over the whole vocabulary that are there at one time."""
+
+
+@dataclass(frozen=True)
+class States:
+    """What a target made of one text.
+
+    Attributes:
+        layers: output [L, E] of each layer that was asked for.
+        normaliser_L: float32 log of the sum of exponentials of the logits after each token.
+    """
+
+    layers: Mapping[int, Tensor]
+    normaliser_L: Tensor
+
+
+class TrainingTarget:
+    """A loaded target, as training sees it. It is also the `HeadSource` of new heads.
+
+    Args:
+        target: of the native decoder.
+        name: what people call it.
+        tokenizer: fingerprint of its tokenizer, where it has one.
+
+    Raises:
+        CapabilityError: it is of another kind.
+    """
+
+    def __init__(self, target: Target, name: str, tokenizer: str | None = None) -> None:
+        if not isinstance(target, NativeTarget):
+            raise CapabilityError(
+                f"training needs a target that runs on the native decoder, and {name!r} runs "
+                f"through {type(target).__name__}: its layers cannot be read one by one"
+            )
+        self._target, self.name = target, name
+        self._config, self._weights = target.config, target.weights
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        return identify(self._target, self.name, self._tokenizer)
+
+    @property
+    def shape(self) -> ModelShape:
+        config = self._config
+        return ModelShape(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=config.rope_theta,
+        )
+
+    @property
+    def max_context(self) -> int:
+        return self._target.max_context
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights.device
+
+    @property
+    def last_layer(self) -> int:
+        return self._config.num_hidden_layers - 1
+
+    def check_taps(self, taps: Sequence[int]) -> None:
+        """Refuse layers that it does not have.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        check_taps(taps, self._target.capabilities)
+
+    # ---------------------------------------------------------------- copies, for new heads
+
+    def embedding(self) -> Tensor:
+        return self._weights.embedding_VE.float().clone()
+
+    def head(self) -> Tensor:
+        return as_tensor(self._weights.head_VE, torch.float32).float().clone()
+
+    def final_norm(self) -> Tensor:
+        return self._weights.final_norm_E.float().clone()
+
+    def layer(self, index: int) -> Mapping[str, Tensor]:
+        """Biases and head norms of families that have them are left out."""
+        layer = self._weights.layers[index]
+        matrices = {
+            "attention_norm.weight": layer.attention_norm_E,
+            "qkv.weight": layer.qkv_weight,
+            "output.weight": layer.output_weight,
+            "mlp_norm.weight": layer.mlp_norm_E,
+            "gate_up.weight": layer.gate_up_weight,
+            "down.weight": layer.down_weight,
+        }
+        return {name: as_tensor(w, torch.float32).float().clone() for name, w in matrices.items()}
+
+    # ------------------------------------------------------------------- reading texts
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The embeddings of tokens, in the target's own dtype."""
+        return F.embedding(token_ids.to(self.device), self._weights.embedding_VE)
+
+    def normed(self, last: Tensor) -> Tensor:
+        """The final norm of the last layer's output."""
+        return self._target.parts.norm(last)
+
+    def head_rows(self, token_ids_R: Tensor) -> Tensor:
+        """The head's weights [R, E] for some tokens, in the target's own dtype."""
+        return self._target.parts.head_rows(token_ids_R)
+
+    def read(self, texts: Sequence[Ids], taps: Sequence[int]) -> list[States]:
+        """The states of some texts, in one forward.
+
+        Raises:
+            ConfigError: a layer that it does not have.
+        """
+        cache, layers = self._target.cache, sorted({*taps, self.last_layer})
+        slots: list[int] = []
+        try:
+            slots += [cache.allocate() for _ in texts]
+            rows = [
+                ScoreRow(slot, ids.tolist(), wants_logits=False)
+                for slot, ids in zip(slots, texts, strict=True)
+            ]
+            scores = self._target.score(rows, layers)
+        finally:
+            for slot in slots:
+                cache.free(slot)
+        normaliser_T = self._normaliser(scores.taps[self.last_layer])
+        return [
+            States(scores[i].taps, normaliser_T[span.start : span.stop])
+            for i, span in enumerate(scores.tokens)
+        ]
+
+    @torch.no_grad()
+    def _normaliser(self, last_TE: Tensor) -> Tensor:
+        normed_TE, head_VE = self.normed(last_TE), self._whole_head
+        pieces = [
+            (piece @ head_VE.T).float().logsumexp(-1) for piece in normed_TE.split(_ROWS_AT_ONCE)
+        ]
+        return torch.cat(pieces) if pieces else torch.empty(0)
+
+    @cached_property
+    def _whole_head(self) -> Tensor:
+        """[V, E] in the dtype of the states."""
+        return as_tensor(self._weights.head_VE, self._weights.dtype)
