@@ -48,6 +48,8 @@ class TrainPlan:
         batch_tokens: of one step, padding included.
         sequence: tokens of a row; longer texts are cut into windows.
         depth: draft tokens that are trained and measured.
+        first_depth_until: share of the training in which only the first draft token is trained: it
+            is learnt several times as fast alone, and the others stand on it.
         loss: see `losses`.
         renormalise: train on the target's distribution over the output rows alone.
         survival: weigh depths by how often drafting gets there; otherwise all weigh the same.
@@ -67,6 +69,7 @@ class TrainPlan:
     batch_tokens: int = 4096
     sequence: int = 512
     depth: int = 3
+    first_depth_until: float = 0.0
     loss: str = "lk"
     renormalise: bool = False
     survival: bool = True
@@ -317,8 +320,10 @@ class Trainer:
 
     def _learn(self, batch: TrainBatch) -> tuple[float, list[float]]:
         """One step of the optimiser: the loss, and the overlap by depth."""
+        only_first = self._plan.done(self.counters) < self._plan.first_depth_until
         with self._autocast():
-            predictions = self._module.predictions(batch.texts, self._plan.depth)
+            depth = 1 if only_first else self._plan.depth
+            predictions = self._module.predictions(batch.texts, depth)
         total, overlaps = self._total_loss(batch, predictions)
         with self._autocast():
             extra = self._module.extra_loss(batch.texts, predictions)
