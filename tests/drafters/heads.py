@@ -18,8 +18,8 @@ from foredraft.core.sampling import Law
 from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
 from foredraft.drafters.common.head import HeadModule, ModelShape, TextBatch
 from foredraft.models.base import ScoreRow
-from foredraft.models.native.target import DecoderFactory, NativeTarget
 from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.target import DecoderFactory, NativeTarget
 
 VOCAB = 96
 OUTPUT_IDS = [*range(0, VOCAB, 3)]

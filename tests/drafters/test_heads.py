@@ -38,7 +38,7 @@ class Kind:
     drafter: Callable[[NativeTarget, Any], Drafter]
 
 
-KINDS = {
+KINDS: dict[str, Kind] = {
     "medusa": Kind(MedusaModule, lambda target, module: MedusaDrafter(target, module, width=1)),
     "hydra": Kind(
         HydraModule,

@@ -1,4 +1,4 @@
-"""The target's hidden state at the last token that it has read: what heads without a cache stand on.
+"""The target's hidden state at the last token it has read: what heads without a cache stand on.
 
 Shape legend: E hidden size.
 """

@@ -62,8 +62,8 @@ class MedusaDrafter(BaseDrafter):
     @torch.no_grad()
     def _logits(self, hidden_NE: Tensor) -> Tensor:
         states_NHE = torch.stack(self._module.states(hidden_NE), 1)
-        logits_MR = states_NHE.flatten(0, 1) @ self._module.output.T
-        return self._spread(logits_MR).unflatten(0, states_NHE.shape[:2])
+        logits_MV = self._spread(states_NHE.flatten(0, 1) @ self._module.output.T)
+        return logits_MV.view(*states_NHE.shape[:2], -1)
 
     def _draft(self, row: DraftRow, logits_HV: Tensor) -> Proposal:
         if row.params.coupling == "drawn":
