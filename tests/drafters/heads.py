@@ -16,8 +16,8 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.rules import SamplingRules
 from foredraft.core.sampling import Law
 from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
-from foredraft.drafters.common.head import HeadModule, ModelShape, TextBatch
-from foredraft.models.base import ScoreRow
+from foredraft.drafters.common.head import HeadModule, TextBatch
+from foredraft.models.base import ModelShape, ScoreRow
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.target import DecoderFactory, NativeTarget
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.drafters.common.head import HeadSource, ModelShape, Prediction, TextBatch
+from foredraft.drafters.common.head import HeadSource, Prediction, TextBatch
 from foredraft.drafters.common.llama_layer import LlamaLayer, RMSNorm
 from foredraft.drafters.common.rows import RowsHead
+from foredraft.models.base import ModelShape
 
 
 class CausalHead(RowsHead, ABC):

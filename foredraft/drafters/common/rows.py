@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.drafters.common.head import HeadModule, HeadSource, ModelShape, output_rows
+from foredraft.drafters.common.head import HeadModule, HeadSource, output_rows
+from foredraft.models.base import ModelShape
 
 
 class RowsHead(HeadModule, ABC):

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.common.anchored import behind_anchor
-from foredraft.drafters.common.head import HeadSource, ModelShape, Prediction, TextBatch
+from foredraft.drafters.common.head import HeadSource, Prediction, TextBatch
 from foredraft.drafters.common.llama_layer import LlamaLayer, RMSNorm
 from foredraft.drafters.common.options import checked_count
 from foredraft.drafters.common.rows import RowsHead, following, num_rows_of, rows_of
+from foredraft.models.base import ModelShape
 
 _CONFIDENCE_STRIDE = 4
 """The confidence head learns at one anchor in so many: its labels cost a product with all rows."""

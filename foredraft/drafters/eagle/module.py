@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from foredraft.drafters.common.anchored import AnchoredAttention
 from foredraft.drafters.common.head import (
     HeadModule,
     HeadSource,
@@ -114,7 +115,7 @@ class EagleModule(HeadModule):
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
         following = batch.embeddings_BLE.roll(-1, 1)
         x_BLE = self.inputs(following, [batch.taps[layer] for layer in self.taps])
-        attention = _AnchoredAttention(self.layer)
+        attention = AnchoredAttention(self.layer)
         found = []
         for step in range(depth):
             if step:
@@ -124,43 +125,6 @@ class EagleModule(HeadModule):
             states = self.norm(x_BLE)
             found.append(Prediction(states, self.output.weight, step + 2, step + 1))
         return found
-
-
-class _AnchoredAttention:
-    """The layer run for all anchors at once, one draft step after another.
-
-    In step s (from 0) the query of anchor i stands at position i + s. It sees the entries of the
-    text up to i, which all anchors share, and those that its own earlier steps left.
-    """
-
-    def __init__(self, layer: LlamaLayer) -> None:
-        self._layer = layer
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def step(self, x_BLE: Tensor, step: int) -> Tensor:
-        positions_L = torch.arange(x_BLE.shape[1], device=x_BLE.device) + step
-        queries, keys, values = self._layer.heads(x_BLE, positions_L)
-        repeat = queries.shape[1] // keys.shape[1]
-        self._keys.append(keys.repeat_interleave(repeat, 1))
-        self._values.append(values.repeat_interleave(repeat, 1))
-        return self._layer.finish(x_BLE, self._attend(queries))
-
-    def _attend(self, queries_BHLD: Tensor) -> Tensor:
-        length, scale = queries_BHLD.shape[2], queries_BHLD.shape[3] ** -0.5
-        queries_BHLD = queries_BHLD * scale
-        scores = queries_BHLD @ self._keys[0].mT + self._hidden(queries_BHLD)
-        own = [(queries_BHLD * keys).sum(-1, keepdim=True) for keys in self._keys[1:]]
-        weights = torch.cat([scores, *own], -1).softmax(-1)
-        attended = weights[..., :length] @ self._values[0]
-        for i, values in enumerate(self._values[1:]):
-            attended = attended + weights[..., length + i, None] * values
-        return attended
-
-    def _hidden(self, queries_BHLD: Tensor) -> Tensor:
-        """What later tokens' scores are lowered by; [L, L]."""
-        length = queries_BHLD.shape[2]
-        return queries_BHLD.new_full((length, length), -torch.inf).triu(1)
 
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.common.causal import CausalHead
-from foredraft.drafters.common.head import HeadSource, ModelShape
+from foredraft.drafters.common.head import HeadSource
 from foredraft.drafters.common.options import checked_count
 from foredraft.drafters.common.rows import num_rows_of, rows_of
+from foredraft.models.base import ModelShape
 
 
 class AdapterModule(CausalHead):

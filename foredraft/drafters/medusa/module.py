@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foredraft.drafters.common.head import HeadSource, ModelShape, Prediction, TextBatch
+from foredraft.drafters.common.head import HeadSource, Prediction, TextBatch
 from foredraft.drafters.common.llama_layer import RMSNorm
 from foredraft.drafters.common.options import checked_count
 from foredraft.drafters.common.rows import RowsHead, num_rows_of, rows_of
+from foredraft.models.base import ModelShape
 
 
 class _Head(nn.Module):

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from foredraft.core.errors import unknown
 from foredraft.drafters.common.anchored import AnchoredAttention
-from foredraft.drafters.common.head import HeadSource, ModelShape, Prediction, TextBatch
+from foredraft.drafters.common.head import HeadSource, Prediction, TextBatch
 from foredraft.drafters.common.llama_layer import LlamaLayer, RMSNorm
 from foredraft.drafters.common.rows import RowsHead, following, num_rows_of, rows_of
+from foredraft.models.base import ModelShape
 
 RETURNS = ("normed", "plain")
 
