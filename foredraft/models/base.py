@@ -212,7 +212,8 @@ class HeadWeights:
     Attributes:
         layers: of each layer its tensors by name: ``attention_norm.weight`` [E], ``qkv.weight``
             [(H + 2G) D, E], ``output.weight`` [E, H D], ``mlp_norm.weight`` [E],
-            ``gate_up.weight`` [2F, E] (gate first), ``down.weight`` [E, F].
+            ``gate_up.weight`` [2F, E] (gate first), ``down.weight`` [E, F]. Without the first three
+            a layer does not attend. There may be no layers: then norm and head alone are run.
         norm_E: of the final norm.
         output_RE: the rows of the head.
         shape: sizes of the layers; ``vocab_size`` and ``num_hidden_layers`` are not looked at.

@@ -13,8 +13,7 @@ from foredraft.core.choices import Choice
 from foredraft.core.cost import FREE_NODES
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.rules import SamplingRules
-from foredraft.core.sampling import Law
+from foredraft.core.sampling import Law, law_of
 from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
 from foredraft.drafters.common.head import HeadModule, TextBatch
 from foredraft.models.base import ModelShape, ScoreRow
@@ -113,6 +112,15 @@ def text_batch(
     )
 
 
+class AnyRules:
+    """Rules of which nothing is known, so that every choice is asked for."""
+
+    takes_best = False
+
+    def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
+        return law_of(logits_V, SamplingParams())
+
+
 @dataclass
 class Forced:
     """Chooses the text's own tokens, and remembers the logits it was shown.
@@ -155,9 +163,10 @@ def drafted_logits(
             )
         ]
     )
-    choices, params = Forced(text, len(tokens)), SamplingParams()
-    rules = SamplingRules(params)
-    row = DraftRow(1, tokens, params, depth, choices, rules, FREE_NODES, slot)
+    choices = Forced(text, len(tokens))
+    row = DraftRow(
+        *(1, tokens, SamplingParams(), depth, choices, AnyRules(), FREE_NODES, slot),
+    )
     (proposal,) = drafter.propose([row])
     assert proposal == Proposal.chosen(proposal.tree)
     drafter.end(1)

@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from foredraft.drafters.base import Drafter
+from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.head import HeadModule
-from foredraft.drafters.common.shapes import BestFirstShape
+from foredraft.drafters.draft_model.distilled import DistilledDrafter
+from foredraft.drafters.draft_model.module import DraftModelModule
 from foredraft.drafters.hydra.drafter import HydraDrafter
 from foredraft.drafters.hydra.module import HydraModule
 from foredraft.drafters.medusa.drafter import MedusaDrafter
 from foredraft.drafters.medusa.module import MedusaModule
+from foredraft.drafters.mtp.drafter import MtpDrafter
+from foredraft.drafters.mtp.module import MtpModule
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import (
     OUTPUT_IDS,
@@ -28,6 +32,7 @@ from tests.drafters.heads import (
 )
 
 DEPTH = 3
+CHAIN = GrowthLimits(DEPTH, width=1, branching=1, round_cost=0.0)
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,12 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "medusa": Kind(MedusaModule, lambda target, module: MedusaDrafter(target, module, width=1)),
-    "hydra": Kind(
-        HydraModule,
-        lambda target, module: HydraDrafter(target, module, BestFirstShape(1, DEPTH)),
+    "medusa": Kind(MedusaModule, lambda target, module: MedusaDrafter(module, target, width=1)),
+    "mtp": Kind(MtpModule, lambda target, module: MtpDrafter(module, target, CHAIN)),
+    "draft_model": Kind(
+        DraftModelModule, lambda target, module: DistilledDrafter(module, target, CHAIN)
     ),
+    "hydra": Kind(HydraModule, lambda target, module: HydraDrafter(module, target, CHAIN)),
 }
 
 
@@ -63,7 +69,9 @@ def test_training_predicts_what_drafting_says(
 ) -> None:
     module = shaken(kind.module.start(TinySource(target), output_ids, {}))
     text, other = random_text(24), random_text(17, seed=2)
+    module.eval()
     predictions = module.predictions(text_batch(target, [text, other], module.taps), DEPTH)
+    assert len(predictions) == DEPTH
     drafter = kind.drafter(target, module)
     for batch_index, words in enumerate([text, other]):
         for anchor in (0, 5, len(words) - DEPTH - 2):

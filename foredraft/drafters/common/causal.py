@@ -1,6 +1,7 @@
 """Heads that read a text as a language model does: layers over something of each token.
 
-They predict the token right after the one they stand on, so training them is one causal forward.
+What they predict from a token does not depend on where drafting began, so training is one causal
+forward and one prediction.
 
 Shape legend: B texts, L tokens, E hidden size.
 """
@@ -9,14 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from foredraft.drafters.common.head import HeadSource, Prediction, TextBatch
 from foredraft.drafters.common.llama_layer import LlamaLayer, RMSNorm
-from foredraft.drafters.common.rows import RowsHead
+from foredraft.drafters.common.rows import RowsHead, following
 from foredraft.models.base import ModelShape
 
 
@@ -28,7 +29,12 @@ class CausalHead(RowsHead, ABC):
         taps: the target's layers it reads.
         num_rows: see `RowsHead`.
         num_layers: of its own.
+
+    Attributes:
+        shift: which token the first prediction is about: see `Prediction`.
     """
+
+    shift: ClassVar[int] = 1
 
     def __init__(
         self, shape: ModelShape, taps: Sequence[int], num_rows: int | None, num_layers: int
@@ -62,7 +68,12 @@ class CausalHead(RowsHead, ABC):
         return {"num_rows": self.num_rows, "num_layers": self.num_layers}
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        """One while it is trained; else all, which are the same states seen from other anchors."""
         x_BLE = self.inputs(batch.embeddings_BLE, batch.taps)
         for layer in self.layers:
             x_BLE = layer(x_BLE)
-        return [Prediction(self.norm(x_BLE), self.output, shift=1, depth=1)]
+        states_BLE = self.norm(x_BLE)
+        return [
+            Prediction(following(states_BLE, k), self.output, shift=self.shift + k, depth=k + 1)
+            for k in range(1 if self.training else depth)
+        ]

@@ -1,6 +1,6 @@
 """A head with output rows of its own: usually those of the tokens that the target writes most.
 
-Shape legend: B texts, L tokens, E hidden size, R output rows, N states, V vocabulary.
+Shape legend: B texts, L tokens, E hidden size, R output rows.
 """
 
 from __future__ import annotations
@@ -62,24 +62,3 @@ def rows_of(config: Mapping[str, Any]) -> int | None:
 def following(x_BLE: Tensor, by: int) -> Tensor:
     """What stands ``by`` tokens later, for every token; behind the end something meaningless."""
     return x_BLE.roll(-by, 1) if by else x_BLE
-
-
-class Spread:
-    """Logits of some rows as logits of the whole vocabulary.
-
-    Args:
-        ids_R: the tokens of the rows; None: they are all there, in order.
-        vocab_size: V.
-    """
-
-    def __init__(self, ids_R: Tensor | None, vocab_size: int) -> None:
-        self._ids_R, self._vocab_size = ids_R, vocab_size
-
-    def __call__(self, logits_NR: Tensor) -> Tensor:
-        """Float32 logits [N, V]; -inf for tokens without a row."""
-        logits_NR = logits_NR.float()
-        if self._ids_R is None:
-            return logits_NR
-        logits_NV = logits_NR.new_full((len(logits_NR), self._vocab_size), -torch.inf)
-        logits_NV[:, self._ids_R] = logits_NR
-        return logits_NV

@@ -29,11 +29,11 @@ class StepRunner(Protocol):
     """A head's weights where the target runs them.
 
     Attributes:
-        layers: where its entries are.
+        layers: where its entries are; None: it does not attend, and keeps none.
     """
 
     @property
-    def layers(self) -> CacheLayers: ...
+    def layers(self) -> CacheLayers | None: ...
 
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
         """Layer inputs [T, E] for tokens that the target has read.
@@ -70,6 +70,22 @@ class _Request:
     logits_R: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class _Read:
+    """Tokens that the target has read.
+
+    Attributes:
+        start: the position of the first.
+        following: the token after each.
+        taps: what the target made of them, [T, E] for each tapped layer.
+    """
+
+    request_id: int
+    start: int
+    following: Sequence[int]
+    taps: Sequence[Tensor]
+
+
 class StepDrafter(BaseDrafter):
     """See the module docstring.
 
@@ -80,8 +96,6 @@ class StepDrafter(BaseDrafter):
         output_ids_R: see `HeadModule`.
         limits: how far a tree may grow.
     """
-
-    look_ahead = 1  # an entry joins a token and the one that follows it
 
     def __init__(
         self,
@@ -95,7 +109,9 @@ class StepDrafter(BaseDrafter):
         self._rows = OutputRows(output_ids_R, target.vocab_size)
         self._limits = limits or GrowthLimits()
         self._branches = target.capabilities.tree_attention
-        self.taps, self.layers = tuple(taps), (runner.layers,)
+        self.taps = tuple(taps)
+        self.layers = () if runner.layers is None else (runner.layers,)
+        self.look_ahead = len(self.layers)  # an entry joins a token and the one that follows it
         self._requests: dict[int, _Request] = {}
 
     def begin(self, request: DraftRequest) -> None:
@@ -105,27 +121,30 @@ class StepDrafter(BaseDrafter):
         del self._requests[request_id]
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        seen = [(o, o.tokens[o.start + 1 : o.end + 1]) for o in observations]
-        seen = [(o, following) for o, following in seen if following]
-        if not seen:
+        reads = [read for seen in observations if (read := self._read(seen)).following]
+        if not reads:
             return
-        inputs = [
-            self._runner.text_inputs(
-                following, [o.hidden(tap)[: len(following)] for tap in self.taps]
-            )
-            for o, following in seen
-        ]
+        inputs = [self._runner.text_inputs(read.following, read.taps) for read in reads]
         rows = [
-            HeadRow(self._requests[o.request_id].slot, o.start, len(following))
-            for o, following in seen
+            HeadRow(self._requests[read.request_id].slot, read.start, len(read.following))
+            for read in reads
         ]
         states_TE, logits_NR = self._runner.run(rows, torch.cat(inputs))
         last = -1
-        for (o, following), logits_R in zip(seen, logits_NR, strict=True):
-            last += len(following)
-            request = self._requests[o.request_id]
-            request.end = o.start + len(following)
+        for read, logits_R in zip(reads, logits_NR, strict=True):
+            last += len(read.following)
+            request = self._requests[read.request_id]
+            request.end = read.start + len(read.following)
             request.state_E, request.logits_R = states_TE[last], logits_R
+
+    def _read(self, seen: Observation) -> _Read:
+        """What is to be run of a step: without entries to keep, the last token alone."""
+        if any(tap not in seen.taps for tap in self.taps):  # a step that was not to draft
+            return _Read(seen.request_id, seen.start, (), ())
+        following = seen.tokens[seen.start + 1 : seen.end + 1]
+        skipped = 0 if self.layers else max(0, len(following) - 1)
+        taps = [seen.hidden(tap)[skipped : len(following)] for tap in self.taps]
+        return _Read(seen.request_id, seen.start + skipped, following[skipped:], taps)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         ready = [row for row in rows if row.budget and self._is_ready(row)]

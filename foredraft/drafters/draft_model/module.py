@@ -1,7 +1,8 @@
 """A draft model distilled from its target: the target's embedding, few layers, few output rows.
 
 The layers start as the target's first and last ones; what lies between is to be learnt. The
-embedding stays the target's own, so that it is neither trained nor stored.
+embedding stays the target's own, so that it is neither trained nor stored. It reads each token one
+entry early, beside the one before it as all heads do, so a text's very first token is not read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.drafters.common.causal import CausalHead
 from foredraft.drafters.common.head import HeadSource
 from foredraft.drafters.common.options import checked_count
-from foredraft.drafters.common.rows import num_rows_of, rows_of
+from foredraft.drafters.common.rows import following, num_rows_of, rows_of
 from foredraft.models.base import ModelShape
 
 
@@ -23,6 +24,7 @@ class DraftModelModule(CausalHead):
     """See the module docstring."""
 
     kind = "draft_model"
+    shift = 2
 
     def __init__(self, shape: ModelShape, num_rows: int | None, num_layers: int = 2) -> None:
         super().__init__(shape, (), num_rows, num_layers)
@@ -52,7 +54,7 @@ class DraftModelModule(CausalHead):
         return {"num_layers": "layers of the draft model (2)"}
 
     def inputs(self, embeddings: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
-        return embeddings.to(self.output.dtype)
+        return following(embeddings, 1).to(self.output.dtype)
 
 
 MODULE = DraftModelModule

@@ -1,18 +1,18 @@
 """Hydra's heads: like Medusa's, but each also knows the tokens drafted before its own.
 
-Z. Ankner et al., arXiv 2402.05109. What a head knows of them is in a state that goes from one to
-the next, as in the speculators of D. Wertheimer et al., arXiv 2404.19124: the state and the
-embedding of the newest token make the next state, by a linear path and one hidden layer beside it.
-The first state is the target's last hidden state. There is no attention, and nothing is kept of the
-text.
+Z. Ankner et al., arXiv 2402.05109. What is known of them is in a state that goes from one token to
+the next, as in the speculators of D. Wertheimer et al., arXiv 2404.19124. State and embedding of
+the token after it are joined by a linear path; a gated feed-forward layer stands beside that. The
+first state is the target's last hidden state. There is no attention, and nothing is kept of the
+text: of an EAGLE layer it is what lies beside the attention.
 
-Shape legend: B texts, L tokens, T states, E hidden size, W width of the hidden layer.
+Shape legend: E hidden size, F width of the feed-forward layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -25,48 +25,44 @@ from foredraft.drafters.common.rows import RowsHead, following, num_rows_of, row
 from foredraft.models.base import ModelShape
 
 
-class HydraStep(nn.Module):
-    """From a state and the token after it to the next state."""
+class FeedForward(nn.Module):
+    """The half of a `LlamaLayer` that does not attend."""
 
     def __init__(self, hidden_size: int, width: int, eps: float) -> None:
         super().__init__()
-        self.state_norm = RMSNorm(hidden_size, eps)
-        self.token_norm = RMSNorm(hidden_size, eps)
-        self.linear = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.up = nn.Linear(2 * hidden_size, width)
+        self.mlp_norm = RMSNorm(hidden_size, eps)
+        self.gate_up = nn.Linear(hidden_size, 2 * width, bias=False)
         self.down = nn.Linear(width, hidden_size, bias=False)
 
-    @torch.no_grad()
-    def start(self, norm_E: Tensor) -> None:
-        """The linear path hands the state on as the target's head would read it."""
-        size = len(norm_E)
-        self.state_norm.weight.copy_(norm_E)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.eye_(self.linear.weight[:, :size])
+    def weights(self) -> dict[str, Tensor]:
+        """Its tensors by name, as `foredraft.models.base.HeadWeights` wants them."""
+        return {name: tensor.detach() for name, tensor in self.named_parameters()}
 
-    def forward(self, state: Tensor, embedded: Tensor) -> Tensor:
-        x = torch.cat((self.state_norm(state), self.token_norm(embedded)), -1)
-        new: Tensor = self.linear(x) + self.down(F.silu(self.up(x)))
-        return new
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        product: Tensor = self.down(F.silu(gate) * up)
+        return x + product
 
 
 class HydraModule(RowsHead):
     """See the module docstring.
 
     Args:
-        num_steps: steps with weights of their own; tokens behind those of the last use its weights.
-        width: W.
+        width: F; the target's own when 0.
     """
 
     kind = "hydra"
 
-    def __init__(
-        self, shape: ModelShape, num_rows: int | None, num_steps: int = 2, width: int = 0
-    ) -> None:
+    def __init__(self, shape: ModelShape, num_rows: int | None, width: int = 0) -> None:
         super().__init__(shape, (shape.num_hidden_layers - 1,), num_rows)
-        self.num_steps, self.width = num_steps, width or shape.intermediate_size
+        self.width = width or shape.intermediate_size
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
-        self.steps = nn.ModuleList(HydraStep(hidden, self.width, eps) for _ in range(num_steps))
+        self.hidden_norm, self.own_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.token_norm = RMSNorm(hidden, eps)
+        self.join_hidden = nn.Linear(2 * hidden, hidden, bias=False)
+        self.join_own = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layer = FeedForward(hidden, self.width, eps)
+        self.norm = RMSNorm(hidden, eps)
 
     @classmethod
     def start(
@@ -75,42 +71,58 @@ class HydraModule(RowsHead):
         counts = {name: checked_count(name, value) for name, value in options.items()}
         module = cls(source.shape, num_rows_of(output_ids), **counts)
         module.take_output(source, output_ids)
-        for step in module.steps:
-            cast(HydraStep, step).start(source.final_norm())
+        size = source.shape.hidden_size
+        with torch.no_grad():
+            module.norm.weight.copy_(source.final_norm())
+            for join in (module.join_hidden, module.join_own):
+                join.weight.mul_(0.1)
+                join.weight[:, :size] += torch.eye(size)
+            if module.width == source.shape.intermediate_size:
+                last = source.layer(-1)
+                module.layer.load_state_dict({name: last[name] for name in module.layer.weights()})
         return module
 
     @classmethod
     def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        return cls(shape, rows_of(config), int(config["num_steps"]), int(config["width"]))
+        return cls(shape, rows_of(config), int(config["width"]))
 
     @property
     def config(self) -> dict[str, Any]:
-        return {"num_rows": self.num_rows, "num_steps": self.num_steps, "width": self.width}
+        return {"num_rows": self.num_rows, "width": self.width}
 
     @classmethod
     def option_help(cls) -> Mapping[str, str]:
-        return {
-            "num_steps": "draft tokens with weights of their own; later ones share the last's (2)",
-            "width": "of the hidden layer (the target's intermediate size)",
-        }
+        return {"width": "of the feed-forward layer (the target's own)"}
 
-    def step(self, depth: int, state: Tensor, embedded: Tensor) -> Tensor:
-        """The state that names draft token ``depth``, from 1.
+    def inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """What goes into the layer for a token that the target has read; [..., E].
 
         Args:
-            state: the one before it; for the first the last layer's output; [..., E].
-            embedded: of the token before it; [..., E].
+            embeddings: of the token after it.
+            hidden: the target's last layer's output.
         """
-        dtype = self.output.dtype
-        step = self.steps[min(depth, self.num_steps) - 1]
-        new: Tensor = step(state.to(dtype), embedded.to(dtype))
-        return new
+        normed = self.hidden_norm(hidden.to(self.output.dtype))
+        joined: Tensor = self.join_hidden(torch.cat((normed, self._token(embeddings)), -1))
+        return joined
+
+    def own_inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """Behind the anchor: ``states`` are the layer's own output one token earlier."""
+        normed = self.own_norm(states.to(self.output.dtype))
+        joined: Tensor = self.join_own(torch.cat((normed, self._token(embeddings)), -1))
+        return joined
+
+    def _token(self, embeddings: Tensor) -> Tensor:
+        normed: Tensor = self.token_norm(embeddings.to(self.output.dtype))
+        return normed
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        state_BLE, found = batch.taps[self.taps[0]], list[Prediction]()
+        x_BLE = self.inputs(following(batch.embeddings_BLE, 1), batch.taps[self.taps[0]])
+        found = list[Prediction]()
         for k in range(1, depth + 1):
-            state_BLE = self.step(k, state_BLE, following(batch.embeddings_BLE, k))
-            found.append(Prediction(state_BLE, self.output, shift=k + 1, depth=k))
+            if k > 1:
+                x_BLE = self.own_inputs(following(batch.embeddings_BLE, k), x_BLE)
+            x_BLE = self.layer(x_BLE)
+            found.append(Prediction(self.norm(x_BLE), self.output, shift=k + 1, depth=k))
         return found
 
 

@@ -1,6 +1,6 @@
 """Drafting with Medusa's heads: one product gives all depths, then a tree is made of them.
 
-Shape legend: N rows that draft, H heads, E hidden size, V vocabulary.
+Shape legend: N rows that draft, H heads, E hidden size, R output rows.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.last_hidden import LastHidden
-from foredraft.drafters.common.rows import Spread
+from foredraft.drafters.common.output_rows import OutputRows
 from foredraft.drafters.common.shapes import RANK_ACCEPTANCE, PlannedGrowth, planned_parents
 from foredraft.drafters.medusa.module import MedusaModule
-from foredraft.models.base import PartsTarget
+from foredraft.models.base import HeadTarget, HeadWeights
 
 
 class MedusaDrafter(BaseDrafter):
@@ -28,16 +29,18 @@ class MedusaDrafter(BaseDrafter):
     are worth their price. Drawn requests get a tree whose shape is fixed before anything is drawn.
 
     Args:
-        target: has the capability ``parts``.
         module: the trained heads.
+        target: their target.
         width: children looked at for each node; 1 makes chains.
     """
 
-    def __init__(self, target: PartsTarget, module: MedusaModule, width: int = 4) -> None:
+    def __init__(self, module: MedusaModule, target: HeadTarget, width: int = 4) -> None:
         parts = target.parts
+        norm_E, output_RE = module.output_norm.weight.detach(), module.output.detach()
+        self._rows_runner = target.head_runner(HeadWeights([], norm_E, output_RE, module.shape))
         self._module = module.to(parts.device, parts.dtype).eval()
-        self._spread = Spread(module.output_ids_R, target.vocab_size)
-        self._width = width
+        self._rows = OutputRows(module.output_ids_R, target.vocab_size)
+        self._width = width if target.capabilities.tree_attention else 1
         self.taps = module.taps
         self._last = LastHidden(module.taps[0])
 
@@ -49,8 +52,7 @@ class MedusaDrafter(BaseDrafter):
         known = {request_id: x_E for request_id, x_E in hidden.items() if x_E is not None}
         if not known:
             return [NO_PROPOSAL] * len(rows)
-        logits_NHV = self._logits(torch.stack([*known.values()]))
-        logits = dict(zip(known, logits_NHV, strict=True))
+        logits = dict(zip(known, self._logits(torch.stack([*known.values()])), strict=True))
         return [
             self._draft(row, logits[row.request_id]) if row.request_id in known else NO_PROPOSAL
             for row in rows
@@ -61,36 +63,37 @@ class MedusaDrafter(BaseDrafter):
 
     @torch.no_grad()
     def _logits(self, hidden_NE: Tensor) -> Tensor:
-        states_NHE = torch.stack(self._module.states(hidden_NE), 1)
-        logits_MV = self._spread(states_NHE.flatten(0, 1) @ self._module.output.T)
-        return logits_MV.view(*states_NHE.shape[:2], -1)
+        """[N, H, R]."""
+        projected_NHE = self._module.projected(hidden_NE)
+        _, logits_MR = self._rows_runner.run([], projected_NHE.flatten(0, 1))
+        return logits_MR.view(*projected_NHE.shape[:2], -1)
 
-    def _draft(self, row: DraftRow, logits_HV: Tensor) -> Proposal:
-        if row.params.coupling == "drawn":
-            return self._drawn(row, logits_HV)
-        return self._chosen(row, logits_HV)
+    def _draft(self, row: DraftRow, logits_HR: Tensor) -> Proposal:
+        if isinstance(row.choices, DrawnChoices):
+            return self._drawn(row, logits_HR)
+        return self._chosen(row, logits_HR)
 
-    def _chosen(self, row: DraftRow, logits_HV: Tensor) -> Proposal:
+    def _chosen(self, row: DraftRow, logits_HR: Tensor) -> Proposal:
         # Rules that look at the text see the likeliest path: heads know of no other.
-        choices, path = list[list[tuple[int, float]]](), list[int]()
-        for logits_V in logits_HV[: row.budget]:
-            found = row.choose(logits_V, path, self._width)
+        levels, path = list[list[Choice]](), list[int]()
+        for logits_R in logits_HR[: row.budget]:
+            (found,) = self._rows.choices(row, logits_R[None], [path], self._width)
             if not found:
                 break
-            choices.append([*found])
-            path.append(found[0].token)
+            levels.append(found)
+            path = [*path, found[0].token]
 
         def children(depth: int) -> Iterator[tuple[int, float, int]]:
-            if depth < len(choices):
-                yield from ((token, chance, depth + 1) for token, chance in choices[depth])
+            if depth < len(levels):
+                yield from ((token, chance, depth + 1) for token, chance in levels[depth])
 
         tree = best_first(0, children, row, branch=self._width > 1, is_weighed=True)
         return Proposal.chosen(tree)
 
-    def _drawn(self, row: DraftRow, logits_HV: Tensor) -> Proposal:
-        parents = planned_parents(RANK_ACCEPTANCE[: self._width], row.budget, len(logits_HV))
+    def _drawn(self, row: DraftRow, logits_HR: Tensor) -> Proposal:
+        parents = planned_parents(RANK_ACCEPTANCE[: self._width], row.budget, len(logits_HR))
         growth = PlannedGrowth(row, parents)
-        for logits_V in logits_HV:
+        for logits_R in logits_HR:
             if growth.frontier:
-                growth.extend(logits_V.expand(len(growth.frontier), -1))
+                growth.extend(self._rows.spread(logits_R).expand(len(growth.frontier), -1))
         return growth.build()

@@ -1,10 +1,10 @@
 """Medusa's heads: each guesses one later token from the last hidden state, and from nothing else.
 
 T. Cai et al., arXiv 2401.10774 (heads alone: the target stays as it is). Head k is a residual block
-or several, ``x + SiLU(W x)``, and a projection of its own; the output rows are shared, so that a
-head costs two small matrices instead of a vocabulary.
+or several, ``x + SiLU(W x)``, and a projection of its own; the last norm and the output rows are
+shared, so that a head costs two small matrices instead of a vocabulary.
 
-Shape legend: B texts, L tokens, T states, E hidden size, H heads.
+Shape legend: B texts, L tokens, E hidden size, H heads.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class MedusaModule(RowsHead):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         heads = [_Head(shape.hidden_size, num_blocks) for _ in range(num_heads)]
         self.heads = nn.ModuleList(heads)
+        self.output_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     @classmethod
     def start(
@@ -72,7 +73,7 @@ class MedusaModule(RowsHead):
         module = cls(source.shape, num_rows_of(output_ids), **counts)
         module.take_output(source, output_ids)
         with torch.no_grad():
-            module.norm.weight.copy_(source.final_norm())
+            module.output_norm.weight.copy_(source.final_norm())
         for head in module.heads:
             cast(_Head, head).start()
         return module
@@ -96,16 +97,16 @@ class MedusaModule(RowsHead):
             "num_blocks": "residual blocks of each head (1)",
         }
 
-    def states(self, hidden_TE: Tensor) -> list[Tensor]:
-        """For each head what is multiplied with the rows [T, E], from the last layer's output."""
-        normed_TE = self.norm(hidden_TE.to(self.output.dtype))
-        return [head(normed_TE) for head in self.heads]
+    def projected(self, hidden: Tensor) -> Tensor:
+        """What each head makes of the last layer's output [..., E], before the norm [..., H, E]."""
+        normed = self.norm(hidden.to(self.output.dtype))
+        return torch.stack([head(normed) for head in self.heads], -2)
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        states = self.states(batch.taps[self.taps[0]])[:depth]
+        states_BLHE = self.output_norm(self.projected(batch.taps[self.taps[0]]))
         return [
             Prediction(states_BLE, self.output, shift=k + 1, depth=k)
-            for k, states_BLE in enumerate(states, 1)
+            for k, states_BLE in enumerate(states_BLHE.unbind(-2)[:depth], 1)
         ]
 
 
