@@ -232,10 +232,11 @@ class HeadRow:
     Attributes:
         slot: the row's slot in the target's cache.
         start: how many entries lie before the first token.
-        num_text: tokens of the text, at least one.
+        num_text: tokens of the text, at least one where there is no tree.
         tree: which node hangs where; its tokens are not looked at.
         num_known: how many of all these, from the front, were run before and are still there.
         num_wanted: of how many, from the end, the logits are wanted.
+        is_block: nodes see all nodes, those behind them too.
     """
 
     slot: int
@@ -244,6 +245,7 @@ class HeadRow:
     tree: TokenTree = EMPTY_TREE
     num_known: int = 0
     num_wanted: int = 1
+    is_block: bool = False
 
 
 class HeadRunner(Protocol):

@@ -14,6 +14,8 @@ from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.head import HeadModule
 from foredraft.drafters.draft_model.distilled import DistilledDrafter
 from foredraft.drafters.draft_model.module import DraftModelModule
+from foredraft.drafters.dspark.drafter import DsparkDrafter
+from foredraft.drafters.dspark.module import DsparkModule
 from foredraft.drafters.hydra.drafter import HydraDrafter
 from foredraft.drafters.hydra.module import HydraModule
 from foredraft.drafters.medusa.drafter import MedusaDrafter
@@ -46,6 +48,7 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "medusa": Kind(MedusaModule, lambda target, module: MedusaDrafter(module, target, width=1)),
     "mtp": Kind(MtpModule, lambda target, module: MtpDrafter(module, target, CHAIN)),
+    "dspark": Kind(DsparkModule, lambda target, module: DsparkDrafter(module, target)),
     "draft_model": Kind(
         DraftModelModule, lambda target, module: DistilledDrafter(module, target, CHAIN)
     ),

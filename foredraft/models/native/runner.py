@@ -87,7 +87,8 @@ def _add_row(plan: ForwardPlan, row: HeadRow) -> None:
     plan.prefixes.extend(position + 1 for position in text)
     plan.prefixes.extend([root] * len(nodes))
     plan.extras.extend([()] * len(text))
-    plan.extras.extend(tuple(root + on for on in paths[node]) for node in nodes)
+    seen = [range(len(row.tree))] * len(row.tree) if row.is_block else paths
+    plan.extras.extend(tuple(root + on for on in seen[node]) for node in nodes)
     entries = range(end - len(text) - len(nodes), end)
     plan.entries.extend(entries)
     plan.token_ids.extend([0] * len(entries))
