@@ -131,7 +131,7 @@ class DsparkDrafter(BaseDrafter):
         ]
         x_TE, logits_TR = self._runner.run(reads, inputs_TE)
         states_TE = self._module.norm(x_TE.to(self._module.output.dtype))
-        return [*zip(states_TE.split(size), logits_TR.split(size), strict=True)]
+        return [*zip(torch.split(states_TE, size), torch.split(logits_TR, size), strict=True)]
 
     def _draft(self, row: DraftRow, states_SE: Tensor, logits_SR: Tensor) -> Proposal:
         if isinstance(row.choices, DrawnChoices):
