@@ -340,6 +340,10 @@ class ShallowTarget(Protocol):
         """
         ...
 
+    def read_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
+        """Likewise without norm and head: the layers' output [E] for the last token of each row."""
+        ...
+
 
 class LayeredTarget(Target, Protocol):
     """A target with the capability ``layer_views``."""

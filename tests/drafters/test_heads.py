@@ -16,6 +16,8 @@ from foredraft.drafters.draft_model.distilled import DistilledDrafter
 from foredraft.drafters.draft_model.module import DraftModelModule
 from foredraft.drafters.dspark.drafter import DsparkDrafter
 from foredraft.drafters.dspark.module import DsparkModule
+from foredraft.drafters.early_exit.adapted import AdaptedDrafter
+from foredraft.drafters.early_exit.module import AdapterModule
 from foredraft.drafters.hydra.drafter import HydraDrafter
 from foredraft.drafters.hydra.module import HydraModule
 from foredraft.drafters.medusa.drafter import MedusaDrafter
@@ -49,6 +51,7 @@ KINDS: dict[str, Kind] = {
     "medusa": Kind(MedusaModule, lambda target, module: MedusaDrafter(module, target, width=1)),
     "mtp": Kind(MtpModule, lambda target, module: MtpDrafter(module, target, CHAIN)),
     "dspark": Kind(DsparkModule, lambda target, module: DsparkDrafter(module, target)),
+    "early_exit": Kind(AdapterModule, lambda target, module: AdaptedDrafter(module, target)),
     "draft_model": Kind(
         DraftModelModule, lambda target, module: DistilledDrafter(module, target, CHAIN)
     ),
@@ -80,8 +83,9 @@ def test_training_predicts_what_drafting_says(
         for anchor in (0, 5, len(words) - DEPTH - 2):
             drafted = drafted_logits(drafter, target, words, anchor, DEPTH)
             for prediction, logits_V in zip(predictions, drafted, strict=True):
-                expected_R = prediction.logits_BLR[batch_index, anchor]
-                assert prediction.shift == prediction.depth + 1
+                # Draft token k is token anchor + 1 + k.
+                place = anchor + 1 + prediction.depth - prediction.shift
+                expected_R = prediction.logits_BLR[batch_index, place]
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
                 torch.testing.assert_close(actual_R, expected_R.detach(), rtol=1e-3, atol=1e-3)
                 if output_ids is not None:
