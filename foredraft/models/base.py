@@ -212,7 +212,8 @@ class HeadWeights:
     Attributes:
         layers: of each layer its tensors by name: ``attention_norm.weight`` [E], ``qkv.weight``
             [(H + 2G) D, E], ``output.weight`` [E, H D], ``mlp_norm.weight`` [E],
-            ``gate_up.weight`` [2F, E] (gate first), ``down.weight`` [E, F].
+            ``gate_up.weight`` [2F, E] (gate first), ``down.weight`` [E, F]. Without the first three
+            a layer does not attend. There may be no layers: then norm and head alone are run.
         norm_E: of the final norm.
         output_RE: the rows of the head.
         shape: sizes of the layers; ``vocab_size`` and ``num_hidden_layers`` are not looked at.
@@ -231,10 +232,11 @@ class HeadRow:
     Attributes:
         slot: the row's slot in the target's cache.
         start: how many entries lie before the first token.
-        num_text: tokens of the text, at least one.
+        num_text: tokens of the text, at least one where there is no tree.
         tree: which node hangs where; its tokens are not looked at.
         num_known: how many of all these, from the front, were run before and are still there.
         num_wanted: of how many, from the end, the logits are wanted.
+        is_block: nodes see all nodes, those behind them too.
     """
 
     slot: int
@@ -243,6 +245,7 @@ class HeadRow:
     tree: TokenTree = EMPTY_TREE
     num_known: int = 0
     num_wanted: int = 1
+    is_block: bool = False
 
 
 class HeadRunner(Protocol):
@@ -335,6 +338,10 @@ class ShallowTarget(Protocol):
         Returns:
             Float32 logits [V] after the last token of each row, and what is known of each row.
         """
+        ...
+
+    def read_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
+        """Likewise without norm and head: the layers' output [E] for the last token of each row."""
         ...
 
 

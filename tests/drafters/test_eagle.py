@@ -7,19 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foredraft import SamplingParams
 from foredraft.bench.random_model import random_config, random_weights
-from foredraft.control.fixed import FixedBudget
-from foredraft.core.choices import Choice
-from foredraft.drafters.base import DraftRow, Observation
+from foredraft.core.tree import TokenTree
+from foredraft.drafters.base import Observation
 from foredraft.drafters.common.head import TextBatch
 from foredraft.drafters.eagle.drafter import EagleDrafter
 from foredraft.drafters.eagle.module import EagleModule
-from foredraft.engine.engine import Engine
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.loading import native_decoder
 from foredraft.models.base import HeadRow, ModelShape
-from foredraft.core.tree import TokenTree
 from foredraft.models.native.target import NativeTarget
 
 TEXT = [token * 7 % 90 for token in range(24)]
@@ -73,9 +69,9 @@ def target(request: pytest.FixtureRequest) -> NativeTarget:
 
 def observed(target: NativeTarget, drafter: EagleDrafter, text: list[int]) -> None:
     """Read a text but for its last token, as the engine would."""
+    from foredraft.core.proposal import NO_PROPOSAL
     from foredraft.drafters.base import DraftRequest
     from foredraft.models.base import ScoreRow
-    from foredraft.core.proposal import NO_PROPOSAL
 
     slot = target.cache.allocate()
     drafter.begin(DraftRequest(0, text[:-1], slot=slot))

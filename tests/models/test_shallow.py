@@ -289,16 +289,20 @@ def test_taps_of_the_first_layers_are_complete(target: NativeTarget) -> None:
         assert_same(target, actual.taps[layer], expected.taps[layer])
 
 
-def test_later_taps_do_not_cost_the_states(target: NativeTarget) -> None:
+@pytest.mark.parametrize("taps", [(2,), (EXIT - 1,), (EXIT - 1, 2)])
+def test_taps_from_the_exit_on_do_not_cost_the_states(
+    target: NativeTarget, taps: tuple[int, ...]
+) -> None:
     prompt, tree = text(9), TokenTree.chain([5, 6])
     slot, untouched = read(target, prompt), read(target, prompt)
-    (expected,) = target.score([ScoreRow(untouched, [4], tree)], taps=(2,))
+    (expected,) = target.score([ScoreRow(untouched, [4], tree)], taps=taps)
     computed = drafted(target, slot, [4], [5])
     calls(target)
-    (actual,) = target.score([ScoreRow(slot, [4], tree, computed=computed)], taps=(2,))
+    (actual,) = target.score([ScoreRow(slot, [4], tree, computed=computed)], taps=taps)
     assert calls(target)[1][0] == range(EXIT, 3)
-    assert_same(target, actual.taps[2], expected.taps[2])
-    assert actual.taps[2].dtype == expected.taps[2].dtype
+    for tap in taps:
+        assert_same(target, actual.taps[tap], expected.taps[tap])
+        assert actual.taps[tap].dtype == expected.taps[tap].dtype
 
 
 def test_the_tail_of_a_plan_sees_what_the_plan_sees() -> None:

@@ -28,6 +28,7 @@ def best_first(
     branch: bool = True,
     price: Price | None = None,
     num_drafted: int = 0,
+    is_weighed: bool = False,
 ) -> TokenTree:
     """The tree with the most expected tokens per time, by the probabilities of `successors`.
 
@@ -41,6 +42,7 @@ def best_first(
         branch: whether nodes may have siblings; else the likeliest successor alone is followed.
         price: of the nodes; the row's when None.
         num_drafted: tokens between the committed text and ``start``.
+        is_weighed: the probabilities are what the row's noise leaves already.
     """
     price = price or row.price
     tokens: list[int] = []
@@ -50,7 +52,8 @@ def best_first(
     serial = 0  # breaks ties in the order of discovery, so that places are never compared
     place, path_prob, node, depth = start, 1.0, ROOT, num_drafted
     while len(tokens) < row.budget:
-        for token, prob, following in _weighed(successors(place), row, depth):
+        found = successors(place)
+        for token, prob, following in found if is_weighed else _weighed(found, row, depth):
             heapq.heappush(frontier, (-path_prob * prob, serial, token, node, depth + 1, following))
             serial += 1
             if not branch:

@@ -12,13 +12,14 @@ D head size, S draft steps.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foredraft.drafters.common.anchored import AnchoredAttention
 from foredraft.drafters.common.head import (
     HeadModule,
     HeadSource,
@@ -28,6 +29,8 @@ from foredraft.drafters.common.head import (
 )
 from foredraft.drafters.common.llama_layer import LlamaLayer, RMSNorm
 from foredraft.models.base import ModelShape
+
+INIT = os.environ.get("INIT", "last")
 
 
 class EagleModule(HeadModule):
@@ -70,7 +73,8 @@ class EagleModule(HeadModule):
             module.output.weight.copy_(rows_RE)
             # Logits of about 1: a layer that knows nothing yet must not be sure of anything.
             module.norm.weight.fill_(1.0 / float(rows_RE.norm(dim=1).mean()))
-            module.layer.load_state_dict(dict(source.layer(-1)))
+            if INIT == "last":
+                module.layer.load_state_dict(dict(source.layer(-1)))
         return module
 
     @classmethod
@@ -111,7 +115,7 @@ class EagleModule(HeadModule):
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
         following = batch.embeddings_BLE.roll(-1, 1)
         x_BLE = self.inputs(following, [batch.taps[layer] for layer in self.taps])
-        attention = _AnchoredAttention(self.layer)
+        attention = AnchoredAttention(self.layer)
         found = []
         for step in range(depth):
             if step:
@@ -121,48 +125,6 @@ class EagleModule(HeadModule):
             states = self.norm(x_BLE)
             found.append(Prediction(states, self.output.weight, step + 2, step + 1))
         return found
-
-
-class _AnchoredAttention:
-    """The layer run for all anchors at once, one draft step after another.
-
-    In step s (from 0) the query of anchor i stands at position i + s. It sees the entries of the
-    text up to i, which all anchors share, and those that its own earlier steps left.
-    """
-
-    def __init__(self, layer: LlamaLayer) -> None:
-        self._layer = layer
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def step(self, x_BLE: Tensor, step: int) -> Tensor:
-        positions_L = torch.arange(x_BLE.shape[1], device=x_BLE.device) + step
-        queries, keys, values = self._layer.heads(x_BLE, positions_L)
-        repeat = queries.shape[1] // keys.shape[1]
-        self._keys.append(keys.repeat_interleave(repeat, 1))
-        self._values.append(values.repeat_interleave(repeat, 1))
-        if step:
-            return self._layer.finish(x_BLE, self._attend(queries))
-        attended = F.scaled_dot_product_attention(
-            queries, self._keys[0], self._values[0], is_causal=True
-        )
-        return self._layer.finish(x_BLE, attended)
-
-    def _attend(self, queries_BHLD: Tensor) -> Tensor:
-        length, scale = queries_BHLD.shape[2], queries_BHLD.shape[3] ** -0.5
-        queries_BHLD = queries_BHLD * scale
-        scores = queries_BHLD @ self._keys[0].mT + self._hidden(queries_BHLD)
-        own = [(queries_BHLD * keys).sum(-1, keepdim=True) for keys in self._keys[1:]]
-        weights = torch.cat([scores, *own], -1).softmax(-1)
-        attended = weights[..., :length] @ self._values[0]
-        for i, values in enumerate(self._values[1:]):
-            attended = attended + weights[..., length + i, None] * values
-        return attended
-
-    def _hidden(self, queries_BHLD: Tensor) -> Tensor:
-        """What later tokens' scores are lowered by; [L, L]."""
-        length = queries_BHLD.shape[2]
-        return queries_BHLD.new_full((length, length), -torch.inf).triu(1)
 
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from foredraft.models.base import HeadRow, HeadWeights, ModelShape
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.packed import Int8Matrix
+from foredraft.models.native.parts import rms_norm
 from foredraft.models.native.plan import ForwardPlan, RowSpan
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
@@ -45,9 +46,12 @@ class NativeHeadRunner:
         self._device = weights.device
         self._last = config.num_hidden_layers - 1
         self._decoder = _new_decoder(config, weights, fused)
+        self._norm_E, self._norm_eps = weights.final_norm_E, config.rms_norm_eps
 
     @torch.no_grad()
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        if self._last < 0:
+            return inputs_TE.float(), self._decoder.logits(self._norm(inputs_TE))
         for row in rows:
             self.layers.check_no_gap(row.slot, row.start)
             self.layers.reserve(row.slot, row.start + row.num_text + len(row.tree))
@@ -58,6 +62,10 @@ class NativeHeadRunner:
         for row in rows:
             self.layers.hold(row.slot, row.start + row.num_text)
         return tapped[self._last].float(), logits_NR
+
+    def _norm(self, inputs_TE: Tensor) -> Tensor:
+        inputs_TE = inputs_TE.to(self._device, self._input_dtype)
+        return rms_norm(inputs_TE, self._norm_E, self._norm_eps).to(self._input_dtype)
 
 
 def plan_run(rows: Sequence[HeadRow], inputs_TE: Tensor, layers: range) -> ForwardPlan:
@@ -79,7 +87,8 @@ def _add_row(plan: ForwardPlan, row: HeadRow) -> None:
     plan.prefixes.extend(position + 1 for position in text)
     plan.prefixes.extend([root] * len(nodes))
     plan.extras.extend([()] * len(text))
-    plan.extras.extend(tuple(root + on for on in paths[node]) for node in nodes)
+    seen = [range(len(row.tree))] * len(row.tree) if row.is_block else paths
+    plan.extras.extend(tuple(root + on for on in seen[node]) for node in nodes)
     entries = range(end - len(text) - len(nodes), end)
     plan.entries.extend(entries)
     plan.token_ids.extend([0] * len(entries))
@@ -129,10 +138,12 @@ def _check_shapes(layer: Mapping[str, Tensor], shape: ModelShape) -> None:
     hidden, feed = shape.hidden_size, shape.intermediate_size
     query = shape.num_attention_heads * shape.head_dim
     key_value = shape.num_key_value_heads * shape.head_dim
-    expected = {
+    attention = {
         "attention_norm.weight": (hidden,),
         "qkv.weight": (query + 2 * key_value, hidden),
         "output.weight": (hidden, query),
+    }
+    expected = (attention if _attends(layer) else {}) | {
         "mlp_norm.weight": (hidden,),
         "gate_up.weight": (2 * feed, hidden),
         "down.weight": (hidden, feed),
@@ -143,18 +154,23 @@ def _check_shapes(layer: Mapping[str, Tensor], shape: ModelShape) -> None:
             raise ConfigError(f"{name} of the head is {found}; its shape asks for {[*wanted]}")
 
 
+def _attends(layer: Mapping[str, Tensor]) -> bool:
+    return "qkv.weight" in layer
+
+
 def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> DecoderWeights:
     def matrix(weight: Tensor, num_parts: int = 1) -> Tensor | Int8Matrix:
         return Int8Matrix.quantised(weight.float(), num_parts) if packed else weight.to(dtype)
 
+    nothing = torch.empty(0, 0, dtype=dtype, device=head.output_RE.device)
     layers = tuple(
         LayerWeights(
-            attention_norm_E=layer["attention_norm.weight"].to(dtype),
-            qkv_weight=matrix(layer["qkv.weight"]),
+            attention_norm_E=layer.get("attention_norm.weight", nothing.flatten()).to(dtype),
+            qkv_weight=matrix(layer["qkv.weight"]) if _attends(layer) else nothing,
             qkv_bias=None,
             query_norm_D=None,
             key_norm_D=None,
-            output_weight=matrix(layer["output.weight"]),
+            output_weight=matrix(layer["output.weight"]) if _attends(layer) else nothing,
             output_bias=None,
             mlp_norm_E=layer["mlp_norm.weight"].to(dtype),
             gate_up_weight=matrix(layer["gate_up.weight"], 2),
@@ -163,7 +179,10 @@ def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> Dec
         for layer in head.layers
     )
     output_RE = head.output_RE.to(dtype)
-    return DecoderWeights(output_RE, layers, head.norm_E.to(dtype), matrix(output_RE))
+    without = frozenset(i for i, layer in enumerate(head.layers) if not _attends(layer))
+    return DecoderWeights(
+        output_RE, layers, head.norm_E.to(dtype), matrix(output_RE), no_attention=without
+    )
 
 
 def _new_decoder(config: DecoderConfig, weights: DecoderWeights, fused: bool) -> EagerDecoder:

@@ -82,8 +82,19 @@ class ShallowView:
     def __init__(self, decoder: PartialDecoder, cache: KVCache, exit_layer: int) -> None:
         self._decoder, self._cache, self.exit_layer = decoder, cache, exit_layer
 
-    @torch.no_grad()
     def score_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
+        logits_RV, _, computed = self._run(rows, wants_logits=True)
+        return list(logits_RV), computed
+
+    def read_last(self, rows: Sequence[ScoreRow]) -> tuple[list[Tensor], list[Computed]]:
+        _, hidden, computed = self._run(rows, wants_logits=False)
+        return hidden, computed
+
+    @torch.no_grad()
+    def _run(
+        self, rows: Sequence[ScoreRow], wants_logits: bool
+    ) -> tuple[Tensor, list[Tensor], list[Computed]]:
+        """Logits [R, V] if wanted, the last token's state [E] of each row, and what is known."""
         plan = plan_forward(rows, [self._cache.length(row.slot) for row in rows])
         known = [
             _known(row, plan, span, self._cache, self.exit_layer, len(span.tokens) - 1)
@@ -91,7 +102,8 @@ class ShallowView:
         ]
         announce(rows, self._cache)
         rest = tail(plan, [*map(_count, known)])
-        rest = replace(rest, heads=[span.tokens.stop - 1 for span in rest.rows])
+        last = [span.tokens.stop - 1 for span in rest.rows]
+        rest = replace(rest, heads=last if wants_logits else [])
         logits_RV, hidden_TE = run_first(self._decoder, rest, self._cache, self.exit_layer)
         computed: list[Computed] = [
             FirstLayers(
@@ -104,7 +116,7 @@ class ShallowView:
             )
             for span, new, states in zip(plan.rows, rest.rows, known, strict=True)
         ]
-        return list(logits_RV), computed
+        return logits_RV, [hidden_TE[token] for token in last], computed
 
 
 def announce(rows: Sequence[ScoreRow], cache: KVCache) -> None:
@@ -156,7 +168,7 @@ def resumption(
         if isinstance(row.computed, FirstLayers) and row.computed.is_of(cache, span)
     ]
     exit_layer = min(exits, default=0)
-    if not exits or any(tap < exit_layer for tap in taps):
+    if not exits or any(tap < exit_layer - 1 for tap in taps):
         return None
     known = [
         _known(row, plan, span, cache, exit_layer, len(span.tokens))

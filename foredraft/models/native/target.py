@@ -110,7 +110,11 @@ class NativeTarget:
         announce(rows, self.cache)
         if resumed:
             plan = resumed.rest(plan, self.decoder, self.cache, self.num_layers)
-        logits_NV, tapped = self.decoder.forward(plan, self.cache, taps)
+        to_run = [tap for tap in taps if not resumed or tap >= resumed.exit_layer]
+        logits_NV, tapped = self.decoder.forward(plan, self.cache, to_run)
+        for tap in {*taps}.difference(to_run):  # the layer that the plan goes on from
+            assert plan.hidden_TE is not None
+            tapped[tap] = plan.hidden_TE.to(self.weights.dtype)
         heads = tuple(span.heads for span in plan.rows)
         return Scores(logits_NV, heads, tapped, tuple(span.tokens for span in plan.rows))
 

@@ -5,7 +5,7 @@ With ``exit_layer`` the first layers, the final norm and the head draft (LayerSk
 With ``skip`` chosen attention and MLP sublayers are left out (Draft & Verify, arXiv 2309.08168).
 What comes after a gap differs from the target's, so this draft has a cache of its own.
 
-Shape legend: V vocabulary.
+Shape legend: V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
@@ -62,20 +62,29 @@ class SharedCachePredictor:
     def next_logits(
         self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        # Popped: after a failure nothing is left to go on from.
-        logits, computed = self._shallow.score_last(
-            [
-                ScoreRow(
-                    row.slot,
-                    row.tokens[self._cache.length(row.slot) :],
-                    TokenTree.chain(draft),
-                    computed=self._computed.pop(row.request_id, None),
-                )
-                for row, draft in zip(rows, drafts, strict=True)
-            ]
-        )
+        logits, computed = self._shallow.score_last(self._reads(rows, drafts))
         self._computed |= {row.request_id: c for row, c in zip(rows, computed, strict=True)}
         return logits
+
+    def next_states(
+        self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """What the layers make of the last token of each row and its draft so far; [E]."""
+        states, computed = self._shallow.read_last(self._reads(rows, drafts))
+        self._computed |= {row.request_id: c for row, c in zip(rows, computed, strict=True)}
+        return states
+
+    def _reads(self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]) -> list[ScoreRow]:
+        # Popped: after a failure nothing is left to go on from.
+        return [
+            ScoreRow(
+                row.slot,
+                row.tokens[self._cache.length(row.slot) :],
+                TokenTree.chain(draft),
+                computed=self._computed.pop(row.request_id, None),
+            )
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
 
     def take_computed(self, request_id: int) -> Computed | None:
         """What the last draft of a request has computed of it."""

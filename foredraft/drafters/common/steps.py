@@ -1,0 +1,230 @@
+"""Drafting step by step with layers that the target runs for a head.
+
+Entries for the text are made as it is read, each of a token and the one that follows it; a tree
+grows behind them, the head's own states standing in for the target's.
+
+Shape legend: T tokens, E hidden size, R output rows, N scored nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foredraft.cache.base import CacheLayers
+from foredraft.core.choices import DrawnChoices
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.tree import ROOT
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.common.growing import Growth, GrowthLimits
+from foredraft.drafters.common.output_rows import OutputRows
+from foredraft.models.base import HeadRow, HeadTarget
+
+
+class StepRunner(Protocol):
+    """A head's weights where the target runs them.
+
+    Attributes:
+        layers: where its entries are; None: it does not attend, and keeps none.
+    """
+
+    @property
+    def layers(self) -> CacheLayers | None: ...
+
+    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
+        """Layer inputs [T, E] for tokens that the target has read.
+
+        Args:
+            following: the token after each.
+            taps: [T, E] of each layer that the head taps.
+        """
+        ...
+
+    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
+        """Layer inputs [N, E] for drafted tokens, ``states_NE`` of what each was drafted from."""
+        ...
+
+    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """See `foredraft.models.base.HeadRunner.run`."""
+        ...
+
+
+@dataclass
+class _Request:
+    """Where a request stands: what the head says after its last token.
+
+    Attributes:
+        slot: in the target's cache.
+        end: the text's entries in the head's layers.
+        state_E: the head's own state at the last of them.
+        logits_R: what it says comes next.
+    """
+
+    slot: int
+    end: int = 0
+    state_E: Tensor | None = None
+    logits_R: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Tokens that the target has read.
+
+    Attributes:
+        start: the position of the first.
+        following: the token after each.
+        taps: what the target made of them, [T, E] for each tapped layer.
+    """
+
+    request_id: int
+    start: int
+    following: Sequence[int]
+    taps: Sequence[Tensor]
+
+
+class StepDrafter(BaseDrafter):
+    """See the module docstring.
+
+    Args:
+        runner: the head.
+        target: its target.
+        taps: the layers it reads.
+        output_ids_R: see `HeadModule`.
+        limits: how far a tree may grow.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        target: HeadTarget,
+        taps: Sequence[int],
+        output_ids_R: Tensor | None,
+        limits: GrowthLimits | None = None,
+    ) -> None:
+        self._runner = runner
+        self._rows = OutputRows(output_ids_R, target.vocab_size)
+        self._limits = limits or GrowthLimits()
+        self._branches = target.capabilities.tree_attention
+        self.taps = tuple(taps)
+        self.layers = () if runner.layers is None else (runner.layers,)
+        self.look_ahead = len(self.layers)  # an entry joins a token and the one that follows it
+        self._requests: dict[int, _Request] = {}
+
+    def begin(self, request: DraftRequest) -> None:
+        self._requests[request.request_id] = _Request(request.slot)
+
+    def end(self, request_id: int) -> None:
+        del self._requests[request_id]
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        reads = [read for seen in observations if (read := self._read(seen)).following]
+        if not reads:
+            return
+        inputs = [self._runner.text_inputs(read.following, read.taps) for read in reads]
+        rows = [
+            HeadRow(self._requests[read.request_id].slot, read.start, len(read.following))
+            for read in reads
+        ]
+        states_TE, logits_NR = self._runner.run(rows, torch.cat(inputs))
+        last = -1
+        for read, logits_R in zip(reads, logits_NR, strict=True):
+            last += len(read.following)
+            request = self._requests[read.request_id]
+            request.end = read.start + len(read.following)
+            request.state_E, request.logits_R = states_TE[last], logits_R
+
+    def _read(self, seen: Observation) -> _Read:
+        """What is to be run of a step: without entries to keep, the last token alone."""
+        if any(tap not in seen.taps for tap in self.taps):  # a step that was not to draft
+            return _Read(seen.request_id, seen.start, (), ())
+        following = seen.tokens[seen.start + 1 : seen.end + 1]
+        skipped = 0 if self.layers else max(0, len(following) - 1)
+        taps = [seen.hidden(tap)[skipped : len(following)] for tap in self.taps]
+        return _Read(seen.request_id, seen.start + skipped, following[skipped:], taps)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        ready = [row for row in rows if row.budget and self._is_ready(row)]
+        drawn = [row for row in ready if isinstance(row.choices, DrawnChoices)]
+        done = {row.request_id: self._drawn(row) for row in drawn}
+        done |= self._grown([row for row in ready if row.request_id not in done])
+        return [done.get(row.request_id, NO_PROPOSAL) for row in rows]
+
+    def _is_ready(self, row: DraftRow) -> bool:
+        request = self._requests[row.request_id]
+        return request.logits_R is not None and request.end == len(row.tokens) - 1
+
+    def _grown(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
+        """Chosen trees, all rows sharing each run of the head."""
+        limits = self._limits
+        if not self._branches:
+            limits = GrowthLimits(limits.max_depth, 1, 1, limits.round_cost)
+        growths = [_Tree(self._requests[row.request_id], Growth(row, limits)) for row in rows]
+        for tree in growths:
+            assert tree.request.logits_R is not None
+            tree.hang([ROOT], tree.request.logits_R[None], self._rows)
+        while active := [(tree, nodes) for tree in growths if (nodes := tree.growth.next_round())]:
+            self._score(active)
+        return {tree.growth.row.request_id: tree.growth.build() for tree in growths}
+
+    def _score(self, active: Sequence[tuple[_Tree, list[int]]]) -> None:
+        """One run of the head over some nodes of each row."""
+        tokens = [tree.growth.drafted(node)[-1] for tree, nodes in active for node in nodes]
+        parents_NE = torch.stack(
+            [tree.state(tree.growth.parent(node)) for tree, nodes in active for node in nodes]
+        )
+        rows = [tree.head_row(len(nodes)) for tree, nodes in active]
+        states_NE, logits_NR = self._runner.run(rows, self._runner.own_inputs(tokens, parents_NE))
+        first = 0
+        for tree, nodes in active:
+            mine = slice(first, first := first + len(nodes))
+            tree.states.extend(states_NE[mine])
+            tree.hang(nodes, logits_NR[mine], self._rows)
+
+    def _drawn(self, row: DraftRow) -> Proposal:
+        """A chain, each token drawn from the head's own distribution."""
+        request, draft = self._requests[row.request_id], row.draft()
+        assert request.logits_R is not None
+        assert request.state_E is not None
+        logits_R, state_E, node = request.logits_R, request.state_E, ROOT
+        for depth in range(1, min(row.budget, self._limits.max_depth) + 1):
+            found = draft.extend(node, self._rows.spread(logits_R))
+            if not found or depth == min(row.budget, self._limits.max_depth):
+                break
+            node = found[0]
+            inputs_NE = self._runner.own_inputs(draft.tokens[-1:], state_E[None])
+            chain = HeadRow(request.slot, request.end - 1, 1, draft.tree, depth)
+            states_NE, logits_NR = self._runner.run([chain], inputs_NE)
+            state_E, logits_R = states_NE[0], logits_NR[0]
+        return draft.build()
+
+
+class _Tree:
+    """A row's growing tree with the head's state at each scored node."""
+
+    def __init__(self, request: _Request, growth: Growth) -> None:
+        self.request, self.growth = request, growth
+        self.states: list[Tensor] = []
+
+    def state(self, node: int) -> Tensor:
+        """[E]."""
+        if node != ROOT:
+            return self.states[self.growth.place(node)]
+        assert self.request.state_E is not None
+        return self.request.state_E
+
+    def head_row(self, num_new: int) -> HeadRow:
+        # The text's last entry stands before the tree, known like the nodes scored before.
+        tree = self.growth.scored
+        known = 1 + len(tree) - num_new
+        return HeadRow(self.request.slot, self.request.end - 1, 1, tree, known, num_new)
+
+    def hang(self, nodes: Sequence[int], logits_NR: Tensor, rows: OutputRows) -> None:
+        growth = self.growth
+        drafted = [growth.drafted(node) if node != ROOT else () for node in nodes]
+        found = rows.choices(growth.row, logits_NR, drafted, growth.limits.branching)
+        for node, choices in zip(nodes, found, strict=True):
+            growth.hang(node, choices)

@@ -1,0 +1,60 @@
+"""A draft model distilled from its target: the target's embedding, few layers, few output rows.
+
+The layers start as the target's first and last ones; what lies between is to be learnt. The
+embedding stays the target's own, so that it is neither trained nor stored. It reads each token one
+entry early, beside the one before it as all heads do, so a text's very first token is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+from foredraft.core.errors import ConfigError
+from foredraft.drafters.common.causal import CausalHead
+from foredraft.drafters.common.head import HeadSource
+from foredraft.drafters.common.options import checked_count
+from foredraft.drafters.common.rows import following, num_rows_of, rows_of
+from foredraft.models.base import ModelShape
+
+
+class DraftModelModule(CausalHead):
+    """See the module docstring."""
+
+    kind = "draft_model"
+    shift = 2
+
+    def __init__(self, shape: ModelShape, num_rows: int | None, num_layers: int = 2) -> None:
+        super().__init__(shape, (), num_rows, num_layers)
+
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        counts = {name: checked_count(name, value) for name, value in options.items()}
+        module = cls(source.shape, num_rows_of(output_ids), **counts)
+        if module.num_layers > source.shape.num_hidden_layers:
+            raise ConfigError(
+                f"num_layers is {module.num_layers}; the target itself has "
+                f"{source.shape.num_hidden_layers}"
+            )
+        num_last = module.num_layers // 2
+        first = [*range(module.num_layers - num_last)]
+        module.take(source, output_ids, [*first, *range(-num_last, 0)])
+        return module
+
+    @classmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        return cls(shape, rows_of(config), int(config["num_layers"]))
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        return {"num_layers": "layers of the draft model (2)"}
+
+    def inputs(self, embeddings: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
+        return following(embeddings, 1).to(self.output.dtype)
+
+
+MODULE = DraftModelModule

@@ -1,0 +1,246 @@
+"""A block of draft tokens in one forward, fitted together by a Markov head.
+
+DSpark (arXiv 2607.05147); DFlash (arXiv 2602.06036) is its special case without the Markov and the
+confidence head. The backbone reads a block: the embedding of the last committed token, then as many
+masks as further tokens are drafted. Each place attends to the whole block and to the text, of which
+it sees features of the target alone: outputs of several layers, fused into one vector a token, and
+from that keys and values for every layer of the backbone, made once.
+
+The places of a block do not know what the others chose. The *Markov head* adds a bias by the token
+before, ``W1[token] W2`` of low rank, so that a block can be chosen or drawn from left to right. The
+*confidence head* says, from the same, how likely the next token is taken: before it is drawn.
+
+Shape legend: B texts, L tokens (anchors), S places of a block, E hidden size, H query heads,
+D head size, M rank of the Markov head, R output rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foredraft.core.errors import ConfigError
+from foredraft.drafters.common.anchored import behind_anchor
+from foredraft.drafters.common.head import HeadSource, Prediction, TextBatch
+from foredraft.drafters.common.llama_layer import LlamaLayer, RMSNorm
+from foredraft.drafters.common.options import checked_count
+from foredraft.drafters.common.rows import RowsHead, following, num_rows_of, rows_of
+from foredraft.models.base import ModelShape
+
+_CONFIDENCE_STRIDE = 4
+"""The confidence head learns at one anchor in so many: its labels cost a product with all rows."""
+
+
+class DsparkModule(RowsHead):
+    """See the module docstring.
+
+    Args:
+        taps: the target's layers that are fused.
+        block_size: S, the most tokens of a draft.
+        num_layers: of the backbone.
+        rank: M; 0 leaves the Markov and the confidence head out (DFlash).
+    """
+
+    kind = "dspark"
+
+    confidence_scale_S: Tensor
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        taps: Sequence[int],
+        num_rows: int | None,
+        block_size: int = 4,
+        num_layers: int = 2,
+        rank: int = 64,
+    ) -> None:
+        super().__init__(shape, taps, num_rows)
+        self.block_size, self.num_layers, self.rank = block_size, num_layers, rank
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        self.tap_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in self.taps)
+        self.fuse = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
+        self.mask_E = nn.Parameter(torch.randn(hidden) * hidden**-0.5)
+        self.layers = nn.ModuleList(LlamaLayer(shape) for _ in range(num_layers))
+        self.norm = RMSNorm(hidden, eps)
+        if rank:
+            self.markov = nn.Embedding(shape.vocab_size, rank)
+            self.markov_output = nn.Parameter(torch.zeros(len(self.output), rank))
+            self.confidence = nn.Linear(hidden + rank, 1)
+            self.register_buffer("confidence_scale_S", torch.ones(block_size))
+
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        options = dict(options)
+        taps = _taps(options.pop("taps", None), source.shape.num_hidden_layers)
+        counts = {
+            name: checked_count(name, value, low=0 if name == "rank" else 1)
+            for name, value in options.items()
+        }
+        module = cls(source.shape, taps, num_rows_of(output_ids), **counts)
+        module.take_output(source, output_ids)
+        with torch.no_grad():
+            module.norm.weight.copy_(source.final_norm())
+            embedding_VE = source.embedding()
+            module.mask_E.copy_(embedding_VE.mean(0))
+            module.fuse.weight.mul_(0.1)
+            module.fuse.weight[:, -source.shape.hidden_size :] += torch.eye(len(module.mask_E))
+            for i, layer in enumerate(module.layers):
+                layer.load_state_dict(dict(source.layer(i - module.num_layers)))
+            if module.rank:
+                # Alike tokens start alike: what one learns serves the others.
+                projection_EM = torch.randn(embedding_VE.shape[1], module.rank)
+                rows_VM = F.normalize(embedding_VE.float(), dim=-1) @ projection_EM
+                module.markov.weight.copy_(rows_VM)
+        return module
+
+    @classmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        counts = (int(config[name]) for name in ("block_size", "num_layers", "rank"))
+        return cls(shape, config["taps"], rows_of(config), *counts)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "taps": list(self.taps),
+            "num_rows": self.num_rows,
+            "block_size": self.block_size,
+            "num_layers": self.num_layers,
+            "rank": self.rank,
+        }
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        return {
+            "taps": "layers of the target to read, such as 9,19,29 (low, middle, last)",
+            "block_size": "the most tokens of a draft (4)",
+            "num_layers": "of the backbone (2)",
+            "rank": "of the Markov head; 0 leaves it and the confidence head out (64)",
+        }
+
+    # ------------------------------------------------------------------------------- one forward
+
+    def context(self, taps: Sequence[Tensor]) -> Tensor:
+        """What the backbone sees of tokens that the target has read; [..., E].
+
+        Every layer makes keys and values of it, behind its own norm.
+        """
+        dtype = self.output.dtype
+        normed = [norm(x.to(dtype)) for norm, x in zip(self.tap_norms, taps, strict=True)]
+        fused: Tensor = self.fuse(torch.cat(normed, -1))
+        return fused
+
+    def block(self, embeddings_NE: Tensor) -> Tensor:
+        """The inputs of blocks [N, S, E] behind committed tokens."""
+        masks = self.mask_E.expand(len(embeddings_NE), self.block_size - 1, -1)
+        return torch.cat((embeddings_NE.to(masks.dtype)[:, None], masks), 1)
+
+    def markov_states(self, states: Tensor, before: Tensor) -> Tensor:
+        """States with the columns of the Markov head; [..., E + M].
+
+        Args:
+            states: of the backbone, normed; [..., E].
+            before: the token before each [...].
+        """
+        return torch.cat((states, self.markov(before)), -1) if self.rank else states
+
+    @property
+    def output_RK(self) -> Tensor:
+        """The output rows with the columns of the Markov head; [R, E + M]."""
+        return torch.cat((self.output, self.markov_output), -1) if self.rank else self.output
+
+    def confidence_logits(self, states: Tensor, place: int) -> Tensor:
+        """Log odds [...] that the token of a place (from 0) is taken; after `markov_states`."""
+        logits: Tensor = self.confidence(states)[..., 0]
+        return logits * self.confidence_scale_S[place]
+
+    # ---------------------------------------------------------------------------------- training
+
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        context_BLE = self.context([batch.taps[layer] for layer in self.taps])
+        anchors_BLE = following(batch.embeddings_BLE, 1)
+        block = self.block(anchors_BLE.flatten(0, 1))
+        x_BSLE = block.view(*anchors_BLE.shape[:2], *block.shape[1:]).transpose(1, 2)
+        for layer in self.layers:
+            x_BSLE = _over_all_anchors(cast(LlamaLayer, layer), x_BSLE, context_BLE)
+        states_BSLE, output_RK = self.norm(x_BSLE), self.output_RK
+        return [
+            Prediction(
+                self.markov_states(states_BSLE[:, k - 1], following(batch.tokens_BL, k)),
+                output_RK,
+                shift=k + 1,
+                depth=k,
+            )
+            for k in range(1, min(depth, self.block_size) + 1)
+        ]
+
+    def extra_loss(self, batch: TextBatch, predictions: Sequence[Prediction]) -> Tensor | None:
+        """Cross-entropy of the confidence with whether the likeliest token is the text's."""
+        if not self.rank:
+            return None
+        total, length = batch.embeddings_BLE.new_zeros(()), batch.tokens_BL.shape[1]
+        anchors = torch.arange(0, length, _CONFIDENCE_STRIDE, device=batch.tokens_BL.device)
+        for each in predictions:
+            states = each.states_BLK[:, anchors].detach()
+            right = self._is_right(states, following(batch.tokens_BL, each.shift)[:, anchors])
+            losses = F.binary_cross_entropy_with_logits(
+                self.confidence(states)[..., 0].float(), right.float(), reduction="none"
+            )
+            inside = anchors + each.shift < batch.lengths_B[:, None]
+            total = total + (losses * inside).sum() / inside.sum().clamp(min=1)
+        return total / len(predictions)
+
+    @torch.no_grad()
+    def _is_right(self, states: Tensor, tokens: Tensor) -> Tensor:
+        likeliest = (states @ self.output_RK.T).argmax(-1)
+        ids_R = self.output_ids_R
+        return (likeliest if ids_R is None else ids_R[likeliest]) == tokens
+
+
+def _over_all_anchors(layer: LlamaLayer, x_BSLE: Tensor, context_BLE: Tensor) -> Tensor:
+    """One layer of the backbone for the blocks of all anchors.
+
+    The block of anchor i stands at positions i + 1 to i + S, and sees the text up to i and itself.
+    """
+    batch, size, length, _ = x_BSLE.shape
+    positions_L = torch.arange(length, device=x_BSLE.device)
+    heads = [layer.heads(x_BSLE[:, s], positions_L + s + 1) for s in range(size)]
+    queries, keys, values = (torch.stack(parts, 2) for parts in zip(*heads, strict=True))
+    _, text_keys, text_values = layer.heads(context_BLE, positions_L)
+    repeat = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)
+    text_keys, text_values = (x.repeat_interleave(repeat, 1) for x in (text_keys, text_values))
+    queries = queries * queries.shape[-1] ** -0.5  # [B, H, S, L, D]
+    seen = queries @ text_keys.unsqueeze(2).mT + behind_anchor(queries, length)
+    own = torch.einsum("bhsld,bhtld->bhslt", queries, keys)
+    weights = torch.cat((seen, own), -1).softmax(-1)
+    attended = weights[..., :length] @ text_values.unsqueeze(2)
+    attended = attended + torch.einsum("bhslt,bhtld->bhsld", weights[..., length:], values)
+    flat = attended.flatten(2, 3)  # places and anchors side by side, as `finish` wants them
+    return layer.finish(x_BSLE.flatten(1, 2), flat).view(batch, size, length, -1)
+
+
+def _taps(given: object, num_layers: int) -> tuple[int, ...]:
+    """Layers as the user names them; a low, a middle and the last one if they do not.
+
+    Raises:
+        ConfigError: it is no list of layers.
+    """
+    if given is None:
+        return tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 1}))
+    parts = given.split(",") if isinstance(given, str) else given
+    try:
+        taps = sorted({int(part) for part in parts})  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise ConfigError(f"taps is {given!r}; write layers like 9,19,29") from None
+    if not taps or not 0 <= taps[0] <= taps[-1] < num_layers:
+        raise ConfigError(f"taps is {given!r}; the target has layers 0 to {num_layers - 1}")
+    return tuple(taps)
+
+
+MODULE = DsparkModule

@@ -1,0 +1,5 @@
+"""Self-speculation: some of the target's own layers draft, all of them verify."""
+
+from foredraft.drafters.early_exit.drafter import DRAFTER, SharedCacheDrafter, parse_skip
+
+__all__ = ["DRAFTER", "SharedCacheDrafter", "parse_skip"]

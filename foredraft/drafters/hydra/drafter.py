@@ -1,0 +1,69 @@
+"""Drafting with a `HydraModule`: its weights where the target runs them.
+
+Shape legend: T tokens, E hidden size, N scored nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.common.growing import GrowthLimits
+from foredraft.drafters.common.steps import StepDrafter
+from foredraft.drafters.hydra.module import HydraModule
+from foredraft.models.base import HeadRow, HeadTarget, HeadWeights
+
+
+class HydraRunner:
+    """See `foredraft.drafters.common.steps.StepRunner`.
+
+    Args:
+        module: a trained head.
+        target: its target.
+    """
+
+    layers = None
+
+    def __init__(self, module: HydraModule, target: HeadTarget) -> None:
+        self._parts = target.parts
+        self._module = module.to(self._parts.device, self._parts.dtype).eval()
+        self._runner = target.head_runner(
+            HeadWeights(
+                [module.layer.weights()],
+                module.norm.weight.detach(),
+                module.output.detach(),
+                replace(module.shape, intermediate_size=module.width),
+            )
+        )
+
+    @torch.no_grad()
+    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
+        return self._module.inputs(self._parts.embed(torch.tensor(following)), taps[0])
+
+    @torch.no_grad()
+    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
+        return self._module.own_inputs(self._parts.embed(torch.tensor(tokens)), states_NE)
+
+    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        # Nothing attends, so it does not matter where the tokens stand.
+        alone = [HeadRow(row.slot, 0, row.num_wanted, num_wanted=row.num_wanted) for row in rows]
+        return self._runner.run(alone, inputs_TE)
+
+
+class HydraDrafter(StepDrafter):
+    """A `HydraModule` drafts trees.
+
+    Args:
+        module: a trained head.
+        target: its target.
+        limits: how far a tree may grow.
+    """
+
+    def __init__(
+        self, module: HydraModule, target: HeadTarget, limits: GrowthLimits | None = None
+    ) -> None:
+        runner = HydraRunner(module, target)
+        super().__init__(runner, target, module.taps, module.output_ids_R, limits)

@@ -1,0 +1,116 @@
+"""What every kind of head is held to: it is trained on what it says when it drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.common.growing import GrowthLimits
+from foredraft.drafters.common.head import HeadModule
+from foredraft.drafters.draft_model.distilled import DistilledDrafter
+from foredraft.drafters.draft_model.module import DraftModelModule
+from foredraft.drafters.dspark.drafter import DsparkDrafter
+from foredraft.drafters.dspark.module import DsparkModule
+from foredraft.drafters.early_exit.adapted import AdaptedDrafter
+from foredraft.drafters.early_exit.module import AdapterModule
+from foredraft.drafters.hydra.drafter import HydraDrafter
+from foredraft.drafters.hydra.module import HydraModule
+from foredraft.drafters.medusa.drafter import MedusaDrafter
+from foredraft.drafters.medusa.module import MedusaModule
+from foredraft.drafters.mtp.drafter import MtpDrafter
+from foredraft.drafters.mtp.module import MtpModule
+from foredraft.models.native.target import NativeTarget
+from tests.drafters.heads import (
+    OUTPUT_IDS,
+    TinySource,
+    drafted_logits,
+    random_text,
+    shaken,
+    text_batch,
+    tiny_target,
+)
+
+DEPTH = 3
+CHAIN = GrowthLimits(DEPTH, width=1, branching=1, round_cost=0.0)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of head, and a chain drafter for one."""
+
+    module: type[HeadModule]
+    drafter: Callable[[NativeTarget, Any], Drafter]
+
+
+KINDS: dict[str, Kind] = {
+    "medusa": Kind(MedusaModule, lambda target, module: MedusaDrafter(module, target, width=1)),
+    "mtp": Kind(MtpModule, lambda target, module: MtpDrafter(module, target, CHAIN)),
+    "dspark": Kind(DsparkModule, lambda target, module: DsparkDrafter(module, target)),
+    "early_exit": Kind(AdapterModule, lambda target, module: AdaptedDrafter(module, target)),
+    "draft_model": Kind(
+        DraftModelModule, lambda target, module: DistilledDrafter(module, target, CHAIN)
+    ),
+    "hydra": Kind(HydraModule, lambda target, module: HydraDrafter(module, target, CHAIN)),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[str(request.param)]
+
+
+@pytest.fixture(scope="module")
+def target() -> NativeTarget:
+    return tiny_target()
+
+
+@pytest.mark.parametrize("output_ids", [None, OUTPUT_IDS])
+def test_training_predicts_what_drafting_says(
+    kind: Kind, target: NativeTarget, output_ids: list[int] | None
+) -> None:
+    module = shaken(kind.module.start(TinySource(target), output_ids, {}))
+    text, other = random_text(24), random_text(17, seed=2)
+    module.eval()
+    predictions = module.predictions(text_batch(target, [text, other], module.taps), DEPTH)
+    assert len(predictions) == DEPTH
+    drafter = kind.drafter(target, module)
+    for batch_index, words in enumerate([text, other]):
+        for anchor in (0, 5, len(words) - DEPTH - 2):
+            drafted = drafted_logits(drafter, target, words, anchor, DEPTH)
+            for prediction, logits_V in zip(predictions, drafted, strict=True):
+                # Draft token k is token anchor + 1 + k.
+                place = anchor + 1 + prediction.depth - prediction.shift
+                expected_R = prediction.logits_BLR[batch_index, place]
+                actual_R = logits_V if output_ids is None else logits_V[output_ids]
+                torch.testing.assert_close(actual_R, expected_R.detach(), rtol=1e-3, atol=1e-3)
+                if output_ids is not None:
+                    assert logits_V.isfinite().sum() == len(output_ids)
+
+
+def test_a_module_is_made_again_from_its_config(kind: Kind, target: NativeTarget) -> None:
+    source = TinySource(target)
+    module = shaken(kind.module.start(source, OUTPUT_IDS, {}))
+    again = kind.module.from_config(source.shape, module.config)
+    again.load_state_dict(module.state_dict())
+    batch = text_batch(target, [random_text(12)], module.taps)
+    for one, other in zip(module.predictions(batch, 2), again.predictions(batch, 2), strict=True):
+        assert torch.equal(one.logits_BLR, other.logits_BLR)
+    assert again.config == module.config
+    assert again.output_ids_R is not None
+    assert again.output_ids_R.tolist() == OUTPUT_IDS
+
+
+def test_all_of_it_learns(kind: Kind, target: NativeTarget) -> None:
+    """No parameter is left out of the predictions."""
+    module = shaken(kind.module.start(TinySource(target), OUTPUT_IDS, {}))
+    batch = text_batch(target, [random_text(12)], module.taps)
+    predictions = module.predictions(batch, 4)
+    loss = sum(prediction.logits_BLR.square().mean() for prediction in predictions)
+    extra = module.extra_loss(batch, predictions)
+    torch.autograd.backward(loss + (0.0 if extra is None else extra))
+    assert [name for name, weight in module.named_parameters() if weight.grad is None] == []

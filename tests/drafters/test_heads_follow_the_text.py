@@ -1,0 +1,162 @@
+"""What heads keep follows the text through chunks, rejections and a conversation's next turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft import SamplingParams
+from foredraft.cache.prefix import Session
+from foredraft.control.fixed import FixedBudget
+from foredraft.core.proposal import Proposal
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters import build_drafter
+from foredraft.drafters.base import (
+    BaseDrafter,
+    Drafter,
+    DrafterContext,
+    DraftRequest,
+    DraftRow,
+    Observation,
+)
+from foredraft.engine.engine import Engine
+from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.loading import native_decoder
+from foredraft.models.native.target import NativeTarget
+from tests.drafters.heads import OUTPUT_IDS, VOCAB, TinySource, shaken, tiny_target
+from tests.drafters.test_heads import KINDS, Kind
+
+PROMPT = [token * 7 % 90 for token in range(50)]
+SECOND = [5, 4, 3, 2, 1] * 5
+CHUNK = 16
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[str(request.param)]
+
+
+@pytest.fixture(params=["eager", "fused"])
+def target(request: pytest.FixtureRequest) -> NativeTarget:
+    if request.param == "fused":
+        try:
+            load_library()
+        except KernelUnavailable as reason:
+            pytest.skip(f"no fused kernel here: {reason}")
+    return tiny_target(native_decoder(request.param))
+
+
+def new_drafter(kind: Kind, target: NativeTarget) -> Drafter:
+    torch.manual_seed(1)
+    return kind.drafter(target, shaken(kind.module.start(TinySource(target), OUTPUT_IDS, {})))
+
+
+def sampling(temperature: float, max_tokens: int = 20) -> SamplingParams:
+    return SamplingParams(temperature=temperature, seed=11, max_tokens=max_tokens)
+
+
+@dataclass
+class Conversation:
+    """Two turns of one session; of each, the text."""
+
+    session: Session
+    turns: list[list[int]]
+
+
+def converse(
+    target: NativeTarget, drafter: Drafter, params: SamplingParams, num_draft_tokens: int = 4
+) -> Conversation:
+    budget = FixedBudget(num_draft_tokens, target.max_context)
+    engine = Engine(target, drafter, budget, max_step_tokens=CHUNK)
+    done, text = Conversation(Session(), []), PROMPT
+    for more in ([], SECOND):
+        engine.submit([*text, *more], params, done.session)
+        result = next(event.result for event in engine.run() if event.result is not None)
+        assert result.finish_reason == "length"
+        assert bool(more) == bool(result.num_cached_tokens)  # the second turn is a continued one
+        text = [*text, *more, *result.token_ids]
+        done.turns.append(text)
+    return done
+
+
+def entries(drafter: Drafter, session: Session, length: int) -> list[Tensor]:
+    """Keys and values of the leading positions, layer by layer; nothing if it keeps none."""
+    assert session.slot is not None
+    slot = session.slot
+    return [
+        torch.cat(layers.read(layer, slot, length))
+        for layers in drafter.layers
+        for layer in range(layers.shape.num_layers)
+    ]
+
+
+class Helped(BaseDrafter):
+    """The head's guesses replaced by some right and some wrong ones, so that both happen."""
+
+    def __init__(self, head: Drafter, turns: Sequence[Sequence[int]]) -> None:
+        self.head, self._turns = head, turns
+        self.taps, self.layers, self.look_ahead = head.taps, head.layers, head.look_ahead
+
+    def begin(self, request: DraftRequest) -> None:
+        self.head.begin(request)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        guesses = self.head.propose(rows)  # these may leave entries behind the text
+        return [self._mixed(row, guess) for row, guess in zip(rows, guesses, strict=True)]
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        self.head.observe(observations)
+
+    def end(self, request_id: int) -> None:
+        self.head.end(request_id)
+
+    def _mixed(self, row: DraftRow, guess: Proposal) -> Proposal:
+        """A wrong token, and beside it up to two right ones with a wrong one behind them."""
+        at = len(row.tokens)
+        text = next(turn for turn in self._turns if len(turn) > at)
+        right = [*text[at : at + 1 + at % 2]]
+        if row.budget < 4:
+            return guess
+        wrong = [(token + 1) % VOCAB for token in (text[at], text[min(at + 2, len(text) - 1)])]
+        tokens = [wrong[0], *right, wrong[1]]
+        return Proposal.chosen(TokenTree(tuple(tokens), (ROOT, ROOT, *range(1, len(right) + 1))))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_state_and_text_of_two_turns(kind: Kind, target: NativeTarget, temperature: float) -> None:
+    """Text as decoded plainly; entries as if all had been read at once."""
+    params = sampling(temperature)
+    plain = converse(target, build_drafter("none", DrafterContext(target)), params)
+    assert converse(target, new_drafter(kind, target), params).turns == plain.turns
+    head = new_drafter(kind, target)
+    done = converse(target, Helped(head, plain.turns), params)
+    assert done.turns == plain.turns
+    length = len(done.turns[-1]) - 1
+    once, session = new_drafter(kind, target), Session()
+    engine = Engine(target, once, FixedBudget(0, target.max_context))
+    engine.submit(done.turns[-1], sampling(0.0, max_tokens=1), session)
+    list(engine.run())
+    close = 1e-4 if target.decoder.name == "eager" else 0.1
+    found, expected = (entries(*of, length) for of in ((head, done.session), (once, session)))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=close, atol=close)
+
+
+def test_drawn_drafts_are_repeated_with_the_seed(kind: Kind, target: NativeTarget) -> None:
+    params = replace(sampling(1.0), coupling="drawn")
+    first, second = (converse(target, new_drafter(kind, target), params) for _ in range(2))
+    assert first.turns == second.turns
+
+
+def test_it_drafts(kind: Kind, target: NativeTarget) -> None:
+    """And is right by chance: the noise it shares with the target is large against flat laws."""
+    drafter = new_drafter(kind, target)
+    engine = Engine(target, drafter, FixedBudget(4, target.max_context))
+    engine.submit(PROMPT, SamplingParams(temperature=8.0, seed=1, max_tokens=60))
+    result = next(event.result for event in engine.run() if event.result is not None)
+    assert result.stats.drafted > 10
+    assert result.stats.accepted > 0
