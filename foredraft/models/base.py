@@ -6,7 +6,7 @@ row in `RowScores`), E hidden size, R some rows of the head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -314,6 +314,10 @@ class PartsTarget(Target, Protocol):
     def parts(self) -> TargetParts: ...
 
 
+Product = Callable[[Tensor], Tensor]
+"""From [T, K] to float32 [T, R]."""
+
+
 class HeadTarget(PartsTarget, Protocol):
     """A target with the capabilities ``parts`` and ``cache_layers``."""
 
@@ -322,6 +326,13 @@ class HeadTarget(PartsTarget, Protocol):
 
         Raises:
             ConfigError: the shapes of the weights do not fit each other.
+        """
+        ...
+
+    def product(self, weight_RK: Tensor) -> Product:
+        """What multiplies with a small matrix of a drafter, as fast as it can be done here.
+
+        The result may be rounded: a draft does not have to be exact.
         """
         ...
 

@@ -25,6 +25,7 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import (
     Capabilities,
     HeadWeights,
+    Product,
     RowScores,
     ScoreRow,
     Scores,
@@ -34,7 +35,7 @@ from foredraft.models.hf_cache import HFCache, layer_factory
 from foredraft.models.hf_parts import HFParts, find_parts
 from foredraft.models.hf_sizes import read_sizes
 from foredraft.models.native.plan import ForwardPlan, plan_forward
-from foredraft.models.native.runner import NativeHeadRunner, head_config
+from foredraft.models.native.runner import NativeHeadRunner, head_config, native_product
 from foredraft.models.safety import Checkpoint
 
 _NO_LIMIT = 1 << 30
@@ -139,6 +140,10 @@ class HFTarget:
         dtype = self.parts.dtype
         layers = self.cache.add_layers(head_config(weights).kv_shape, dtype)
         return NativeHeadRunner(weights, layers, dtype, fused=False)
+
+    def product(self, weight_RK: Tensor) -> Product:
+        """See `foredraft.models.base.HeadTarget`."""
+        return native_product(weight_RK.to(self.parts.device), self.parts.dtype, fused=False)
 
     @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.steps import StepDrafter
 from foredraft.drafters.eagle.module import EagleModule
-from foredraft.models.base import HeadRow, HeadTarget, HeadWeights, TargetParts
+from foredraft.models.base import HeadRow, HeadTarget, HeadWeights, Product, TargetParts
 
 
 class EagleRunner:
@@ -43,8 +42,8 @@ class EagleRunner:
             return tensor.detach().to(parts.device, parts.dtype)
 
         embedding = module.join_embedding.weight
-        self._join_taps = placed(torch.cat((module.join_taps.weight, embedding), 1))
-        self._join_own = placed(torch.cat((module.join_own.weight, embedding), 1))
+        self._join_taps = target.product(torch.cat((module.join_taps.weight, embedding), 1))
+        self._join_own = target.product(torch.cat((module.join_own.weight, embedding), 1))
         norms = [module.get_parameter(f"tap_norms.{i}.weight") for i in range(len(module.taps))]
         self._tap_norms = placed(torch.stack([*norms, module.embedding_norm.weight]))
         self._own_norms = placed(
@@ -65,13 +64,13 @@ class EagleRunner:
         return self._runner.run(rows, inputs_TE)
 
     def _join(
-        self, norms: Tensor, matrix: Tensor, tokens: Sequence[int], states: Sequence[Tensor]
+        self, norms: Tensor, product: Product, tokens: Sequence[int], states: Sequence[Tensor]
     ) -> Tensor:
         embedded = self._parts.embed(torch.tensor(tokens))
         x_TCE = torch.stack([*(s.to(embedded.dtype) for s in states), embedded], 1).float()
         scale = torch.rsqrt(x_TCE.square().mean(-1, keepdim=True) + self._eps)
         normed = (x_TCE * scale).to(norms.dtype) * norms
-        return F.linear(normed.flatten(1), matrix)
+        return product(normed.flatten(1))
 
 
 class EagleDrafter(StepDrafter):

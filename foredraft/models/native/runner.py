@@ -6,21 +6,43 @@ Shape legend: T tokens of a run, N wanted logits, E hidden size, R output rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.layers import StoredLayers
 from foredraft.core.errors import ConfigError
-from foredraft.models.base import HeadRow, HeadWeights, ModelShape
+from foredraft.models.base import HeadRow, HeadWeights, ModelShape, Product
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.packed import Int8Matrix
 from foredraft.models.native.parts import rms_norm
 from foredraft.models.native.plan import ForwardPlan, RowSpan
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
+
+_NO_LAYERS = DecoderConfig(
+    model_type="llama",
+    vocab_size=1,
+    hidden_size=2,
+    intermediate_size=2,
+    num_hidden_layers=0,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=2,
+    max_position_embeddings=2**31 - 1,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_inv_freq_scaling=None,
+    tie_word_embeddings=True,
+    attention_bias=False,
+    output_bias=False,
+    qk_norm=False,
+    eos_token_ids=(),
+)
 
 
 class NativeHeadRunner:
@@ -68,6 +90,25 @@ class NativeHeadRunner:
         return rms_norm(inputs_TE, self._norm_E, self._norm_eps).to(self._input_dtype)
 
 
+def native_product(weight_RK: Tensor, dtype: torch.dtype, fused: bool) -> Product:
+    """See `foredraft.models.base.HeadTarget.product`.
+
+    With the fused kernel in 8 bits and on one thread: waking another takes longer than a small
+    product does.
+    """
+    if not fused:
+        weight = weight_RK.detach().to(dtype)
+        return lambda x_TK: F.linear(x_TK.to(weight.device, dtype), weight).float()
+    from foredraft.models.native.fused import FusedDecoder
+
+    num_rows, num_inputs = weight_RK.shape
+    config = replace(_NO_LAYERS, vocab_size=num_rows, hidden_size=num_inputs)
+    packed = Int8Matrix.quantised(weight_RK.detach().float())
+    no_embedding = torch.empty(1, num_inputs, dtype=dtype)
+    weights = DecoderWeights(no_embedding, (), torch.ones(num_inputs), packed)
+    return FusedDecoder(config, weights, num_threads=1).logits
+
+
 def plan_run(rows: Sequence[HeadRow], inputs_TE: Tensor, layers: range) -> ForwardPlan:
     """Lay out a run: of each row the tokens that are not known yet."""
     plan = ForwardPlan([], [], [], [], [], [], [], [], layers=layers, hidden_TE=inputs_TE)
@@ -113,8 +154,8 @@ def head_config(head: HeadWeights) -> DecoderConfig:
             f"output rows {[*head.output_RE.shape]} and norm {[*head.norm_E.shape]} do not fit a "
             f"hidden size of {shape.hidden_size}"
         )
-    return DecoderConfig(
-        model_type="llama",
+    return replace(
+        _NO_LAYERS,
         vocab_size=len(head.output_RE),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -122,15 +163,8 @@ def head_config(head: HeadWeights) -> DecoderConfig:
         num_attention_heads=shape.num_attention_heads,
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=2**31 - 1,
         rms_norm_eps=shape.rms_norm_eps,
         rope_theta=shape.rope_theta,
-        rope_inv_freq_scaling=None,
-        tie_word_embeddings=True,
-        attention_bias=False,
-        output_bias=False,
-        qk_norm=False,
-        eos_token_ids=(),
     )
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
-from foredraft.models.base import Capabilities, HeadWeights, ScoreRow, Scores, check_taps
+from foredraft.models.base import Capabilities, HeadWeights, Product, ScoreRow, Scores, check_taps
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.parts import NativeParts
 from foredraft.models.native.plan import ForwardPlan, plan_forward
-from foredraft.models.native.runner import NativeHeadRunner, head_config
+from foredraft.models.native.runner import NativeHeadRunner, head_config, native_product
 from foredraft.models.native.shallow import ShallowView, announce, resumption
 from foredraft.models.native.weights import DecoderWeights, fit, load_weights
 from foredraft.models.safety import Checkpoint
@@ -126,6 +126,9 @@ class NativeTarget:
         fused = self.decoder.name == "fused"
         layers = self.cache.add_layers(head_config(weights).kv_shape, self.weights.dtype)
         return NativeHeadRunner(weights, layers, self.weights.dtype, fused)
+
+    def product(self, weight_RK: Tensor) -> Product:
+        return native_product(weight_RK, self.weights.dtype, self.decoder.name == "fused")
 
     @property
     def num_layers(self) -> int:
