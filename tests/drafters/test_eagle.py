@@ -126,5 +126,5 @@ def test_it_drafts_what_training_predicts(target: NativeTarget) -> None:
         assert (prediction.shift, prediction.depth) == (k + 2, k + 1)
         expected = prediction.logits_BLR[0, anchor]
         got = found[k]
-        close = 1e-4 if target.decoder.name == "eager" else 0.03
+        close = 2e-3 if target.decoder.name == "eager" else 0.03
         assert (got - expected).norm() < close * expected.norm() * 3, k

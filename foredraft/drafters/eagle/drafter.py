@@ -8,12 +8,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.steps import StepDrafter
 from foredraft.drafters.eagle.module import EagleModule
-from foredraft.models.base import HeadRow, HeadTarget, HeadWeights, Product, TargetParts
+from foredraft.models.base import HeadRow, HeadTarget, HeadWeights, TargetParts
+
+_TABLE_BYTES = 128e6
+
+
+class JoinedTokens:
+    """What tokens add to a layer's input: their normed embeddings times a matrix.
+
+    It depends on nothing else, so for vocabularies that are not too large it is kept for all of
+    them, in bfloat16.
+
+    Args:
+        parts: of the target, for its embeddings.
+        weight_EE: the matrix.
+        eps: of the norm.
+        vocab_size: V.
+    """
+
+    def __init__(self, parts: TargetParts, weight_EE: Tensor, eps: float, vocab_size: int) -> None:
+        self._parts, self._eps = parts, eps
+        self._weight_EE = weight_EE.detach().to(parts.device, parts.dtype)
+        self._table_VE: Tensor | None = None
+        if 2 * vocab_size * len(weight_EE) <= _TABLE_BYTES:
+            firsts = range(0, vocab_size, 4096)
+            ids = [torch.arange(first, min(first + 4096, vocab_size)) for first in firsts]
+            self._table_VE = torch.cat([self._make(ids_T).to(torch.bfloat16) for ids_T in ids])
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        """Float32 [T, E]."""
+        ids_T = torch.tensor(tokens)
+        if self._table_VE is None:
+            return self._make(ids_T).float()
+        return F.embedding(ids_T.to(self._table_VE.device), self._table_VE).float()
+
+    @torch.no_grad()
+    def _make(self, ids_T: Tensor) -> Tensor:
+        normed_TE = _unit(self._parts.embed(ids_T), self._eps)
+        return F.linear(normed_TE.to(self._weight_EE.dtype), self._weight_EE)
 
 
 class EagleRunner:
@@ -26,8 +64,7 @@ class EagleRunner:
 
     def __init__(self, module: EagleModule, target: HeadTarget) -> None:
         parts: TargetParts = target.parts
-        self._parts, self._eps = parts, module.shape.rms_norm_eps
-        self._taps = module.taps
+        self._eps = module.shape.rms_norm_eps
         self._runner = target.head_runner(
             HeadWeights(
                 [module.layer.weights()],
@@ -38,39 +75,30 @@ class EagleRunner:
         )
         self.layers = self._runner.layers
 
-        def placed(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(parts.device, parts.dtype)
-
-        embedding = module.join_embedding.weight
-        self._join_taps = target.product(torch.cat((module.join_taps.weight, embedding), 1))
-        self._join_own = target.product(torch.cat((module.join_own.weight, embedding), 1))
+        # A norm's weights scale the columns of the matrix behind it: one product less to make.
         norms = [module.get_parameter(f"tap_norms.{i}.weight") for i in range(len(module.taps))]
-        self._tap_norms = placed(torch.stack([*norms, module.embedding_norm.weight]))
-        self._own_norms = placed(
-            torch.stack([module.own_norm.weight, module.embedding_norm.weight])
+        self._join_taps = target.product(module.join_taps.weight * torch.cat(norms))
+        self._join_own = target.product(module.join_own.weight * module.own_norm.weight)
+        self._joined = JoinedTokens(
+            parts,
+            module.join_embedding.weight * module.embedding_norm.weight,
+            self._eps,
+            target.vocab_size,
         )
 
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
         """Layer inputs [T, E] for tokens that the target has read, and those that follow them."""
-        return self._join(self._tap_norms, self._join_taps, following, taps)
+        x_TCE = _unit(torch.stack([*taps], 1), self._eps)
+        return self._join_taps(x_TCE.flatten(1)) + self._joined(following)
 
     @torch.no_grad()
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
         """Layer inputs [N, E] for drafted tokens, ``states_NE`` of what each was drafted from."""
-        return self._join(self._own_norms, self._join_own, tokens, [states_NE])
+        return self._join_own(_unit(states_NE, self._eps)) + self._joined(tokens)
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         return self._runner.run(rows, inputs_TE)
-
-    def _join(
-        self, norms: Tensor, product: Product, tokens: Sequence[int], states: Sequence[Tensor]
-    ) -> Tensor:
-        embedded = self._parts.embed(torch.tensor(tokens))
-        x_TCE = torch.stack([*(s.to(embedded.dtype) for s in states), embedded], 1).float()
-        scale = torch.rsqrt(x_TCE.square().mean(-1, keepdim=True) + self._eps)
-        normed = (x_TCE * scale).to(norms.dtype) * norms
-        return product(normed.flatten(1))
 
 
 class EagleDrafter(StepDrafter):
@@ -87,3 +115,8 @@ class EagleDrafter(StepDrafter):
     ) -> None:
         runner = EagleRunner(module, target)
         super().__init__(runner, target, module.taps, module.output_ids_R, limits)
+
+
+def _unit(x: Tensor, eps: float) -> Tensor:
+    """Root mean square 1 along the last dimension, in float32."""
+    return F.rms_norm(x.float(), (x.shape[-1],), eps=eps)
