@@ -106,6 +106,17 @@ class KVCache:
                 store[:, slot, :, stale] = 0.0
             self._ends[slot] = end
 
+    def fill(self, slot: int, num_tokens: int) -> None:
+        """Count ``num_tokens`` empty entries behind those that count: to time a long context.
+
+        Raises:
+            ValueError, MemoryError, RuntimeError: as `reserve`.
+        """
+        self.reserve(slot, num_tokens)
+        self.will_write(slot, num_tokens)
+        self.clear_behind(slot, self._lengths[slot])
+        self.keep(slot, num_tokens, ())
+
     def make_room(self, num_entries: int) -> None:
         """Hold at least ``num_entries`` in every slot, whether or not they will ever count."""
         if num_entries > self.capacity:

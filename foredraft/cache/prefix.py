@@ -44,6 +44,20 @@ class Sessions:
         self._dropped: deque[int] = deque()
         self._finalizers: dict[int, weakref.finalize[[int], Session]] = {}
 
+    def check(self, session: Session) -> None:
+        """Refuse a conversation whose slot someone else keeps.
+
+        Raises:
+            ConfigError: it was begun elsewhere: other layers hold its state, or another cache.
+        """
+        keeper = self._finalizers.get(-1 if session.slot is None else session.slot)
+        known = keeper.peek() if keeper else None
+        if session.slot is not None and (known is None or known[0] is not session):
+            raise ConfigError(
+                "this conversation was begun with another LLM or engine and goes on only there: "
+                "close it there, or open another one here"
+            )
+
     def open(self, session: Session | None, tokens: Sequence[int]) -> tuple[int, int]:
         """A slot for a request, and how many of its tokens the slot holds already.
 
@@ -84,10 +98,11 @@ class Sessions:
         """Give a conversation's slot back.
 
         Raises:
-            ConfigError: a reply is under way.
+            ConfigError: a reply is under way, or it was begun elsewhere.
         """
         if session.busy:
             raise ConfigError("a reply of this conversation is under way; cancel it first")
+        self.check(session)
         self.free_dropped()
         if session.slot is not None:
             self._finalizers.pop(session.slot).detach()

@@ -85,6 +85,11 @@ RandomWeights = Annotated[
     str | None,
     _option(_MODEL, "--random-weights", "Instead: this shape, random weights, for timing only."),
 ]
+Prompts = Annotated[
+    str | None,
+    typer.Option(help="JSON lines with id, category and turns; a few built-in ones otherwise."),
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="At most this many prompts in all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 JsonFile = Annotated[
     str | None, typer.Option("--json", help="Also write all figures to this file.")

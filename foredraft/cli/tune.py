@@ -16,17 +16,14 @@ from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.bench.exits import ExitFigure, Passage
+    from foredraft.bench.priors import Reply
+    from foredraft.bench.prompts import BenchPrompt
     from foredraft.llm import LLM
 
 _LENGTHS = (1, 2, 3, 4, 6, 8)
 """Numbers of draft tokens to try."""
 
 app = typer.Typer(no_args_is_help=True, help="Find settings for a model on this machine.")
-
-
-@app.callback()
-def _group() -> None:
-    """Keeps `exit` a command of its own while it is the only one."""
 
 
 @app.command("exit")
@@ -99,17 +96,79 @@ def _replies(llm: LLM, tokens: int) -> list[tuple[list[int], int]]:
     from foredraft.bench.prompts import load_prompts
     from foredraft.core.params import SamplingParams
 
-    assert llm.tokenizer is not None
-    prompts = [
-        llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
-        if llm.tokenizer.chat_template is not None
-        else llm.tokenizer.encode(prompt.text)
-        for prompt in load_prompts(None, 8)
-    ]
+    prompts = [_prompt_ids(llm, prompt) for prompt in load_prompts(None, 8)]
     params = SamplingParams(max_tokens=max(8, tokens // len(prompts)), ignore_eos=True)
     prompts = [p for p in prompts if len(p) + params.max_tokens < llm.target.max_context]
     results = llm.generate(prompts, params)
     return [([*p, *r.token_ids], len(p)) for p, r in zip(prompts, results, strict=True)]
+
+
+@app.command("priors")
+@o.with_option_objects
+def tune_priors(
+    running: o.ModelOptions,
+    prompts: o.Prompts = None,
+    limit: o.Limit = None,
+    max_tokens: o.MaxTokens = 512,
+    write: Annotated[
+        str | None, typer.Option(help="Where to put them, as JSON; printed otherwise.")
+    ] = None,
+) -> None:
+    """How often the guesses of copying drafters are right, on greedy replies of the model.
+
+    The package's own (foredraft/drafters/common/priors.json) are what this gives on the default
+    model and the built-in prompts. They are a beginning: each text corrects them as it goes.
+
+    Examples:
+
+        foredraft tune priors --write foredraft/drafters/common/priors.json
+    """
+    from foredraft.bench.priors import measure_priors
+    from foredraft.bench.prompts import load_prompts
+    from foredraft.cli.progress import progress_bar
+
+    asked = load_prompts(prompts, limit)
+    llm = o.load_llm(o.load_options(running, drafter="none", max_batch_size=8))
+    replies = [
+        reply
+        for start in range(0, len(asked), 8)
+        for reply in _written(llm, asked[start : start + 8], max_tokens)
+    ]
+    with progress_bar(len(replies)) as advance:
+        found = measure_priors(llm.target, replies, advance)
+    num_tokens = sum(len(reply.output) for reply in replies)
+    source = "the built-in prompts" if prompts is None else Path(prompts).name
+    text = found.to_json(
+        {
+            "made_by": f"foredraft tune priors --max-tokens {max_tokens}",
+            "made_of": f"{num_tokens} tokens of {running.model} on {source}",
+        }
+    )
+    if write is None:
+        typer.echo(text, nl=False)
+    else:
+        Path(write).write_text(text, encoding="utf-8")
+
+
+def _written(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> list[Reply]:
+    """Greedy replies, each with the document that its prompt holds behind a blank line."""
+    from foredraft.bench.priors import Reply
+    from foredraft.core.params import SamplingParams
+
+    assert llm.tokenizer is not None
+    ids = [_prompt_ids(llm, prompt) for prompt in prompts]
+    documents = [prompt.text.partition("\n\n")[2] for prompt in prompts]
+    expected = [llm.tokenizer.encode(text, add_special_tokens=False) for text in documents]
+    results = llm.generate(ids, SamplingParams(max_tokens=max_tokens))
+    outputs = [result.token_ids for result in results]
+    return [*map(Reply, ids, outputs, expected)]
+
+
+def _prompt_ids(llm: LLM, prompt: BenchPrompt) -> list[int]:
+    assert llm.tokenizer is not None
+    if llm.tokenizer.chat_template is None:
+        return llm.tokenizer.encode(prompt.text)
+    return llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
 
 
 def _read(path: str) -> str:

@@ -39,3 +39,7 @@ class Controller(Protocol):
     def observe(self, record: StepRecord) -> None:
         """A step has been committed."""
         ...
+
+    def end(self, request_id: int) -> None:
+        """A request is over, also one that was cancelled or never ran: forget it."""
+        ...

@@ -46,6 +46,9 @@ class FixedBudget:
         if self._cost is not None and record.is_decoding:
             self._cost.observe(record.sizes, record.times.score_ms)
 
+    def end(self, request_id: int) -> None:
+        """Nothing is kept of a request."""
+
     def _room(self, row: Request) -> int:
         # The last token a step commits is the target's own, so one fewer can be drafted.
         return min(row.num_remaining - 1, self._max_context - len(row.tokens))

@@ -28,6 +28,15 @@ _TRUST = 1.4
 """How fast the chance of a choice falls with its distance from the best perturbed score. Fitted to
 accepted shares by distance; it weighs nodes against time and touches no token."""
 
+_TILT = 0.35
+"""How much the noise says about a token of which only its share in many places is known. A copy
+that holds in a fifth of all places has there nearly all of the target's mass and elsewhere nearly
+none, and where that is so noise decides nothing. With 1 each place would be taken for the average
+one. Fitted to the log loss of copies at temperatures 0.7 and 1."""
+
+_MEAN_NOISE = 0.5772156649015329
+"""Of Gumbel noise: Euler's constant."""
+
 
 class Choice(NamedTuple):
     """A token that a drafter may choose, and the estimated chance that the target takes it."""
@@ -51,8 +60,8 @@ class SharedChoices(Protocol):
         """The same tokens with the chances that the noise leaves them, likeliest first.
 
         Args:
-            candidates: distinct tokens and the probability of each as far as is known. What is
-                missing to 1 belongs to tokens that nobody named.
+            candidates: distinct tokens and the share of like places where each came, as far as is
+                known. What is missing to 1 belongs to tokens that nobody named.
         """
         ...
 
@@ -106,19 +115,15 @@ class KeyedSharedChoices:
         return [Choice(token, chance) for (token, _), chance in pairs][:count]
 
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
-        if self.temperature == 0.0 or not candidates:
+        if self.temperature == 0.0 or not any(c.chance for c in candidates):
             return list(candidates)
         noise = gumbel_noise([c.token for c in candidates], self.seed, self._at(depth))
-        scores = [math.log(max(c.chance, 1e-9)) + g for c, g in zip(candidates, noise, strict=True)]
-        # The best of the unnamed tokens is Gumbel around the log of their mass: the chance that
-        # it stays below the best named score is known. (Maximum of independent Gumbels.)
-        unnamed = max(0.0, 1.0 - sum(c.chance for c in candidates))
-        named_wins = math.exp(-unnamed * math.exp(-max(scores)))
-        chances = _softmax([_TRUST * score for score in scores])
-        weighed = [
-            Choice(c.token, chance * named_wins)
-            for c, chance in zip(candidates, chances, strict=True)
+        odds = [
+            c.chance * math.exp(_TILT * (g - _MEAN_NOISE))
+            for c, g in zip(candidates, noise, strict=True)
         ]
+        total = sum(odds) + max(0.0, 1.0 - sum(c.chance for c in candidates))
+        weighed = [Choice(c.token, x / total) for c, x in zip(candidates, odds, strict=True)]
         return sorted(weighed, key=lambda choice: -choice.chance)
 
     def _at(self, depth: int) -> int:

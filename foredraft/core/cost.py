@@ -152,16 +152,18 @@ class CostModel:
     """Milliseconds of a forward, measured and then followed.
 
     Args:
-        times: of one row of so many tokens after a short text.
-        attention: what longer ones add.
+        times: of one row of so many tokens.
+        attention: what contexts add.
+        context: of that row.
 
     Raises:
         ConfigError: see `TablePrice`.
     """
 
-    def __init__(self, times: Times, attention: Attention | None = None) -> None:
+    def __init__(self, times: Times, attention: Attention | None = None, context: int = 0) -> None:
         TablePrice(times)
         self.attention = attention or Attention()
+        times = tuple((n, self._without_attention([(n, context)], ms)) for n, ms in times)
         self._roofline = Roofline.through(times)
         # What was measured beside what the roofline says: steps that it cannot know of.
         self._shares = tuple((n, ms / self._roofline.ms(n)) for n, ms in times)
@@ -174,8 +176,7 @@ class CostModel:
     def observe(self, rows: Sequence[tuple[int, int]], ms: float) -> None:
         """A forward of these rows took this long: what is said from now on follows."""
         num_tokens = sum(n for n, _ in rows)
-        weights_ms = max(ms - self.attention.ms(rows), 0.1 * ms)
-        measured_in_roofline = weights_ms / self._share(num_tokens)
+        measured_in_roofline = self._without_attention(rows, ms) / self._share(num_tokens)
         self._roofline = self._roofline.moved(num_tokens, measured_in_roofline)
 
     def price(self, context: int, num_rows: int = 1) -> Price:
@@ -185,6 +186,9 @@ class CostModel:
     def times(self, sizes: Sequence[int], context: int = 0) -> Times:
         """What one row costs as of now, for people."""
         return tuple((n, self.ms([(n, context)])) for n in sizes)
+
+    def _without_attention(self, rows: Sequence[tuple[int, int]], ms: float) -> float:
+        return max(ms - self.attention.ms(rows), 0.1 * ms)
 
     def _weights_ms(self, num_tokens: int) -> float:
         return self._share(num_tokens) * self._roofline.ms(num_tokens)

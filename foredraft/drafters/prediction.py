@@ -26,14 +26,7 @@ from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import MatchConfidence
 from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.price import asked_price
-
-_FOLLOWED = (0.50, 0.55, 0.65, 0.75, 0.82, 0.88, 0.92, 0.94, 0.96, 0.98)
-_MET = (0.45, 0.45, 0.45, 0.40, 0.30, 0.25, 0.20, 0.15, 0.10, 0.05)
-_REPLACED = (0.35, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02, 0.02, 0.02, 0.02)
-_INSERTED = (0.15, 0.10, 0.08, 0.05, 0.05, 0.03, 0.02, 0.02, 0.02, 0.02)
-"""First estimates that an expected token comes, in the classes of `MatchConfidence`: by how long
-the texts have agreed (_FOLLOWED), by the distance of the place that agrees (_MET), and by how long
-they have been apart."""
+from foredraft.drafters.common.priors import priors
 
 _SETTLED = 4
 """Tokens that must agree before the place of parting is forgotten."""
@@ -44,6 +37,17 @@ _MAX_OCCURRENCES = 8
 
 _Place = tuple[int, int]
 """Position of the next expected token, and how many tokens have agreed before it."""
+
+
+class Experience:
+    """How often an expected token comes, in the classes of `MatchConfidence`; see `Priors`."""
+
+    def __init__(self) -> None:
+        known = priors()
+        self.followed = MatchConfidence(known.followed)
+        self.met = MatchConfidence(known.met)
+        self.replaced = MatchConfidence(known.replaced)
+        self.inserted = MatchConfidence(known.inserted)
 
 
 class Alignment:
@@ -57,10 +61,12 @@ class Alignment:
 
     Args:
         expected: the expected text.
+        experience: how such guesses have done; the priors alone when None.
     """
 
-    def __init__(self, expected: Sequence[int]) -> None:
+    def __init__(self, expected: Sequence[int], experience: Experience | None = None) -> None:
         self._expected = expected
+        self._known = experience or Experience()
         self._positions: dict[tuple[int, ...], list[int]] = {}  # where 1- and 2-grams end
         for position, token in enumerate(expected):
             self._positions.setdefault((token,), []).append(position)
@@ -69,9 +75,6 @@ class Alignment:
         self._output: list[int] = []
         self._next, self._agreed = 0, 0  # the position followed, tokens agreed before it
         self._left_at, self._num_apart = 0, 0  # where the texts parted, tokens written since
-        self._followed, self._met, self._inserted, self._replaced = map(
-            MatchConfidence, (_FOLLOWED, _MET, _INSERTED, _REPLACED)
-        )
 
     def commit(self, token: int) -> None:
         """Append a committed token to the output."""
@@ -128,15 +131,15 @@ class Alignment:
     def _guesses(self) -> list[tuple[int, MatchConfidence, int]]:
         """Positions of the next expected token, each with the estimate that holds for it."""
         if self._agreed > 1 or not self._num_apart:
-            guesses = [(self._next, self._followed, self._agreed)]
+            guesses = [(self._next, self._known.followed, self._agreed)]
         else:
             apart = self._num_apart
             guesses = [
-                (self._left_at + apart, self._replaced, apart),
-                (self._left_at, self._inserted, apart),
+                (self._left_at + apart, self._known.replaced, apart),
+                (self._left_at, self._known.inserted, apart),
             ]
             if self._agreed:
-                guesses.append((self._next, self._met, abs(self._next - self._left_at)))
+                guesses.append((self._next, self._known.met, abs(self._next - self._left_at)))
         return [guess for guess in guesses if guess[0] < len(self._expected)]
 
     def start(self) -> Iterator[tuple[int, float, _Place]]:
@@ -154,7 +157,7 @@ class Alignment:
             yield from self.start()
         elif place[0] < len(self._expected):
             position, agreed = place
-            yield self._expected[position], self._followed[agreed], (position + 1, agreed + 1)
+            yield self._expected[position], self._known.followed[agreed], (position + 1, agreed + 1)
 
 
 class _Request:

@@ -30,16 +30,9 @@ from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.options import checked_count, checked_flag
 from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.price import asked_price
+from foredraft.drafters.common.priors import priors
 
 _STEADIEST = 3
-_PRIOR = (
-    (0.33, 0.12, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),
-    (0.57, 0.10, 0.04, 0.02, 0.01, 0.01, 0.01, 0.01),
-    (0.72, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01, 0.01),
-    (0.92, 0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01),
-)
-"""First estimate that a candidate comes, by how steady its row is and by its rank. From greedy
-replies of a small chat model to prompts of our own."""
 _PRIOR_WEIGHT = 20.0
 _BLOCK = 128
 
@@ -88,12 +81,17 @@ class RankConfidence:
     """Probability that the next token is the candidate of a rank, measured on committed text."""
 
     def __init__(self) -> None:
-        self._hits = [[prob * _PRIOR_WEIGHT for prob in row] for row in _PRIOR]
-        self._trials = [_PRIOR_WEIGHT] * len(_PRIOR)
+        self._hits = [[prob * _PRIOR_WEIGHT for prob in row] for row in priors().ranks]
+        self._trials = [_PRIOR_WEIGHT] * len(self._hits)
 
     def __getitem__(self, steadiness: int) -> list[float]:
         """By rank; ranks beyond the list are not worth drafting."""
         return [hits / self._trials[steadiness] for hits in self._hits[steadiness]]
+
+    @property
+    def shares(self) -> tuple[tuple[float, ...], ...]:
+        """Of all ranks, by steadiness."""
+        return tuple(tuple(self[steadiness]) for steadiness in range(len(self._trials)))
 
     def record(self, row: _Row, token: int) -> None:
         """``token`` came where ``row`` held the candidates."""
@@ -170,9 +168,10 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
         tree: bool = True,
     ) -> None:
         super().__init__()
-        if num_candidates > len(_PRIOR[0]):
+        most = len(priors().ranks[0])
+        if num_candidates > most:
             raise ConfigError(
-                f"num_candidates is {num_candidates}; more than {len(_PRIOR[0])} are never drafted"
+                f"num_candidates is {num_candidates}; more than {most} are never drafted"
             )
         self._num_candidates, self._price, self._tree = num_candidates, price, tree
         self._shared = Successors(num_candidates) if shared else None

@@ -113,7 +113,8 @@ class Engine:
 
         Raises:
             PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
-            ConfigError: stop strings without a tokenizer, or a session that is already in use.
+            ConfigError: stop strings without a tokenizer, or a session that is already in use or
+                was begun with another engine.
         """
         self.check_prompt(prompt)
         if params.stop and self._new_decoder is None:
@@ -128,6 +129,7 @@ class Engine:
             if session is not None:
                 if session.busy:
                     raise ConfigError("this conversation already has a reply under way")
+                self._sessions.check(session)
                 session.busy = True
             request = Request(next(self._ids), -1, list(prompt), len(prompt), params, seed)
             self._scheduler.add(Row(request, text, stop_ids, rules, session, tenant))
@@ -191,7 +193,7 @@ class Engine:
         """Give a conversation's cache slot back.
 
         Raises:
-            ConfigError: a reply is under way.
+            ConfigError: a reply is under way, or it was begun with another engine.
         """
         with self.lock:
             self._sessions.close(session)
@@ -254,10 +256,7 @@ class Engine:
     def _report(self, record: StepRecord) -> None:
         """Tell controller and trace of a step; their faults are theirs."""
         record = replace(record, num_waiting=self._scheduler.num_waiting)
-        try:
-            self._controller.observe(record)
-        except Exception as error:
-            _log.warning("the controller failed to observe a step: %s", error, exc_info=error)
+        self._tell_controller("observe a step", lambda: self._controller.observe(record))
         if self._trace is None:
             return
         try:
@@ -265,6 +264,12 @@ class Engine:
         except Exception as error:
             self._trace = None
             _log.warning("the trace failed and is switched off: %s", error, exc_info=error)
+
+    def _tell_controller(self, what: str, tell: Callable[[], None]) -> None:
+        try:
+            tell()
+        except Exception as error:
+            _log.warning("the controller failed to %s: %s", what, error, exc_info=error)
 
     def _event(self, row: Row) -> Event:
         finished = row.is_over
@@ -277,6 +282,7 @@ class Engine:
         self._scheduler.remove(row)
         followed = self._drafter.is_live(row.request_id)
         self._drafter.end(row.request_id)
+        self._tell_controller("end a request", lambda: self._controller.end(row.request_id))
         request = row.request
         # After an error the entries may be the cause. Those of a drafter's own layers are whole
         # only if it has followed to the end.

@@ -45,11 +45,17 @@ def _listed(ids: object) -> object:
     return (ids,)
 
 
-TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_listed)]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], BeforeValidator(_listed)]
 
 
 class _Schema(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+
+class GenerationFields(_Schema):
+    """``generation_config.json``, and what ``config.json`` has of it."""
+
+    eos_token_id: TokenIds = ()
 
 
 class RopeFields(_Schema):

@@ -11,7 +11,9 @@ from __future__ import annotations
 import time
 from itertools import accumulate
 
-from foredraft.core.cost import Attention, CostModel, Times
+from foredraft.cache.base import Cache
+from foredraft.cache.kv import KVCache
+from foredraft.core.cost import Attention, CostModel
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Target
 
@@ -19,55 +21,82 @@ _SIZES = (1, 2, 3, 4, 5, 8, 12, 17)
 _ROUNDS = 2
 _CONTEXT = 64
 _LONG_CONTEXT = 1024
-_SEVERAL = 8
+_LONG_SIZES = (1, 8)
+
+_Place = tuple[int, int]
+"""Cache entries before a forward, and its tokens."""
 
 
 def measure_cost(target: Target) -> CostModel:
     """What a forward costs by its tokens and its context. Takes some tenths of a second.
 
     The least of a few rounds counts, and times never fall with size: what is left is noise of the
-    machine, which can cost speed but never text.
+    machine, which can cost speed but never text. What a longer context adds is measured where one
+    can be had without reading a long text (`KVCache.fill`): its entries are empty, for how long
+    attention takes does not depend on their values.
     """
     cache = target.cache
     context = min(_CONTEXT, target.max_context // 2)
+    sizes = [size for size in _SIZES if context + size <= target.max_context]
+    places = [(context, size) for size in sizes]
     slot = cache.allocate()
     try:
+        if _fits_a_long_context(cache, slot):
+            places += [(_LONG_CONTEXT, size) for size in _LONG_SIZES]
         target.score([ScoreRow(slot, [0] * context)])
         cache.keep(slot, context, ())
-        sizes = [size for size in _SIZES if context + size <= target.max_context]
-        times = _measured(target, slot, sizes)
-        return CostModel(times, _attention(target, slot, dict(times), context))
+        best = _measured(target, slot, places)
     finally:
         cache.free(slot)
+    rising = accumulate((best[context, size] for size in sizes), max)
+    times = tuple(zip(sizes, rising, strict=True))
+    return CostModel(times, _attention(best, context), context)
 
 
-def _attention(target: Target, slot: int, before: dict[int, float], context: int) -> Attention:
-    """What a longer context adds; nothing where it cannot be had without reading a long text.
-
-    Its entries are empty: how long attention takes does not depend on their values.
-    """
-    added = _LONG_CONTEXT - context
-    if _SEVERAL not in before or target.max_context < _LONG_CONTEXT + _SEVERAL:
-        return Attention()
+def _fits_a_long_context(cache: Cache, slot: int) -> bool:
+    if not isinstance(cache, KVCache):
+        return False
     try:
-        target.cache.reserve(slot, added + _SEVERAL)
-        target.cache.keep(slot, added, ())
-        times = dict(_measured(target, slot, [1, _SEVERAL]))
-    except Exception:  # a cache that wants every entry written, or has not so much memory
+        cache.reserve(slot, _LONG_CONTEXT + max(_LONG_SIZES))
+    except (ValueError, MemoryError, RuntimeError):  # a short context, or no memory for a long one
+        return False
+    return True
+
+
+def _attention(best: dict[_Place, float], context: int) -> Attention:
+    """What a longer context adds, as far as it was measured."""
+    if len({entries for entries, _ in best}) < 2:
         return Attention()
-    one, several = (max(0.0, times[n] - before[n]) / added for n in (1, _SEVERAL))
-    pair_ms = max(0.0, several - one) / (_SEVERAL - 1)
+    one, several = (
+        max(0.0, best[_LONG_CONTEXT, n] - best[context, n]) / (_LONG_CONTEXT - context)
+        for n in _LONG_SIZES
+    )
+    pair_ms = max(0.0, several - one) / (_LONG_SIZES[1] - _LONG_SIZES[0])
     return Attention(max(0.0, one - pair_ms), pair_ms)
 
 
-def _measured(target: Target, slot: int, sizes: list[int]) -> Times:
-    best = dict.fromkeys(sizes, float("inf"))
+def _measured(target: Target, slot: int, places: list[_Place]) -> dict[_Place, float]:
+    """Milliseconds at each place; all in turns, so that a slow moment does not make one dear."""
+    best = dict.fromkeys(places, float("inf"))
     for round_number in range(_ROUNDS + 1):
-        for size in sizes:
+        for context, size in places:
+            if _moved_to(context, target.cache, slot):
+                _forward_ms(target, slot, 1)  # the next would find other things in the processor
             taken = _forward_ms(target, slot, size)
             if round_number:  # the first one warms up
-                best[size] = min(best[size], taken)
-    return tuple(zip(sizes, accumulate(best.values(), max), strict=True))
+                best[context, size] = min(best[context, size], taken)
+    return best
+
+
+def _moved_to(context: int, cache: Cache, slot: int) -> bool:
+    """Let the slot hold so many entries; whether it held another number."""
+    missing = context - cache.length(slot)
+    if missing < 0:
+        cache.truncate(slot, context)
+    elif missing > 0:
+        assert isinstance(cache, KVCache)
+        cache.fill(slot, missing)
+    return missing != 0
 
 
 def _forward_ms(target: Target, slot: int, num_tokens: int) -> float:

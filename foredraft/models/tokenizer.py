@@ -15,12 +15,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from foredraft.core.checks import broken_at, checked_text, shown
 from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
 from foredraft.models.json_files import read_json
+from foredraft.models.schema import GenerationFields, read_fields
 from foredraft.prompts import Message, checked_messages
 
 if TYPE_CHECKING:
     from foredraft.models.chat_encoding import ChatEncoder
 
-_MAX_ID = 2**32
 _MAX_HELD = 32
 _SAMPLE = "Read it back: é 東 1\n"
 _UNFINISHED = "\ufffd"
@@ -147,12 +147,8 @@ class Tokenizer:
         found: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             path = self._directory / name
-            value = _read_optional(path).get("eos_token_id")
-            ids = value if isinstance(value, list) else [] if value is None else [value]
-            for token_id in ids:
-                if type(token_id) is not int or not 0 <= token_id < _MAX_ID:
-                    raise ModelLoadError(f"{path}: eos_token_id is {shown(value)}, no token id")
-            found.update(ids)
+            if path.exists():
+                found.update(read_fields(path, GenerationFields).eos_token_id)
         eos = self._fast.token_to_id(self._named.get("eos_token", ""))
         return tuple(sorted(found if eos is None else found | {eos}))
 

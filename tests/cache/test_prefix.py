@@ -106,6 +106,20 @@ def test_closing_gives_the_slot_back_once() -> None:
         turns.sessions.close(session)
 
 
+def test_a_conversation_goes_on_only_where_it_was_begun() -> None:
+    turns, other, session, own = Turns(), Turns(), Session(), Session()
+    turns.turn(session, [1, 2, 3])
+    other.turn(own, [4, 5])  # in a slot of the same number
+    turns.sessions.check(session)
+    other.sessions.check(Session())
+    for refuse in (other.sessions.check, other.sessions.close):
+        with pytest.raises(ConfigError, match="another LLM or engine"):
+            refuse(session)
+    turns.sessions.close(session)
+    assert other.turn(session, [1, 2, 3]) == 0
+    assert other.turn(own, [4, 5, 6]) == 1
+
+
 def test_a_dropped_conversation_gives_its_slot_back_at_the_next_call() -> None:
     """Not from within the garbage collector."""
     turns, session, other = Turns(), Session(), Session()

@@ -6,7 +6,12 @@ import math
 
 import torch
 
-from foredraft.core.choices import KeyedDrawnChoices, KeyedVerifyChoices
+from foredraft.core.choices import (
+    Choice,
+    KeyedDrawnChoices,
+    KeyedSharedChoices,
+    KeyedVerifyChoices,
+)
 from foredraft.core.sampling import Law
 
 PROBS = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
@@ -58,3 +63,43 @@ def test_draws_honour_their_probabilities() -> None:
     for name, tokens in draws.items():
         for token, probability in enumerate(PROBS.tolist()):
             assert within_five_errors(tokens.count(token), probability), (name, token)
+
+
+def log_loss(chance: float, came: bool) -> float:
+    return -math.log(chance if came else 1.0 - chance)
+
+
+def test_noise_makes_the_chances_of_copies_better() -> None:
+    """Its token is nearly sure in some places and nearly impossible in others: no place is the
+    average one, and taking it for that makes the chances worse than no noise does.
+    """
+    shares = (0.95, 0.6, 0.5, 0.3, 0.2, 0.2, 0.1, 0.1, 0.04, 0.01)
+    laws = [Law.of_probs(torch.tensor([0.5 * (1 - p), 0.5 * (1 - p), p])) for p in shares]
+    named = Choice(2, sum(shares) / len(shares))
+    without = weighed = total = 0.0
+    for seed in range(COUNT):
+        came = KeyedVerifyChoices(seed, 7).draw_target(laws[seed % 10], 1) == named.token
+        ((token, chance),) = KeyedSharedChoices(seed, 7, 1.0).weigh([named], 1)
+        assert token == named.token
+        without += log_loss(named.chance, came)
+        weighed += log_loss(chance, came)
+        total += chance
+    assert weighed < without
+    assert abs(total / COUNT - named.chance) < 0.02
+
+
+def test_weighing_names_each_candidate_once_and_the_likeliest_first() -> None:
+    candidates = [Choice(5, 0.4), Choice(6, 0.3), Choice(9, 0.0)]
+    for seed in range(50):
+        found = KeyedSharedChoices(seed, 7, 0.7).weigh(candidates, 2)
+        chances = [choice.chance for choice in found]
+        assert sorted(choice.token for choice in found) == [5, 6, 9]
+        assert chances == sorted(chances, reverse=True)
+        assert sum(chances) < 1.0
+
+
+def test_what_noise_cannot_change_stays() -> None:
+    sure, none = [Choice(3, 1.0)], [Choice(3, 0.0), Choice(4, 0.0)]
+    assert KeyedSharedChoices(1, 7, 1.0).weigh(sure, 0) == sure
+    assert KeyedSharedChoices(1, 7, 1.0).weigh(none, 0) == none
+    assert KeyedSharedChoices(1, 7, 0.0).weigh([Choice(3, 0.4)], 0) == [Choice(3, 0.4)]

@@ -53,6 +53,23 @@ def test_contexts_add_what_attention_takes_and_do_not_count_as_a_slower_machine(
     assert cost.ms([(1, 0)]) == pytest.approx(9.1)
 
 
+def test_the_context_that_times_were_measured_at_is_not_counted_twice() -> None:
+    cost = CostModel(NEAR, Attention(entry_ms=0.002, pair_ms=0.001), context=100)
+    assert cost.ms([(1, 100)]) == pytest.approx(9.1)
+    assert cost.ms([(8, 0)]) == pytest.approx(15.9 - 1.0)
+
+
+def test_a_long_text_does_not_make_the_next_short_one_dear() -> None:
+    attention = Attention(entry_ms=0.002, pair_ms=0.0005)
+    cost, truth = CostModel(NEAR, attention), CostModel(NEAR, attention)
+    before = cost.price(100)
+    dearness = before.ms(4) / before.ms(0)
+    for size in (1, 3, 5, 8) * 30:
+        cost.observe([(size, 1500)], truth.ms([(size, 1500)]))
+    after = cost.price(100)
+    assert after.ms(4) / after.ms(0) == pytest.approx(dearness, rel=1e-6)
+
+
 def test_a_price_is_a_share_of_what_all_rows_cost_together() -> None:
     cost = CostModel(NEAR)
     assert cost.price(context=0, num_rows=4).ms(1) == pytest.approx(15.9 / 4)

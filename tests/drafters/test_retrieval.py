@@ -160,7 +160,7 @@ def test_different_continuations_form_a_trie(tmp_path: Path) -> None:
 
 def test_short_matches_count_only_when_asked_for(index: Path) -> None:
     assert len(Followed(build(index=index), [99, 20]).draft()) == 0
-    assert len(Followed(build(index=index, min_match=1, node_cost=0.05), [99, 20]).draft()) > 0
+    assert len(Followed(build(index=index, min_match=1, node_cost=0.01), [99, 20]).draft()) > 0
 
 
 def test_an_index_that_fails_is_drafted_from_less(index: Path) -> None:

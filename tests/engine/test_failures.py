@@ -23,6 +23,7 @@ from tests.engine.helpers import (
     ScriptedDrafter,
     counting_drafter,
     counting_model,
+    drain,
     finish,
     generate,
     letters,
@@ -290,3 +291,38 @@ def test_a_session_interrupted_in_its_step_can_be_continued(
     prompt = [1, *cancelled.token_ids]
     request_id = engine.submit(prompt, PARAMS, session)
     assert finish(engine)[request_id].token_ids == plain(prompt)
+
+
+class Forgetting(FixedBudget):
+    """Remembers which requests are over, and may fail at it."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(3, 100)
+        self.ended: list[int] = []
+        self._fails = fails
+
+    def end(self, request_id: int) -> None:
+        self.ended.append(request_id)
+        if self._fails:
+            raise RuntimeError("lost")
+
+
+def test_the_controller_hears_of_every_end() -> None:
+    controller = Forgetting()
+    engine = Engine(counting_model(), counting_drafter(), controller, max_batch_size=2)
+    ran, stopped, waited = (engine.submit([i], PARAMS) for i in (1, 2, 3))
+    engine.step()
+    engine.cancel(waited)
+    engine.cancel(stopped)
+    assert controller.ended == [waited, stopped]
+    drain(engine)
+    assert controller.ended == [waited, stopped, ran]
+
+
+def test_a_controller_that_fails_at_an_end_costs_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine(counting_model(), counting_drafter(), Forgetting(fails=True))
+    request_id = engine.submit([1], PARAMS)
+    assert finish(engine)[request_id].token_ids == plain([1])
+    assert "the controller failed to end a request: lost" in caplog.text

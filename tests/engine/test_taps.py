@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -58,6 +59,22 @@ class Keeping(Tapping):
         for seen in observations:
             entries = torch.tensor(seen.tokens[seen.start : seen.end]).float()[None, :, None]
             self.layers[0].write(0, self.slots[seen.request_id], seen.start, entries, entries)
+
+
+class Joining(Keeping):
+    """An entry joins a token with the one that follows it."""
+
+    look_ahead = 1
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            joined = joined_pairs(seen.tokens)[seen.start : seen.end]
+            entries = torch.tensor(joined).float()[None, :, None]
+            self.layers[0].write(0, self.slots[seen.request_id], seen.start, entries, entries)
+
+
+def joined_pairs(tokens: Sequence[int]) -> list[int]:
+    return [100 * token + following for token, following in pairwise(tokens)]
 
 
 class Asked(TableModel):
@@ -149,3 +166,20 @@ def test_a_drafter_that_is_gone_takes_its_layers_along() -> None:
     gc.collect()
     assert alive() is None
     assert two_turns(new_engine(target)) == len(PROMPT) + 2
+
+
+@pytest.mark.parametrize("second", [[1, 2, 3, 4, 9], [1, 2, 3, 4, 3, 4], [7, 8], PROMPT])
+def test_entries_that_looked_ahead_follow_a_conversation_that_turns_elsewhere(
+    second: list[int],
+) -> None:
+    target = counting_model()
+    drafter, session, params = Joining(target), Session(), SamplingParams(max_tokens=4)
+    engine = new_engine(target, drafter)
+    for prompt in (PROMPT, second):
+        engine.submit(prompt, params, session)
+        ((_, result),) = drain(engine).items()
+    assert session.slot is not None
+    text = [*second, *result.token_ids]
+    kept, _ = drafter.layers[0].read(0, session.slot, len(text) - 1)
+    assert kept.flatten().tolist() == joined_pairs(text)
+    engine.close_session(session)

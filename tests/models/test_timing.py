@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from foredraft.cache.kv import KVCache, KVShape
 from foredraft.models import timing
 from foredraft.models.table import TableModel
 from foredraft.models.timing import measure_cost
@@ -29,3 +31,40 @@ def test_a_small_context_limits_the_sizes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(timing, "_forward_ms", forward_ms)
     measure_cost(small)
     assert tried == {1, 2, 3, 4, 5}
+
+
+def test_what_a_context_adds_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TableModel.random(20, seed=1)
+    cache = KVCache(KVShape(1, 1, 4), torch.float32, "cpu", target.max_context)
+    monkeypatch.setattr(target, "cache", cache)
+    monkeypatch.setattr(target, "score", lambda rows: cache.will_write(0, len(rows[0].pending)))
+
+    def forward_ms(_: TableModel, slot: int, num_tokens: int) -> float:
+        return 10.0 + num_tokens + cache.length(slot) * (0.002 + 0.001 * num_tokens)
+
+    monkeypatch.setattr(timing, "_forward_ms", forward_ms)
+    cost = measure_cost(target)
+    assert cost.attention.entry_ms == pytest.approx(0.002)
+    assert cost.attention.pair_ms == pytest.approx(0.001)
+    assert cost.ms([(1, 2000)]) == pytest.approx(11.0 + 2000 * 0.003)
+    assert cost.ms([(8, 0)]) == pytest.approx(18.0)
+    assert cache.num_bytes == 0
+
+
+def test_without_memory_for_a_long_context_it_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = TableModel.random(20, seed=1)
+    cache = KVCache(KVShape(1, 1, 4), torch.float32, "cpu", 512)
+    monkeypatch.setattr(target, "cache", cache)
+    monkeypatch.setattr(target, "score", lambda rows: cache.will_write(0, len(rows[0].pending)))
+    monkeypatch.setattr(timing, "_forward_ms", lambda _, slot, num_tokens: 10.0 + num_tokens)
+    assert measure_cost(target).attention.ms([(8, 4000)]) == 0.0
+
+
+def test_a_text_of_empty_entries_is_no_longer_than_a_slot_may_be() -> None:
+    cache = KVCache(KVShape(1, 1, 4), torch.float32, "cpu", 512)
+    slot = cache.allocate()
+    with pytest.raises(ValueError, match="holds 512"):
+        cache.fill(slot, 513)
+    cache.fill(slot, 512)
+    assert cache.length(slot) == 512
+    assert not cache.keys_LSHCD.any()

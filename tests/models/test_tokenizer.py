@@ -223,6 +223,18 @@ def test_every_end_of_text_id_is_found(tmp_path: Path) -> None:
     assert Tokenizer(tmp_path).eos_token_ids == (2, 5, 7)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_of_text_that_is_no_token_id_is_refused(tmp_path: Path, name: str) -> None:
+    save_tokenizer(tmp_path)
+    for bad in ("2.0", '"2"', "true", "[2, -1]", "4294967296", "{}"):
+        (tmp_path / name).write_text(f'{{"eos_token_id": {bad}}}')
+        with pytest.raises(ModelLoadError, match=f"{name}: eos_token_id"):
+            Tokenizer(tmp_path)
+    for none in ("null", "-1", "[]"):
+        (tmp_path / name).write_text(f'{{"eos_token_id": {none}}}')
+        assert Tokenizer(tmp_path).eos_token_ids == (2,)
+
+
 def test_fingerprints_tell_vocabularies_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
     save_tokenizer(tmp_path / "same", chat_template=None)
     assert Tokenizer(tmp_path / "same").fingerprint == tokenizer.fingerprint

@@ -26,11 +26,6 @@ COUPLINGS: dict[str, tuple[Coupling, ...]] = {
 }
 PEERS = ("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram")
 
-Prompts = Annotated[
-    str | None,
-    typer.Option(help="JSON lines with id, category and turns; a few built-in ones otherwise."),
-]
-Limit = Annotated[int | None, typer.Option(min=1, help="At most this many prompts in all.")]
 Temperatures = Annotated[str, typer.Option("--temperature", help="One or more, with commas.")]
 Couplings = Annotated[str, typer.Option("--coupling", help=f"{', '.join(COUPLINGS)}.")]
 NoisyDraftModel = Annotated[
@@ -55,8 +50,8 @@ def drafters(
     against: Annotated[
         str | None, typer.Option(help=f"Peers with commas: {', '.join(PEERS)} (greedy only).")
     ] = None,
-    prompts: Prompts = None,
-    limit: Limit = None,
+    prompts: o.Prompts = None,
+    limit: o.Limit = None,
     draft_model: o.DraftModel = None,
     noisy_draft_model: NoisyDraftModel = None,
     num_draft_tokens: o.NumDraftTokens = None,

@@ -14,29 +14,27 @@ from collections.abc import Sequence
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Matches up to each of these lengths share an estimate; longer ones share the last."""
 
-REPEATED_TEXT = (0.20, 0.48, 0.68, 0.74, 0.78, 0.86, 0.90, 0.92, 0.94, 0.97)
-"""Share of right predictions by length, for matches within one text (greedy replies of a small
-chat model to prompts of our own: chat, summaries, edits, questions, arithmetic)."""
-
-OTHER_TEXT = (0.10, 0.25, 0.40, 0.55, 0.65, 0.75, 0.85, 0.90, 0.92, 0.95)
-"""The same for matches in other texts: a weaker start, since nothing says that they are related."""
-
 
 class MatchConfidence:
     """Probability that the most frequent continuation of a match is right, by match length.
 
     Args:
-        prior: probability for each class of lengths, before anything was seen.
+        prior: probability for each class of lengths, before anything was seen (see `priors`).
         prior_weight: how many observations the prior counts for.
     """
 
-    def __init__(self, prior: Sequence[float] = REPEATED_TEXT, prior_weight: float = 12.0) -> None:
+    def __init__(self, prior: Sequence[float], prior_weight: float = 12.0) -> None:
         self._hits = [prob * prior_weight for prob in prior]
         self._trials = [prior_weight] * len(prior)
 
     def __getitem__(self, length: int) -> float:
         group = bisect_left(_LENGTHS, length)
         return self._hits[group] / self._trials[group]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of all classes."""
+        return tuple(hits / trials for hits, trials in zip(self._hits, self._trials, strict=True))
 
     def record(self, length: int, hit: bool) -> None:
         """A match of ``length`` tokens predicted the next token rightly or not."""

@@ -22,10 +22,11 @@ from foredraft.drafters.base import (
     Observation,
 )
 from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.confidence import OTHER_TEXT, REPEATED_TEXT, MatchConfidence
+from foredraft.drafters.common.confidence import MatchConfidence
 from foredraft.drafters.common.options import checked_count
 from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.price import asked_price
+from foredraft.drafters.common.priors import priors
 from foredraft.drafters.retrieval.datastore import Datastore, Interval
 
 _MAX_MATCH = 16
@@ -97,10 +98,13 @@ class RetrievalDrafter(PerRequestDrafter[_Request]):
 
     def begin_request(self, request: DraftRequest) -> _Request:
         prompt = request.tokens
-        datastore, prior = self._datastore, OTHER_TEXT
+        datastore, prior = self._datastore, priors().other_text
         if datastore is None:
             earlier = prompt[:-1]  # with the last token its end would match itself
-            datastore, prior = Datastore.of_documents([earlier], self._vocab_size), REPEATED_TEXT
+            datastore, prior = (
+                Datastore.of_documents([earlier], self._vocab_size),
+                priors().repeated_text,
+            )
         found = _Request(datastore, MatchConfidence(prior), self._min_match)
         for token in prompt[-_MAX_MATCH:]:
             found.read(token)

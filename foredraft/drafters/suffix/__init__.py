@@ -22,10 +22,11 @@ from foredraft.drafters.base import (
     Observation,
 )
 from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.confidence import OTHER_TEXT, MatchConfidence
+from foredraft.drafters.common.confidence import MatchConfidence
 from foredraft.drafters.common.options import checked_count, checked_flag
 from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.price import asked_price
+from foredraft.drafters.common.priors import priors
 from foredraft.drafters.suffix.automaton import NO_MATCH, Match, SuffixAutomaton
 from foredraft.drafters.suffix.past_outputs import PastOutputs, tenant_file
 
@@ -33,7 +34,7 @@ _Place = tuple[Match, ...]
 """Where a text stands in each source: its longest suffix there."""
 
 
-class _Source:
+class Source:
     """One automaton that a request looks things up in, and how far it has proved right."""
 
     def __init__(self, automaton: SuffixAutomaton, confidence: MatchConfidence) -> None:
@@ -63,8 +64,8 @@ class _Request:
         shared = past.automata if past else ()
         # Of equally likely candidates the first source's count: the own text is closest.
         self._sources = [
-            _Source(self._own, MatchConfidence()),
-            *(_Source(automaton, MatchConfidence(OTHER_TEXT)) for automaton in shared),
+            Source(self._own, MatchConfidence(priors().repeated_text)),
+            *(Source(automaton, MatchConfidence(priors().other_text)) for automaton in shared),
         ]
         self.place: _Place = (self._own.end, *(NO_MATCH for _ in shared))
 
@@ -80,7 +81,7 @@ class _Request:
         """What the most promising source says comes after ``place``, for `best_first`."""
         pairs = zip(self._sources, place, strict=True)
         place = tuple(source.automaton.with_followers(match) for source, match in pairs)
-        found = max(map(_Source.candidates, self._sources, place), key=_probability)
+        found = max(map(Source.candidates, self._sources, place), key=_probability)
         for token, prob in found:
             yield token, prob, self.advance(place, token)
 
