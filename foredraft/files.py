@@ -53,6 +53,7 @@ def write_tensors(
         with _explained(path):
             kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
             save_file(kept, unfinished, dict(metadata or {}))
+            unfinished.chmod(0o644)  # safetensors makes files for their owner alone
             with unfinished.open("rb+") as file:
                 os.fsync(file.fileno())
             os.replace(unfinished, path)

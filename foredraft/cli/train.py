@@ -63,9 +63,12 @@ class PlanOptions:
     ] = False  # fmt: skip
     lr: Annotated[float | None, _option(_HOW, "Highest rate of hidden matrices (Muon).")] = None
     table_lr: Annotated[float | None, _option(_HOW, "Of output rows and vectors (AdamW).")] = None
-    batch_tokens: Annotated[int, _option(_HOW, "Tokens of one step.", min=16)] = 4096
+    batch_tokens: Annotated[int, _option(_HOW, "Tokens of one step.", min=16)] = 1024
     sequence: Annotated[int, _option(_HOW, "Tokens of a row.", min=16)] = 512
     depth: Annotated[int, _option(_HOW, "Draft tokens trained and measured.", min=1, max=16)] = 3
+    first_depth_until: Annotated[
+        float, _option(_HOW, "Share of it that learns the first token only.", min=0.0, max=1.0)
+    ] = 0.4
     output_rows: Annotated[
         int, _option(_HOW, "Tokens that the head can name, the most frequent; 0: all.", min=0)
     ] = 8192
@@ -116,8 +119,10 @@ def _train(
     from foredraft.timing_lock import Heed
     from foredraft.train.kinds import checked_options, module_class
     from foredraft.train.loop import Trainer
+    from foredraft.train.memory import settle
     from foredraft.train.target import TrainingTarget
 
+    settle()
     module = module_class(kind)
     options = checked_options(module, options)
     train_plan = _plan(plan)

@@ -35,7 +35,8 @@ from foredraft.version import __version__
 _SURVIVAL_KEPT = 0.95
 _TEST_TOKENS = 12
 _LEAST_WEIGHT = 0.05
-_BREAKS = ("tokens", "minutes")
+_CANDIDATES = 64
+"""Of the target's likeliest tokens, so many are learnt from at each position."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ class TrainPlan:
 
     tokens: int | None = None
     minutes: float | None = None
-    batch_tokens: int = 4096
+    batch_tokens: int = 1024
     sequence: int = 512
     depth: int = 3
-    first_depth_until: float = 0.0
+    first_depth_until: float = 0.4
     loss: str = "lk"
     renormalise: bool = False
     survival: bool = True
@@ -320,10 +321,8 @@ class Trainer:
 
     def _learn(self, batch: TrainBatch) -> tuple[float, list[float]]:
         """One step of the optimiser: the loss, and the overlap by depth."""
-        only_first = self._plan.done(self.counters) < self._plan.first_depth_until
         with self._autocast():
-            depth = 1 if only_first else self._plan.depth
-            predictions = self._module.predictions(batch.texts, depth)
+            predictions = self._module.predictions(batch.texts, self._depth())
         total, overlaps = self._total_loss(batch, predictions)
         with self._autocast():
             extra = self._module.extra_loss(batch.texts, predictions)
@@ -342,27 +341,43 @@ class Trainer:
         self._average()
         return loss, overlaps
 
+    def _depth(self) -> int:
+        plan = self._plan
+        return 1 if plan.done(self.counters) < plan.first_depth_until else plan.depth
+
     def _total_loss(
         self, batch: TrainBatch, predictions: Sequence[Prediction]
     ) -> tuple[Tensor, list[float]]:
-        with torch.no_grad():
-            log_probs_TR = batch.teacher.log_probs(self._head_RE)
-            if self._plan.renormalise:
-                log_probs_TR = log_probs_TR.log_softmax(-1)
-            probs_TR = log_probs_TR.exp_().to(self._dtype)
+        candidates = self._candidates(batch)
         weights = self._depth_weights(predictions)
         total, overlaps = torch.zeros((), device=self._target.device), []
         for prediction, weight in zip(predictions, weights, strict=True):
-            places, goal = self._goal(batch, prediction, probs_TR, weight / sum(weights))
+            places, goal = self._goal(batch, prediction, candidates, weight / sum(weights))
             states_NK = prediction.states_BLK[places[:, 0], places[:, 1]]
             summed, overlap_N = product_loss(states_NK, prediction.output_RK, goal, self._loss)
             total = total + summed
             overlaps.append(float(overlap_N.mean()) if len(overlap_N) else 0.0)
-        self._follow_survival(predictions, overlaps)
+        self._follow_survival(overlaps)
         return total, overlaps
 
+    @torch.no_grad()
+    def _candidates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """Output rows [T, C] that the target finds likely, and how likely."""
+        log_probs_TR = batch.teacher.log_probs(self._head_RE)
+        num = min(_CANDIDATES, log_probs_TR.shape[1])
+        values_TC, rows_TC = log_probs_TR.topk(num, -1)
+        if self._plan.renormalise:
+            return rows_TC, values_TC.softmax(-1)
+        # Their rounded logits may say a little more than all there is.
+        probs_TC = values_TC.exp()
+        return rows_TC, probs_TC / probs_TC.sum(-1, keepdim=True).clamp(min=1.0)
+
     def _goal(
-        self, batch: TrainBatch, prediction: Prediction, probs_TR: Tensor, weight: float
+        self,
+        batch: TrainBatch,
+        prediction: Prediction,
+        candidates: tuple[Tensor, Tensor],
+        weight: float,
     ) -> tuple[Tensor, Goal]:
         """Where a prediction is learnt, and what is to be said there."""
         shift, rows_BL = prediction.shift, batch.teacher.rows_BL
@@ -372,7 +387,7 @@ class Trainer:
         texts, at = places[:, 0], places[:, 1]
         labels_N = self._row_of_V[batch.texts.tokens_BL[texts, at + shift]]
         weights_N = torch.full((len(places),), weight / max(1, len(places)), device=places.device)
-        return places, Goal(probs_TR, about_BL[texts, at], labels_N, weights_N)
+        return places, Goal(*candidates, about_BL[texts, at], labels_N, weights_N)
 
     def _depth_weights(self, predictions: Sequence[Prediction]) -> list[float]:
         """By how often drafting gets to a depth, as far as the last batches tell."""
@@ -385,15 +400,12 @@ class Trainer:
             max(_LEAST_WEIGHT, survived[min(p.depth - 1, len(survived) - 1)]) for p in predictions
         ]
 
-    def _follow_survival(self, predictions: Sequence[Prediction], overlaps: list[float]) -> None:
-        before = self.counters.survival
-        if len(before) != len(overlaps):
-            self.counters.survival = list(overlaps)
-            return
-        self.counters.survival = [
-            _SURVIVAL_KEPT * old + (1 - _SURVIVAL_KEPT) * new
-            for old, new in zip(before, overlaps, strict=True)
-        ]
+    def _follow_survival(self, overlaps: list[float]) -> None:
+        kept = self.counters.survival
+        for number, new in enumerate(overlaps):
+            if number == len(kept):
+                kept.append(new)
+            kept[number] += (1 - _SURVIVAL_KEPT) * (new - kept[number])
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -551,9 +563,7 @@ class _Recent:
         self._seconds += seconds
         num = len(self._losses)
         self.loss = sum(self._losses) / num
-        self.overlap = tuple(
-            round(sum(each) / num, 4) for each in zip(*self._overlaps, strict=True)
-        )
+        self.overlap = tuple(round(sum(each) / num, 4) for each in zip(*self._overlaps))
         self.tokens_per_s = self._tokens / max(1e-9, self._seconds)
 
     def is_due(self) -> bool:

@@ -16,7 +16,11 @@ lk         w soft + (1 - w) tv with w = exp(-3 alpha): first the one, then the o
 A target's mass on tokens that the head cannot name is lost to it. ``renormalise`` instead trains it
 on the target's distribution over those that it can.
 
-Shape legend: N positions, R output rows, K columns of the product.
+The target's distribution is given by its likeliest tokens among the output rows; there are few that
+matter, and nothing is lost by leaving out the others but their share of the mass.
+
+Shape legend: N positions, R output rows, C candidates (rows that the target finds likely), K columns
+of the product, T positions in replies.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from foredraft.core.errors import unknown
 
 _LK_RATE = 3.0
-_SMALLEST = 1e-6
-"""Overlap below which -log overlap is flat: a head that knows nothing yet must not diverge."""
+_SMALLEST = 1e-3
+"""Overlap below which -log overlap grows no steeper: a head that knows nothing must not diverge."""
 _CPU_ELEMENTS = 1 << 19
 """Logits of one piece: what is made of them fits the cores' caches."""
 _GPU_ELEMENTS = 1 << 26
@@ -47,64 +51,87 @@ class Positions:
     """Some positions, as losses see them.
 
     Attributes:
-        logits_NR: float32, of the head.
-        draft_probs_NR: softmax of these.
-        normaliser_N: log of the sum of their exponentials.
-        target_probs_NR: float32, of the target at temperature 1; rows may sum up to less than 1.
-        labels_N: row of the text's own token; -1: it has none.
+        logits_NC: float32, of the head, for the candidates.
+        normaliser_N: log of the sum of exponentials of all its logits.
+        draft_probs_NC: its probabilities.
+        target_probs_NC: the target's, at temperature 1; they may sum up to less than 1.
+        label_logits_N: the head's logit of the text's own token.
+        has_label_N: whether the head can name that, 0 or 1.
         overlap_N: sum of the smaller of the two probabilities.
     """
 
-    logits_NR: Tensor
-    draft_probs_NR: Tensor
+    logits_NC: Tensor
     normaliser_N: Tensor
-    target_probs_NR: Tensor
-    labels_N: Tensor
+    draft_probs_NC: Tensor
+    target_probs_NC: Tensor
+    label_logits_N: Tensor
+    has_label_N: Tensor
     overlap_N: Tensor
 
 
-ValueAndGradient = tuple[Tensor, Tensor]
-Loss = Callable[[Positions], ValueAndGradient]
-"""Value [N], and its gradient [N, R] by the logits."""
+@dataclass(frozen=True)
+class Slope:
+    """A loss and its gradient by all logits: ``all_N`` times the head's probabilities, and then
+    some more for the candidates and for the text's own token.
+
+    Attributes:
+        value_N: of the loss.
+        all_N: see above.
+        candidates_NC: added for the candidates.
+        label_N: added for the text's own token.
+    """
+
+    value_N: Tensor
+    all_N: Tensor
+    candidates_NC: Tensor
+    label_N: Tensor
 
 
-def soft_loss(x: Positions) -> ValueAndGradient:
+Loss = Callable[[Positions], Slope]
+
+
+def soft_loss(x: Positions) -> Slope:
     """Cross-entropy with the target's distribution."""
-    mass_N = x.target_probs_NR.sum(-1)
-    value_N = mass_N * x.normaliser_N - (x.target_probs_NR * x.logits_NR).sum(-1)
-    return value_N, mass_N[:, None] * x.draft_probs_NR - x.target_probs_NR
+    mass_N = x.target_probs_NC.sum(-1)
+    value_N = mass_N * x.normaliser_N - (x.target_probs_NC * x.logits_NC).sum(-1)
+    return Slope(value_N, mass_N, -x.target_probs_NC, torch.zeros_like(mass_N))
 
 
-def hard_loss(x: Positions) -> ValueAndGradient:
+def hard_loss(x: Positions) -> Slope:
     """Cross-entropy with the text itself; nothing where the head cannot name its token."""
-    has_N, rows_N1 = (x.labels_N >= 0).float(), x.labels_N.clamp(min=0)[:, None]
-    value_N = (x.normaliser_N - x.logits_NR.gather(1, rows_N1)[:, 0]) * has_N
-    gradient_NR = x.draft_probs_NR * has_N[:, None]
-    return value_N, gradient_NR.scatter_add(1, rows_N1, -has_N[:, None])
+    value_N = (x.normaliser_N - x.label_logits_N) * x.has_label_N
+    return Slope(value_N, x.has_label_N, torch.zeros_like(x.logits_NC), -x.has_label_N)
 
 
-def tv_loss(x: Positions) -> ValueAndGradient:
+def tv_loss(x: Positions) -> Slope:
     """Total variation, 1 - overlap."""
-    return 1.0 - x.overlap_N, _tv_gradient(x)
+    lower_NC = x.draft_probs_NC * (x.draft_probs_NC < x.target_probs_NC)
+    nothing = torch.zeros_like(x.overlap_N)
+    return Slope(1.0 - x.overlap_N, lower_NC.sum(-1), -lower_NC, nothing)
 
 
-def _tv_gradient(x: Positions) -> Tensor:
-    lower_NR = x.draft_probs_NR * (x.draft_probs_NR < x.target_probs_NR)
-    return x.draft_probs_NR * lower_NR.sum(-1, keepdim=True) - lower_NR
-
-
-def nla_loss(x: Positions) -> ValueAndGradient:
+def nla_loss(x: Positions) -> Slope:
     """Minus log of the overlap."""
-    overlap_N = x.overlap_N.clamp(min=_SMALLEST)
-    return -overlap_N.log(), _tv_gradient(x) / overlap_N[:, None]
+    tv, overlap_N = tv_loss(x), x.overlap_N.clamp(min=_SMALLEST)
+    return Slope(
+        -overlap_N.log(), tv.all_N / overlap_N, tv.candidates_NC / overlap_N[:, None], tv.label_N
+    )
 
 
-def lk_loss(x: Positions) -> ValueAndGradient:
+def lk_loss(x: Positions) -> Slope:
     """Cross-entropy while the overlap is small, total variation once it is not."""
-    weight_N = torch.exp(-_LK_RATE * x.overlap_N)
-    (soft_N, soft_NR), (tv_N, tv_NR) = soft_loss(x), tv_loss(x)
-    value_N = weight_N * soft_N + (1 - weight_N) * tv_N
-    return value_N, weight_N[:, None] * soft_NR + (1 - weight_N[:, None]) * tv_NR
+    weight_N, soft, tv = torch.exp(-_LK_RATE * x.overlap_N), soft_loss(x), tv_loss(x)
+
+    def mix(first: Tensor, second: Tensor) -> Tensor:
+        weight = weight_N[:, None] if first.ndim == 2 else weight_N
+        return weight * first + (1 - weight) * second
+
+    return Slope(
+        mix(soft.value_N, tv.value_N),
+        mix(soft.all_N, tv.all_N),
+        mix(soft.candidates_NC, tv.candidates_NC),
+        mix(soft.label_N, tv.label_N),
+    )
 
 
 LOSSES: Mapping[str, Loss] = MappingProxyType(
@@ -123,34 +150,20 @@ def loss_named(name: str) -> Loss:
     return LOSSES[name]
 
 
-def positions_of(logits_NR: Tensor, target_probs_NR: Tensor, labels_N: Tensor) -> Positions:
-    """What losses see, from float32 logits."""
-    highest_N1 = logits_NR.amax(-1, keepdim=True)
-    draft_probs_NR = (logits_NR - highest_N1).exp_()
-    total_N1 = draft_probs_NR.sum(-1, keepdim=True)
-    draft_probs_NR /= total_N1
-    return Positions(
-        logits_NR,
-        draft_probs_NR,
-        (highest_N1 + total_N1.log())[:, 0],
-        target_probs_NR,
-        labels_N,
-        torch.minimum(draft_probs_NR, target_probs_NR).sum(-1),
-    )
-
-
 @dataclass(frozen=True)
 class Goal:
     """What the target says at some positions.
 
     Attributes:
-        probs_TR: the target's probabilities over the output rows at some positions.
-        rows_N: which of these belongs to each position of the product.
+        candidates_TC: output rows that it finds likely, at some positions.
+        probs_TC: how likely; float32.
+        rows_N: which of the T belongs to each position of the product.
         labels_N: row of the text's own token; -1: it has none.
         weights_N: of the positions, in the sum.
     """
 
-    probs_TR: Tensor
+    candidates_TC: Tensor
+    probs_TC: Tensor
     rows_N: Tensor
     labels_N: Tensor
     weights_N: Tensor
@@ -213,11 +226,44 @@ def _in_place(logits_NR: Tensor, goal: Goal, part: slice, loss: Loss, overlap_N:
     for first in range(0, len(logits_NR), step):
         rows = slice(first, min(first + step, len(logits_NR)))
         there = slice(part.start + rows.start, part.start + rows.stop)
-        target_NR = goal.probs_TR[goal.rows_N[there]].float()
-        x = positions_of(logits_NR[rows].float(), target_NR, goal.labels_N[there])
-        value_N, gradient_NR = loss(x)
-        weights_N = goal.weights_N[there]
-        summed += (value_N * weights_N).sum()
-        logits_NR[rows] = gradient_NR.mul_(weights_N[:, None])
-        overlap_N[there] = x.overlap_N
+        value_N, gradient_NR, overlap_N[there] = piece_loss(
+            logits_NR[rows].float(),
+            goal.candidates_TC[goal.rows_N[there]],
+            goal.probs_TC[goal.rows_N[there]],
+            goal.labels_N[there],
+            goal.weights_N[there],
+            loss,
+        )
+        logits_NR[rows] = gradient_NR
+        summed += (value_N * goal.weights_N[there]).sum()
     return summed
+
+
+def piece_loss(
+    logits_NR: Tensor,
+    candidates_NC: Tensor,
+    probs_NC: Tensor,
+    labels_N: Tensor,
+    weights_N: Tensor,
+    loss: Loss,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A loss at some positions; ``logits_NR`` (float32) are overwritten.
+
+    Returns:
+        Its value [N], the gradient [N, R] of its weighted sum, and the overlap [N].
+    """
+    logits_NC, label_N1 = logits_NR.gather(1, candidates_NC), labels_N.clamp(min=0)[:, None]
+    label_logits_N = logits_NR.gather(1, label_N1)[:, 0]
+    normaliser_N = logits_NR.logsumexp(-1)
+    draft_NC = (logits_NC - normaliser_N[:, None]).exp()
+    overlap_N = torch.minimum(draft_NC, probs_NC).sum(-1)
+    has_label_N = (labels_N >= 0).float()
+    slope = loss(
+        Positions(logits_NC, normaliser_N, draft_NC, probs_NC, label_logits_N, has_label_N,
+                  overlap_N)
+    )  # fmt: skip
+    gradient_NR = logits_NR.sub_(normaliser_N[:, None]).exp_()
+    gradient_NR.mul_((slope.all_N * weights_N)[:, None])
+    gradient_NR.scatter_add_(1, candidates_NC, slope.candidates_NC * weights_N[:, None])
+    gradient_NR.scatter_add_(1, label_N1, (slope.label_N * weights_N)[:, None])
+    return slope.value_N, gradient_NR, overlap_N
