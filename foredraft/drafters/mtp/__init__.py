@@ -1,5 +1,6 @@
 """Multi-token prediction: one trained layer carries the target's last state on, token by token."""
 
+from pathlib import Path
 from typing import cast
 
 from foredraft.drafters.base import DrafterContext, DrafterSpec
@@ -11,12 +12,16 @@ from foredraft.drafters.common.trained import (
 )
 from foredraft.drafters.mtp.drafter import MtpDrafter
 from foredraft.drafters.mtp.module import MtpModule
+from foredraft.drafters.mtp.native import is_native, read_native
 from foredraft.models.base import Capabilities, HeadTarget
 
 
 def _build(context: DrafterContext) -> MtpDrafter:
-    limits, module = growth_limits(context), trained_head(context, MtpModule)
-    return MtpDrafter(module, cast(HeadTarget, context.target), limits)
+    limits, target = growth_limits(context), cast(HeadTarget, context.target)
+    directory = Path(str(context.options.get("head", ""))).expanduser()
+    if is_native(directory):
+        return MtpDrafter(read_native(directory, target.parts), target, limits)
+    return MtpDrafter(trained_head(context, MtpModule), target, limits)
 
 
 DRAFTER = DrafterSpec(
