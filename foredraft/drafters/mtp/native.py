@@ -226,10 +226,10 @@ def _shape(directory: Path) -> ModelShape:
         "rope_theta": 10000.0,
     }
     try:
-        values = {
-            field.name: config.get(field.name) or usual[field.name] for field in fields(ModelShape)
-        }
-        sizes = {name: int(value) for name, value in values.items() if name not in _REAL}
-        return ModelShape(**sizes, **{name: float(values[name]) for name in _REAL})
+        values: dict[str, Any] = {}
+        for name in (field.name for field in fields(ModelShape)):
+            kind = float if name in _REAL else int
+            values[name] = kind(config.get(name) or usual[name])
+        return ModelShape(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelLoadError(f"{path} lacks a size that its MTP layer needs: {error}") from None
