@@ -160,7 +160,7 @@ def resolve_drafter(options: LoadOptions, has_draft_model: bool | None = None) -
     if name == "auto":
         name = "draft_model" if has_draft_model else "suffix"
     spec = drafter_spec(name)
-    if spec.needs_draft_model and not has_draft_model:
+    if spec.lacks_draft_model(has_draft_model, options.drafter_options):
         raise needs_draft_model(name)
     if has_draft_model and spec.draft_model == "none":
         raise ConfigError(

@@ -91,7 +91,7 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     """
     spec = drafter_spec(name)
     check_options(name, context.options)
-    if spec.needs_draft_model and context.draft_model is None:
+    if spec.lacks_draft_model(context.draft_model is not None, context.options):
         raise needs_draft_model(name)
     offered = context.target.capabilities
     missing = [

@@ -293,6 +293,8 @@ class DrafterSpec:
         needs: capabilities the target must have.
         draft_model: whether it uses a draft model: never, if the user names one, always, or always
             and of any vocabulary.
+        required_options: options without which it cannot be built: there is no usual value.
+        instead_of_model: an option that takes the draft model's place where it is given.
         drafts_from: "text": drafts are a function of the committed text (and the noise). "steps":
             also of what was scored and rejected on the way, so that another number of draft tokens
             gives other drafts.
@@ -304,8 +306,14 @@ class DrafterSpec:
     num_draft_tokens: int = 4
     needs: Capabilities = field(default_factory=Capabilities)
     draft_model: Literal["none", "optional", "required", "any vocabulary"] = "none"
+    required_options: Sequence[str] = ()
+    instead_of_model: str | None = None
     drafts_from: Literal["text", "steps"] = "text"
 
     @property
     def needs_draft_model(self) -> bool:
         return self.draft_model in ("required", "any vocabulary")
+
+    def lacks_draft_model(self, has_one: bool, options: Mapping[str, Any]) -> bool:
+        """Whether it cannot be built for want of a draft model."""
+        return self.needs_draft_model and not has_one and self.instead_of_model not in options

@@ -30,6 +30,7 @@ from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import (
     Drafter,
     DrafterContext,
+    DrafterSpec,
     DraftRequest,
     DraftRow,
     Observation,
@@ -187,29 +188,63 @@ class Setup:
     draft_model: Target | None
 
 
+WITH_HEADS = {"draft_model+head": "head", "early_exit+adapter": "adapter"}
+"""Drafters that a trained head turns into others: their names here, and the option that does it."""
+
+
+def spec_of(name: str) -> DrafterSpec:
+    """What the drafter says of itself; see `WITH_HEADS`."""
+    return drafter_spec(name.partition("+")[0])
+
+
 def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     """Build drafter ``name``, on a new target if none is given.
 
-    Skips when the target lacks what the drafter needs.
+    Heads are as training would begin with them. Skips when the target lacks what the drafter needs.
     """
-    spec, target = drafter_spec(name), target or kind.new_target()
-    missing = [
-        need
-        for need, wanted in vars(spec.needs).items()
-        if wanted and not getattr(target.capabilities, need)
-    ]
+    spec, target = spec_of(name), target or kind.new_target()
+    wants = {need for need, wanted in vars(spec.needs).items() if wanted}
+    wants |= {"shallow"} if name == "early_exit+adapter" else set()
+    option = WITH_HEADS.get(name, "head" if "head" in spec.required_options else None)
+    wants |= {"parts", "cache_layers"} if option else set()
+    missing = [need for need in sorted(wants) if not getattr(target.capabilities, need)]
     if missing:
         pytest.skip(f"{name} needs a target with {' and '.join(missing)}")
-    takes_model = spec.draft_model != "none"
+    takes_model = spec.draft_model != "none" and option is None
     draft_model = kind.new_draft_model() if takes_model else None
     codec = kind.new_codec()
-    context = DrafterContext(target, draft_model, tokenizer=codec, draft_tokenizer=codec)
-    return Setup(target, build_drafter(name, context), draft_model)
+    built = name.partition("+")[0]
+    options = {option: new_head(built)} if option else {}
+    context = DrafterContext(target, draft_model, options, tokenizer=codec, draft_tokenizer=codec)
+    return Setup(target, build_drafter(built, context), draft_model)
+
+
+@functools.cache
+def new_head(kind: str) -> Path:
+    """A saved head of the tiny llama that can name every other token."""
+    from foredraft.drafters.common.head import TextBatch
+    from foredraft.drafters.common.head_files import save_head
+    from foredraft.train.kinds import module_class
+    from foredraft.train.target import TrainingTarget
+
+    target = native_kind("eager").new_target()
+    source = TrainingTarget(target, "tiny llama")
+    torch.manual_seed(9)
+    module = module_class(kind).start(source, range(0, target.vocab_size, 2), {})
+    tokens = torch.arange(6)
+    (states,) = source.read([tokens.numpy()], module.taps)
+    taps = {layer: states.layers[layer][None] for layer in module.taps}
+    text = TextBatch(tokens[None], torch.tensor([6]), source.embed(tokens)[None], taps)
+    directory = Path(_scratch().name) / f"head-{kind}"
+    info = {"target": source.identity, "provenance": {}, "measured": {}}
+    save_head(directory, module, info, text, 2, "A head that nobody trained.")
+    return directory
 
 
 def simplest_kind(name: str) -> str:
     """The first kind of model that drafter ``name`` can work with."""
-    needs = [need for need, wanted in vars(drafter_spec(name).needs).items() if wanted]
+    needs = [need for need, wanted in vars(spec_of(name).needs).items() if wanted]
+    needs += ["parts", "shallow", "cache_layers"] if name in WITH_HEADS else []
     for kind in KINDS:
         capabilities = KINDS[kind]().new_target().capabilities
         if all(getattr(capabilities, need) for need in needs):

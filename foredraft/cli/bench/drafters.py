@@ -131,6 +131,7 @@ def _variants(
     names = [name.strip().replace("-", "_") for name in asked]
     if only is None:
         names = [n for n in names if draft_model or not drafter_spec(n).needs_draft_model]
+        names = [n for n in names if not drafter_spec(n).required_options]
     variants: dict[str, dict[str, Any]] = {name: {} for name in ("none", *names)}
     for text in more:
         name, *options = text.split() or [""]

@@ -8,7 +8,7 @@ parameters and hands the distribution along.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from foredraft.core.errors import (
     CapabilityError,
@@ -30,7 +30,10 @@ from foredraft.drafters.common.chain import ChainDrafter, ModelPredictor
 from foredraft.drafters.common.draft_cache import DraftCache
 from foredraft.drafters.common.options import checked_count, checked_ms
 from foredraft.drafters.common.shapes import BestFirstShape, FixedShape, Growth, Shape
-from foredraft.models.base import ScoreRow, Target
+from foredraft.drafters.common.trained import growth_limits, trained_head
+from foredraft.drafters.draft_model.distilled import DistilledDrafter
+from foredraft.drafters.draft_model.module import DraftModelModule
+from foredraft.models.base import HeadTarget, ScoreRow, Target
 
 
 class DraftModelDrafter(ChainDrafter):
@@ -122,8 +125,10 @@ class DraftTreeDrafter(BaseDrafter):
 
 
 def _build(context: DrafterContext) -> Drafter:
+    if "head" in context.options:
+        return _build_distilled(context)
     model = context.draft_model
-    assert model is not None  # the registry has checked needs_draft_model
+    assert model is not None  # the registry has checked that there is one
     if model.vocab_size != context.target.vocab_size:
         raise VocabularyMismatchError(
             f"the draft model has {model.vocab_size} tokens and the target "
@@ -144,6 +149,21 @@ def _build(context: DrafterContext) -> Drafter:
     return DraftTreeDrafter(model, shape)
 
 
+def _build_distilled(context: DrafterContext) -> Drafter:
+    if context.draft_model is not None:
+        raise ConfigError("head and a draft model are two ways to draft; give one of them")
+    for name in ("parts", "cache_layers"):
+        if not getattr(context.target.capabilities, name):
+            raise CapabilityError(
+                f"a distilled draft model needs a target with {name}, which "
+                f"{type(context.target).__name__} does not offer"
+            )
+    if "shape" in context.options or "draft_ms" in context.options:
+        raise ConfigError("shape and draft_ms are for draft models that are no head")
+    limits, module = growth_limits(context), trained_head(context, DraftModelModule)
+    return DistilledDrafter(module, cast(HeadTarget, context.target), limits)
+
+
 def _shape(options: Mapping[str, Any]) -> Shape | None:
     """The tree shape asked for; None for a chain.
 
@@ -151,6 +171,8 @@ def _shape(options: Mapping[str, Any]) -> Shape | None:
         ConfigError: an option that does not fit.
     """
     name = str(options.get("shape", "chain")).replace("_", "-")
+    if of_head := [option for option in ("branching", "round_cost") if option in options]:
+        raise ConfigError(f"{of_head[0]} is of use with head alone")
     others = [option for option in options if option != "shape"]
     if name != "best-first" and others:
         raise ConfigError(f"{others[0]} is of use with shape 'best-first' alone")
@@ -173,10 +195,14 @@ DRAFTER = DrafterSpec(
     summary="a smaller model of the same vocabulary drafts a chain or a tree",
     options={
         "shape": "chain, children at each depth such as 3,2,1, or best-first (chain)",
-        "width": "best-first: nodes expanded at each depth, and children of each (4)",
-        "max_depth": "best-first: most tokens on a path (6)",
+        "width": "best-first and head: nodes looked below at each depth (4)",
+        "max_depth": "best-first and head: most tokens on a path (6)",
         "draft_ms": "best-first: time of one draft forward, in milliseconds (0)",
+        "head": "directory of a distilled draft model, instead of a draft model",
+        "branching": "head: tokens that hang below one node; 1 drafts chains (4)",
+        "round_cost": "head: time of one of its forwards, in plain steps (0.06)",
     },
     num_draft_tokens=4,
     draft_model="required",
+    instead_of_model="head",
 )

@@ -16,7 +16,7 @@ D head size, M rank of the Markov head, R output rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -33,6 +33,10 @@ from foredraft.models.base import ModelShape
 
 _CONFIDENCE_STRIDE = 4
 """The confidence head learns at one anchor in so many: its labels cost a product with all rows."""
+
+
+_SCALES = torch.logspace(-2, 2, 41, base=2.0, dtype=torch.float64)
+"""Among which a confidence's scale is looked for."""
 
 
 class DsparkModule(RowsHead):
@@ -194,6 +198,46 @@ class DsparkModule(RowsHead):
             inside = anchors + each.shift < batch.lengths_B[:, None]
             total = total + (losses * inside).sum() / inside.sum().clamp(min=1)
         return total / len(predictions)
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[TextBatch]) -> list[float]:
+        """Scale the confidences to what held-out text shows, place by place.
+
+        Sequential temperature scaling: a draft's length is decided by products of confidences, so
+        each place is scaled by how well the product up to it predicts that all tokens up to it are
+        right, the places before it being scaled already.
+
+        Returns:
+            The scale of each place; they are kept with the weights.
+        """
+        if not self.rank:
+            return []
+        found = [self._places(batch) for batch in batches]
+        logits_NS = torch.cat([logits for logits, _ in found])
+        right_NS = torch.cat([right for _, right in found]).cumprod(1)
+        survival_N = torch.ones(len(logits_NS), dtype=torch.float64)
+        for place in range(self.block_size):
+            chances_NC = (logits_NS[:, place, None] * _SCALES).sigmoid() * survival_N[:, None]
+            right_NC = right_NS[:, place, None].expand_as(chances_NC).double()
+            chances_NC = chances_NC.clamp(1e-6, 1 - 1e-6)
+            losses_NC = F.binary_cross_entropy(chances_NC, right_NC, reduction="none")
+            best = int(losses_NC.mean(0).argmin())
+            self.confidence_scale_S[place] = _SCALES[best]
+            survival_N = chances_NC[:, best]
+        return [float(scale) for scale in self.confidence_scale_S]
+
+    def _places(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
+        """Unscaled confidences of blocks [N, S] inside the texts, and which tokens are right."""
+        length = batch.tokens_BL.shape[1]
+        anchors_L = torch.arange(length, device=batch.tokens_BL.device)
+        inside_BL = anchors_L + self.block_size + 1 < batch.lengths_B[:, None]
+        logits, right = [], []
+        for each in self.predictions(batch, self.block_size):
+            states_NK = each.states_BLK[inside_BL]
+            tokens_N = following(batch.tokens_BL, each.shift)[inside_BL]
+            logits.append(self.confidence(states_NK)[:, 0].double().cpu())
+            right.append(self._is_right(states_NK, tokens_N).cpu())
+        return torch.stack(logits, 1), torch.stack(right, 1)
 
     @torch.no_grad()
     def _is_right(self, states: Tensor, tokens: Tensor) -> Tensor:

@@ -13,17 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
 
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRow
-from foredraft.drafters.common.chain import ChainDrafter, ModelPredictor
+from foredraft.drafters.base import DraftRow
+from foredraft.drafters.common.chain import ChainDrafter
 from foredraft.models.base import (
-    Capabilities,
     Computed,
     LayeredTarget,
     ScoreRow,
@@ -132,53 +130,3 @@ def parse_skip(skip: object, num_layers: int) -> tuple[frozenset[int], frozenset
     if len(left_out["a"] & left_out["m"]) == num_layers:
         raise ConfigError(f"skip {skip!r} leaves no layer to draft with")
     return frozenset(left_out["a"]), frozenset(left_out["m"])
-
-
-def _check_exit_layer(exit_layer: object, num_layers: int) -> int:
-    if type(exit_layer) is not int or not 1 <= exit_layer < num_layers:
-        raise ConfigError(
-            f"exit_layer is {exit_layer!r}; the target has {num_layers} layers, so it must be a "
-            f"whole number from 1 to {num_layers - 1}"
-        )
-    return exit_layer
-
-
-def _drafter(
-    target: LayeredTarget, exit_layer: Any, skip: Any, min_confidence: float
-) -> ChainDrafter:
-    if skip is not None:
-        if exit_layer is not None:
-            raise ConfigError("exit_layer and skip are two ways to draft; give one of them")
-        view = target.sublayer_view(*parse_skip(skip, target.num_layers))
-        return ChainDrafter(ModelPredictor(view), min_confidence)
-    if exit_layer is None:
-        exit_layer = max(1, target.num_layers // 4)
-    exit_layer = _check_exit_layer(exit_layer, target.num_layers)
-    if target.capabilities.shallow:
-        shared = SharedCachePredictor(target, target.shallow(exit_layer))
-        return SharedCacheDrafter(shared, min_confidence)
-    return ChainDrafter(ModelPredictor(target.layer_view(range(exit_layer))), min_confidence)
-
-
-def _build(context: DrafterContext) -> ChainDrafter:
-    options = dict(context.options)
-    min_confidence = options.pop("min_confidence", 0.0)
-    if isinstance(min_confidence, bool) or not isinstance(min_confidence, int | float):
-        raise ConfigError(f"min_confidence is {min_confidence!r}; it must be a number")
-    if not 0.0 <= min_confidence <= 1.0:
-        raise ConfigError(f"min_confidence is {min_confidence}; it must be between 0 and 1")
-    target = cast(LayeredTarget, context.target)  # the registry has checked the capability
-    return _drafter(target, options.get("exit_layer"), options.get("skip"), min_confidence)
-
-
-DRAFTER = DrafterSpec(
-    build=_build,
-    summary="the target's own first layers, or some of its sublayers, draft a chain",
-    options={
-        "exit_layer": "how many of the first layers draft (a quarter of them)",
-        "skip": "sublayers to leave out instead, such as a4-6,m5,9",
-        "min_confidence": "end the draft where the likeliest token has less than this (0)",
-    },
-    num_draft_tokens=4,
-    needs=Capabilities(layer_views=True),
-)

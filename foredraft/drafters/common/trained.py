@@ -1,0 +1,67 @@
+"""Drafters of trained heads: finding the head, and the options that they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+from foredraft.core.errors import ConfigError
+from foredraft.drafters.base import DrafterContext
+from foredraft.drafters.common.growing import GrowthLimits
+from foredraft.drafters.common.head import HeadModule
+from foredraft.drafters.common.head_files import identify, load_head
+from foredraft.drafters.common.options import checked_count, checked_ms
+
+M = TypeVar("M", bound=HeadModule)
+
+HEAD_OPTION = MappingProxyType({"head": "directory of the trained head (needed)"})
+
+GROWTH_OPTIONS = MappingProxyType(
+    {
+        "max_depth": "most tokens on a path (6)",
+        "width": "nodes that are looked below at once (4)",
+        "branching": "tokens that hang below one node; 1 drafts chains (4)",
+        "round_cost": "time of one forward of the head, in plain steps (0.06)",
+    }
+)
+"""Options of heads that draft step by step; see `GrowthLimits`."""
+
+
+def trained_head(context: DrafterContext, module: type[M], option: str = "head") -> M:
+    """The head that the user named, checked against the target.
+
+    Args:
+        module: the class of its kind.
+        option: what names its directory.
+
+    Raises:
+        ConfigError: none was named, it is not there, or it is of another kind or target.
+        ModelLoadError: it is damaged.
+    """
+    given = context.options.get(option)
+    if given is None:
+        kind = module.kind.replace("_", "-")
+        raise ConfigError(
+            f"drafter {kind!r} needs a trained head. Train one with 'foredraft train {kind} "
+            f"--target MODEL --out DIR', and name its directory with the drafter option {option}"
+        )
+    tokenizer = getattr(context.tokenizer, "fingerprint", None)
+    return load_head(
+        Path(str(given)).expanduser(), module, identify(context.target, None, tokenizer)
+    )
+
+
+def growth_limits(context: DrafterContext) -> GrowthLimits:
+    """What the user makes of `GROWTH_OPTIONS`.
+
+    Raises:
+        ConfigError: an option does not fit.
+    """
+    options, usual = context.options, GrowthLimits()
+    counts = {
+        name: checked_count(name, options.get(name, getattr(usual, name)))
+        for name in ("max_depth", "width", "branching")
+    }
+    cost = checked_ms("round_cost", options.get("round_cost", usual.round_cost))
+    return GrowthLimits(**counts, round_cost=cost)
