@@ -9,8 +9,9 @@ here: these drafts are chosen, and accepted only where the target draws the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
@@ -36,6 +37,31 @@ class GrowthLimits:
     round_cost: float = 0.06
 
 
+_SURE = 0.8
+"""From this chance on a copy is followed without asking the head, which takes time."""
+_LEAST = 0.04
+"""Nodes that are less likely are not looked below."""
+
+
+class Guide(Protocol):
+    """Something that knows, without a forward, what may follow at any place of a text.
+
+    Attributes:
+        place: where the committed text ends; opaque.
+    """
+
+    @property
+    def place(self) -> Any: ...
+
+    def successors(self, place: Any) -> Iterable[tuple[int, float, Any]]:
+        """Tokens that may follow, likeliest first, each with its probability and its place."""
+        ...
+
+    def advance(self, place: Any, token: int) -> Any:
+        """Where ``token`` leads from ``place``."""
+        ...
+
+
 @dataclass
 class _Node:
     """A token of the growing tree.
@@ -45,6 +71,8 @@ class _Node:
         chance: that all tokens up to this one are accepted.
         drafted: the tokens from the root to this one.
         place: its number among the scored nodes; -1 until it is scored.
+        copied: what the guide says follows; None until it is asked.
+        where: its place in the guide's text, likewise.
     """
 
     token: int
@@ -52,6 +80,8 @@ class _Node:
     chance: float
     drafted: tuple[int, ...]
     place: int = -1
+    copied: list[Choice] | None = None
+    where: Any = None
 
 
 @dataclass
@@ -61,6 +91,7 @@ class Growth:
     Args:
         row: what it is grown for.
         limits: how far.
+        guide: knows the text, to go on where the head was not asked; None: nothing does.
 
     Attributes:
         scored: the tree of the nodes that have been scored, in the order of scoring.
@@ -69,6 +100,7 @@ class Growth:
 
     row: DraftRow
     limits: GrowthLimits
+    guide: Guide | None = None
     scored: TokenTree = EMPTY_TREE
     num_rounds: int = 0
     _nodes: list[_Node] = field(default_factory=list)
@@ -91,7 +123,7 @@ class Growth:
         They join `scored` in this order.
         """
         best = sorted(
-            (n for n in self._open if len(self._nodes[n].drafted) < self.limits.max_depth),
+            filter(self._needs_head, self._open),
             key=lambda n: -self._nodes[n].chance,
         )[: self.limits.width]
         bound = sum(self._nodes[n].chance for n in best)
@@ -113,8 +145,24 @@ class Growth:
     def parent(self, node: int) -> int:
         return self._nodes[node].parent
 
+    def copied(self, node: int) -> list[Choice]:
+        """What the guide says may follow a node (or `ROOT`), before any noise."""
+        if self.guide is None:
+            return []
+        if node == ROOT:
+            return [
+                Choice(token, prob) for token, prob, _ in self.guide.successors(self.guide.place)
+            ]
+        found = self._nodes[node]
+        if found.copied is None:
+            found.copied = [
+                Choice(token, prob) for token, prob, _ in self.guide.successors(self._where(node))
+            ]
+        return found.copied
+
     def build(self) -> Proposal:
         """The nodes that are worth their time."""
+        self._follow_guide()
         values = self._values()
         size = self._worth().best_num_nodes(values, self.num_rounds)
         # No child is likelier than its parent, and of equal ones the parent was there first.
@@ -123,6 +171,38 @@ class Growth:
         tokens = tuple(self._nodes[n].token for n in kept)
         parents = tuple(numbers[self._nodes[n].parent] for n in kept)
         return Proposal.chosen(TokenTree(tokens, parents))
+
+    def _follow_guide(self) -> None:
+        """Hang what the guide knows below the leaves, while it may be worth a node."""
+        if self.guide is None:
+            return
+        for _ in range(self.row.budget):
+            if not self._open:
+                return
+            best = max(self._open, key=lambda n: self._nodes[n].chance)
+            values, chance = self._values(), self._nodes[best].chance
+            if chance < _LEAST or (len(values) == self.row.budget and chance <= values[-1]):
+                return
+            self._open.remove(best)
+            depth = len(self._nodes[best].drafted)
+            self.hang(best, self.row.weigh(self.copied(best), depth)[:2])
+
+    def _needs_head(self, node: int) -> bool:
+        """Whether the head is to say what follows: not too deep, and not known already."""
+        found = self._nodes[node]
+        if len(found.drafted) >= self.limits.max_depth or found.chance < _LEAST:
+            return False
+        copied = self.copied(node)
+        return not copied or copied[0].chance < _SURE
+
+    def _where(self, node: int) -> Any:
+        assert self.guide is not None
+        if node == ROOT:
+            return self.guide.place
+        found = self._nodes[node]
+        if found.where is None:
+            found.where = self.guide.advance(self._where(found.parent), found.token)
+        return found.where
 
     def _score(self, nodes: Sequence[int]) -> None:
         tokens, parents = [*self.scored.tokens], [*self.scored.parents]

@@ -20,7 +20,7 @@ from foredraft.core.choices import DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
-from foredraft.drafters.common.growing import Growth, GrowthLimits
+from foredraft.drafters.common.growing import Growth, GrowthLimits, Guide
 from foredraft.drafters.common.output_rows import OutputRows
 from foredraft.models.base import HeadRow, HeadTarget
 
@@ -153,6 +153,10 @@ class StepDrafter(BaseDrafter):
         done |= self._grown([row for row in ready if row.request_id not in done])
         return [done.get(row.request_id, NO_PROPOSAL) for row in rows]
 
+    def guide(self, request_id: int) -> Guide | None:
+        """What grows a request's tree together with the head; nothing if not overridden."""
+        return None
+
     def _is_ready(self, row: DraftRow) -> bool:
         request = self._requests[row.request_id]
         return request.logits_R is not None and request.end == len(row.tokens) - 1
@@ -162,7 +166,10 @@ class StepDrafter(BaseDrafter):
         limits = self._limits
         if not self._branches:
             limits = GrowthLimits(limits.max_depth, 1, 1, limits.round_cost)
-        growths = [_Tree(self._requests[row.request_id], Growth(row, limits)) for row in rows]
+        growths = [
+            _Tree(self._requests[row.request_id], Growth(row, limits, self.guide(row.request_id)))
+            for row in rows
+        ]
         for tree in growths:
             assert tree.request.logits_R is not None
             tree.hang([ROOT], tree.request.logits_R[None], self._rows)
@@ -225,6 +232,7 @@ class _Tree:
     def hang(self, nodes: Sequence[int], logits_NR: Tensor, rows: OutputRows) -> None:
         growth = self.growth
         drafted = [growth.drafted(node) if node != ROOT else () for node in nodes]
-        found = rows.choices(growth.row, logits_NR, drafted, growth.limits.branching)
+        copied = [growth.copied(node) for node in nodes] if growth.guide else ()
+        found = rows.choices(growth.row, logits_NR, drafted, growth.limits.branching, copied)
         for node, choices in zip(nodes, found, strict=True):
             growth.hang(node, choices)

@@ -76,7 +76,9 @@ class EagleRunner:
         self.layers = self._runner.layers
 
         # A norm's weights scale the columns of the matrix behind it: one product less to make.
-        norms: list[Tensor] = [module.get_parameter(f"tap_norms.{i}.weight") for i in range(len(module.taps))]
+        norms: list[Tensor] = [
+            module.get_parameter(f"tap_norms.{i}.weight") for i in range(len(module.taps))
+        ]
         self._join_taps = target.product(module.join_taps.weight * torch.cat([*norms]))
         self._join_own = target.product(module.join_own.weight * module.own_norm.weight)
         self._joined = JoinedTokens(

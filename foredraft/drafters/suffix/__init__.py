@@ -53,10 +53,15 @@ class Source:
             self._confidence.record(match.length, ranked[0][0] == token)
 
 
-class _Request:
-    """One request's text, and where it stands in every source."""
+class SuffixText:
+    """One request's text, and where it stands in every source.
 
-    def __init__(self, prompt: Sequence[int], past: PastOutputs | None) -> None:
+    Attributes:
+        place: where the committed text stands in each.
+        output: the tokens committed behind the prompt.
+    """
+
+    def __init__(self, prompt: Sequence[int], past: PastOutputs | None = None) -> None:
         self._own = SuffixAutomaton()
         for token in prompt:
             self._own.extend(token)
@@ -96,7 +101,7 @@ def _probability(candidates: list[tuple[int, float]]) -> float:
     return candidates[0][1] if candidates else 0.0
 
 
-class SuffixDrafter(PerRequestDrafter[_Request]):
+class SuffixDrafter(PerRequestDrafter[SuffixText]):
     """See the module docstring.
 
     Args:
@@ -111,18 +116,18 @@ class SuffixDrafter(PerRequestDrafter[_Request]):
         super().__init__()
         self._price, self._past, self._tree = price, past, tree
 
-    def begin_request(self, request: DraftRequest) -> _Request:
-        return _Request(request.tokens, self._past)
+    def begin_request(self, request: DraftRequest) -> SuffixText:
+        return SuffixText(request.tokens, self._past)
 
-    def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
+    def draft_tree(self, request: SuffixText, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         place = reduce(request.advance, draft, request.place)
         return best_first(place, request.successors, row, self._tree, self._price, len(draft))
 
-    def observe_request(self, request: _Request, seen: Observation) -> None:
+    def observe_request(self, request: SuffixText, seen: Observation) -> None:
         for token in seen.committed:
             request.commit(token)
 
-    def end_request(self, request: _Request) -> None:
+    def end_request(self, request: SuffixText) -> None:
         if self._past is not None:
             self._past.add(request.output)
 

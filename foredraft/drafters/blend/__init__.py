@@ -1,0 +1,72 @@
+"""A trained head and the text's own repetitions, in one tree.
+
+At each node that the head scores, what it says and what followed the longest earlier match become
+one opinion; where a copy is nearly sure, or the head's forwards are used up, the copy alone goes
+on. So each token is proposed by whoever is likelier right about it, and nobody goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRequest, Observation
+from foredraft.drafters.common.growing import GrowthLimits
+from foredraft.drafters.common.trained import (
+    GROWTH_OPTIONS,
+    HEAD_OPTION,
+    growth_limits,
+    trained_head,
+)
+from foredraft.drafters.eagle.drafter import EagleDrafter
+from foredraft.drafters.eagle.module import EagleModule
+from foredraft.drafters.suffix import SuffixText
+from foredraft.models.base import Capabilities, HeadTarget
+
+
+class BlendDrafter(EagleDrafter):
+    """See the module docstring.
+
+    Args:
+        module: a trained head.
+        target: its target.
+        limits: how far a tree may grow by the head.
+    """
+
+    def __init__(
+        self, module: EagleModule, target: HeadTarget, limits: GrowthLimits | None = None
+    ) -> None:
+        super().__init__(module, target, limits)
+        self._texts: dict[int, SuffixText] = {}
+
+    def begin(self, request: DraftRequest) -> None:
+        super().begin(request)
+        self._texts[request.request_id] = SuffixText(request.tokens)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            for token in seen.committed:
+                self._texts[seen.request_id].commit(token)
+        super().observe(observations)
+
+    def end(self, request_id: int) -> None:
+        self._texts.pop(request_id, None)
+        super().end(request_id)
+
+    def guide(self, request_id: int) -> SuffixText:
+        return self._texts[request_id]
+
+
+def _build(context: DrafterContext) -> BlendDrafter:
+    limits, module = growth_limits(context), trained_head(context, EagleModule)
+    return BlendDrafter(module, cast(HeadTarget, context.target), limits)
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="a trained head and copies of earlier text, in one tree",
+    options={**HEAD_OPTION, **GROWTH_OPTIONS},
+    num_draft_tokens=16,
+    needs=Capabilities(parts=True, cache_layers=True),
+    required_options=("head",),
+)
