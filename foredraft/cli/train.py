@@ -48,7 +48,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How to train; see `foredraft.train.loop.TrainPlan`."""
+    """How to train; see `foredraft.train.plan.TrainPlan`."""
 
     tokens: Annotated[
         str | None, _option(_HOW, "To learn from, repetitions counted, such as 20M.")
@@ -74,7 +74,7 @@ class PlanOptions:
     ] = 8192
     average: Annotated[
         float, _option(_HOW, "Decay of a mean of the weights; 0: none.", min=0.0, max=0.99999)
-    ] = 0.0
+    ] = 0.998
     evaluations: Annotated[int, _option(_HOW, "How often acceptance is measured.", min=1)] = 20
     seed: Annotated[int, _option(_HOW, "Of the order of the texts.")] = 0
     float32: Annotated[
@@ -151,8 +151,8 @@ def _train(
 
 
 def _plan(given: PlanOptions) -> Any:
-    from foredraft.train.loop import TrainPlan
     from foredraft.train.optimiser import Rates
+    from foredraft.train.plan import TrainPlan
 
     fields = dict(vars(given))
     lr, table_lr = fields.pop("lr"), fields.pop("table_lr")
