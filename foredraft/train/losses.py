@@ -203,7 +203,7 @@ class _ProductLoss(torch.autograd.Function):
             torch.mm(logits_NR, output, out=states_gradient[part])
             output_gradient += logits_NR.T @ states_NK[part]
         ctx.save_for_backward(states_gradient, output_gradient)
-        ctx.mark_non_differentiable(overlap_N)  # type: ignore[attr-defined]
+        ctx.mark_non_differentiable(overlap_N)
         return summed, overlap_N
 
     @staticmethod
