@@ -48,7 +48,7 @@ def test_a_head_learns_and_is_kept(target: TrainingTarget, tmp_path: Path) -> No
     assert "kind linear for tiny" in card
     assert f"{last.committed_greedy:.2f}" in card or f"{first.committed_greedy:.2f}" in card
     lines = read_curves(tmp_path / "head" / "training" / "curves.jsonl")
-    assert [line["tokens"] for line in lines if "score" in line][0] == 0
+    assert next(line["tokens"] for line in lines if "score" in line) == 0
 
 
 def test_output_rows_are_the_most_frequent_of_texts_for_training(
