@@ -16,11 +16,14 @@ from foredraft.plan import DEFAULT_MODEL
 from foredraft.train.kinds import head_kinds
 
 if TYPE_CHECKING:
-    from foredraft.loading import LoadedModel
+    from foredraft.cli.training_display import TrainingDisplay
+    from foredraft.drafters.common.head_files import TargetIdentity
+    from foredraft.llm import LLM
     from foredraft.train.texts import Text
 
 app = typer.Typer(no_args_is_help=True, help="Train a drafter for a model of your own.")
 _DATA, _HOW = "Text", "Training"
+_WRITTEN_AT_ONCE = 16
 
 
 def _option(panel: str, text: str, **more: Any) -> Any:
@@ -40,7 +43,13 @@ def _group() -> None:
 class DataOptions:
     """Which text."""
 
-    data: Annotated[list[str], _option(_DATA, "A folder that write-text made. May be repeated.")]
+    data: Annotated[
+        list[str],
+        _option(_DATA, "Folder of write-text, prompts.jsonl to answer, or self; repeatable."),
+    ]
+    text_tokens: Annotated[
+        str, _option(_DATA, "To write for each file of prompts, and for self, such as 2M.")
+    ] = "1M"
     capture_gb: Annotated[
         float, _option(_DATA, "Most gigabytes of the target's states to keep on disk.", min=0.0)
     ] = 8.0
@@ -48,7 +57,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How to train; see `foredraft.train.loop.TrainPlan`."""
+    """How to train; see `foredraft.train.plan.TrainPlan`."""
 
     tokens: Annotated[
         str | None, _option(_HOW, "To learn from, repetitions counted, such as 20M.")
@@ -74,7 +83,7 @@ class PlanOptions:
     ] = 8192
     average: Annotated[
         float, _option(_HOW, "Decay of a mean of the weights; 0: none.", min=0.0, max=0.99999)
-    ] = 0.0
+    ] = 0.998
     evaluations: Annotated[int, _option(_HOW, "How often acceptance is measured.", min=1)] = 20
     seed: Annotated[int, _option(_HOW, "Of the order of the texts.")] = 0
     float32: Annotated[
@@ -105,6 +114,56 @@ for _kind in head_kinds():
     app.command(_kind.replace("_", "-"))(_train_command(_kind))
 
 
+@app.command("write-text")
+def write_text(
+    out: Out,
+    tokens: Annotated[str, typer.Option(help="Of replies, such as 2M; those there count.")],
+    target: Target = DEFAULT_MODEL,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(help="JSON lines with id, category and turns; without any, it makes them up."),
+    ] = None,
+    made_up: Annotated[
+        bool, typer.Option("--made-up", help="Prompts of its own as well, beside --prompts.")
+    ] = False,
+    temperature: Annotated[str, typer.Option(help="Taken in turns, with commas.")] = "0,0.7,1",
+    max_tokens: Annotated[int, typer.Option(help="Of a reply.", min=1)] = 256,
+    batch: Annotated[int, typer.Option(help="Replies at the same time.", min=1)] = 16,
+    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    device: o.Device = "auto",
+) -> None:
+    """Let a model write text to train its drafter on. The same command goes on where it was left.
+
+    foredraft train write-text --out my-texts --tokens 1M
+    """
+    from foredraft.cli.training_display import TrainingDisplay
+    from foredraft.cli.writing import write_into
+    from foredraft.drafters.common.head_files import identify
+    from foredraft.timing_lock import Heed
+    from foredraft.train.writing import WritePlan
+
+    plan = WritePlan(
+        tokens=parse_count(tokens),
+        temperatures=_temperatures(temperature),
+        max_tokens=max_tokens,
+        seed=seed,
+        made_up=made_up or not prompts,
+    )
+    llm = _load(target, device, batch)
+    identity = _identity(llm, identify)
+    with Heed() as pause, TrainingDisplay(Console(stderr=True, highlight=False)) as display:
+        files = prompts or []
+        there = write_into(out, llm, identity, files, plan, display, pause, display.wants_stop)
+    Console(highlight=False).print(f"{out}: {there} tokens", markup=False, soft_wrap=True)
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--temperature {text!r} is not numbers with commas") from None
+
+
 def _train(
     kind: str,
     target: str,
@@ -115,6 +174,7 @@ def _train(
     options: dict[str, Any],
 ) -> None:
     from foredraft.cli.training_display import TrainingDisplay
+    from foredraft.drafters.common.head_files import identify
     from foredraft.paths import cache_root
     from foredraft.timing_lock import Heed
     from foredraft.train.kinds import checked_options, module_class
@@ -126,11 +186,15 @@ def _train(
     module = module_class(kind)
     options = checked_options(module, options)
     train_plan = _plan(plan)
-    loaded = _load(target, device)
-    known = TrainingTarget(loaded.target, loaded.plan.name, loaded.tokenizer.fingerprint)
-    texts = _texts(data.data)
+    llm = _load(target, device, _WRITTEN_AT_ONCE)
+    identity = _identity(llm, identify)
+    assert llm.tokenizer is not None
+    known = TrainingTarget(llm.target, identity.name, identity.tokenizer)
     console = Console(stderr=True, highlight=False)
     with Heed() as pause, TrainingDisplay(console) as display:
+        texts = _texts(data, out, llm, identity, display, pause)
+        if display.wants_stop():
+            raise typer.Exit(130)
         trainer = Trainer(
             module,
             options,
@@ -151,25 +215,24 @@ def _train(
 
 
 def _plan(given: PlanOptions) -> Any:
-    from foredraft.train.loop import TrainPlan
     from foredraft.train.optimiser import Rates
+    from foredraft.train.plan import TrainPlan
 
     fields = dict(vars(given))
     lr, table_lr = fields.pop("lr"), fields.pop("table_lr")
     usual = Rates()
     tables = table_lr or usual.tables
+    tokens = None if given.tokens is None else parse_count(given.tokens)
     rates = Rates(lr or usual.matrices, tables, tables)
-    return TrainPlan(**fields | {"tokens": parse_count(given.tokens), "rates": rates})
+    return TrainPlan(**fields | {"tokens": tokens, "rates": rates})
 
 
-def parse_count(text: str | None) -> int | None:
+def parse_count(text: str) -> int:
     """``20M`` and the like.
 
     Raises:
         ConfigError: it is no number.
     """
-    if text is None:
-        return None
     factors = {"k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
     number, factor = text.lower(), 1
     if number[-1:] in factors:
@@ -177,22 +240,48 @@ def parse_count(text: str | None) -> int | None:
     try:
         return int(float(number) * factor)
     except (ValueError, OverflowError):
-        raise ConfigError(f"--tokens {text!r} is no number; write 500k or 20M") from None
+        raise ConfigError(f"{text!r} is no number of tokens; write 500k or 20M") from None
 
 
-def _load(target: str, device: str) -> LoadedModel:
-    from foredraft.cli.progress import RichProgress
-    from foredraft.loading import load_models
+def _load(target: str, device: str, batch: int) -> LLM:
     from foredraft.plan import LoadOptions
 
-    with RichProgress() as progress:
-        return load_models(LoadOptions(model=target, device=device, drafter="none"), progress)[0]
+    options = LoadOptions(
+        model=target, device=device, drafter="none", max_batch_size=batch, calibrate=False
+    )
+    return o.load_llm(options)
 
 
-def _texts(data: list[str]) -> list[Text]:
+def _identity(llm: LLM, identify: Callable[..., TargetIdentity]) -> TargetIdentity:
+    assert llm.plan is not None
+    assert llm.tokenizer is not None
+    return identify(llm.target, llm.plan.name, llm.tokenizer.fingerprint)
+
+
+def _texts(
+    data: DataOptions,
+    out: Path,
+    llm: LLM,
+    identity: TargetIdentity,
+    display: TrainingDisplay,
+    pause: Callable[[], object],
+) -> list[Text]:
+    """What is there, and what the target writes first."""
+    from foredraft.cli.writing import write_into
     from foredraft.train.texts import read_texts
+    from foredraft.train.writing import WritePlan, check_origin
 
-    return [text for each in data for text in read_texts(Path(each))]
+    found: list[Text] = []
+    for each in data.data:
+        path = Path(each)
+        if each == "self" or path.suffix == ".jsonl":
+            made_up, path = each == "self", out / "training" / f"texts-{path.stem}"
+            plan = WritePlan(tokens=parse_count(data.text_tokens), made_up=made_up, passes=3)
+            files = [] if made_up else [each]
+            write_into(path, llm, identity, files, plan, display, pause, display.wants_stop)
+        check_origin(path, identity)
+        found += read_texts(path)
+    return found
 
 
 def _command() -> str:

@@ -12,13 +12,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.progress import TaskProgressColumn as PercentColumn
 
 if TYPE_CHECKING:
-    from foredraft.train.loop import Status
+    from foredraft.train.plan import Status
 
 _LINE_EVERY_S = 30.0
 
 
 class TrainingDisplay:
-    """A `foredraft.train.loop.Monitor`: Ctrl-C and SIGTERM end training after the step at hand."""
+    """A `foredraft.train.plan.Monitor`: Ctrl-C and SIGTERM end training after the step at hand."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -114,4 +114,5 @@ class TrainingDisplay:
 def _describe(status: Status) -> str:
     overlap = " ".join(f"{share:.2f}" for share in status.overlap)
     left = time.strftime("%H:%M:%S", time.gmtime(status.left_s)) if status.left_s < 8e4 else "…"
-    return f"loss {status.loss:.3f}, overlap {overlap}, {status.tokens_per_s:.0f} tokens/s, {left} left"
+    speed = f"{status.tokens_per_s:.0f} tokens/s"
+    return f"loss {status.loss:.3f}, overlap {overlap}, {speed}, {left} left"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.head import HeadModule, Prediction
+from foredraft.drafters.common.head import Prediction
 from foredraft.train.batches import TrainBatch
 
 _ROWS_AT_ONCE = 128
@@ -73,7 +73,7 @@ class Acceptance:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {name: value for name, value in asdict(self).items()} | {"score": self.score}
+        return asdict(self) | {"score": self.score}
 
 
 class AcceptanceCount:
@@ -87,14 +87,21 @@ class AcceptanceCount:
         self._overlap: list[Tensor] = []
         self._covered: list[Tensor] = []
 
-    def add(self, module: HeadModule, batch: TrainBatch, head_RE: Tensor, row_of_V: Tensor) -> None:
+    def add(
+        self,
+        predictions: Sequence[Prediction],
+        batch: TrainBatch,
+        head_RE: Tensor,
+        row_of_V: Tensor,
+    ) -> None:
         """Count a batch.
 
         Args:
+            predictions: of the head.
             head_RE: float32 rows of the target's head for the head's output rows.
             row_of_V: output row of each token; -1: none.
         """
-        predictions = by_depth(module.predictions(batch.texts, self._depth), self._depth)
+        predictions = by_depth(predictions, self._depth)
         greedy_B = batch.temperatures_B == 0
         self._add_greedy(predictions, batch, greedy_B, row_of_V)
         sampled_B = ~greedy_B if not greedy_B.all() else greedy_B
@@ -186,14 +193,14 @@ def _logits(prediction: Prediction, texts: Tensor, at: Tensor) -> list[Tensor]:
     """Float32, in pieces."""
     output_RK = prediction.output_RK.float()
     states_NK = prediction.states_BLK[texts, at].float()
-    return [piece @ output_RK.T for piece in states_NK.split(_ROWS_AT_ONCE) if len(piece)]
+    return [piece @ output_RK.T for piece in torch.split(states_NK, _ROWS_AT_ONCE) if len(piece)]
 
 
 def _target_probs(batch: TrainBatch, rows: Tensor, head_RE: Tensor) -> list[Tensor]:
     teacher = batch.teacher
     return [
         (teacher.last_TE[part].float() @ head_RE.T - teacher.normaliser_T[part, None]).exp()
-        for part in rows.split(_ROWS_AT_ONCE)
+        for part in torch.split(rows, _ROWS_AT_ONCE)
         if len(part)
     ]
 

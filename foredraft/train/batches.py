@@ -156,7 +156,7 @@ def load_batch(
     taps = {
         layer: as_rows(
             [s.layers[layer][span] for s, span in zip(states, spans, strict=True)], length
-        ).to(device)  # fmt: skip
+        ).to(device)
         for layer in capture.layers
     }
     normaliser_BL = as_rows(

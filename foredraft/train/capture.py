@@ -39,7 +39,8 @@ _NORMALISER = "normaliser"
 _ENDS_ONE_IN = 16
 _MAX_OPEN = 128
 _KEPT_S = 24 * 3600.0
-Pause = Callable[[], None]
+Pause = Callable[[], object]
+"""Returns when work may go on."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ def model_card(
     return f"""\
 # A drafter of kind {kind} for {target.name}
 
-A head of {num_parameters / 1e6:.1f}M parameters that guesses ahead for **{target.name}** (fingerprint
-`{target.fingerprint}`) in foredraft. The target checks every guess, so the text is exactly its own;
-with another target the head is refused.
+A head of {num_parameters / 1e6:.1f}M parameters that guesses ahead for **{target.name}**
+(fingerprint `{target.fingerprint}`) in foredraft. The target checks every guess, so the text is
+exactly its own; with another target the head is refused.
 
 ```sh
 foredraft generate "…" --model {target.name} --drafter {kind} --drafter-option head=THIS_FOLDER
@@ -38,10 +38,10 @@ foredraft generate "…" --model {target.name} --drafter {kind} --drafter-option
 | temperature 1: chance with shared noise | {_row(measured["sampled"])} |
 | temperature 1: overlap of the distributions | {_row(measured["overlap"])} |
 
-Expected tokens a step of a chain of {len(measured["greedy"])}: **{measured["committed_greedy"]:.2f}**
-greedy, **{measured["committed_sampled"]:.2f}** at temperature 1 (over {greedy_anchors} and
-{sampled_anchors} positions of replies that were kept from training). The head can name
-{measured["covered"]:.1%} of the target's mass there.
+Expected tokens a step of a chain of {len(measured["greedy"])}:
+**{measured["committed_greedy"]:.2f}** greedy, **{measured["committed_sampled"]:.2f}** at
+temperature 1 (over {greedy_anchors} and {sampled_anchors} positions of replies that were kept from
+training). The head can name {measured["covered"]:.1%} of the target's mass there.
 
 ## How it was made
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,3 +77,33 @@ def draw_curves(lines: list[dict[str, Any]], path: Path) -> bool:
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True
+
+
+class Recent:
+    """Means over the last steps."""
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self.loss, self.tokens_per_s = math.nan, 0.0
+        self.overlap: tuple[float, ...] = ()
+        self.restart()
+
+    def restart(self) -> None:
+        self._began = time.monotonic()
+        self._losses: list[float] = []
+        self._overlaps: list[list[float]] = []
+        self._tokens, self._seconds = 0, 0.0
+
+    def add(self, loss: float, overlap: list[float], tokens: int, seconds: float) -> None:
+        self._losses.append(loss)
+        self._overlaps.append(overlap)
+        self._tokens += tokens
+        self._seconds += seconds
+        num = len(self._losses)
+        self.loss = sum(self._losses) / num
+        depths = zip(*self._overlaps, strict=False)  # the first depth alone, for a while
+        self.overlap = tuple(round(sum(each) / num, 4) for each in depths)
+        self.tokens_per_s = self._tokens / max(1e-9, self._seconds)
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._began >= self._every_s

@@ -1,159 +1,32 @@
-"""The loop: batches in, a head out, resumable after a kill at any moment.
-
-Shape legend: B texts, L tokens, N positions that are learnt, R output rows.
-"""
+"""The loop: batches in, a head out, resumable after a kill at any moment."""
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from foredraft.core.errors import ConfigError, TrainingError
-from foredraft.drafters.common.head import HeadModule, Prediction, TextBatch
+from foredraft.core.errors import ConfigError
+from foredraft.drafters.common.head import HeadModule, TextBatch
 from foredraft.drafters.common.head_files import finish_saving, save_head
-from foredraft.models.progress import Progress
 from foredraft.train.acceptance import Acceptance, AcceptanceCount
 from foredraft.train.batches import TrainBatch, Window, batches_of, load_batch, windows_of
 from foredraft.train.capture import Capture, Pause
 from foredraft.train.card import model_card
-from foredraft.train.curves import Curves, draw_curves, read_curves
-from foredraft.train.losses import Goal, loss_named, product_loss
-from foredraft.train.optimiser import Optimiser, Rates, rate_share
+from foredraft.train.curves import Curves, Recent, draw_curves, read_curves
+from foredraft.train.learner import Learner
+from foredraft.train.optimiser import rate_share
+from foredraft.train.plan import Monitor, Result, Status, TrainPlan
 from foredraft.train.state import Counters, load_state, save_state
 from foredraft.train.target import TrainingTarget
-from foredraft.train.texts import Text, check_ids, digest_of
+from foredraft.train.texts import Text, digest_of, frequent_tokens, usable
 from foredraft.version import __version__
 
-_SURVIVAL_KEPT = 0.95
 _TEST_TOKENS = 12
-_LEAST_WEIGHT = 0.05
-_CANDIDATES = 64
-"""Of the target's likeliest tokens, so many are learnt from at each position."""
-
-
-@dataclass(frozen=True)
-class TrainPlan:
-    """How to train.
-
-    Attributes:
-        tokens: to learn from, repetitions counted; None: as many as fit the time.
-        minutes: of learning, over all resumptions; None: as long as the tokens take.
-        batch_tokens: of one step, padding included.
-        sequence: tokens of a row; longer texts are cut into windows.
-        depth: draft tokens that are trained and measured.
-        first_depth_until: share of the training in which only the first draft token is trained: it
-            is learnt several times as fast alone, and the others stand on it.
-        loss: see `losses`.
-        renormalise: train on the target's distribution over the output rows alone.
-        survival: weigh depths by how often drafting gets there; otherwise all weigh the same.
-        output_rows: tokens that the head can name, the most frequent ones; 0: all.
-        rates: learning rates.
-        clip: largest norm of the gradient.
-        average: decay of a running mean of the weights, which is then what is kept; 0: none.
-        evaluations: how often acceptance is measured.
-        held_out_texts: texts that it is measured on, at most.
-        save_s: seconds between saved states.
-        seed: of the order of the texts.
-        float32: no bfloat16 products, also where they are fast.
-    """
-
-    tokens: int | None = None
-    minutes: float | None = None
-    batch_tokens: int = 1024
-    sequence: int = 512
-    depth: int = 3
-    first_depth_until: float = 0.4
-    loss: str = "lk"
-    renormalise: bool = False
-    survival: bool = True
-    output_rows: int = 8192
-    rates: Rates = field(default_factory=Rates)
-    clip: float = 1.0
-    average: float = 0.0
-    evaluations: int = 20
-    held_out_texts: int = 96
-    save_s: float = 60.0
-    seed: int = 0
-    float32: bool = False
-
-    def __post_init__(self) -> None:
-        loss_named(self.loss)
-        if self.tokens is None and self.minutes is None:
-            raise ConfigError("say how long to train: tokens, minutes, or both")
-        least = {"tokens": 1, "minutes": 0, "batch_tokens": 16, "sequence": 16, "depth": 1}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be at least {low}")
-        if self.batch_tokens < self.sequence:
-            raise ConfigError(
-                f"a batch of {self.batch_tokens} tokens cannot hold a row of {self.sequence}; give "
-                "larger batches or shorter sequences"
-            )
-
-    def done(self, counters: Counters) -> float:
-        """The share that is behind us."""
-        shares = [0.0]
-        if self.tokens is not None:
-            shares.append(counters.tokens / self.tokens)
-        if self.minutes is not None:
-            shares.append(counters.seconds / max(1e-9, 60 * self.minutes))
-        return max(shares)
-
-
-@dataclass(frozen=True)
-class Status:
-    """What a monitor is told after each step.
-
-    Attributes:
-        done: share of the training.
-        loss: of the last steps.
-        overlap: by depth, of the last steps.
-        tokens_per_s: of learning.
-        left_s: estimated seconds.
-        acceptance: at the last evaluation.
-    """
-
-    done: float
-    tokens: int
-    loss: float
-    overlap: tuple[float, ...]
-    tokens_per_s: float
-    left_s: float
-    acceptance: Acceptance | None
-
-
-class Monitor(Progress, Protocol):
-    """Told how training goes, and asked whether it is to stop."""
-
-    def step(self, status: Status) -> None: ...
-
-    def evaluated(self, status: Status) -> None: ...
-
-    def wants_stop(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a call of `Trainer.run` ended.
-
-    Attributes:
-        done: share of the training that is behind us.
-        acceptance: of the weights that are kept.
-    """
-
-    done: float
-    tokens: int
-    seconds: float
-    acceptance: Acceptance | None
 
 
 class Trainer:
@@ -192,8 +65,7 @@ class Trainer:
     ) -> None:
         self._target, self._out, self._plan, self._monitor = target, out, plan, monitor
         self._pause, self._provenance = pause, provenance
-        self._texts = usable(texts, target)
-        self._loss = loss_named(plan.loss)
+        self._texts = usable(texts, target.shape.vocab_size, target.max_context)
         self._state_path = out / "training" / "state.safetensors"
         finish_saving(out)
         self._recipe = {
@@ -202,10 +74,10 @@ class Trainer:
             "options": dict(options),
             "output_rows": plan.output_rows,
         }
-        self._resume(kind, options)
-        target.check_taps(self._module.taps)
-        self._capture = Capture(target, self._texts, self._module.taps, capture_root, capture_bytes)
-        self._prepare_rows()
+        self._learner = self._resume(kind, options)
+        self._taps = self._learner.module.taps
+        target.check_taps(self._taps)
+        self._capture = Capture(target, self._texts, self._taps, capture_root, capture_bytes)
         self._windows = [
             window
             for number, text in enumerate(self._texts)
@@ -217,34 +89,22 @@ class Trainer:
         self._evaluation = self._evaluation_batches()
         self._acceptance: Acceptance | None = None
 
-    def _resume(self, kind: type[HeadModule], options: Mapping[str, Any]) -> None:
-        saved = load_state(self._state_path, self._recipe)
+    def _resume(self, kind: type[HeadModule], options: Mapping[str, Any]) -> Learner:
+        """Where training was left, or a new head."""
+        saved, shape = load_state(self._state_path, self._recipe), self._target.shape
         if saved is None:
             self.counters = Counters()
-            rows = frequent_tokens(self._texts, self._plan.output_rows, self._target)
-            self._module = kind.start(self._target, rows, options)
-        else:
-            self.counters = saved.counters
-            self.counters.resumed += 1
-            self._module = kind.from_config(self._target.shape, saved.recipe["config"])
-            self._module.load_state_dict(saved.groups["module"])
-        self._module = self._module.to(self._target.device).float()
-        self._averaged = copy.deepcopy(self._module) if self._plan.average else None
-        self._optimiser = Optimiser(self._module, self._plan.rates)
-        if saved is not None:
-            self._optimiser.load(saved.groups.get("optimiser", {}))
-            if self._averaged is not None and "averaged" in saved.groups:
-                self._averaged.load_state_dict(saved.groups["averaged"])
-
-    def _prepare_rows(self) -> None:
-        ids_R, device = self._module.output_ids_R, self._target.device
-        vocab = self._target.shape.vocab_size
-        ids_R = torch.arange(vocab) if ids_R is None else ids_R.cpu()
-        self._head_RE = self._target.head_rows(ids_R)
-        row_of_V = torch.full((vocab,), -1, dtype=torch.int64)
-        row_of_V[ids_R] = torch.arange(len(ids_R))
-        self._row_of_V = row_of_V.to(device)
-        self._dtype = compute_dtype(device, self._plan.float32)
+            rows = frequent_tokens(self._texts, self._plan.output_rows, shape.vocab_size)
+            return Learner(kind.start(self._target, rows, options), self._target, self._plan)
+        self.counters = saved.counters
+        self.counters.resumed += 1
+        self.counters.evaluated = min(self.counters.evaluated, self._plan.done(self.counters))
+        module = kind.from_config(shape, saved.recipe["config"])
+        # What output rows stand for decides about more than weights, so it comes first.
+        module.load_state_dict(saved.groups["module"])
+        learner = Learner(module, self._target, self._plan)
+        learner.load(saved.groups)
+        return learner
 
     # ------------------------------------------------------------------------------- running
 
@@ -257,7 +117,7 @@ class Trainer:
         """
         self._capture.fill(self._monitor, self._pause)
         self._curves = Curves(self._out / "training" / "curves.jsonl", self.counters.tokens)
-        self._recent = _Recent()
+        self._recent = Recent()
         saved_at = time.monotonic()
         self._enter_order()
         if self.counters.evaluated < 0:
@@ -306,7 +166,7 @@ class Trainer:
             counters.epoch, counters.position = counters.epoch + 1, 0
             self._batches = self._epoch_batches()
         batch = self._load(self._batches[counters.position])
-        loss, overlap = self._learn(batch)
+        loss, overlap = self._learner.learn(batch, counters)
         counters.position += 1
         counters.step += 1
         counters.tokens += batch.num_tokens
@@ -319,110 +179,8 @@ class Trainer:
             self._recent.restart()
         self._monitor.step(status)
 
-    def _learn(self, batch: TrainBatch) -> tuple[float, list[float]]:
-        """One step of the optimiser: the loss, and the overlap by depth."""
-        with self._autocast():
-            predictions = self._module.predictions(batch.texts, self._depth())
-        total, overlaps = self._total_loss(batch, predictions)
-        with self._autocast():
-            extra = self._module.extra_loss(batch.texts, predictions)
-        if extra is not None:
-            total = total + extra.float()
-        total.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self._module.parameters(), self._plan.clip)
-        loss = float(total.detach())
-        if not math.isfinite(loss) or not math.isfinite(float(norm)):
-            raise TrainingError(
-                f"the loss is {loss} and the norm of its gradient {float(norm)} at step "
-                f"{self.counters.step}: training cannot go on. The state before it and the best "
-                f"head are in {self._out}; try a lower --lr, or --loss soft"
-            )
-        self._optimiser.step(rate_share(self._plan.done(self.counters)))
-        self._average()
-        return loss, overlaps
-
-    def _depth(self) -> int:
-        plan = self._plan
-        return 1 if plan.done(self.counters) < plan.first_depth_until else plan.depth
-
-    def _total_loss(
-        self, batch: TrainBatch, predictions: Sequence[Prediction]
-    ) -> tuple[Tensor, list[float]]:
-        candidates = self._candidates(batch)
-        weights = self._depth_weights(predictions)
-        total, overlaps = torch.zeros((), device=self._target.device), []
-        for prediction, weight in zip(predictions, weights, strict=True):
-            places, goal = self._goal(batch, prediction, candidates, weight / sum(weights))
-            states_NK = prediction.states_BLK[places[:, 0], places[:, 1]]
-            summed, overlap_N = product_loss(states_NK, prediction.output_RK, goal, self._loss)
-            total = total + summed
-            overlaps.append(float(overlap_N.mean()) if len(overlap_N) else 0.0)
-        self._follow_survival(overlaps)
-        return total, overlaps
-
-    @torch.no_grad()
-    def _candidates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Output rows [T, C] that the target finds likely, and how likely."""
-        log_probs_TR = batch.teacher.log_probs(self._head_RE)
-        num = min(_CANDIDATES, log_probs_TR.shape[1])
-        values_TC, rows_TC = log_probs_TR.topk(num, -1)
-        if self._plan.renormalise:
-            return rows_TC, values_TC.softmax(-1)
-        # Their rounded logits may say a little more than all there is.
-        probs_TC = values_TC.exp()
-        return rows_TC, probs_TC / probs_TC.sum(-1, keepdim=True).clamp(min=1.0)
-
-    def _goal(
-        self,
-        batch: TrainBatch,
-        prediction: Prediction,
-        candidates: tuple[Tensor, Tensor],
-        weight: float,
-    ) -> tuple[Tensor, Goal]:
-        """Where a prediction is learnt, and what is to be said there."""
-        shift, rows_BL = prediction.shift, batch.teacher.rows_BL
-        about_BL = torch.full_like(rows_BL, -1)
-        about_BL[:, : rows_BL.shape[1] - shift] = rows_BL[:, shift:]
-        places = (about_BL >= 0).nonzero()
-        texts, at = places[:, 0], places[:, 1]
-        labels_N = self._row_of_V[batch.texts.tokens_BL[texts, at + shift]]
-        weights_N = torch.full((len(places),), weight / max(1, len(places)), device=places.device)
-        return places, Goal(*candidates, about_BL[texts, at], labels_N, weights_N)
-
-    def _depth_weights(self, predictions: Sequence[Prediction]) -> list[float]:
-        """By how often drafting gets to a depth, as far as the last batches tell."""
-        if not self._plan.survival:
-            return [1.0] * len(predictions)
-        survived = [1.0]
-        for share in self.counters.survival:
-            survived.append(survived[-1] * share)
-        return [
-            max(_LEAST_WEIGHT, survived[min(p.depth - 1, len(survived) - 1)]) for p in predictions
-        ]
-
-    def _follow_survival(self, overlaps: list[float]) -> None:
-        kept = self.counters.survival
-        for number, new in enumerate(overlaps):
-            if number == len(kept):
-                kept.append(new)
-            kept[number] += (1 - _SURVIVAL_KEPT) * (new - kept[number])
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        if self._averaged is None:
-            return
-        # A short memory at first: the start is to be forgotten soon.
-        kept = min(self._plan.average, (1 + self.counters.step) / (10 + self.counters.step))
-        own = dict(self._module.named_parameters())
-        for name, mean in self._averaged.named_parameters():
-            mean.lerp_(own[name], 1 - kept)
-
-    def _autocast(self) -> torch.autocast:
-        lower = self._dtype != torch.float32
-        return torch.autocast(self._target.device.type, torch.bfloat16, enabled=lower)
-
     def _load(self, windows: Sequence[Window]) -> TrainBatch:
-        return load_batch(windows, self._texts, self._capture, self._target, self._dtype)
+        return load_batch(windows, self._texts, self._capture, self._target, self._learner.dtype)
 
     # ----------------------------------------------------------------------------- measuring
 
@@ -445,13 +203,15 @@ class Trainer:
     @torch.no_grad()
     def measure(self) -> Acceptance:
         """Acceptance of the weights as they are, on held-out text."""
-        module = (self._averaged or self._module).eval()
-        count, head_RE = AcceptanceCount(self._plan.depth), self._head_RE.float()
+        learner, depth = self._learner, self._plan.depth
+        module, count = learner.kept.eval(), AcceptanceCount(depth)
+        head_RE = learner.head_RE.float()
         for windows in self._evaluation:
             self._pause()
-            with self._autocast():
-                batch = self._load(windows)
-                count.add(module, batch, head_RE, self._row_of_V)
+            batch = self._load(windows)
+            with learner.autocast():
+                predictions = module.predictions(batch.texts, depth)
+            count.add(predictions, batch, head_RE, learner.row_of_V)
         module.train()
         return count.result()
 
@@ -470,7 +230,7 @@ class Trainer:
         self._monitor.evaluated(self._status())
 
     def _keep_best(self, acceptance: Acceptance) -> None:
-        module, identity = self._averaged or self._module, self._target.identity
+        module, identity = self._learner.kept, self._target.identity
         provenance, measured = self._full_provenance(), acceptance.as_dict()
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         card = model_card(module.kind, identity, num_parameters, provenance, measured)
@@ -493,7 +253,7 @@ class Trainer:
             "sequence": plan.sequence,
             "depth": plan.depth,
             "seed": plan.seed,
-            "dtype": str(self._dtype).removeprefix("torch."),
+            "dtype": str(self._learner.dtype).removeprefix("torch."),
             "foredraft": __version__,
             "torch": torch.__version__,
         }
@@ -505,19 +265,16 @@ class Trainer:
             batch.tokens_BL[:1, :end],
             batch.lengths_B[:1].clamp(max=end),
             batch.embeddings_BLE[:1, :end],
-            {layer: batch.taps[layer][:1, :end] for layer in self._module.taps},
+            {layer: batch.taps[layer][:1, :end] for layer in self._taps},
         )
 
     # -------------------------------------------------------------------------------- saving
 
     def save(self) -> None:
         """Write the state; the one before is there until this one is whole."""
-        groups = {"module": self._module.state_dict(), "optimiser": self._optimiser.state()}
-        if self._averaged is not None:
-            groups["averaged"] = self._averaged.state_dict()
         self._curves.flush()
-        recipe = self._recipe | {"config": self._module.config}
-        save_state(self._state_path, self.counters, recipe, groups)
+        recipe = self._recipe | {"config": self._learner.module.config}
+        save_state(self._state_path, self.counters, recipe, self._learner.state())
 
     def _line(self, status: Status) -> dict[str, Any]:
         counters = self.counters
@@ -540,71 +297,3 @@ class Trainer:
             max(0.0, left_s),
             self._acceptance,
         )
-
-
-class _Recent:
-    """Means over the last steps."""
-
-    def __init__(self, every_s: float = 10.0) -> None:
-        self._every_s = every_s
-        self.loss, self.overlap, self.tokens_per_s = math.nan, (), 0.0
-        self.restart()
-
-    def restart(self) -> None:
-        self._began = time.monotonic()
-        self._losses: list[float] = []
-        self._overlaps: list[list[float]] = []
-        self._tokens, self._seconds = 0, 0.0
-
-    def add(self, loss: float, overlap: list[float], tokens: int, seconds: float) -> None:
-        self._losses.append(loss)
-        self._overlaps.append(overlap)
-        self._tokens += tokens
-        self._seconds += seconds
-        num = len(self._losses)
-        self.loss = sum(self._losses) / num
-        self.overlap = tuple(round(sum(each) / num, 4) for each in zip(*self._overlaps))
-        self.tokens_per_s = self._tokens / max(1e-9, self._seconds)
-
-    def is_due(self) -> bool:
-        return time.monotonic() - self._began >= self._every_s
-
-
-def usable(texts: Sequence[Text], target: TrainingTarget) -> list[Text]:
-    """Texts with a reply, cut to the target's context.
-
-    Raises:
-        ConfigError: they are of another vocabulary, or there are none.
-    """
-    check_ids(texts, target.shape.vocab_size, "the text")
-    most = target.max_context
-    return [
-        text
-        if len(text.tokens) <= most
-        else Text(text.tokens[:most], text.num_prompt, text.temperature, False, text.source)
-        for text in texts
-        if len(text.tokens) > text.num_prompt and text.num_prompt < most
-    ]
-
-
-def frequent_tokens(
-    texts: Sequence[Text], num_rows: int, target: TrainingTarget
-) -> list[int] | None:
-    """The tokens that replies for training use most, ascending; None: all of the vocabulary."""
-    vocab = target.shape.vocab_size
-    if not 0 < num_rows < vocab:
-        return None
-    counts_V = torch.zeros(vocab, dtype=torch.int64)
-    for text in texts:
-        if not text.is_held_out:
-            counts_V += torch.bincount(torch.from_numpy(text.reply_ids), minlength=vocab)
-    ranked = counts_V.argsort(descending=True, stable=True)[:num_rows]
-    return sorted(ranked.tolist())
-
-
-def compute_dtype(device: torch.device, float32: bool) -> torch.dtype:
-    """bfloat16 where its products are fast."""
-    if float32:
-        return torch.float32
-    fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32

@@ -19,8 +19,8 @@ on the target's distribution over those that it can.
 The target's distribution is given by its likeliest tokens among the output rows; there are few that
 matter, and nothing is lost by leaving out the others but their share of the mass.
 
-Shape legend: N positions, R output rows, C candidates (rows that the target finds likely), K columns
-of the product, T positions in replies.
+Shape legend: N positions, T positions in replies, R output rows, C candidates (rows that the target
+finds likely), K columns of the product.
 """
 
 from __future__ import annotations
@@ -203,11 +203,11 @@ class _ProductLoss(torch.autograd.Function):
             torch.mm(logits_NR, output, out=states_gradient[part])
             output_gradient += logits_NR.T @ states_NK[part]
         ctx.save_for_backward(states_gradient, output_gradient)
-        ctx.mark_non_differentiable(overlap_N)  # type: ignore[attr-defined]
+        ctx.mark_non_differentiable(overlap_N)
         return summed, overlap_N
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, summed: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
         states_gradient, output_gradient = ctx.saved_tensors
         return (

@@ -29,9 +29,9 @@ class Rates:
         weight_decay: of matrices.
     """
 
-    matrices: float = 4e-3
-    tables: float = 4e-3
-    vectors: float = 4e-3
+    matrices: float = 1e-2
+    tables: float = 8e-3
+    vectors: float = 8e-3
     weight_decay: float = 0.01
 
 

@@ -165,7 +165,8 @@ class TrainingTarget:
     def _normaliser(self, last_TE: Tensor) -> Tensor:
         normed_TE, head_VE = self.normed(last_TE), self._whole_head
         pieces = [
-            (piece @ head_VE.T).float().logsumexp(-1) for piece in normed_TE.split(_ROWS_AT_ONCE)
+            (piece @ head_VE.T).float().logsumexp(-1)
+            for piece in torch.split(normed_TE, _ROWS_AT_ONCE)
         ]
         return torch.cat(pieces) if pieces else torch.empty(0)
 

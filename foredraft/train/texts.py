@@ -166,7 +166,7 @@ def write_shard(directory: Path, texts: Sequence[Text]) -> Path:
         "number": np.array([t.number for t in texts], np.int64),
     }
     with write_atomically(path) as file:
-        np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+        np.savez(file, allow_pickle=False, **arrays)
     return path
 
 
@@ -205,3 +205,31 @@ def check_ids(texts: Sequence[Text], vocab_size: int, where: str) -> None:
 
 def is_shard_folder(path: Path) -> bool:
     return path.is_dir() and any(_SHARD.fullmatch(name) for name in os.listdir(path))
+
+
+def usable(texts: Sequence[Text], vocab_size: int, max_context: int) -> list[Text]:
+    """Texts with a reply, cut to the target's context.
+
+    Raises:
+        ConfigError: they are of another vocabulary, or there are none.
+    """
+    check_ids(texts, vocab_size, "the text")
+    return [
+        text
+        if len(text.tokens) <= max_context
+        else Text(text.tokens[:max_context], text.num_prompt, text.temperature, False, text.source)
+        for text in texts
+        if len(text.tokens) > text.num_prompt and text.num_prompt < max_context
+    ]
+
+
+def frequent_tokens(texts: Sequence[Text], num_rows: int, vocab_size: int) -> list[int] | None:
+    """The tokens that replies for training use most, ascending; None: all of the vocabulary."""
+    if not 0 < num_rows < vocab_size:
+        return None
+    counts_V = np.zeros(vocab_size, np.int64)
+    for text in texts:
+        if not text.is_held_out:
+            counts_V += np.bincount(text.reply_ids, minlength=vocab_size)
+    ranked = np.argsort(-counts_V, kind="stable")[:num_rows]
+    return [int(token) for token in np.sort(ranked)]

@@ -9,7 +9,18 @@ from foredraft.cli.bench.memory import memory
 from foredraft.cli.bench.quality import quality
 from foredraft.cli.bench.report import report
 from foredraft.cli.bench.step import step
+from foredraft.timing_lock import measuring
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine: interleaved, with medians.")
+_TIMES_NOTHING = ("report", "quality")
+
+
+@app.callback()
+def _alone(context: typer.Context) -> None:
+    """Measure on this machine: interleaved, with medians. Trainings stand still meanwhile."""
+    if context.invoked_subcommand not in _TIMES_NOTHING:
+        context.with_resource(measuring(lambda text: typer.echo(text, err=True)))
+
+
 for command in (drafters, step, quality, memory, report):
     app.command()(command)

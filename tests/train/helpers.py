@@ -1,0 +1,167 @@
+"""A tiny target, texts of it, and the smallest head that can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from foredraft.drafters.common.head import (
+    HeadModule,
+    HeadSource,
+    Prediction,
+    TextBatch,
+    output_rows,
+)
+from foredraft.models.base import ModelShape
+from foredraft.models.native.target import NativeTarget
+from foredraft.train.loop import Trainer
+from foredraft.train.optimiser import Rates
+from foredraft.train.plan import Result, Status, TrainPlan
+from foredraft.train.target import TrainingTarget
+from foredraft.train.texts import Text
+
+VOCAB = 300
+
+
+class LinearHead(HeadModule):
+    """One matrix for each depth, from the last layer's output and the next token's embedding."""
+
+    kind = "linear"
+
+    def __init__(self, shape: ModelShape, num_rows: int | None, tap: int) -> None:
+        super().__init__()
+        self.shape, self.taps = shape, (tap,)
+        ids = None if num_rows is None else torch.zeros(num_rows, dtype=torch.int64)
+        self.register_buffer("output_ids_R", ids)
+        rows = shape.vocab_size if num_rows is None else num_rows
+        size = shape.hidden_size
+        self.joins = nn.ModuleList(nn.Linear(2 * size, size) for _ in range(3))
+        self.output = nn.Linear(size, rows, bias=False)
+
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        torch.manual_seed(0)
+        num_rows = None if output_ids is None else len(output_ids)
+        tap = options.get("tap", source.shape.num_hidden_layers - 1)
+        module = cls(source.shape, num_rows, tap)
+        if output_ids is not None:
+            module.output_ids_R = torch.tensor(output_ids)
+        with torch.no_grad():
+            module.output.weight.copy_(output_rows(source.head(), output_ids))
+        return module
+
+    @classmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        return cls(shape, config["num_rows"], config["tap"])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        num_rows = None if self.output_ids_R is None else len(self.output_ids_R)
+        return {"num_rows": num_rows, "tap": self.taps[0]}
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        return {"tap": "the layer it reads"}
+
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        following = batch.embeddings_BLE.roll(-1, 1)
+        x = torch.cat((batch.taps[self.taps[0]], following), -1)
+        return [
+            Prediction(self.joins[k](x), self.output.weight, k + 2, k + 1) for k in range(depth)
+        ]
+
+
+class Watch:
+    """A monitor that stops, or fails, after some steps."""
+
+    def __init__(self, stop_after: int | None = None, fail_after: int | None = None) -> None:
+        self.steps = 0
+        self.statuses: list[Status] = []
+        self._stop, self._fail = stop_after, fail_after
+
+    def stage(self, text: str) -> None:
+        pass
+
+    def advance(self, fraction: float) -> None:
+        pass
+
+    def step(self, status: Status) -> None:
+        self.steps += 1
+        if self.steps == self._fail:
+            raise KeyboardInterrupt
+
+    def evaluated(self, status: Status) -> None:
+        self.statuses.append(status)
+
+    def wants_stop(self) -> bool:
+        return self._stop is not None and self.steps >= self._stop
+
+
+def training_target(checkpoint: Path, name: str = "tiny") -> TrainingTarget:
+    return TrainingTarget(NativeTarget.load(checkpoint, torch.float32), name, "words")
+
+
+def some_texts(num: int = 320, seed: int = 0, length: int = 14) -> list[Text]:
+    """Sentences that go on by a rule, so that there is something to learn."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for number in range(num):
+        first, step = draw.integers(3, VOCAB), draw.integers(1, 4)
+        size = int(length + draw.integers(0, length))
+        tokens = (first + step * np.arange(size)) % (VOCAB - 3) + 3
+        temperature = float(number % 2)
+        found.append(Text(tokens.astype(np.int64), 6, temperature, True, f"p{number}", number))
+    return found
+
+
+def plan_of(**changes: Any) -> TrainPlan:
+    usual: dict[str, Any] = {
+        "tokens": 6000,
+        "batch_tokens": 512,
+        "sequence": 64,
+        "depth": 2,
+        "first_depth_until": 0.3,
+        "output_rows": 100,
+        "evaluations": 2,
+        "rates": Rates(3e-3, 3e-3, 3e-3),
+        "average": 0.9,
+        "float32": True,
+    }
+    return TrainPlan(**usual | changes)
+
+
+def trainer_of(
+    target: TrainingTarget,
+    out: Path,
+    *,
+    texts: Sequence[Text] | None = None,
+    plan: TrainPlan | None = None,
+    watch: Watch | None = None,
+    options: Mapping[str, Any] | None = None,
+    capture_bytes: float = 1e9,
+    kind: type[HeadModule] = LinearHead,
+) -> Trainer:
+    return Trainer(
+        kind,
+        options or {},
+        target,
+        some_texts() if texts is None else texts,
+        out,
+        plan or plan_of(),
+        watch or Watch(),
+        lambda: None,
+        out.parent / "captures",
+        capture_bytes,
+        {"data": "rules"},
+    )
+
+
+def train(target: TrainingTarget, out: Path, **more: Any) -> Result:
+    return trainer_of(target, out, **more).run()

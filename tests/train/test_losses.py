@@ -1,0 +1,122 @@
+"""Every loss against values computed by hand and gradients by automatic differentiation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.core.errors import ConfigError
+from foredraft.train.losses import LOSSES, Goal, loss_named, piece_loss, product_loss
+
+P = torch.tensor([[0.5, 0.25, 0.25]])
+LOGITS = torch.tensor([[math.log(2.0), math.log(1.0), math.log(1.0)]])  # q = 1/2, 1/4, 1/4
+SKEWED = torch.tensor([[math.log(1.0), math.log(1.0), math.log(2.0)]])  # q = 1/4, 1/4, 1/2
+ROWS = torch.tensor([[0, 1, 2]])
+
+
+def value(name: str, logits: Tensor, label: int = 0) -> float:
+    one = torch.ones(1)
+    found, _, _ = piece_loss(logits.clone(), ROWS, P, torch.tensor([label]), one, LOSSES[name])
+    return float(found)
+
+
+ENTROPY = 0.5 * math.log(2) + 0.5 * math.log(4)
+CROSS = 0.5 * math.log(4) + 0.25 * math.log(4) + 0.25 * math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "equal", "skewed"),
+    [
+        ("soft", ENTROPY, CROSS),
+        ("hard", math.log(2), math.log(4)),
+        ("tv", 0.0, 0.25),
+        ("nla", 0.0, -math.log(0.75)),
+        (
+            "lk",
+            math.exp(-3) * ENTROPY,
+            math.exp(-2.25) * CROSS + (1 - math.exp(-2.25)) * 0.25,
+        ),
+    ],
+)
+def test_values_by_hand(name: str, equal: float, skewed: float) -> None:
+    assert value(name, LOGITS) == pytest.approx(equal, abs=1e-6)
+    assert value(name, SKEWED) == pytest.approx(skewed, abs=1e-6)
+
+
+def test_a_token_that_the_head_cannot_name_has_no_hard_loss() -> None:
+    assert value("hard", LOGITS, label=-1) == 0.0
+
+
+def plainly(name: str, logits: Tensor, probs: Tensor, labels: Tensor) -> Tensor:
+    """The losses as they are written down, for automatic differentiation."""
+    log_q = logits.log_softmax(-1)
+    overlap = torch.minimum(log_q.exp(), probs).sum(-1)
+    soft, tv = -(probs * log_q).sum(-1), 1 - overlap
+    hard = -log_q.gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels >= 0)
+    weight = torch.exp(-3 * overlap.detach())
+    formulas: dict[str, Callable[[], Tensor]] = {
+        "soft": lambda: soft,
+        "hard": lambda: hard,
+        "tv": lambda: tv,
+        "nla": lambda: -overlap.log(),
+        "lk": lambda: weight * soft + (1 - weight) * tv,
+    }
+    return formulas[name]()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_product_loss_and_its_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer candidates than rows, a target with mass elsewhere, and a label without a row."""
+    monkeypatch.setattr("foredraft.train.losses._SMALLEST", 1e-9)
+    torch.manual_seed(1)
+    num, rows, size, candidates = 40, 37, 8, 9
+    states = torch.randn(num, size, requires_grad=True)
+    output = torch.randn(rows, size, requires_grad=True)
+    among = torch.stack([torch.randperm(rows)[:candidates] for _ in range(num)])
+    probs = torch.rand(num, candidates) / candidates
+    labels = torch.randint(-1, rows, (num,))
+    weights = torch.rand(num)
+    goal = Goal(among, probs, torch.arange(num), labels, weights)
+    summed, overlap = product_loss(states, output, goal, loss_named(name))
+    (summed * 1.5).backward()
+    found = states.grad, output.grad
+    states.grad = output.grad = None
+    whole = torch.zeros(num, rows).scatter(1, among, probs)
+    expected = (plainly(name, states @ output.T, whole, labels) * weights).sum()
+    (expected * 1.5).backward()
+    assert float(summed.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    torch.testing.assert_close(found, (states.grad, output.grad), rtol=1e-4, atol=1e-5)
+    q = (states @ output.T).softmax(-1)
+    torch.testing.assert_close(overlap, torch.minimum(q, whole).sum(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_large_products_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, output = torch.randn(20, 4), torch.randn(11, 4, requires_grad=True)
+    goal = Goal(
+        torch.arange(3).expand(20, 3),
+        torch.full((20, 3), 0.3),
+        torch.arange(20),
+        torch.zeros(20, dtype=torch.int64),
+        torch.full((20,), 0.05),
+    )
+
+    def run() -> tuple[Tensor, Tensor]:
+        output.grad = None
+        summed, _ = product_loss(states.clone().requires_grad_(), output, goal, LOSSES["lk"])
+        summed.backward()  # type: ignore[no-untyped-call]
+        assert output.grad is not None
+        return summed.detach(), output.grad
+
+    whole = run()
+    monkeypatch.setattr("foredraft.train.losses._PRODUCT_ELEMENTS", 33)
+    monkeypatch.setattr("foredraft.train.losses._CPU_ELEMENTS", 22)
+    torch.testing.assert_close(run(), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_an_unknown_loss_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'soft'"):
+        loss_named("sotf")
