@@ -47,6 +47,28 @@ class TokenTree:
         tokens = tuple(tokens)
         return cls(tokens, tuple(range(-1, len(tokens) - 1)))
 
+    @classmethod
+    def of_paths(cls, paths: Iterable[Iterable[int]], max_nodes: int) -> TokenTree:
+        """The tree of these token paths from the root, which share what they begin with.
+
+        Args:
+            max_nodes: what does not fit is left out, from the last path on.
+        """
+        tokens: list[int] = []
+        parents: list[int] = []
+        known: dict[tuple[int, int], int] = {}
+        for path in paths:
+            parent = ROOT
+            for token in path:
+                if (parent, token) not in known:
+                    if len(tokens) >= max_nodes:
+                        break
+                    known[parent, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(parent)
+                parent = known[parent, token]
+        return cls(tuple(tokens), tuple(parents))
+
     def __len__(self) -> int:
         return len(self.tokens)
 

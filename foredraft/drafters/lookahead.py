@@ -130,33 +130,6 @@ class Window:
         return row
 
 
-class _Tree:
-    """A tree under construction."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self._children: dict[tuple[int, int], int] = {}
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def add(self, parent: int, token: int) -> int:
-        self.tokens.append(token)
-        self.parents.append(parent)
-        return len(self.tokens) - 1
-
-    def add_path(self, path: Sequence[int], max_nodes: int) -> None:
-        """Add a path from the root, sharing nodes with earlier ones."""
-        parent = ROOT
-        for token in path:
-            if (parent, token) not in self._children:
-                if len(self) == max_nodes:
-                    return
-                self._children[parent, token] = self.add(parent, token)
-            parent = self._children[parent, token]
-
-
 class _Request:
     """One request's window, pool and last proposal."""
 
@@ -175,8 +148,7 @@ class _Request:
         for ngram in self.window.advance(len(row.tokens) - self._num_tokens, self._outputs):
             self.pool.add(ngram)
         self._num_tokens, self._outputs = len(row.tokens), []
-        tree = self._tree(row.tokens[-1], row.budget)
-        return Proposal.chosen(TokenTree(tuple(tree.tokens), tuple(tree.parents)))
+        return Proposal.chosen(self._tree(row.tokens[-1], row.budget))
 
     def observe(self, seen: Observation) -> None:
         if self._asked and len(seen.proposal.tree) == self._num_proposed:
@@ -191,24 +163,24 @@ class _Request:
             self.pool.add(tokens[end - size : end])
         self._num_read = len(tokens)
 
-    def _tree(self, last_token: int, budget: int) -> _Tree:
+    def _tree(self, last_token: int, budget: int) -> TokenTree:
         """Guesses first, so that one is followed where a guess and the window agree."""
-        tree, sizes = _Tree(), self._sizes
-        rows = self.window.rows
-        for ngram in self.pool.after(last_token):
-            tree.add_path(
-                ngram, min(budget, max(sizes.num_rows, budget - sizes.window * len(rows)))
-            )
-        num_columns = min(sizes.window, (budget - len(tree)) // len(rows))
+        rows, sizes = self.window.rows, self._sizes
+        room = max(sizes.num_rows, budget - sizes.window * len(rows))
+        guesses = TokenTree.of_paths(self.pool.after(last_token), min(budget, room))
+        tokens, parents = [*guesses.tokens], [*guesses.parents]
+        num_columns = min(sizes.window, (budget - len(tokens)) // len(rows))
         above: list[int] = []
-        for r, tokens in enumerate(rows):
+        for r, row in enumerate(rows):
             level: list[int] = []
-            for c, token in enumerate(tokens[:num_columns]):
+            for c, token in enumerate(row[:num_columns]):
                 in_chain = level[-1] if level else ROOT
-                level.append(tree.add(above[c] if r else in_chain, token))
+                level.append(len(tokens))
+                tokens.append(token)
+                parents.append(above[c] if r else in_chain)
             above = level
-        self._asked, self._num_proposed = above, len(tree)
-        return tree
+        self._asked, self._num_proposed = above, len(tokens)
+        return TokenTree(tuple(tokens), tuple(parents))
 
 
 class LookaheadDrafter(BaseDrafter):

@@ -143,3 +143,14 @@ def test_any_parent_array_is_a_tree_or_an_error(tokens: list[int], parents: list
     else:
         with pytest.raises(MalformedProposalError):
             TokenTree(tuple(tokens), tuple(parents))
+
+
+def test_paths_share_what_they_begin_with() -> None:
+    tree = TokenTree.of_paths([(1, 2, 3), (1, 2, 4), (5,), (1, 2)], max_nodes=9)
+    assert (tree.tokens, tree.parents) == ((1, 2, 3, 4, 5), (-1, 0, 1, 1, -1))
+    assert TokenTree.of_paths([], 3) == TokenTree.of_paths([(1,)], 0) == TokenTree()
+
+
+def test_of_paths_that_do_not_fit_the_first_ones_stay() -> None:
+    tree = TokenTree.of_paths([(1, 2, 3), (4, 5), (1, 2)], max_nodes=4)
+    assert (tree.tokens, tree.parents) == ((1, 2, 3, 4), (-1, 0, 1, -1))

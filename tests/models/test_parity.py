@@ -283,3 +283,20 @@ def test_smollm2_equals_transformers(decoder: DecoderFactory) -> None:
         expected = pair.reference_logits([*tokens, *(TREE.tokens[i] for i in path)])[-1]
         # Logits of this model reach 30, thirty layers deep: float32 leaves room for no less.
         assert (scores.logits_NV[node] - expected).abs().max().item() < 5e-4
+
+
+@pytest.mark.parametrize("name", ["eager", "fused"])
+def test_a_broken_node_breaks_neither_its_siblings_nor_what_is_before_it(
+    checkpoint: Path, name: str
+) -> None:
+    target = NativeTarget.load(checkpoint, torch.float32, new_decoder=DECODERS[name]())
+    broken = TREE.tokens[2]
+    slot = read(target, [token for token in text(12) if token != broken])
+    row, intact = ScoreRow(slot, [5], TREE), torch.arange(VOCAB_SIZE) != broken
+    expected = target.score([row]).logits_NV[:, intact].clone()
+    target.weights.embedding_VE[broken] = torch.nan  # tied heads have it as well
+    found = target.score([row]).logits_NV[:, intact]
+    below = {2} | {node for node, path in enumerate(TREE.paths) if 2 in path}
+    fine = [0, *(node + 1 for node in range(len(TREE)) if node not in below)]
+    assert_close(found[fine], expected[fine])
+    assert found[3].isnan().all()

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models import smollm2
+from foredraft.models import smollm2, smollm2_gguf
 from foredraft.models.manifest import sha256_of
 from foredraft.models.progress import SilentProgress
 from foredraft.models.store import resolve_model
@@ -227,12 +227,12 @@ def write_gguf(model: Any, path: Path) -> None:
 def _add_tensor(writer: Any, name: str, values: np.ndarray) -> None:
     if name == "lm_head.weight":  # tied: GGUF leaves it out
         return
-    top = {theirs: ours for ours, theirs in smollm2._TOP_NAMES.items()}
+    top = {theirs: ours for ours, theirs in smollm2_gguf._TOP_NAMES.items()}
     if name in top:
         writer.add_tensor(top[name], values)
         return
     _, _, layer, *part, _ = name.split(".")
-    parts = {theirs: ours for ours, theirs in smollm2._LAYER_NAMES.items()}
+    parts = {theirs: ours for ours, theirs in smollm2_gguf._LAYER_NAMES.items()}
     ours = parts[".".join(part)]
     heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(ours)
     values = values if heads is None else interleave_halves(values, heads)

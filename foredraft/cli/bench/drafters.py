@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from foredraft.bench.contenders import Contender
     from foredraft.core.params import Coupling
     from foredraft.llm import LLM
+    from foredraft.plan import LoadOptions
 
 COUPLINGS: dict[str, tuple[Coupling, ...]] = {
     "seeded": ("seeded",),
@@ -70,31 +71,23 @@ def drafters(
     """
     from foredraft.bench.compare import summaries
     from foredraft.bench.noisy_model import add_noise
-    from foredraft.bench.plots import plot_speedups
-    from foredraft.bench.report import check_outputs, write_json
+    from foredraft.bench.report import check_outputs
     from foredraft.core.params import SamplingParams
 
     check_outputs(json_file, plot)
     at = _numbers(temperature)
+    peers = _peer_names(against, at)
     if coupling not in COUPLINGS:
         raise unknown("coupling", coupling, COUPLINGS)
-    if noisy_draft_model is not None:
-        if draft_model or random_weights:
-            raise ConfigError("--noisy-draft-model is the model itself: name no other")
-        draft_model = running.model
-    asked = o.load_options(
-        running,
-        drafter="draft_model" if draft_model else "auto",
-        draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens,
-        max_batch_size=1,
-    )
-    variants = _variants(only, variant or [], draft_model)
-    peers = _peer_names(against, at)
+    if noisy_draft_model is not None and (draft_model or random_weights):
+        raise ConfigError("--noisy-draft-model is the model itself: name no other")
     if random_weights and (peers or prompts):
         raise ConfigError(
             "random weights have no tokenizer: leave out --against and --prompts, or time a model"
         )
+    drafts_with = draft_model if noisy_draft_model is None else running.model
+    asked = _options(running, drafts_with, num_draft_tokens)
+    variants = _variants(only, variant or [], drafts_with)
     llm = o.load_llm(asked, random_weights)
     if noisy_draft_model is not None:
         add_noise(llm.drafter_context.draft_model, noisy_draft_model)
@@ -102,13 +95,39 @@ def drafters(
     params = SamplingParams.of(max_tokens=max_tokens, seed=seed)
     trials = _run(llm, contenders, prompts, limit, params, at)
     rows = summaries(trials, "none")
+    _report(llm, rows, trials, seed, json_file, plot)
+    if any(not t.identical and t.contender in variants for t in trials):
+        raise typer.Exit(1)
+
+
+def _options(
+    running: o.ModelOptions, draft_model: str | None, num_draft_tokens: int | None
+) -> LoadOptions:
+    return o.load_options(
+        running,
+        drafter="draft_model" if draft_model else "auto",
+        draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens,
+        max_batch_size=1,
+    )
+
+
+def _report(
+    llm: LLM,
+    rows: Sequence[Summary],
+    trials: Sequence[Trial],
+    seed: int,
+    json_file: str | None,
+    plot: str | None,
+) -> None:
+    from foredraft.bench.plots import plot_speedups
+    from foredraft.bench.report import write_json
+
     _print_summaries(Console(highlight=False), rows)
     if json_file:
         write_json(json_file, _figures(llm, rows, trials), seed)
     if plot:
         plot_speedups(rows, plot)
-    if any(not t.identical and t.contender in variants for t in trials):
-        raise typer.Exit(1)
 
 
 def _numbers(text: str) -> list[float]:

@@ -22,7 +22,7 @@ from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.proposal import NO_PROPOSAL, Proposal, Renaming
 from foredraft.core.rules import SamplingRules
 from foredraft.core.sampling import Law
-from foredraft.core.tree import ROOT, TokenTree
+from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import (
     BaseDrafter,
@@ -67,8 +67,8 @@ class ThroughText:
         tree = draft.tree
         leaves = [node for node in range(len(tree)) if node not in tree.children]
         paths = [[tree.tokens[node] for node in tree.paths[leaf]] for leaf in leaves]
-        merged = _merged([transcript.continuation(path) for path in paths], row.budget)
-        return Proposal.chosen(merged)
+        continuations = map(transcript.continuation, paths)
+        return Proposal.chosen(TokenTree.of_paths(continuations, row.budget))
 
 
 class SharedTokens:
@@ -117,24 +117,6 @@ class _RenamedChoices:
 
     def _back(self, chosen: Sequence[Choice]) -> list[Choice]:
         return [Choice(self.renaming.old_names[c.token], c.chance) for c in chosen]
-
-
-def _merged(paths: Sequence[Sequence[int]], budget: int) -> TokenTree:
-    """The tree of these token paths, of at most ``budget`` nodes."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    known: dict[tuple[int, int], int] = {}
-    for path in paths:
-        parent = ROOT
-        for token in path:
-            if (parent, token) not in known:
-                if len(tokens) == budget:
-                    break
-                known[parent, token] = len(tokens)
-                tokens.append(token)
-                parents.append(parent)
-            parent = known[parent, token]
-    return TokenTree(tuple(tokens), tuple(parents))
 
 
 class CrossTokenizerDrafter(BaseDrafter):

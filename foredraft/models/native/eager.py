@@ -164,21 +164,35 @@ class _RowRun:
         self.cos_TD, self.sin_TD = cos_TD, sin_TD
         self._plan, self._cache, self._masks = plan, cache, masks
         self._attend_row = attend_row
+        self._num_nodes = [sum(map(bool, plan.extras[_slice(row.tokens)])) for row in plan.rows]
 
     def attend(self, index: int, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
         outputs = []
-        for row, mask in zip(self._plan.rows, self._masks, strict=True):
+        rows = zip(self._plan.rows, self._masks, self._num_nodes, strict=True)
+        for row, mask, num_nodes in rows:
             tokens, entries = _slice(row.tokens), _slice(row.entries)
             keys_GCD = self._cache.keys_LSHCD[index, row.slot]
             values_GCD = self._cache.values_LSHCD[index, row.slot]
             keys_GCD[:, entries] = key_TGD[tokens].transpose(0, 1)
             values_GCD[:, entries] = value_TGD[tokens].transpose(0, 1)
             end = row.entries.stop
+            if num_nodes:
+                _make_finite(keys_GCD[:, end - num_nodes : end])
+                _make_finite(values_GCD[:, end - num_nodes : end])
             attended_RHD = self._attend_row(
                 query_THD[tokens], keys_GCD[:, :end], values_GCD[:, :end], mask
             )
             outputs.append(attended_RHD.flatten(1))
         return torch.cat(outputs)
+
+
+def _make_finite(entries_GND: Tensor) -> None:
+    """Of tree nodes: attention gives what it may not see a weight of 0, and 0 times NaN is NaN.
+
+    A node that is NaN itself stays so, and nobody goes on from there; its siblings, and the tokens
+    before it, are what they would be without it.
+    """
+    torch.nan_to_num(entries_GND, 0.0, 0.0, 0.0, out=entries_GND)
 
 
 def _slice(span: range) -> slice:
