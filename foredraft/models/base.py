@@ -6,7 +6,7 @@ row in `RowScores`), E hidden size, R some rows of the head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -314,8 +314,12 @@ class PartsTarget(Target, Protocol):
     def parts(self) -> TargetParts: ...
 
 
-Product = Callable[[Tensor], Tensor]
-"""From [T, K] to float32 [T, R]."""
+class Join(Protocol):
+    """Joins states and a token to the input of a head's layer."""
+
+    def __call__(self, states: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
+        """Float32 [T, E] of states [T, E] each and one token for each row."""
+        ...
 
 
 class HeadTarget(PartsTarget, Protocol):
@@ -329,10 +333,17 @@ class HeadTarget(PartsTarget, Protocol):
         """
         ...
 
-    def product(self, weight_RK: Tensor) -> Product:
-        """What multiplies with a small matrix of a drafter, as fast as it can be done here.
+    def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
+        """What makes inputs of a drafter's layers, as fast as it can be done here.
 
-        The result may be rounded: a draft does not have to be exact.
+        Each state is brought to a root mean square of 1, all of a token lie side by side [T, K],
+        and are multiplied with the matrix; the token's row of the table is added. The result may
+        be rounded: a draft does not have to be exact.
+
+        Args:
+            weight_EK: the matrix.
+            table_VE: what tokens add; None: nothing.
+            eps: of the norms.
         """
         ...
 

@@ -25,7 +25,7 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import (
     Capabilities,
     HeadWeights,
-    Product,
+    Join,
     RowScores,
     ScoreRow,
     Scores,
@@ -34,8 +34,9 @@ from foredraft.models.base import (
 from foredraft.models.hf_cache import HFCache, layer_factory
 from foredraft.models.hf_parts import HFParts, find_parts
 from foredraft.models.hf_sizes import read_sizes
+from foredraft.models.native.joins import native_join
 from foredraft.models.native.plan import ForwardPlan, plan_forward
-from foredraft.models.native.runner import NativeHeadRunner, head_config, native_product
+from foredraft.models.native.runner import NativeHeadRunner, head_config
 from foredraft.models.safety import Checkpoint
 
 _NO_LIMIT = 1 << 30
@@ -141,9 +142,10 @@ class HFTarget:
         layers = self.cache.add_layers(head_config(weights).kv_shape, dtype)
         return NativeHeadRunner(weights, layers, dtype, fused=False)
 
-    def product(self, weight_RK: Tensor) -> Product:
+    def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
         """See `foredraft.models.base.HeadTarget`."""
-        return native_product(weight_RK.to(self.parts.device), self.parts.dtype, fused=False)
+        weight_EK = weight_EK.to(self.parts.device)
+        return native_join(weight_EK, table_VE, eps, self.parts.dtype, fused=False)
 
     @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:

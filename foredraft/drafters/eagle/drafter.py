@@ -22,35 +22,34 @@ _TABLE_BYTES = 128e6
 class JoinedTokens:
     """What tokens add to a layer's input: their normed embeddings times a matrix.
 
-    It depends on nothing else, so for vocabularies that are not too large it is kept for all of
-    them, in bfloat16.
-
     Args:
         parts: of the target, for its embeddings.
         weight_EE: the matrix.
         eps: of the norm.
         vocab_size: V.
+
+    Attributes:
+        table_VE: it depends on nothing else, so for vocabularies that are not too large it is kept
+            for all of them, in bfloat16.
     """
 
     def __init__(self, parts: TargetParts, weight_EE: Tensor, eps: float, vocab_size: int) -> None:
         self._parts, self._eps = parts, eps
         self._weight_EE = weight_EE.detach().to(parts.device, parts.dtype)
-        self._table_VE: Tensor | None = None
+        self.table_VE: Tensor | None = None
         if 2 * vocab_size * len(weight_EE) <= _TABLE_BYTES:
             firsts = range(0, vocab_size, 4096)
             ids = [torch.arange(first, min(first + 4096, vocab_size)) for first in firsts]
-            self._table_VE = torch.cat([self._make(ids_T).to(torch.bfloat16) for ids_T in ids])
+            self.table_VE = torch.cat([self._of(ids_T).bfloat16() for ids_T in ids])
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Float32 [T, E]."""
-        ids_T = torch.tensor(tokens)
-        if self._table_VE is None:
-            return self._make(ids_T).float()
-        return F.embedding(ids_T.to(self._table_VE.device), self._table_VE).float()
+        return self._of(torch.tensor(tokens)).float()
 
     @torch.no_grad()
-    def _make(self, ids_T: Tensor) -> Tensor:
-        normed_TE = _unit(self._parts.embed(ids_T), self._eps)
+    def _of(self, ids_T: Tensor) -> Tensor:
+        x_TE = self._parts.embed(ids_T).float()
+        normed_TE = F.rms_norm(x_TE, x_TE.shape[-1:], eps=self._eps)
         return F.linear(normed_TE.to(self._weight_EE.dtype), self._weight_EE)
 
 
@@ -63,8 +62,7 @@ class EagleRunner:
     """
 
     def __init__(self, module: EagleModule, target: HeadTarget) -> None:
-        parts: TargetParts = target.parts
-        self._eps = module.shape.rms_norm_eps
+        eps = module.shape.rms_norm_eps
         self._runner = target.head_runner(
             HeadWeights(
                 [module.layer.weights()],
@@ -79,25 +77,29 @@ class EagleRunner:
         norms: list[Tensor] = [
             module.get_parameter(f"tap_norms.{i}.weight") for i in range(len(module.taps))
         ]
-        self._join_taps = target.product(module.join_taps.weight * torch.cat([*norms]))
-        self._join_own = target.product(module.join_own.weight * module.own_norm.weight)
         self._joined = JoinedTokens(
-            parts,
+            target.parts,
             module.join_embedding.weight * module.embedding_norm.weight,
-            self._eps,
+            eps,
             target.vocab_size,
         )
+        table_VE = self._joined.table_VE
+        join_taps, join_own = module.join_taps.weight, module.join_own.weight
+        self._join_taps = target.join(join_taps * torch.cat(norms), table_VE, eps)
+        self._join_own = target.join(join_own * module.own_norm.weight, table_VE, eps)
 
-    @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
         """Layer inputs [T, E] for tokens that the target has read, and those that follow them."""
-        x_TCE = _unit(torch.stack([*taps], 1), self._eps)
-        return self._join_taps(x_TCE.flatten(1)) + self._joined(following)
+        return self._with_tokens(self._join_taps(taps, following), following)
 
-    @torch.no_grad()
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
         """Layer inputs [N, E] for drafted tokens, ``states_NE`` of what each was drafted from."""
-        return self._join_own(_unit(states_NE, self._eps)) + self._joined(tokens)
+        return self._with_tokens(self._join_own([states_NE], tokens), tokens)
+
+    def _with_tokens(self, joined_TE: Tensor, tokens: Sequence[int]) -> Tensor:
+        if self._joined.table_VE is not None:  # they are in it
+            return joined_TE
+        return joined_TE + self._joined(tokens)
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         return self._runner.run(rows, inputs_TE)
@@ -117,8 +119,3 @@ class EagleDrafter(StepDrafter):
     ) -> None:
         runner = EagleRunner(module, target)
         super().__init__(runner, target, module.taps, module.output_ids_R, limits)
-
-
-def _unit(x: Tensor, eps: float) -> Tensor:
-    """Root mean square 1 along the last dimension, in float32."""
-    return F.rms_norm(x.float(), (x.shape[-1],), eps=eps)

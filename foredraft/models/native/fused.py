@@ -27,7 +27,7 @@ from foredraft.kernels.build import load_library
 from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.packed import Int4Matrix, Matrix, PackedMatrix, tensor_of
-from foredraft.models.native.plan import ForwardPlan, RowSpan
+from foredraft.models.native.plan import ForwardPlan, plan_head
 from foredraft.models.native.rope import inverse_frequencies
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
@@ -66,20 +66,20 @@ class _Model(ctypes.Structure):
     ]
 
 
-class _Row(ctypes.Structure):
+class Row(ctypes.Structure):
     """``ForedraftRow`` of decoder.cpp."""
 
     _fields_ = [("first_token", c_int64), ("end_token", c_int64)]
 
 
-class _Forward(ctypes.Structure):
+class Forward(ctypes.Structure):
     """``ForedraftForward`` of decoder.cpp."""
 
     _fields_ = [
         *((name, c_int64) for name in ("num_tokens", "num_wanted", "num_rows", "max_entries")),
         *((name, POINTER(c_int32)) for name in ("token_ids", "positions", "slots", "entries")),
         *((name, POINTER(c_int32)) for name in ("prefixes", "extra_starts", "extras", "wanted")),
-        ("rows", POINTER(_Row)),
+        ("rows", POINTER(Row)),
         ("keys", c_void_p),
         ("values", c_void_p),
         *((name, c_int64) for name in ("layer_stride", "slot_stride", "head_stride")),
@@ -118,7 +118,8 @@ class FusedDecoder:
             check_threads(num_threads)
         self._config, self._weights = config, weights
         self._num_threads = num_threads
-        self._chooser = ThreadChooser(min(torch.get_num_threads(), available_cpus()))
+        self._most_threads = num_threads or min(torch.get_num_threads(), available_cpus())
+        self._chooser = ThreadChooser(self._most_threads)
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
         library = self._library = load_library()
         library.foredraft_has_tiles.restype = c_int64
@@ -130,7 +131,7 @@ class FusedDecoder:
         self._phase_seconds = (c_double * len(PHASES))()
         self._process, self._lock = os.getpid(), threading.Lock()
         self._forward = library.foredraft_forward
-        self._forward.argtypes = [POINTER(_Model), POINTER(_Forward)]
+        self._forward.argtypes = [POINTER(_Model), POINTER(Forward)]
         self._forward.restype = c_int64
         self._workspace_size = library.foredraft_workspace_size
         self._workspace_size.argtypes = [POINTER(_Model), *[c_int64] * 4]
@@ -167,10 +168,7 @@ class FusedDecoder:
         hidden = self._config.hidden_size
         tapped = {i: torch.empty(len(plan), hidden) for i in taps}
         with self._lock:
-            described = self._describe_forward(plan, cache, logits_NV, tapped)
-            started = time.perf_counter()
-            _check_outcome(self._forward(self._model, described), described.num_threads)
-            self._chooser.observe(len(plan), time.perf_counter() - started)
+            self._call(self._describe_forward(plan, cache, logits_NV, tapped))
         if plan.is_beginning:
             return logits_NV, tapped
         return logits_NV, {i: x.to(self._weights.dtype) for i, x in tapped.items()}
@@ -182,7 +180,7 @@ class FusedDecoder:
         which is undone: that costs the last bit.
         """
         inputs_TE = normed_TE.float().contiguous()
-        plan = _only_head(inputs_TE, len(self._layers))
+        plan = plan_head(inputs_TE, len(self._layers))
         scale_T1 = (inputs_TE.square().mean(-1, keepdim=True) + self._config.rms_norm_eps).sqrt()
         logits_TV = torch.empty(len(plan), self._config.vocab_size)
         cache = KVCache(self._config.kv_shape, self._weights.dtype, "cpu", 0)
@@ -190,6 +188,33 @@ class FusedDecoder:
             described = self._describe_forward(plan, cache, logits_TV, {})
             _check_outcome(self._forward(self._unnormed, described), described.num_threads)
         return logits_TV.mul_(scale_T1)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Of a hidden state, and of the head: E, V."""
+        return self._config.hidden_size, self._config.vocab_size
+
+    def new_work_memory(self, num_tokens: int, num_wanted: int, num_entries: int) -> Tensor:
+        """Enough for forwards of these sizes that the caller describes: see `prepared`."""
+        sizes = (num_tokens, num_wanted, num_entries, self._most_threads)
+        return torch.empty(self._workspace_size(self._model, *sizes), dtype=torch.float32)
+
+    def call(self, described: Forward) -> None:
+        """Run what the caller has described and checked, with as many threads as are best."""
+        if self._process != os.getpid():
+            self._begin_in_child()
+        with self._lock:
+            described.num_threads = self._num_threads or self._chooser.choose()
+            self._call(described)
+
+    def _call(self, described: Forward) -> None:
+        started = time.perf_counter()
+        _check_outcome(self._forward(self._model, described), described.num_threads)
+        self._chooser.observe(described.num_tokens, time.perf_counter() - started)
 
     def _begin_in_child(self) -> None:
         """After fork(): the kernel starts threads of its own anew, torch does not.
@@ -201,7 +226,7 @@ class FusedDecoder:
 
     def _describe_forward(
         self, plan: ForwardPlan, cache: KVCache, logits_NV: Tensor, tapped: dict[int, Tensor]
-    ) -> _Forward:
+    ) -> Forward:
         threads = self._num_threads or self._chooser.choose()
         max_entries = max(row.entries.stop for row in plan.rows)
         keys, values = cache.keys_LSHCD, cache.values_LSHCD
@@ -209,7 +234,7 @@ class FusedDecoder:
         extra_starts = [0]
         for extras in plan.extras:
             extra_starts.append(extra_starts[-1] + len(extras))
-        return _Forward(
+        return Forward(
             num_tokens=len(plan),
             num_wanted=len(plan.heads),
             num_rows=len(plan.rows),
@@ -334,22 +359,9 @@ def _ints(values: Iterable[int]) -> ctypes.Array[c_int32]:
     return (c_int32 * len(values))(*values)
 
 
-def _rows(plan: ForwardPlan) -> ctypes.Array[_Row]:
-    spans = [_Row(row.tokens.start, row.tokens.stop) for row in plan.rows]
-    return (_Row * len(spans))(*spans)
-
-
-def _only_head(hidden_TE: Tensor, num_layers: int) -> ForwardPlan:
-    """A plan that runs none of the layers and wants all logits. It touches no cache."""
-    count = len(hidden_TE)
-    zeros, tokens = [0] * count, range(count)
-    rows = [RowSpan(0, tokens, range(1), tokens)]
-    nothing: list[tuple[int, ...]] = [()] * count
-    return ForwardPlan(
-        *(zeros, zeros, zeros, zeros, zeros, nothing, [*tokens], rows),
-        layers=range(num_layers, num_layers),
-        hidden_TE=hidden_TE,
-    )
+def _rows(plan: ForwardPlan) -> ctypes.Array[Row]:
+    spans = [Row(row.tokens.start, row.tokens.stop) for row in plan.rows]
+    return (Row * len(spans))(*spans)
 
 
 def _check_outcome(outcome: int, num_threads: int) -> None:

@@ -138,6 +138,19 @@ def tail(plan: ForwardPlan, known: Sequence[int]) -> ForwardPlan:
     return rest
 
 
+def plan_head(hidden_TE: Tensor, num_layers: int) -> ForwardPlan:
+    """A plan that runs none of the layers and wants all logits. It touches no cache."""
+    count = len(hidden_TE)
+    zeros, tokens = [0] * count, range(count)
+    rows = [RowSpan(0, tokens, range(1), tokens)]
+    nothing: list[tuple[int, ...]] = [()] * count
+    return ForwardPlan(
+        *(zeros, zeros, zeros, zeros, zeros, nothing, [*tokens], rows),
+        layers=range(num_layers, num_layers),
+        hidden_TE=hidden_TE,
+    )
+
+
 def _add_row(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
     first, num_pending = len(plan), len(row.pending)
     root = start + num_pending  # entries from here on belong to tree nodes

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.layers import StoredLayers
 from foredraft.core.errors import ConfigError
-from foredraft.models.base import HeadRow, HeadWeights, ModelShape, Product
+from foredraft.models.base import HeadRow, HeadWeights, ModelShape
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.packed import Int8Matrix
@@ -24,7 +23,11 @@ from foredraft.models.native.parts import rms_norm
 from foredraft.models.native.plan import ForwardPlan, RowSpan
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
-_NO_LAYERS = DecoderConfig(
+if TYPE_CHECKING:  # the fused kernel is compiled where it is used
+    from foredraft.models.native.fused import FusedDecoder
+    from foredraft.models.native.prepared import PreparedForward
+
+NO_LAYERS = DecoderConfig(
     model_type="llama",
     vocab_size=1,
     hidden_size=2,
@@ -69,6 +72,7 @@ class NativeHeadRunner:
         self._last = config.num_hidden_layers - 1
         self._decoder = _new_decoder(config, weights, fused)
         self._norm_E, self._norm_eps = weights.final_norm_E, config.rms_norm_eps
+        self._prepared = _prepared(self._decoder, layers) if fused else None
 
     @torch.no_grad()
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,35 +82,23 @@ class NativeHeadRunner:
             self.layers.check_no_gap(row.slot, row.start)
             self.layers.reserve(row.slot, row.start + row.num_text + len(row.tree))
         inputs_TE = inputs_TE.to(self._device, self._input_dtype).contiguous()
+        states_TE, logits_NR = self._run(rows, inputs_TE)
+        for row in rows:
+            self.layers.hold(row.slot, row.start + row.num_text)
+        return states_TE, logits_NR
+
+    def _run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        prepared = self._prepared
+        if prepared and len(rows) == 1 and prepared.can_run(rows[0], len(inputs_TE)):
+            return prepared.run(rows[0], inputs_TE)
         plan = plan_run(rows, inputs_TE, range(self._last + 1))
         store = cast(KVCache, self.layers)  # all of it that a decoder touches
         logits_NR, tapped = self._decoder.forward(plan, store, (self._last,))
-        for row in rows:
-            self.layers.hold(row.slot, row.start + row.num_text)
         return tapped[self._last].float(), logits_NR
 
     def _norm(self, inputs_TE: Tensor) -> Tensor:
         inputs_TE = inputs_TE.to(self._device, self._input_dtype)
         return rms_norm(inputs_TE, self._norm_E, self._norm_eps).to(self._input_dtype)
-
-
-def native_product(weight_RK: Tensor, dtype: torch.dtype, fused: bool) -> Product:
-    """See `foredraft.models.base.HeadTarget.product`.
-
-    With the fused kernel in 8 bits and on one thread: waking another takes longer than a small
-    product does.
-    """
-    if not fused:
-        weight = weight_RK.detach().to(dtype)
-        return lambda x_TK: F.linear(x_TK.to(weight.device, dtype), weight).float()
-    from foredraft.models.native.fused import FusedDecoder
-
-    num_rows, num_inputs = weight_RK.shape
-    config = replace(_NO_LAYERS, vocab_size=num_rows, hidden_size=num_inputs)
-    packed = Int8Matrix.quantised(weight_RK.detach().float())
-    no_embedding = torch.empty(1, num_inputs, dtype=dtype)
-    weights = DecoderWeights(no_embedding, (), torch.ones(num_inputs), packed)
-    return FusedDecoder(config, weights, num_threads=1).logits
 
 
 def plan_run(rows: Sequence[HeadRow], inputs_TE: Tensor, layers: range) -> ForwardPlan:
@@ -155,7 +147,7 @@ def head_config(head: HeadWeights) -> DecoderConfig:
             f"hidden size of {shape.hidden_size}"
         )
     return replace(
-        _NO_LAYERS,
+        NO_LAYERS,
         vocab_size=len(head.output_RE),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -217,6 +209,12 @@ def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> Dec
     return DecoderWeights(
         output_RE, layers, head.norm_E.to(dtype), matrix(output_RE), no_attention=without
     )
+
+
+def _prepared(decoder: EagerDecoder, layers: StoredLayers) -> PreparedForward:
+    from foredraft.models.native.prepared import PreparedForward
+
+    return PreparedForward(cast("FusedDecoder", decoder), layers)
 
 
 def _new_decoder(config: DecoderConfig, weights: DecoderWeights, fused: bool) -> EagerDecoder:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
-from foredraft.models.base import Capabilities, HeadWeights, Product, ScoreRow, Scores, check_taps
+from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.joins import native_join
 from foredraft.models.native.parts import NativeParts
 from foredraft.models.native.plan import ForwardPlan, plan_forward
-from foredraft.models.native.runner import NativeHeadRunner, head_config, native_product
+from foredraft.models.native.runner import NativeHeadRunner, head_config
 from foredraft.models.native.shallow import ShallowView, announce, resumption
 from foredraft.models.native.weights import DecoderWeights, fit, load_weights
 from foredraft.models.safety import Checkpoint
@@ -127,8 +128,9 @@ class NativeTarget:
         layers = self.cache.add_layers(head_config(weights).kv_shape, self.weights.dtype)
         return NativeHeadRunner(weights, layers, self.weights.dtype, fused)
 
-    def product(self, weight_RK: Tensor) -> Product:
-        return native_product(weight_RK, self.weights.dtype, self.decoder.name == "fused")
+    def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
+        fused = self.decoder.name == "fused"
+        return native_join(weight_EK, table_VE, eps, self.weights.dtype, fused)
 
     @property
     def num_layers(self) -> int:
