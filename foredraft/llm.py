@@ -58,7 +58,7 @@ class LLM:
         self.target, self.tokenizer = target, tokenizer
         self._draft_model, self._draft_tokenizer = draft_model, draft_tokenizer
         self.plan, self.draft_plan = plan, draft_plan
-        self.drafter_name = resolve_drafter(options, draft_model is not None)
+        self.drafter_name = resolve_drafter(options, draft_model is not None, target)
         budget = options.num_draft_tokens
         if budget is None:
             budget = drafter_spec(self.drafter_name).num_draft_tokens

@@ -14,6 +14,7 @@ import torch
 
 from foredraft.core.errors import ConfigError, VocabularyMismatchError
 from foredraft.drafters import check_options, drafter_spec, needs_draft_model
+from foredraft.drafters.common.shipped import shipped_head
 from foredraft.models.base import Target
 from foredraft.models.progress import Progress
 from foredraft.models.safety import Checkpoint
@@ -144,11 +145,20 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     return decoders[name]
 
 
-def resolve_drafter(options: LoadOptions, has_draft_model: bool | None = None) -> str:
+def _without_draft_model(target: Target | None) -> str:
+    if target is not None and shipped_head("eagle", target):
+        return "blend"
+    return "suffix"
+
+
+def resolve_drafter(
+    options: LoadOptions, has_draft_model: bool | None = None, target: Target | None = None
+) -> str:
     """The registered name behind ``options.drafter``; "auto" is the best that is there.
 
     Args:
         has_draft_model: None goes by whether ``options`` names one.
+        target: tells whether a trained head comes with the package; None: nothing is known yet.
 
     Raises:
         ConfigError: no such drafter or option of it, no draft model where one is needed, or one
@@ -158,7 +168,7 @@ def resolve_drafter(options: LoadOptions, has_draft_model: bool | None = None) -
         has_draft_model = options.draft_model is not None
     name = options.drafter
     if name == "auto":
-        name = "draft_model" if has_draft_model else "suffix"
+        name = "draft_model" if has_draft_model else _without_draft_model(target)
     spec = drafter_spec(name)
     if spec.lacks_draft_model(has_draft_model, options.drafter_options):
         raise needs_draft_model(name)

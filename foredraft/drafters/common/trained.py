@@ -12,10 +12,11 @@ from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.head import HeadModule
 from foredraft.drafters.common.head_files import identify, load_head
 from foredraft.drafters.common.options import checked_count, checked_ms
+from foredraft.drafters.common.shipped import shipped_head
 
 M = TypeVar("M", bound=HeadModule)
 
-HEAD_OPTION = MappingProxyType({"head": "directory of the trained head (needed)"})
+HEAD_OPTION = MappingProxyType({"head": "directory of the trained head (needed, but for models whose head is built in)"})
 
 GROWTH_OPTIONS = MappingProxyType(
     {
@@ -29,7 +30,7 @@ GROWTH_OPTIONS = MappingProxyType(
 
 
 def trained_head(context: DrafterContext, module: type[M], option: str = "head") -> M:
-    """The head that the user named, checked against the target.
+    """The head that the user named, or that comes with the package, checked against the target.
 
     Args:
         module: the class of its kind.
@@ -40,6 +41,8 @@ def trained_head(context: DrafterContext, module: type[M], option: str = "head")
         ModelLoadError: it is damaged.
     """
     given = context.options.get(option)
+    if given is None and option == "head":
+        given = shipped_head(module.kind, context.target)
     if given is None:
         kind = module.kind.replace("_", "-")
         raise ConfigError(
