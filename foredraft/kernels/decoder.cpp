@@ -54,10 +54,7 @@ class Worker {
         clock_(me.index == 0 ? forward.phase_seconds : nullptr) {}
 
   void run() {
-    const typename Form::Session session;
-    embed();
-    end(kOther);
-    for (int64_t index = forward_.first_layer; index < forward_.end_layer; ++index) layer(index);
+    layers();
     normalise<typename Form::Head>(forward_.num_wanted, forward_.wanted, model_.final_norm);
     head();
     end(kHead);
@@ -86,10 +83,17 @@ class Worker {
     clock_.end(phase);
   }
 
+  void layers() {
+    const typename Form::Session session(T);
+    embed();
+    end(kOther);
+    for (int64_t index = forward_.first_layer; index < forward_.end_layer; ++index) layer(index);
+  }
+
   void layer(int64_t index) {
     const ForedraftLayer& layer = model_.layers[index];
     if (layer.qkv) attention(index, layer);
-    if (layer.gate_up) mlp(layer);
+    if (layer.gate_up) mlp(index, layer);
     tap(index);
   }
 
@@ -100,16 +104,16 @@ class Worker {
     attend(index, layer);
     end(kAttention);
     prepare<Weight>(work_.attended, H * D);
-    add_product(layer.output, layer.output_bias, work_.attended, H * D);
+    add_product(layer.output, layer.output_bias, work_.attended, H * D, first_gate(layer));
     end(kLinear);
   }
 
-  void mlp(const ForedraftLayer& layer) {
+  void mlp(int64_t index, const ForedraftLayer& layer) {
     normalise(T, nullptr, layer.mlp_norm);
     gate_up(layer);
     end(kLinear);
     prepare<Order>(work_.feed_forward, F);
-    add_product(layer.down, nullptr, work_.feed_forward, F);
+    add_product(layer.down, nullptr, work_.feed_forward, F, first_of_layer(index + 1));
     end(kLinear);
   }
 
@@ -121,12 +125,34 @@ class Worker {
 
   static Rows matrix(const void* data, int64_t K) { return foredraft::matrix<Form>(data, K); }
 
+  // Where a thread's share of a product of layers begins, and of the one after: prefetched at the end
+  // of the one before, memory goes on giving while threads wait for each other.
+  const void* first_output(const ForedraftLayer& layer) const {
+    return matrix(layer.output, H * D).at(me_.share(E, kShareRows).begin);
+  }
+
+  const void* first_gate(const ForedraftLayer& layer) const {
+    return layer.gate_up ? matrix(layer.gate_up, E).at(me_.share(F, kShareRows).begin) : nullptr;
+  }
+
+  const void* first_down(const ForedraftLayer& layer) const {
+    return matrix(layer.down, F).at(me_.share(E, kShareRows).begin);
+  }
+
+  const void* first_of_layer(int64_t index) const {
+    using Head = typename Form::Head;
+    if (index == forward_.end_layer)
+      return foredraft::matrix<Head>(model_.head, E).at(me_.share(model_.vocab, kShareRows).begin);
+    const ForedraftLayer& layer = model_.layers[index];
+    return layer.qkv ? matrix(layer.qkv, E).at(first_qkv_row(me_.index)) : first_gate(layer);
+  }
+
   // Rows of K floats as products read them.
   Inputs inputs(const float* rows, int64_t K) const { return Form::inputs(prepared_, rows, T, K); }
 
   // Of `count` tokens those that this thread prepares as inputs of the product to come.
   Range to_prepare(int64_t count) const {
-    return few_ ? Range{0, count} : me_.share(count, Form::kPrepareTokens);
+    return few_ ? Range{0, count} : me_.share(count);
   }
 
   void end_prepare(Phase phase) {
@@ -194,7 +220,7 @@ class Worker {
       pad_with_zeros(normed_, i, E);
       for (; k < E; ++k) row[lane_order<Order>(k)] = weight[k] * (x[k] * scale[0]);
     }
-    For::template prepare<Order>(For::inputs(prepared_, normed_, T, E), normed_, mine);
+    For::template prepare<Order>(For::inputs(prepared_, normed_, count, E), normed_, mine);
     end_prepare(kOther);
   }
 
@@ -212,6 +238,7 @@ class Worker {
     const float* bias = layer.qkv_bias;
     const Range mine{first_qkv_row(me_.index), first_qkv_row(me_.index + 1)};
     matmul(matrix(layer.qkv, E), mine, inputs(normed_, E), T,
+           first_output(layer),
            [&](int64_t token, int64_t row, float value) {
              work_.qkv[token * qkv_width + row] = bias ? value + bias[row] : value;
            });
@@ -342,8 +369,9 @@ class Worker {
   }
 
   // hidden += x . W (+ bias)
-  void add_product(const void* weights, const float* bias, const float* x, int64_t K) const {
-    matmul(matrix(weights, K), me_.share(E, kShareRows), inputs(x, K), T,
+  void add_product(const void* weights, const float* bias, const float* x, int64_t K,
+                   const void* next) const {
+    matmul(matrix(weights, K), me_.share(E, kShareRows), inputs(x, K), T, next,
            [&](int64_t token, int64_t row, float value) {
              work_.hidden[token * E + row] += bias ? value + bias[row] : value;
            });
@@ -358,19 +386,19 @@ class Worker {
     float* gates = work_.gate_up + me_.index * work_.gate_up_size;
     float* ups = gates + T * stride;
     const Range mine = me_.share(F, kShareRows);
-    const int64_t step = Form::panel_rows(T, E);
+    const int64_t step = panel_rows(gate, T);
     int64_t first = mine.begin;  // of the rows in scratch
     for (int64_t begin = mine.begin; begin < mine.end; begin += step) {
       const Range rows{begin, std::min(begin + step, mine.end)};
-      const int64_t ahead = rows.end < mine.end ? rows.end - rows.begin : 0;
+      const bool is_last = rows.end == mine.end;
       const auto into = [&](float* scratch) {
         return [=](int64_t token, int64_t row, float value) {
           scratch[token * stride + row - first] = value;
         };
       };
-      all_tokens(gate, rows, x, T, ahead, into(gates));
-      all_tokens(up, rows, x, T, ahead, into(ups));
-      if (ahead && rows.end - first + step <= stride) continue;
+      all_tokens(gate, rows, x, T, is_last ? first_down(layer) : gate.at(rows.end), into(gates));
+      all_tokens(up, rows, x, T, up.at(is_last ? rows.begin : rows.end), into(ups));
+      if (!is_last && rows.end - first + step <= stride) continue;
       for (int64_t t = 0; t < T; ++t)
         put_feed_forward(t, {first, rows.end}, gates + t * stride, ups + t * stride);
       first = rows.end;
@@ -400,11 +428,13 @@ class Worker {
   }
 
   void head() const {
-    const int64_t V = model_.vocab;
-    if (!forward_.num_wanted) return;
+    const int64_t V = model_.vocab, N = forward_.num_wanted;
+    if (!N) return;
     using Head = typename Form::Head;
+    const typename Head::Session session(N);
     matmul(foredraft::matrix<Head>(model_.head, E), me_.share(V, kShareRows),
-           Head::inputs(prepared_, normed_, T, E), forward_.num_wanted, [&](int64_t token, int64_t row, float value) {
+           Head::inputs(prepared_, normed_, N, E), N, nullptr,
+           [&](int64_t token, int64_t row, float value) {
              forward_.logits[token * V + row] = value;
            });
   }

@@ -68,7 +68,6 @@ INSTRUCTION_SETS = (
         _X86,
         (*_AVX512, "avx512_vnni", "amx_tile", "amx_bf16"),
         (*_AVX512_FLAGS, "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
-        automatic=False,  # many tokens take a fraction, but one takes longer: see decision 30
     ),
     InstructionSet(
         "bf16dot",
