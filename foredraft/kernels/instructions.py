@@ -187,12 +187,3 @@ def beyond(
     features = cpu_features() if features is None else features
     better = names[: names.index(chosen.name)]
     return [*better, *(word for flag, word in _BEYOND.items() if flag in features)]
-
-
-def describe_instructions() -> dict[str, str | list[str] | None]:
-    """What kernels are compiled for here (None: there are none), and what is beyond it."""
-    try:
-        chosen = choose()
-    except KernelUnavailable:
-        return {"instructions": None, "instructions_unused": []}
-    return {"instructions": chosen.name, "instructions_unused": beyond(chosen)}

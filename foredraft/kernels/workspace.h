@@ -1,6 +1,6 @@
 // The memory that a forward works in.
 //
-// Shape legend: see decoder.cpp.
+// Shape legend: see worker.h.
 #pragma once
 
 #include <algorithm>
