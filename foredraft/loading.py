@@ -122,7 +122,7 @@ def load_target(plan: ModelPlan, threads: int | None = None) -> Target:
 
     decoder = native_decoder(plan.decoder, threads)
     target = NativeTarget.load(
-        plan.checkpoint, dtype, plan.device, decoder, plan.max_context, bits=plan.weight_bits
+        plan.checkpoint, dtype, plan.device, decoder, plan.max_context, bits=plan.packed_bits
     )
     if plan.decoder == "fixed-shape":
         probe(target)

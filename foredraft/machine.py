@@ -17,7 +17,7 @@ def describe_machine() -> dict[str, Any]:
     """CPU, its instructions, accelerator, threads and versions."""
     import torch
 
-    from foredraft.kernels.instructions import describe_instructions
+    from foredraft.kernels.build import describe_instructions
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {

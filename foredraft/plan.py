@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "bf16", "int8", "int4")
 _BITS = {"int8": 8, "int4": 4}
+_TILES = 16
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "hf")
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -153,6 +154,8 @@ class ModelPlan:
         dtype: of activations and cache.
         weights: the form of the linear layers and the head: "int8", "int4" (a head of 8 bits), or
             the same as ``dtype``.
+        tiles: whether bfloat16 weights are multiplied on tiles (AMX), for which they are laid out
+            anew.
         weight_bytes: weights in memory.
         read_bytes: weights that a forward reads: all but an embedding table of its own.
         num_parameters: weights that each token is multiplied with.
@@ -172,6 +175,7 @@ class ModelPlan:
     num_parameters: int
     cache_bytes_per_token: int
     max_context: int
+    tiles: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -190,8 +194,15 @@ class ModelPlan:
         return _BITS.get(self.weights)
 
     @property
+    def packed_bits(self) -> int | None:
+        """The layout of the matrices (`foredraft.models.native.packed`); None: as they come."""
+        return _TILES if self.tiles else self.weight_bits
+
+    @property
     def number_format(self) -> str:
         """For people: what the numbers are."""
+        if self.tiles:
+            return f"{self.dtype} on tiles"
         return self.dtype if self.weights == self.dtype else f"{self.dtype}, {self.weights} weights"
 
     def cache_bytes(self, num_tokens: int) -> int:
@@ -275,6 +286,9 @@ def plan_native(
     """
     import torch
 
+    from foredraft.models.native.fused import has_tiles
+    from foredraft.models.native.weights import weight_bytes
+
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
     if options.weights in _BITS and kernel_problem:
         raise _no_packed(options.weights, kernel_problem)
@@ -284,7 +298,9 @@ def plan_native(
     if dtype == "auto":
         dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
     weights = options.weights if options.weights in _BITS else dtype
-    in_memory, read = _weight_bytes(config, getattr(torch, dtype).itemsize, weights)
+    tiles = kernel_problem is None and weights == "bfloat16" and has_tiles()
+    bits = _TILES if tiles else _BITS.get(weights)
+    in_memory, read = weight_bytes(config, getattr(torch, dtype).itemsize, bits)
     return ModelPlan(
         name=name,
         checkpoint=checkpoint,
@@ -298,6 +314,7 @@ def plan_native(
         num_parameters=config.num_matrix_parameters,
         cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
+        tiles=tiles,
         notes=tuple(notes),
     )
 
@@ -311,22 +328,6 @@ def _no_packed(weights: str, reason: str) -> ConfigError:
 
 def _asked_dtype(options: LoadOptions) -> str:
     return "bfloat16" if options.weights == "bf16" else options.dtype
-
-
-def _weight_bytes(config: DecoderConfig, itemsize: int, weights: str) -> tuple[int, int]:
-    """Bytes of weights in memory, and those of them that a forward reads."""
-    from foredraft.models.native.packed import PACKED
-
-    matrices = config.num_matrix_parameters
-    if weights not in _BITS:
-        return config.num_parameters * itemsize, matrices * itemsize
-    head = config.vocab_size * config.hidden_size
-    linear = matrices - head
-    read = int(head * PACKED[8].bytes_per_weight + linear * PACKED[_BITS[weights]].bytes_per_weight)
-    others = config.num_parameters - matrices  # embeddings, norms, biases
-    if config.tie_word_embeddings:  # the head is a copy
-        others += config.vocab_size * config.hidden_size
-    return read + others * itemsize, read
 
 
 def _native_decoder(device: str, kernel_problem: str | None, exact: bool) -> str:

@@ -249,6 +249,11 @@ def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").glob("*.[ch]*")), ids=str)
+def test_sources_of_kernels_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
 def test_the_step_is_short() -> None:
     """The loop that everything runs through is to be read at one glance."""
     step = next(

@@ -16,6 +16,7 @@ from foredraft.llm import LLM
 from foredraft.loading import native_decoder
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.packed import PACKED, Matrix, tensor_of
+from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 from foredraft.plan import LoadOptions, plan_native, resolve_device
@@ -88,7 +89,7 @@ def random_llm(name: str, options: LoadOptions) -> LLM:
     plan = plan_native(label, None, config, options, resolve_device(options.device))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    weights = random_weights(config, getattr(torch, plan.dtype), plan.device, plan.weight_bits)
+    weights = random_weights(config, getattr(torch, plan.dtype), plan.device, plan.packed_bits)
     decoder = native_decoder(plan.decoder, options.threads)
     target = NativeTarget(config, weights, decoder, plan.max_context)
     return LLM(target, None, options, plan=plan)
@@ -98,13 +99,14 @@ def random_weights(
     config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, bits: int | None = None
 ) -> DecoderWeights:
     """Weights made on ``device`` itself; layers without biases and head norms."""
+    shelf = Shelf()
 
     def table(rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device).normal_(0.0, _SPREAD)
 
     def matrix(rows: int, columns: int, num_parts: int = 1) -> Matrix:
         weight = table(rows, columns)
-        return PACKED[bits].quantised(weight, num_parts) if bits else weight
+        return PACKED[bits].of_weight(weight, num_parts, shelf) if bits else weight
 
     def ones() -> Tensor:
         return torch.ones(config.hidden_size, dtype=dtype, device=device)
@@ -131,5 +133,5 @@ def random_weights(
     shared = config.tie_word_embeddings and not bits
     head_VE: Matrix = embedding_VE if shared else table(config.vocab_size, hidden)
     if bits:
-        head_VE = PACKED[8].quantised(tensor_of(head_VE))
+        head_VE = PACKED[max(bits, 8)].of_weight(tensor_of(head_VE), 1, shelf)
     return DecoderWeights(embedding_VE, tuple(layers), ones(), head_VE)

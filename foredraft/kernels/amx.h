@@ -1,6 +1,6 @@
-// Tiles: AMX multiplies 16 rows with 16 columns in one instruction.
+// Tiles: AMX multiplies up to 16 rows with 16 columns in one instruction.
 //
-// A tile is up to 16 rows of 64 bytes. sums[m][n] += the products of row m of one tile with column n
+// A tile is up to 16 rows of 64 bytes; the fewer rows are multiplied, the less it costs. sums[m][n] += the products of row m of one tile with column n
 // of another, whose rows hold what belongs together (2 bfloat16, 4 bytes) side by side for every n.
 // On other CPUs the tests run the same code with FOREDRAFT_EMULATE_TILES: plain C++ that rounds as
 // the instruction does.
@@ -23,6 +23,11 @@ constexpr int kTileRows = 16;
 constexpr int64_t kTileRowBytes = 64;
 constexpr int64_t kTileBytes = kTileRows * kTileRowBytes;
 
+// How many rows each tile has.
+struct TileShape {
+  uint8_t rows[8];
+};
+
 // What the instruction computes: float32 multiply-adds, rounded to nearest even, where subnormal
 // numbers count as zeros. Even and odd inputs are summed apart from each other, and their sum is
 // added to what is there.
@@ -34,9 +39,9 @@ inline float tile_fma(float a, float b, float c) {
 
 inline float tile_sum(float a, float b) { return without_subnormal(a + b); }
 
-// tile[16, 16] += rows[16, 16 pairs] . columns[16 pairs, 16]
-inline void emulated_tile_product(const bf16* rows, const bf16* columns, float* sums) {
-  for (int m = 0; m < kTileRows; ++m)
+// sums[M, 16] += rows[M, 16 pairs] . columns[16 pairs, 16]
+inline void emulated_tile_product(int M, const bf16* rows, const bf16* columns, float* sums) {
+  for (int m = 0; m < M; ++m)
     for (int n = 0; n < 16; ++n) {
       float even = 0, odd = 0;
       for (int k = 0; k < 16; ++k) {
@@ -58,10 +63,10 @@ inline bool tiles_allowed() {
   return allowed;
 }
 
-// While this lives, the thread may use tiles, all of 16 rows of 64 bytes.
+// While this lives, the thread may use tiles of this shape.
 class TileSession {
  public:
-  TileSession() {
+  explicit TileSession(TileShape shape) {
     if (!tiles_allowed()) return;
     struct alignas(64) {
       uint8_t palette, start_row, reserved[14];
@@ -70,7 +75,7 @@ class TileSession {
     } config = {};
     config.palette = 1;
     for (int tile = 0; tile < 8; ++tile) {
-      config.rows[tile] = kTileRows;
+      config.rows[tile] = shape.rows[tile];
       config.bytes[tile] = kTileRowBytes;
     }
     asm volatile("ldtilecfg %0" ::"m"(config));
@@ -81,8 +86,10 @@ class TileSession {
   TileSession(const TileSession&) = delete;
 };
 
-// The thread's tiles.
+// The thread's tiles, in the shape of its session.
 struct Tiles {
+  explicit Tiles(TileShape) {}
+
   template <int kTile>
   void zero() { asm volatile("tilezero %%tmm%c0" ::"i"(kTile)); }
 
@@ -110,36 +117,39 @@ constexpr bool kTiles = true;
 inline bool tiles_allowed() { return true; }
 
 struct TileSession {
-  TileSession() {}  // so that it is more than a variable nobody uses
+  explicit TileSession(TileShape) {}
 };
 
 class Tiles {
  public:
+  explicit Tiles(TileShape shape) : shape_(shape) {}
+
   template <int kTile>
   void zero() { std::memset(tiles_[kTile], 0, kTileBytes); }
 
   template <int kTile>
   void load(const void* source, int64_t stride) {
-    for (int64_t row = 0; row < kTileRows; ++row)
+    for (int64_t row = 0; row < shape_.rows[kTile]; ++row)
       std::memcpy(tiles_[kTile] + row * kTileRowBytes,
                   static_cast<const char*>(source) + row * stride, kTileRowBytes);
   }
 
   template <int kTile>
   void store(void* target, int64_t stride) {
-    for (int64_t row = 0; row < kTileRows; ++row)
+    for (int64_t row = 0; row < shape_.rows[kTile]; ++row)
       std::memcpy(static_cast<char*>(target) + row * stride, tiles_[kTile] + row * kTileRowBytes,
                   kTileRowBytes);
   }
 
   template <int kSums, int kRows, int kColumns>
   void multiply() {
-    emulated_tile_product(reinterpret_cast<const bf16*>(tiles_[kRows]),
+    emulated_tile_product(shape_.rows[kRows], reinterpret_cast<const bf16*>(tiles_[kRows]),
                           reinterpret_cast<const bf16*>(tiles_[kColumns]),
                           reinterpret_cast<float*>(tiles_[kSums]));
   }
 
  private:
+  const TileShape shape_;
   alignas(64) char tiles_[8][kTileBytes];
 };
 
@@ -150,10 +160,11 @@ constexpr bool kTiles = false;
 inline bool tiles_allowed() { return false; }
 
 struct TileSession {
-  TileSession() {}
+  explicit TileSession(TileShape) {}
 };
 
 struct Tiles {
+  explicit Tiles(TileShape) {}
   template <int kTile> void zero() {}
   template <int kTile> void load(const void*, int64_t) {}
   template <int kTile> void store(void*, int64_t) {}

@@ -30,6 +30,8 @@ from foredraft.kernels.instructions import (
     SWITCH,
     InstructionSet,
     KernelUnavailable,
+    available,
+    beyond,
     choose,
     cpu_features,
 )
@@ -69,7 +71,35 @@ def load_library(name: str = "decoder", instructions: str | None = None) -> ctyp
     Raises:
         KernelUnavailable: it is switched off, or cannot be compiled or loaded here.
     """
-    return _load(name, choose(instructions))
+    chosen = choose(instructions)
+    if instructions or os.environ.get(SWITCH):
+        return _load(name, chosen)
+    return _load_best(name, tuple(one for one in available() if one.automatic))[1]
+
+
+def describe_instructions() -> dict[str, str | list[str] | None]:
+    """What kernels are compiled for here (None: there are none), and what is beyond it."""
+    try:
+        chosen = choose()
+        if not os.environ.get(SWITCH):
+            chosen, _ = _load_best("decoder", tuple(one for one in available() if one.automatic))
+    except KernelUnavailable:
+        return {"instructions": None, "instructions_unused": []}
+    return {"instructions": chosen.name, "instructions_unused": beyond(chosen)}
+
+
+@functools.cache
+def _load_best(
+    name: str, candidates: tuple[InstructionSet, ...]
+) -> tuple[InstructionSet, ctypes.CDLL]:
+    """The first that the compiler can make: older ones do not know all instructions."""
+    problems: list[_NotCompiled] = []
+    for one in candidates:
+        try:
+            return one, _load(name, one)
+        except _NotCompiled as problem:
+            problems.append(problem)
+    raise problems[-1]
 
 
 @functools.cache
@@ -94,6 +124,10 @@ def build_in_cache(
         except _UnusableDirectory as problem:
             problems.append(problem)
     raise problems[0]
+
+
+class _NotCompiled(KernelUnavailable):
+    """The compiler failed; with plainer instructions it might not."""
 
 
 class _UnusableDirectory(KernelUnavailable):
@@ -206,7 +240,7 @@ def _compile(command: Sequence[str], source: Path, target: Path) -> Path:
         output = Path(scratch) / target.name
         done = _run([*command, str(source), "-o", str(output)])
         if done.returncode != 0:
-            raise KernelUnavailable(f"{command[0]} failed: {_first_error(done.stderr)}")
+            raise _NotCompiled(f"{command[0]} failed: {_first_error(done.stderr)}")
         output.chmod(0o700)
         library = target.with_name(f"{target.name}-{_digest(output.read_bytes())}.so")
         _flush(output)

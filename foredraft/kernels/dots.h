@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "groups.h"
 #include "simd.h"
 
 namespace foredraft {
@@ -29,8 +30,6 @@ namespace foredraft {
 constexpr bool kDigits = DIGITS;
 
 constexpr int64_t kQuad = 4;
-constexpr int64_t kScaleInputs = 32;             // that share a scale: a block
-constexpr int64_t kChunkInputs = 2 * kScaleInputs;  // that are stored together
 constexpr int64_t kTokenBytes = 2 * kChunkInputs;   // of a token's activations in a chunk
 constexpr int64_t kQuadBytes = kDigits ? kQuad : 2 * kQuad;  // from one quad of it to the next
 constexpr int32_t kLargestActivation = 127 * 256 + 127;

@@ -68,7 +68,6 @@ INSTRUCTION_SETS = (
         _X86,
         (*_AVX512, "avx512_vnni", "amx_tile", "amx_bf16"),
         (*_AVX512_FLAGS, "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
-        automatic=False,  # many tokens take a fraction, but one takes longer: see decision 30
     ),
     InstructionSet(
         "bf16dot",
@@ -188,12 +187,3 @@ def beyond(
     features = cpu_features() if features is None else features
     better = names[: names.index(chosen.name)]
     return [*better, *(word for flag, word in _BEYOND.items() if flag in features)]
-
-
-def describe_instructions() -> dict[str, str | list[str] | None]:
-    """What kernels are compiled for here (None: there are none), and what is beyond it."""
-    try:
-        chosen = choose()
-    except KernelUnavailable:
-        return {"instructions": None, "instructions_unused": []}
-    return {"instructions": chosen.name, "instructions_unused": beyond(chosen)}

@@ -8,8 +8,7 @@
 // float32, one or two multiply-adds each. So an output element has the same bits whatever is computed
 // beside it, as matmul.h promises for other weights, and whatever instructions multiply (dots.h).
 //
-// Weights are packed (by packed.py) in groups of 16 rows, a group as a sequence of chunks of 64
-// inputs, a chunk in one of the formats below. A group is one stream of memory, in whole cache lines.
+// Weights are packed in groups of rows (groups.h), chunks in one of the formats below.
 #pragma once
 
 #include <algorithm>
@@ -18,13 +17,13 @@
 #include <type_traits>
 
 #include "dots.h"
+#include "groups.h"
 #include "matmul.h"
 #include "simd.h"
 #include "team.h"
 
 namespace foredraft {
 
-constexpr int64_t kGroupRows = 16;
 constexpr int64_t kScalesBytes = 2 * kGroupRows * sizeof(uint16_t);  // of a chunk
 
 // Half-precision scales [2 blocks, 16 rows], weights + 128 [16 quads of inputs, 16 rows, 4 inputs].
@@ -66,8 +65,6 @@ constexpr int64_t kMostGroups = kLanes == 16 ? 4 : 1;
 constexpr int block_groups(int num_tokens) {
   return kLanes != 16 ? 1 : num_tokens <= 2 ? 4 : num_tokens <= 4 ? 2 : 1;
 }
-
-inline int64_t weight_chunks(int64_t K) { return (K + kChunkInputs - 1) / kChunkInputs; }
 
 // ---- activations --------------------------------------------------------------------------------
 
@@ -135,18 +132,6 @@ struct PackedInputs {
 };
 
 // ---- products -----------------------------------------------------------------------------------
-
-// A matrix [rows, K] in groups of rows.
-template <class Format>
-struct PackedMatrix {
-  const uint8_t* data;
-  int64_t K;
-
-  int64_t group_bytes() const { return weight_chunks(K) * Format::kChunkBytes; }
-  const uint8_t* group(int64_t row) const { return data + row / kGroupRows * group_bytes(); }
-  // The matrix that begins behind `rows` rows; each matrix begins with a new group.
-  PackedMatrix behind(int64_t rows) const { return {group(rows + kGroupRows - 1), K}; }
-};
 
 // values[(t * G + g) * kGroupRows + r] = <row r of group g, token t of x>, short of the token's scale.
 // As many bytes at `ahead` are pulled towards the core meanwhile. Inlined it is a tenth slower: GCC
@@ -243,14 +228,14 @@ inline void some_groups(const PackedMatrix<Format>& weights, int64_t row, int64_
   }
 }
 
-// Weight rows `rows`, which begin with a group, against all tokens. As many rows `ahead` are
+// Weight rows `rows`, which begin with a group, against all tokens. As many bytes at `ahead` are
 // prefetched meanwhile.
 template <class Format, class Put>
 inline void all_tokens(const PackedMatrix<Format>& weights, Range rows, const PackedInputs<Format>& x,
-                       int64_t num_tokens, int64_t ahead, const Put& put) {
+                       int64_t num_tokens, const void* ahead, const Put& put) {
   if (!num_tokens) return;
   const int64_t rounds = (num_tokens + kPackedBlockTokens - 1) / kPackedBlockTokens;
-  const int64_t bytes_ahead = weights.group(ahead) - weights.data;
+  const int64_t bytes_ahead = static_cast<const uint8_t*>(ahead) - weights.group(rows.begin);
   const auto product = [&](auto groups, int64_t row) {
     constexpr int G = decltype(groups)::value;
     const int64_t count = std::min(G * kGroupRows, rows.end - row);
@@ -272,17 +257,9 @@ inline void all_tokens(const PackedMatrix<Format>& weights, Range rows, const Pa
   in_blocks(std::integral_constant<int, 1>{});
 }
 
-// Rows of a panel.
-constexpr int64_t kPackedPanelRows = kMostGroups * kGroupRows;
-
-// All of `rows`, which begin with a group: put(token, row, value) for each output.
-template <class Format, class Put>
-inline void matmul(const PackedMatrix<Format>& weights, Range rows, const PackedInputs<Format>& x, int64_t num_tokens,
-                   const Put& put) {
-  for (int64_t row = rows.begin; row < rows.end; row += kPackedPanelRows) {
-    const int64_t end = std::min(row + kPackedPanelRows, rows.end);
-    all_tokens(weights, {row, end}, x, num_tokens, end < rows.end ? kPackedPanelRows : 0, put);
-  }
+template <class Format>
+inline int64_t panel_rows(const PackedMatrix<Format>&, int64_t) {
+  return kMostGroups * kGroupRows;
 }
 
 }  // namespace foredraft

@@ -1,6 +1,6 @@
-// What Python hands over, mirrored field by field in fused.py.
+// What Python hands over, mirrored field by field in models/native/interface.py.
 //
-// Shape legend: see decoder.cpp.
+// Shape legend: see worker.h.
 #pragma once
 
 #include <cstdint>

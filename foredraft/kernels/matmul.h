@@ -44,6 +44,7 @@ struct Matrix {
   int64_t K;
 
   const Weight* row(int64_t index) const { return data + index * K; }
+  const void* at(int64_t index) const { return row(index); }
   // The matrix that begins behind `rows` rows.
   Matrix behind(int64_t rows) const { return {row(rows), K}; }
 };
@@ -105,8 +106,8 @@ inline void row_blocks(const Matrix<Weight>& weights, int64_t begin, int64_t end
   float sums[(R * T + 3) / 4 * 4];
   int64_t row = begin;
   for (; row + R <= end; row += R) {
-    const int64_t next = row + ahead;
-    dot_block<R, T>(weights.row(row), weights.K, x, x_stride, weights.row(next), sums);
+    const Weight* const here = weights.row(row);
+    dot_block<R, T>(here, weights.K, x, x_stride, here + ahead, sums);
     for (int r = 0; r < R; ++r)
       for (int t = 0; t < T; ++t) put(token + t, row + r, sums[r * T + t]);
   }
@@ -132,36 +133,27 @@ inline void panel(const Matrix<Weight>& weights, Range rows, Activations x, int6
   }
 }
 
-// Weight rows `rows` against all tokens, in blocks of tokens as even as they come.
+// Weight rows `rows` against all tokens, in blocks of tokens as even as they come. As many at `ahead`
+// are prefetched meanwhile.
 template <class Weight, class Put>
 inline void all_tokens(const Matrix<Weight>& weights, Range rows, Activations x,
-                       int64_t num_tokens, int64_t ahead, const Put& put) {
+                       int64_t num_tokens, const void* ahead, const Put& put) {
+  const int64_t distance = static_cast<const Weight*>(ahead) - weights.row(rows.begin);
   // Fours are a little faster than sixes, where they come out even.
   const bool in_fours = num_tokens % 4 == 0 || num_tokens >= kManyTokens;
   const int64_t most = in_fours ? 4 : kBlockTokens;
   const int64_t blocks = (num_tokens + most - 1) / most;
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t token = num_tokens * b / blocks, stop = num_tokens * (b + 1) / blocks;
-    panel(weights, rows, x, token, stop - token, ahead, put);
+    panel(weights, rows, x, token, stop - token, distance, put);
   }
 }
 
-// Rows of a panel. Short rows make higher panels: a prefetch must be well ahead.
-inline int64_t panel_rows(int64_t num_tokens, int64_t K) {
+// Short rows make higher panels: a prefetch must be well ahead.
+template <class Weight>
+inline int64_t panel_rows(const Matrix<Weight>& weights, int64_t num_tokens) {
   const int64_t rows = num_tokens < kManyTokens ? kPanelRows : kLargePanelRows;
-  return rows * std::max<int64_t>(1, 512 / K);
-}
-
-// All of `rows`: put(token, row, value) for each output.
-template <class Weight, class Put>
-inline void matmul(const Matrix<Weight>& weights, Range rows, Activations x, int64_t num_tokens,
-                   const Put& put) {
-  const int64_t step = panel_rows(num_tokens, weights.K);
-  for (int64_t row = rows.begin; row < rows.end; row += step) {
-    const int64_t end = std::min(row + step, rows.end);
-    const int64_t ahead = end < rows.end ? end - row : 0;
-    all_tokens(weights, Range{row, end}, x, num_tokens, ahead, put);
-  }
+  return rows * std::max<int64_t>(1, 512 / weights.K);
 }
 
 }  // namespace foredraft

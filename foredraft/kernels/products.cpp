@@ -19,10 +19,10 @@ void multiply(const void* weights, Range rows, int64_t K, const float* x, int64_
   std::vector<float> in_order(T * padded(K)), memory(Form::prepared_size(T, K));
   for (int64_t t = 0; t < T; ++t)
     for (int64_t k = 0; k < K; ++k) in_order[t * padded(K) + lane_order<Order>(k)] = x[t * K + k];
-  const typename Form::Session session;
+  const typename Form::Session session(T);
   const auto inputs = Form::inputs(memory.data(), in_order.data(), T, K);
   Form::template prepare<Order>(inputs, in_order.data(), {0, T});
-  matmul(matrix<Form>(weights, K), rows, inputs, T, [&](int64_t token, int64_t row, float value) {
+  matmul(matrix<Form>(weights, K), rows, inputs, T, nullptr, [&](int64_t token, int64_t row, float value) {
     out[token * (rows.end - rows.begin) + row - rows.begin] = value;
   });
 }
@@ -46,7 +46,7 @@ void foredraft_multiply(int64_t form, const void* weights, int64_t begin, int64_
 // What an instruction of tiles adds to sums [16, 16], in plain C++: rows [16, 32], columns [16, 32].
 __attribute__((visibility("default")))
 void foredraft_emulated_tile_product(const void* rows, const void* columns, float* sums) {
-  emulated_tile_product(static_cast<const bf16*>(rows), static_cast<const bf16*>(columns), sums);
+  emulated_tile_product(kTileRows, static_cast<const bf16*>(rows), static_cast<const bf16*>(columns), sums);
 }
 
 }  // extern "C"

@@ -1,9 +1,9 @@
 // The forms that weights come in, each with how it is multiplied: what a forward is written against.
 //
 // A form says what its matrices are (`Rows`), what it makes of activations first (`Inputs`), in whose
-// lane order it wants rows of floats (`Order`), how many tokens it prepares and how many rows it gives
-// to a thread at least, and what a thread holds while it multiplies (`Session`). Its matmul() and
-// all_tokens() are overloads for these types. `Head` is the form of the matrix that gives logits.
+// lane order it wants rows of floats (`Order`), how many rows it gives to a thread at least, and what a
+// thread holds while it multiplies so many tokens (`Session`). Its all_tokens()
+// and panel_rows() are overloads for these types. `Head` is the form of the matrix that gives logits.
 #pragma once
 
 #include <algorithm>
@@ -25,15 +25,12 @@ struct Plain {
   using Inputs = Activations;
   using Head = Plain;
   using Order = Weight;
-  static constexpr int64_t kShareRows = kPanelRows, kPrepareTokens = 1;
+  static constexpr int64_t kShareRows = kPanelRows;
   static constexpr bool kPrepares = false;
   struct Session {
-    Session() {}
+    explicit Session(int64_t) {}  // more than a variable nobody uses
   };
 
-  static int64_t panel_rows(int64_t num_tokens, int64_t K) {
-    return foredraft::panel_rows(num_tokens, K);
-  }
   static int64_t prepared_size(int64_t, int64_t) { return 0; }
   static Inputs inputs(float*, const float* rows, int64_t, int64_t K) { return {rows, padded(K)}; }
 
@@ -49,10 +46,9 @@ struct Packed {
   using Head = Packed<Bits8>;
   using Order = float;
   using Session = Plain<float>::Session;
-  static constexpr int64_t kShareRows = kGroupRows, kPrepareTokens = 1;
+  static constexpr int64_t kShareRows = kGroupRows;
   static constexpr bool kPrepares = true;
 
-  static int64_t panel_rows(int64_t, int64_t) { return kPackedPanelRows; }
   static int64_t prepared_size(int64_t T, int64_t K) { return Inputs::size(T, K); }
   static Inputs inputs(float* memory, const float*, int64_t T, int64_t K) { return {memory, T, K}; }
 
@@ -63,17 +59,18 @@ struct Packed {
   }
 };
 
-// bfloat16 as they lie in the checkpoint, multiplied on tiles.
+// bfloat16 in groups of rows, multiplied on tiles.
 struct Tiled {
   using Rows = TileMatrix;
   using Inputs = TileInputs;
   using Head = Tiled;
   using Order = float;
-  using Session = TileSession;
-  static constexpr int64_t kShareRows = kRowBlock, kPrepareTokens = kTileColumns;
+  struct Session : TileSession {
+    explicit Session(int64_t num_tokens) : TileSession(tile_shape(num_tokens)) {}
+  };
+  static constexpr int64_t kShareRows = kGroupRows;
   static constexpr bool kPrepares = true;
 
-  static int64_t panel_rows(int64_t T, int64_t) { return tile_panel_rows(T); }
   static int64_t prepared_size(int64_t T, int64_t K) { return Inputs::size(T, K); }
   static Inputs inputs(float* memory, const float*, int64_t T, int64_t K) { return {memory, T, K}; }
 
@@ -82,6 +79,20 @@ struct Tiled {
     x.template prepare<Type>(rows, tokens);
   }
 };
+
+// All of `rows`, in panels that stay in the nearest caches while all tokens pass over them:
+// put(token, row, value) for each output. While a panel is multiplied the one behind it is prefetched,
+// and in the end what the thread reads next, if that is known.
+template <class Rows, class Inputs, class Put>
+inline void matmul(const Rows& weights, Range rows, const Inputs& x, int64_t num_tokens,
+                   const void* next, const Put& put) {
+  const int64_t step = panel_rows(weights, num_tokens);
+  for (int64_t row = rows.begin; row < rows.end; row += step) {
+    const int64_t end = std::min(row + step, rows.end);
+    const void* const ahead = end < rows.end ? weights.at(end) : next ? next : weights.at(row);
+    all_tokens(weights, Range{row, end}, x, num_tokens, ahead, put);
+  }
+}
 
 template <class Form>
 inline typename Form::Rows matrix(const void* data, int64_t K) {

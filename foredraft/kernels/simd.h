@@ -44,6 +44,9 @@ struct bf16 {
   uint16_t bits;
 };
 
+// Hides from the compiler how a pointer came about.
+inline void keep_in_register(const uint8_t*& pointer) { asm("" : "+r"(pointer)); }
+
 inline Vec load(const float* source) {
   Vec v;
   std::memcpy(&v, source, sizeof v);

@@ -7,28 +7,52 @@
 // an output element is one sum in one order whatever is computed beside it, as matmul.h promises for
 // other products; single tokens go the same way.
 //
-// Weights are read where they lie, 16 rows of 32 inputs to a tile. Activations are laid out as
-//   [blocks of 16 tokens, steps of 32 inputs, high and low, 16 pairs of inputs, 16 tokens, 2 inputs].
-// What lies in columns without a token is multiplied too and never read.
+// Weights are packed in groups of rows (groups.h): of 16 rows and 32 inputs a tile
+//   [16 pairs of inputs, 16 rows, 2 inputs],
+// which is a kilobyte in one piece. Tiles of rows that lie far apart, as in a checkpoint, load more
+// slowly than memory gives them. Activations are laid out as
+//   [blocks of tokens, steps of 32 inputs, high and low, tokens of a block, 32 inputs].
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "amx.h"
+#include "groups.h"
 #include "matmul.h"
 #include "simd.h"
 #include "team.h"
 
 namespace foredraft {
 
-constexpr int64_t kTileColumns = 16;  // tokens of a tile
+constexpr int64_t kMostTileTokens = kTileRows;
 constexpr int64_t kTileInputs = 32;
-constexpr int64_t kRowBlock = 2 * kTileRows;
-constexpr int64_t kTilePanelRows = 8 * kRowBlock;  // of many tokens; few pass one block at a time
+constexpr int64_t kStreamTokens = 8;  // up to here fewer groups at a time: memory gives these faster
 
-inline int64_t tile_panel_rows(int64_t num_tokens) {
-  return num_tokens > 2 * kTileColumns ? kTilePanelRows : kRowBlock;
+// A chunk is two tiles.
+struct Bits16 {
+  static constexpr int64_t kChunkBytes = 2 * kTileBytes;
+};
+
+using TileMatrix = PackedMatrix<Bits16>;
+
+// Tokens go over weights in passes of one block, or two with more than 16 tokens. Blocks are equally
+// high, for a tile costs by its rows: 40 tokens are four blocks of 10.
+struct TokenBlocks {
+  int64_t passes, per_pass, tokens;  // of a block
+
+  explicit TokenBlocks(int64_t num_tokens)
+      : passes((num_tokens + 2 * kMostTileTokens - 1) / (2 * kMostTileTokens)),
+        per_pass(num_tokens > kMostTileTokens ? 2 : 1),
+        tokens(std::max<int64_t>(1, passes ? (num_tokens + passes * per_pass - 1) / (passes * per_pass) : 0)) {}
+
+  int64_t count() const { return passes * per_pass; }
+};
+
+// Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 activations.
+inline TileShape tile_shape(int64_t num_tokens) {
+  const uint8_t tokens = uint8_t(TokenBlocks(num_tokens).tokens);
+  return {{tokens, tokens, tokens, tokens, kTileRows, kTileRows, tokens, tokens}};
 }
 
 // The nearest bfloat16 of each lane, as the upper half of a word, the lower half zero.
@@ -38,83 +62,55 @@ inline Bits to_bf16(Vec x) {
   return x == x ? rounded : (word | 0x400000) & 0xffff0000;
 }
 
-// Transposes [16, 16] words.
-inline void transpose_tile(void* words) {
-  if constexpr (kLanes == 16) {
-    Ints columns[kLanes];
-    load_columns(words, kTileRowBytes, columns);
-    std::memcpy(words, columns, sizeof columns);
-  } else {
-    uint32_t (&tile)[16][16] = *static_cast<uint32_t(*)[16][16]>(words);
-    for (int i = 0; i < 16; ++i)
-      for (int j = 0; j < i; ++j) std::swap(tile[i][j], tile[j][i]);
-  }
-}
-
 struct TileInputs {
-  float* data;
+  char* data;
   int64_t num_tokens, K;
+  TokenBlocks blocks;
 
-  static int64_t num_steps(int64_t K) { return (K + kTileInputs - 1) / kTileInputs; }
+  static int64_t num_steps(int64_t K) { return weight_chunks(K) * (kChunkInputs / kTileInputs); }
 
   // Floats of memory, room for alignment included.
   static int64_t size(int64_t num_tokens, int64_t K) {
-    const int64_t blocks = (num_tokens + kTileColumns - 1) / kTileColumns;
-    return blocks * num_steps(K) * 2 * kTileBytes / int64_t(sizeof(float)) + 16;
+    const TokenBlocks blocks(num_tokens);
+    return blocks.count() * blocks.tokens * num_steps(K) * kTileInputs + 16;
   }
 
   TileInputs(float* memory, int64_t num_tokens, int64_t K)
-      : data(reinterpret_cast<float*>((uintptr_t(memory) + 63) / 64 * 64)),
+      : data(reinterpret_cast<char*>((uintptr_t(memory) + 63) / 64 * 64)),
         num_tokens(num_tokens),
-        K(K) {}
+        K(K),
+        blocks(num_tokens) {}
 
-  uint32_t* tile(int64_t block, int64_t step, int64_t part) const {
-    return reinterpret_cast<uint32_t*>(data) + ((block * num_steps(K) + step) * 2 + part) * 256;
+  // Of a block of tokens: the high parts (0) or the low ones (1).
+  char* tile(int64_t block, int64_t step, int64_t part) const {
+    return data + ((block * num_steps(K) + step) * 2 + part) * part_bytes();
   }
 
-  // Takes over rows of K floats that lie in the lane order of `Weight`, zeros behind; `tokens` begins
-  // with a block.
+  int64_t part_bytes() const { return blocks.tokens * kTileRowBytes; }
+
+  // Takes over rows of K floats that lie in the lane order of `Weight`, zeros behind.
   template <class Weight>
   void prepare(const float* rows, Range tokens) const {
-    for (int64_t first = tokens.begin; first < tokens.end; first += kTileColumns) {
-      const int64_t count = std::min(kTileColumns, tokens.end - first);
-      for (int64_t step = 0; step < num_steps(K); ++step) {
-        uint32_t* const high = tile(first / kTileColumns, step, 0);
-        const bool in_rows = count > kFewColumns;
-        for (int64_t t = 0; t < count; ++t)
-          put_token<Weight>(rows + (first + t) * padded(K), step * kTileInputs,
-                            high + (in_rows ? t * 16 : t), in_rows ? 1 : 16);
-        if (in_rows) {
-          transpose_tile(high);
-          transpose_tile(high + 256);
-        }
-      }
-    }
+    for (int64_t t = tokens.begin; t < tokens.end; ++t)
+      for (int64_t step = 0; step < num_steps(K); ++step)
+        put<Weight>(rows + t * padded(K), step * kTileInputs,
+                    tile(t / blocks.tokens, step, 0) + t % blocks.tokens * kTileRowBytes);
   }
 
  private:
-  static constexpr int64_t kFewColumns = 3;  // are filled one by one faster
-
-  // Both parts of a token's inputs [k, k + 32): words of a tile, `stride` apart, and of the next.
+  // Both parts of a token's inputs [k, k + 32).
   template <class Weight>
-  void put_token(const float* row, int64_t k, uint32_t* words, int64_t stride) const {
-    for (int64_t pair = 0; pair < 16; pair += kLanes) {
-      const int64_t first = k + 2 * pair;
-      const bool there = first < padded(K);
-      const Vec even = there ? evens(row + first, static_cast<const Weight*>(nullptr)) : Vec{};
-      const Vec odd = there ? odds(row + first, static_cast<const Weight*>(nullptr)) : Vec{};
+  void put(const float* row, int64_t k, char* high_row) const {
+    char* const low_row = high_row + part_bytes();
+    for (int64_t i = 0; i < kTileInputs; i += kPair) {
+      const bool there = k + i < padded(K);
+      const Vec even = there ? evens(row + k + i, static_cast<const Weight*>(nullptr)) : Vec{};
+      const Vec odd = there ? odds(row + k + i, static_cast<const Weight*>(nullptr)) : Vec{};
       const Bits high_even = to_bf16(even), high_odd = to_bf16(odd);
       const Bits high = high_odd | (high_even >> 16);
       const Bits low = to_bf16(odd - (Vec)high_odd) | (to_bf16(even - (Vec)high_even) >> 16);
-      if (stride == 1) {
-        std::memcpy(words + pair, &high, sizeof high);
-        std::memcpy(words + pair + 256, &low, sizeof low);
-        continue;
-      }
-      UNROLL for (int i = 0; i < kLanes; ++i) {
-        words[(pair + i) * stride] = high[i];
-        words[(pair + i) * stride + 256] = low[i];
-      }
+      std::memcpy(high_row + i * sizeof(bf16), &high, sizeof high);
+      std::memcpy(low_row + i * sizeof(bf16), &low, sizeof low);
     }
   }
 
@@ -131,130 +127,129 @@ struct TileInputs {
   }
 };
 
-// A matrix [rows, K], rows one after another.
-struct TileMatrix {
-  const bf16* data;
-  int64_t K;
-
-  const bf16* row(int64_t index) const { return data + index * K; }
-  TileMatrix behind(int64_t rows) const { return {row(rows), K}; }
-};
-
-// A thread's product of some rows with up to 32 tokens. Tiles 0 to 3 are sums, [2 row blocks,
-// 2 token blocks]; 4 and 5 are weights of both row blocks, 6 and 7 parts of activations.
-class TileProduct {
- public:
-  TileProduct(const TileMatrix& weights, const TileInputs& x) : weights_(weights), x_(x) {}
-
-  // sums[c][r][t] of row block c / 2 and token block c % 2. As many rows at `ahead` are prefetched.
-  template <int kTokenBlocks>
-  void run(int64_t row, int64_t num_rows, int64_t block, int64_t ahead, float* sums) {
-    clear<kTokenBlocks>();
-    const int64_t K = weights_.K, whole = num_rows == kRowBlock ? K / kTileInputs : 0;
-    const bf16 *w = weights_.row(row), *next = weights_.row(row + ahead);  // in order of memory
-    for (int64_t step = 0; step < TileInputs::num_steps(K); ++step, w += kTileInputs) {
-      if (ahead)
-        for (int64_t line = 0; line < kRowBlock; ++line, next += kTileInputs)
-          __builtin_prefetch(next, 0, kToL2);
-      if (step < whole) {
-        tiles_.load<4>(w, K * sizeof(bf16));
-        tiles_.load<5>(w + kTileRows * K, K * sizeof(bf16));
-      } else {
-        load_rest(w, num_rows, std::min(kTileInputs, K - step * kTileInputs));
-      }
-      multiply<0>(block, step);
-      if (kTokenBlocks == 2) multiply<1>(block + 1, step);
-    }
-    put_sums<kTokenBlocks>(sums);
-  }
-
- private:
-  const TileMatrix weights_;
-  const TileInputs& x_;
-  Tiles tiles_;
-
-  template <int kTokenBlocks>
-  void clear() {
-    tiles_.zero<0>();
-    if (kTokenBlocks == 2) tiles_.zero<1>();
-    tiles_.zero<2>();
-    if (kTokenBlocks == 2) tiles_.zero<3>();
-  }
-
-  template <int kToken>
-  void multiply(int64_t block, int64_t step) {
-    tiles_.load<6>(x_.tile(block, step, 0), kTileRowBytes);
-    tiles_.multiply<kToken, 4, 6>();
-    tiles_.multiply<2 + kToken, 5, 6>();
-    tiles_.load<7>(x_.tile(block, step, 1), kTileRowBytes);
-    tiles_.multiply<kToken, 4, 7>();
-    tiles_.multiply<2 + kToken, 5, 7>();
-  }
-
-  template <int kTokenBlocks>
-  void put_sums(float* sums) {
-    tiles_.store<0>(sums, kTileRowBytes);
-    if (kTokenBlocks == 2) tiles_.store<1>(sums + 256, kTileRowBytes);
-    tiles_.store<2>(sums + 512, kTileRowBytes);
-    if (kTokenBlocks == 2) tiles_.store<3>(sums + 768, kTileRowBytes);
-  }
-
-  // Weights at the end of a matrix, zeros beyond.
-  void load_rest(const bf16* w, int64_t num_rows, int64_t num_inputs) {
-    alignas(64) bf16 rest[kRowBlock * kTileInputs] = {};
-    for (int64_t r = 0; r < num_rows; ++r)
-      std::copy(w + r * weights_.K, w + r * weights_.K + num_inputs, rest + r * kTileInputs);
-    tiles_.load<4>(rest, kTileRowBytes);
-    tiles_.load<5>(rest + kTileRows * kTileInputs, kTileRowBytes);
-  }
-};
-
-// Sums [2 row blocks, 2 token blocks, 16 rows, 16 tokens] to [..., 16 tokens, 16 rows].
-inline void by_token(float* sums, int64_t num_tokens) {
-  for (int64_t rows = 0; rows < 2; ++rows)
-    for (int64_t block = 0; block * kTileColumns < num_tokens; ++block)
-      transpose_tile(sums + rows * 512 + block * 256);
+template <int kCount, class Work, int... kIndex>
+inline void each(const Work& work, std::integer_sequence<int, kIndex...>) {
+  (work(std::integral_constant<int, kIndex>{}), ...);
 }
 
-// Weight rows `rows` against all tokens; as many `ahead` are prefetched meanwhile.
+// Calls work(0) to work(kCount - 1) with numbers that the compiler knows.
+template <int kCount, class Work>
+INLINE inline void each(const Work& work) {
+  each<kCount>(work, std::make_integer_sequence<int, kCount>{});
+}
+
+// sums[b * 16 + t][g * 16 + r]: row r of group g, token t of block b of the pass. As many bytes at
+// `ahead` are pulled towards the core meanwhile, at the pace of loads: in bursts that takes a
+// twentieth longer.
+template <int kGroups, int kBlocks>
+inline void tile_product(const uint8_t* groups, int64_t group_bytes, const TileInputs& x,
+                         int64_t pass, const uint8_t* ahead, float* sums) {
+  static_assert(kGroups * kBlocks <= 4, "");
+  Tiles tiles(tile_shape(x.num_tokens));
+  each<kGroups * kBlocks>([&](auto sum) INLINE { tiles.template zero<sum.value>(); });
+  const auto load_weights = [&](auto tile, const uint8_t* source, const uint8_t* next) INLINE {
+    keep_in_register(next);  // or each line gets a register of its own
+    UNROLL for (int64_t line = 0; line < kTileBytes; line += kTileRowBytes)
+      __builtin_prefetch(next + line, 0, kToL2);
+    tiles.template load<tile.value>(source, kTileRowBytes);
+  };
+  const int64_t steps = TileInputs::num_steps(x.K), part_bytes = x.part_bytes();
+  const char* first = x.tile(pass * kBlocks, 0, 0);
+  const char* second = first + steps * 2 * part_bytes;  // of two blocks
+  for (int64_t step = 0; step < steps; ++step) {
+    if constexpr (kBlocks == 1) {  // both parts of the block stay while group after group comes
+      tiles.template load<6>(first, kTileRowBytes);
+      tiles.template load<7>(first + part_bytes, kTileRowBytes);
+      each<kGroups>([&](auto g) INLINE {
+        constexpr std::integral_constant<int, 4 + g.value % 2> weights;
+        load_weights(weights, groups + g.value * group_bytes, ahead + g.value * group_bytes);
+        tiles.template multiply<g.value, 6, weights.value>();
+        tiles.template multiply<g.value, 7, weights.value>();
+      });
+    } else {  // the groups stay while part after part comes
+      each<kGroups>([&](auto g) INLINE {
+        load_weights(std::integral_constant<int, 4 + g.value>{}, groups + g.value * group_bytes,
+                     ahead + g.value * group_bytes);
+      });
+      UNROLL for (int part = 0; part < 2; ++part) {
+        tiles.template load<6>(first + part * part_bytes, kTileRowBytes);
+        tiles.template load<7>(second + part * part_bytes, kTileRowBytes);
+        each<kGroups>([&](auto g) INLINE {
+          tiles.template multiply<2 * g.value, 6, 4 + g.value>();
+          tiles.template multiply<2 * g.value + 1, 7, 4 + g.value>();
+        });
+      }
+    }
+    groups += kTileBytes, ahead += kTileBytes;
+    first += 2 * part_bytes, second += 2 * part_bytes;
+  }
+  each<kGroups * kBlocks>([&](auto sum) INLINE {
+    constexpr int g = sum.value / kBlocks, block = sum.value % kBlocks;
+    tiles.template store<sum.value>(sums + (block * kTileRows * kGroups + g) * kGroupRows,
+                                    kGroups * kTileRowBytes);
+  });
+}
+
+// With several passes what stays in the second cache while they are made, else a few products.
+inline int64_t panel_rows(const TileMatrix&, int64_t num_tokens) {
+  return (TokenBlocks(num_tokens).passes > 1 ? 16 : 8) * kGroupRows;
+}
+
+// So many groups from `row` against one pass of tokens.
+template <int kGroups, int kBlocks, class Put>
+inline void tile_groups(const TileMatrix& weights, Range rows,
+                        const TileInputs& x, int64_t pass, const uint8_t* ahead, const Put& put) {
+  alignas(64) float sums[kGroups * kBlocks * kTileRows * kGroupRows];
+  tile_product<kGroups, kBlocks>(weights.group(rows.begin), weights.group_bytes(), x, pass, ahead,
+                                 sums);
+  constexpr int64_t kRows = kGroups * kGroupRows;
+  const int64_t first = pass * kBlocks * x.blocks.tokens;
+  const int64_t count = std::min(kBlocks * x.blocks.tokens, x.num_tokens - first);
+  for (int64_t t = 0; t < count; ++t) {
+    const int64_t place = t < x.blocks.tokens ? t : t - x.blocks.tokens + kTileRows;
+    const float* const found = sums + place * kRows;
+    const auto put_row = [&](int64_t r) INLINE { put(first + t, rows.begin + r, found[r]); };
+    if (rows.end - rows.begin == kRows) {  // a loop that becomes a few vectors
+      _Pragma("GCC ivdep") for (int64_t r = 0; r < kRows; ++r) put_row(r);
+    } else {
+      for (int64_t r = 0; r < rows.end - rows.begin; ++r) put_row(r);
+    }
+  }
+}
+
+// Weight rows `rows`, which begin with a group, against all tokens. Meanwhile what is at `ahead` is
+// prefetched: as many bytes, or with one pass of tokens only as many as the first product reads.
 template <class Put>
 inline void all_tokens(const TileMatrix& weights, Range rows, const TileInputs& x,
-                       int64_t num_tokens, int64_t ahead, const Put& put) {
-  alignas(64) float sums[4 * 256];
-  TileProduct product(weights, x);
-  for (int64_t first = 0; first < num_tokens; first += 2 * kTileColumns) {
-    const int64_t tokens = std::min(2 * kTileColumns, num_tokens - first);
-    const int64_t block = first / kTileColumns, rows_ahead = first ? 0 : ahead;
-    for (int64_t row = rows.begin; row < rows.end; row += kRowBlock) {
-      const int64_t count = std::min(kRowBlock, rows.end - row);
-      if (tokens > kTileColumns) product.run<2>(row, count, block, rows_ahead, sums);
-      else product.run<1>(row, count, block, rows_ahead, sums);
-      by_token(sums, tokens);
-      for (int64_t t = 0; t < tokens; ++t) {
-        const float* const found = sums + t / 16 * 256 + t % 16 * 16;
-        const auto put_row = [&](int64_t r) INLINE {
-          put(first + t, row + r, found[r / 16 * 512 + r % 16]);
-        };
-        if (count == kRowBlock) {  // a loop that becomes a few vectors
-          _Pragma("GCC ivdep") for (int64_t r = 0; r < kTileRows; ++r) put_row(r);
-          _Pragma("GCC ivdep") for (int64_t r = kTileRows; r < kRowBlock; ++r) put_row(r);
-        } else {
-          for (int64_t r = 0; r < count; ++r) put_row(r);
-        }
-      }
+                       int64_t num_tokens, const void* ahead, const Put& put) {
+  if (!num_tokens) return;
+  const uint8_t* const there = static_cast<const uint8_t*>(ahead);
+  const auto ahead_of = [&](int64_t row, int64_t end, int64_t pass) INLINE {
+    if (x.blocks.passes == 1) return end < rows.end ? weights.group(end) : there;
+    return pass ? weights.group(row) : there + (weights.group(row) - weights.group(rows.begin));
+  };
+  int64_t row;
+  const auto products = [&](auto num_groups, auto blocks, int64_t pass) INLINE {
+    constexpr int64_t kGroups = decltype(num_groups)::value, kRows = kGroups * kGroupRows;
+    for (; rows.end - row > kRows - kGroupRows; row += kRows) {
+      const int64_t end = std::min(row + kRows, rows.end);
+      tile_groups<kGroups, decltype(blocks)::value>(weights, {row, end}, x, pass,
+                                                    ahead_of(row, end, pass), put);
     }
-  }
-}
-
-// All of `rows`: put(token, row, value) for each output.
-template <class Put>
-inline void matmul(const TileMatrix& weights, Range rows, const TileInputs& x, int64_t num_tokens,
-                   const Put& put) {
-  const int64_t step = tile_panel_rows(num_tokens);
-  for (int64_t row = rows.begin; row < rows.end; row += step) {
-    const int64_t end = std::min(row + step, rows.end);
-    all_tokens(weights, Range{row, end}, x, num_tokens,
-               std::max<int64_t>(0, std::min(end - row, rows.end - end)), put);
+  };
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  constexpr std::integral_constant<int, 4> four;
+  for (int64_t pass = 0; pass < x.blocks.passes; ++pass) {
+    row = rows.begin;
+    if (x.blocks.per_pass == 1) {
+      if (num_tokens > kStreamTokens) products(four, one, pass);
+      products(two, one, pass);
+      products(one, one, pass);
+    } else {
+      products(two, two, pass);
+      products(one, two, pass);
+    }
   }
 }
 

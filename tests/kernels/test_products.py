@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foredraft.kernels.build import KernelUnavailable, build_in_cache, find_compiler
 from foredraft.kernels.instructions import INSTRUCTION_SETS, InstructionSet, cpu_features
-from foredraft.models.native.packed import PACKED, Int8Matrix, tensor_of
+from foredraft.models.native.packed import PACKED, Int8Matrix, TiledMatrix, tensor_of
 from foredraft.paths import cache_root
 
 FORM_INT8, FORM_INT4, FORM_TILED = 1, 2, 3
@@ -32,7 +32,7 @@ EXACT = [one for one in HERE if one.flags or "aarch64" in platform.machine()]
 """Without multiply-adds, as of the oldest CPUs, blocks are added up with one more rounding."""
 TILES = [one for one in HERE if one.name == "amx"]
 SIZES = [(64, 128), (48, 576), (50, 45), (16, 1536), (130, 96)]
-TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33)
+TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 40, 65)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -82,7 +82,7 @@ def test_packed_products_have_the_bits_of_the_portable_code(
     instructions: InstructionSet, size: tuple[int, int], bits: int
 ) -> None:
     num_rows, num_inputs = size
-    weights, rows = tensor_of(PACKED[bits].quantised(noise(*size))), range(num_rows)
+    weights, rows = tensor_of(PACKED[bits].of_weight(noise(*size))), range(num_rows)
     form = FORM_INT8 if bits == 8 else FORM_INT4
     x_TK = 10 * noise(max(TOKENS), num_inputs, seed=1)
     expected = one_by_one(PORTABLE, form, weights, rows, x_TK)
@@ -95,7 +95,7 @@ def test_extreme_weights_and_activations_stay_exact() -> None:
     weight_RK = torch.full((16, 64), 3.0)
     weight_RK[::2] = -3.0
     x_TK = torch.tensor([1.0, -1.0])[:, None].repeat(1, 64).contiguous()
-    weights = tensor_of(Int8Matrix.quantised(weight_RK))
+    weights = tensor_of(Int8Matrix.of_weight(weight_RK))
     scale = torch.tensor(3.0 / 127).half().float()
     for instructions in [*EXACT, EMULATIONS[0]]:
         found = multiply(instructions, FORM_INT8, weights, range(16), x_TK)
@@ -104,7 +104,7 @@ def test_extreme_weights_and_activations_stay_exact() -> None:
 
 @pytest.mark.parametrize(("bits", "form"), [(8, FORM_INT8), (4, FORM_INT4)])
 def test_portable_products_are_those_of_the_numbers(bits: int, form: int) -> None:
-    matrix = PACKED[bits].quantised(noise(50, 96))
+    matrix = PACKED[bits].of_weight(noise(50, 96))
     x_TK = noise(5, 96, seed=1)
     step_T1 = x_TK.abs().amax(-1, keepdim=True) / 32639
     expected = ((x_TK / step_T1).round() * step_T1) @ matrix.dequantised(torch.float32).T
@@ -115,6 +115,10 @@ def test_portable_products_are_those_of_the_numbers(bits: int, form: int) -> Non
 # -------------------------------------------------------------------------------------------- tiles
 
 
+def tiled(weight_RK: Tensor) -> Tensor:
+    return tensor_of(TiledMatrix.of_weight(weight_RK))
+
+
 @pytest.mark.parametrize("instructions", TILES, ids=lambda one: one.name)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_tiles_round_as_their_emulation(
@@ -122,12 +126,10 @@ def test_tiles_round_as_their_emulation(
 ) -> None:
     _need_tiles(instructions)
     num_rows, num_inputs = size
-    weight_RK = noise(num_rows, num_inputs).bfloat16()
+    weights = tiled(noise(num_rows, num_inputs))
     x_TK = noise(max(TOKENS), num_inputs, seed=1) * 10.0 ** noise(max(TOKENS), 1, seed=2)
-    emulated = multiply(EMULATIONS[1], FORM_TILED, weight_RK, range(num_rows), x_TK)
-    assert torch.equal(
-        multiply(instructions, FORM_TILED, weight_RK, range(num_rows), x_TK), emulated
-    )
+    emulated = multiply(EMULATIONS[1], FORM_TILED, weights, range(num_rows), x_TK)
+    assert torch.equal(multiply(instructions, FORM_TILED, weights, range(num_rows), x_TK), emulated)
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1.0, 1e18])
@@ -135,33 +137,34 @@ def test_one_tile_product_rounds_as_its_emulation(scale: float) -> None:
     """Subnormal factors, products and sums among them, which count as zeros."""
     [instructions] = TILES or pytest.skip("this CPU has no tiles")
     _need_tiles(instructions)
-    rows, x_TK = (noise(16, 32) * scale).bfloat16(), noise(16, 32, seed=1).bfloat16().float()
-    columns = x_TK.bfloat16().view(16, 16, 2).transpose(0, 1).contiguous()
-    sums = torch.zeros(16, 16)
+    rows, activations = (noise(16, 32) * scale).bfloat16(), noise(16, 32, seed=1).bfloat16()
+    columns = rows.view(16, 16, 2).transpose(0, 1).contiguous()
+    sums_TR = torch.zeros(16, 16)
     library(instructions).foredraft_emulated_tile_product(
-        rows.data_ptr(), columns.data_ptr(), sums.data_ptr()
+        activations.data_ptr(), columns.data_ptr(), sums_TR.data_ptr()
     )
-    assert torch.equal(multiply(instructions, FORM_TILED, rows, range(16), x_TK), sums.T)
+    found = multiply(instructions, FORM_TILED, tiled(rows), range(16), activations.float())
+    assert torch.equal(found, sums_TR)
 
 
 @pytest.mark.parametrize("instructions", [*TILES, EMULATIONS[1]], ids=lambda one: one.name)
 def test_a_token_on_tiles_has_the_same_bits_in_any_company(instructions: InstructionSet) -> None:
     _need_tiles(instructions)
     for num_rows, num_inputs in SIZES[:3]:
-        weight_RK = noise(num_rows, num_inputs).bfloat16()
+        weights, rows = tiled(noise(num_rows, num_inputs)), range(num_rows)
         x_TK = noise(max(TOKENS), num_inputs, seed=1)
-        expected = one_by_one(instructions, FORM_TILED, weight_RK, range(num_rows), x_TK)
+        expected = one_by_one(instructions, FORM_TILED, weights, rows, x_TK)
         for count in TOKENS:
-            found = multiply(instructions, FORM_TILED, weight_RK, range(num_rows), x_TK[:count])
+            found = multiply(instructions, FORM_TILED, weights, rows, x_TK[:count])
             assert torch.equal(found, expected[:count])
-        part = multiply(instructions, FORM_TILED, weight_RK, range(5, num_rows - 3), x_TK)
-        assert torch.equal(part, expected[:, 5:-3])
+        part = multiply(instructions, FORM_TILED, weights, range(16, num_rows - 3), x_TK)
+        assert torch.equal(part, expected[:, 16:-3])
 
 
 def test_two_parts_hold_sixteen_bits_of_an_activation() -> None:
     weight_RK = noise(64, 256).bfloat16()
     x_TK = noise(8, 256, seed=1)
-    found = multiply(EMULATIONS[1], FORM_TILED, weight_RK, range(64), x_TK).double()
+    found = multiply(EMULATIONS[1], FORM_TILED, tiled(weight_RK), range(64), x_TK).double()
     expected = x_TK.double() @ weight_RK.double().T
     assert (found - expected).abs().max() < 2.0**-15 * expected.abs().max()
 

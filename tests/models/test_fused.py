@@ -25,7 +25,7 @@ from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
 from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.fused import PHASES, FusedDecoder
+from foredraft.models.native.fused import PHASES, FusedDecoder, has_tiles
 from foredraft.models.native.graphed import GraphedDecoder
 from foredraft.models.native.packed import Matrix, as_tensor, tensor_of
 from foredraft.models.native.plan import plan_forward
@@ -39,7 +39,8 @@ keys and values are rounded to 8 bits as they enter the cache."""
 
 TREE = TokenTree((7, 8, 9, 8, 10, 11, 8, 3), (ROOT, ROOT, 0, 0, 1, 2, 4, 4))
 DTYPES = (torch.float32, torch.bfloat16)
-FORMATS = [(dtype, bits) for dtype in DTYPES for bits in (None, 8, 4)]
+TILES = 16
+FORMATS = [*((dtype, bits) for dtype in DTYPES for bits in (None, 8, 4)), (torch.bfloat16, TILES)]
 """Dtype of cache and weights, and how many bits the matrices among these have instead."""
 
 
@@ -90,6 +91,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def fused(
     directory: Path, dtype: torch.dtype, num_threads: int = 1, bits: int | None = None
 ) -> NativeTarget:
+    if bits == TILES and not has_tiles():
+        pytest.skip("no tiles here")
     decoder = partial(FusedDecoder, num_threads=num_threads)
     return NativeTarget.load(directory, dtype, new_decoder=decoder, bits=bits)
 
@@ -170,6 +173,28 @@ def test_logits_equal_the_eager_decoder_on_the_same_weights(
     eager = NativeTarget(config, rounded_weights(checkpoints[name], dtype))
     tolerance = 1e-4 if dtype == torch.float32 else BFLOAT16_TOLERANCE
     assert largest_difference(target, eager) < tolerance
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tiles_equal_the_eager_decoder_on_the_same_weights(
+    name: str, checkpoints: dict[str, Path]
+) -> None:
+    target = fused(checkpoints[name], torch.bfloat16, num_threads=2, bits=TILES)
+    weights = rounded_weights(checkpoints[name], torch.bfloat16)
+    eager = NativeTarget(read_config(checkpoints[name]), weights)
+    assert largest_difference(target, eager) < BFLOAT16_TOLERANCE
+
+
+def test_weights_laid_out_for_tiles_are_refused_where_there_are_none(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "foredraft.models.native.fused.load_library", partial(load_library, instructions="portable")
+    )
+    with pytest.raises(ConfigError, match="laid out for tiles"):
+        NativeTarget.load(
+            checkpoints["llama"], torch.bfloat16, new_decoder=FusedDecoder, bits=TILES
+        )
 
 
 class Int8Reference(EagerDecoder):

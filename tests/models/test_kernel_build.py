@@ -148,6 +148,30 @@ def test_a_cache_that_cannot_be_written_is_a_reason(
         build(compiler.command, tmp_path / "cache", sources)
 
 
+def test_a_compiler_that_does_not_know_the_best_instructions_is_given_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, *_, plainest = available()
+    if best.flags == plainest.flags:
+        pytest.skip("this CPU has one instruction set")
+    old, real = tmp_path / "old-c++", find_compiler({"PATH": os.environ["PATH"]})[0]
+    old.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *{best.flags[-1]}*) echo "error: unrecognized option" >&2; exit 1;; esac\n'
+        f'exec {real} "$@"\n'
+    )
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    monkeypatch.delenv(SWITCH, raising=False)
+    build_module._load.cache_clear()
+    chosen, _ = build_module._load_best("products", (best, plainest))
+    assert chosen == plainest
+    with pytest.raises(KernelUnavailable, match="unrecognized option"):
+        load_library("products", best.name)
+    build_module._load.cache_clear()
+    build_module._load_best.cache_clear()
+
+
 def test_a_compiler_that_cannot_be_started_is_a_reason(sources: Path, tmp_path: Path) -> None:
     broken = tmp_path / "c++"
     broken.write_bytes(b"\x7fELF")

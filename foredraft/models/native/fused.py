@@ -23,10 +23,17 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.core.errors import ConfigError
-from foredraft.kernels.build import load_library
+from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads
+from foredraft.models.native import interface
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.packed import Int4Matrix, Matrix, PackedMatrix, tensor_of
+from foredraft.models.native.packed import (
+    Int4Matrix,
+    Matrix,
+    PackedMatrix,
+    TiledMatrix,
+    tensor_of,
+)
 from foredraft.models.native.plan import ForwardPlan, plan_head
 from foredraft.models.native.rope import inverse_frequencies
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
@@ -35,62 +42,8 @@ PHASES = ("linear", "attention", "head", "other")
 """What the kernel's time is split into: matrix products of the layers, attention, the product with
 the head, and all else (embedding and norms). Waiting for the slowest thread is in its phase."""
 
-_FORM_PLAIN, _FORM_INT8, _FORM_INT4, _FORM_TILED = range(4)
-
 _CLOSE_BYTES = 1 << 16
 """Weights this close to each other share huge pages; what lies between may become resident."""
-
-
-class _Layer(ctypes.Structure):
-    """``ForedraftLayer`` of decoder.cpp."""
-
-    _fields_ = [
-        (name, c_void_p)
-        for name in (
-            *("attention_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "output"),
-            *("output_bias", "mlp_norm", "gate_up", "down"),
-        )
-    ]
-
-
-class _Model(ctypes.Structure):
-    """``ForedraftModel`` of decoder.cpp."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("hidden", "feed_forward", "num_layers", "num_heads")),
-        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "is_bf16")),
-        ("form", c_int64),
-        ("norm_eps", c_double),
-        ("layers", POINTER(_Layer)),
-        *((name, c_void_p) for name in ("embedding", "head", "final_norm", "inv_freq")),
-    ]
-
-
-class Row(ctypes.Structure):
-    """``ForedraftRow`` of decoder.cpp."""
-
-    _fields_ = [("first_token", c_int64), ("end_token", c_int64)]
-
-
-class Forward(ctypes.Structure):
-    """``ForedraftForward`` of decoder.cpp."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("num_tokens", "num_wanted", "num_rows", "max_entries")),
-        *((name, POINTER(c_int32)) for name in ("token_ids", "positions", "slots", "entries")),
-        *((name, POINTER(c_int32)) for name in ("prefixes", "extra_starts", "extras", "wanted")),
-        ("rows", POINTER(Row)),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        *((name, c_int64) for name in ("layer_stride", "slot_stride", "head_stride")),
-        ("logits", c_void_p),
-        *((name, c_int64) for name in ("first_layer", "end_layer")),
-        ("hidden", c_void_p),
-        ("taps", POINTER(c_void_p)),
-        ("workspace", c_void_p),
-        ("num_threads", c_int64),
-        ("phase_seconds", POINTER(c_double)),
-    ]
 
 
 class FusedDecoder:
@@ -98,12 +51,13 @@ class FusedDecoder:
 
     Args:
         config: the model's shape.
-        weights: its weights, on CPU, bfloat16 or float32; read in place, never copied.
+        weights: its weights, on CPU, bfloat16 or float32, in one of the forms of `packed`, tiles
+            where there are such (`has_tiles`); read in place, never copied.
         num_threads: threads of a forward; None follows what is fastest, up to torch's number.
 
     Raises:
-        ConfigError: the weights are on another device or of another dtype, or the machine offers
-            fewer threads.
+        ConfigError: the weights are on another device, of another dtype or in a form that these
+            kernels do not read, or the machine offers fewer threads.
         KernelUnavailable: the kernel cannot be compiled here (see `kernels.build`).
     """
 
@@ -122,19 +76,18 @@ class FusedDecoder:
         self._chooser = ThreadChooser(self._most_threads)
         self._kept: list[Tensor] = []  # what the pointers of `_model` point to
         library = self._library = load_library()
-        library.foredraft_has_tiles.restype = c_int64
         layers = [self._layer(i, layer) for i, layer in enumerate(weights.layers)]
-        self._layers = (_Layer * len(layers))(*layers)
+        self._layers = (interface.Layer * len(layers))(*layers)
         self._model = self._describe_model(weights.final_norm_E)
         self._unnormed = self._describe_model(torch.ones_like(weights.final_norm_E))
         self._workspace = torch.empty(0)
         self._phase_seconds = (c_double * len(PHASES))()
         self._process, self._lock = os.getpid(), threading.Lock()
         self._forward = library.foredraft_forward
-        self._forward.argtypes = [POINTER(_Model), POINTER(Forward)]
+        self._forward.argtypes = [POINTER(interface.Model), POINTER(interface.Forward)]
         self._forward.restype = c_int64
         self._workspace_size = library.foredraft_workspace_size
-        self._workspace_size.argtypes = [POINTER(_Model), *[c_int64] * 4]
+        self._workspace_size.argtypes = [POINTER(interface.Model), *[c_int64] * 4]
         self._workspace_size.restype = c_int64
         for begin, end in _memory_ranges(self._kept):
             library.foredraft_use_huge_pages(c_void_p(begin), c_int64(end - begin))
@@ -226,7 +179,7 @@ class FusedDecoder:
 
     def _describe_forward(
         self, plan: ForwardPlan, cache: KVCache, logits_NV: Tensor, tapped: dict[int, Tensor]
-    ) -> Forward:
+    ) -> interface.Forward:
         threads = self._num_threads or self._chooser.choose()
         max_entries = max(row.entries.stop for row in plan.rows)
         keys, values = cache.keys_LSHCD, cache.values_LSHCD
@@ -234,7 +187,7 @@ class FusedDecoder:
         extra_starts = [0]
         for extras in plan.extras:
             extra_starts.append(extra_starts[-1] + len(extras))
-        return Forward(
+        return interface.Forward(
             num_tokens=len(plan),
             num_wanted=len(plan.heads),
             num_rows=len(plan.rows),
@@ -285,9 +238,9 @@ class FusedDecoder:
                 f"{cache.keys_LSHCD.shape[1]} slots of {cache.capacity} entries; reserve it first"
             )
 
-    def _describe_model(self, final_norm_E: Tensor) -> _Model:
+    def _describe_model(self, final_norm_E: Tensor) -> interface.Model:
         config, weights = self._config, self._weights
-        return _Model(
+        return interface.Model(
             hidden=config.hidden_size,
             feed_forward=config.intermediate_size,
             num_layers=len(weights.layers),
@@ -307,17 +260,23 @@ class FusedDecoder:
 
     def _form(self) -> int:
         """A ``ForedraftForm``."""
-        if isinstance(self._weights.head_VE, PackedMatrix):
-            layers = self._weights.layers
-            in_4_bits = any(isinstance(layer.output_weight, Int4Matrix) for layer in layers)
-            return _FORM_INT4 if in_4_bits else _FORM_INT8
-        tiled = self._weights.dtype == torch.bfloat16 and self._library.foredraft_has_tiles()
-        return _FORM_TILED if tiled else _FORM_PLAIN
+        head_VE, layers = self._weights.head_VE, self._weights.layers
+        if isinstance(head_VE, TiledMatrix):
+            if not self._library.foredraft_has_tiles() or self._weights.dtype != torch.bfloat16:
+                raise ConfigError(
+                    "these weights are laid out for tiles (AMX), which take bfloat16 weights and "
+                    "kernels that use them; load the weights as they are"
+                )
+            return interface.FORM_TILED
+        if not isinstance(head_VE, PackedMatrix):
+            return interface.FORM_PLAIN
+        in_4_bits = any(isinstance(layer.output_weight, Int4Matrix) for layer in layers)
+        return interface.FORM_INT4 if in_4_bits else interface.FORM_INT8
 
-    def _layer(self, index: int, layer: LayerWeights) -> _Layer:
+    def _layer(self, index: int, layer: LayerWeights) -> interface.Layer:
         has_attention = index not in self._weights.no_attention
         has_mlp = index not in self._weights.no_mlp
-        return _Layer(
+        return interface.Layer(
             attention_norm=self._vector(layer.attention_norm_E),
             qkv=self._matrix(layer.qkv_weight) if has_attention else None,
             qkv_bias=self._vector(layer.qkv_bias),
@@ -342,6 +301,14 @@ class FusedDecoder:
         return self._kept[-1].data_ptr()
 
 
+def has_tiles() -> bool:
+    """Whether the kernels chosen here multiply bfloat16 weights on tiles (`TiledMatrix`)."""
+    try:
+        return bool(load_library().foredraft_has_tiles())
+    except KernelUnavailable:
+        return False
+
+
 def _memory_ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Where tensors lie, as [begin, end) addresses; close neighbours make one range."""
     ranges: list[tuple[int, int]] = []
@@ -359,9 +326,9 @@ def _ints(values: Iterable[int]) -> ctypes.Array[c_int32]:
     return (c_int32 * len(values))(*values)
 
 
-def _rows(plan: ForwardPlan) -> ctypes.Array[Row]:
-    spans = [Row(row.tokens.start, row.tokens.stop) for row in plan.rows]
-    return (Row * len(spans))(*spans)
+def _rows(plan: ForwardPlan) -> ctypes.Array[interface.Row]:
+    spans = [interface.Row(row.tokens.start, row.tokens.stop) for row in plan.rows]
+    return (interface.Row * len(spans))(*spans)
 
 
 def _check_outcome(outcome: int, num_threads: int) -> None:

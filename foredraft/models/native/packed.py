@@ -1,8 +1,9 @@
-"""Weights in 8 and 4 bits: a float16 scale for each block of 32 inputs of each output row.
+"""Weights in the layouts that the fused kernel multiplies fastest: in 8 and 4 bits, and on tiles.
 
-Rounding is to nearest; no calibration text is needed. 8 bits are symmetric around zero, 4 bits
-start from a minimum of the block. The packed form is laid out for ``kernels/int8.h``, which
-multiplies it with activations of 16 bits.
+In 8 and 4 bits there is a float16 scale for each block of 32 inputs of each output row. Rounding is
+to nearest; no calibration text is needed. 8 bits are symmetric around zero, 4 bits start from a
+minimum of the block. They are laid out for ``kernels/int8.h``, which multiplies them with
+activations of 16 bits. Tiles (``kernels/tiles.h``) hold bfloat16 weights as they are.
 
 Shape legend: R rows (outputs) of a matrix, K inputs, G groups of 16 rows, B blocks of 32 inputs,
 C chunks of 2 blocks.
@@ -18,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foredraft.models.native.shelf import Shelf
+
 GROUP_ROWS = 16
 SCALE_INPUTS = 32
 """Inputs that share a scale. Twice as many would make products some 3 % faster, and the error half
@@ -25,6 +28,7 @@ as large again (docs/decisions/0016-int8-weights.md)."""
 
 _CHUNK_INPUTS = 2 * SCALE_INPUTS
 _QUAD = 4
+_TILE_PAIRS = 16
 _ZERO = 128  # what weight 0 of 8 bits is stored as
 _SCALES_BYTES = 2 * GROUP_ROWS * 2
 _ROWS_AT_ONCE = 1024
@@ -76,7 +80,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix [R, K] in few bits.
+    """A matrix [R, K] in groups of rows (``kernels/groups.h``).
 
     Attributes:
         packed_GCN: uint8 [G, C, bytes], laid out as the subclass says.
@@ -98,7 +102,7 @@ class PackedMatrix:
         return sum(self.part_rows), self.num_inputs
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The weights [R, K] as numbers: the scales times the integers, rounded to ``dtype``."""
+        """The weights [R, K] as numbers, rounded to ``dtype``."""
         parts = torch.split(self.packed_GCN, [_num_groups(rows) for rows in self.part_rows])
         rows = zip(parts, self.part_rows, strict=True)
         return torch.cat([self._unpack(part)[:num_rows] for part, num_rows in rows])[
@@ -115,37 +119,68 @@ class PackedMatrix:
         return rows_RK[:, : self.num_inputs].to(dtype)
 
     @classmethod
-    def quantised(cls, weight_RK: Tensor, num_parts: int = 1) -> Self:
-        """Round a matrix.
+    def of_weight(cls, weight_RK: Tensor, num_parts: int = 1, shelf: Shelf | None = None) -> Self:
+        """Bring a matrix into this form; what is lost is said by the subclass.
 
         Args:
             weight_RK: float weights, finite.
             num_parts: equally high matrices that lie one below the other in it.
+            shelf: where to put it.
         """
-        return cls._of_pieces(
-            weight_RK.shape, num_parts, lambda rows: cls._blocks(weight_RK[rows].float())
-        )
-
-    @classmethod
-    def of_blocks(cls, blocks: Blocks, num_inputs: int, num_parts: int = 1) -> Self:
-        """Pack integers and scales that are there already."""
-        shape = (len(blocks.integers_RBK), num_inputs)
-        return cls._of_pieces(shape, num_parts, blocks.rows)
+        raise NotImplementedError
 
     @classmethod
     def _of_pieces(
-        cls, shape: Sequence[int], num_parts: int, blocks_of: Callable[[slice], Blocks]
+        cls,
+        shape: Sequence[int],
+        num_parts: int,
+        shelf: Shelf | None,
+        put: Callable[[slice, Tensor], None],
     ) -> Self:
+        """Of some rows at a time, which ``put`` writes to their whole groups."""
         num_rows, num_inputs = shape[0] // num_parts, shape[1]
         groups, chunks = _num_groups(num_rows), -(-num_inputs // _CHUNK_INPUTS)
         chunk_bytes = int(GROUP_ROWS * _CHUNK_INPUTS * cls.bytes_per_weight)
-        packed_GCN = torch.empty((num_parts * groups, chunks, chunk_bytes), dtype=torch.uint8)
+        packed_GCN = (shelf or Shelf()).empty((num_parts * groups, chunks, chunk_bytes))
         for part in range(num_parts):
             for first, rows in _pieces(num_rows):
                 start, row = part * groups + first // GROUP_ROWS, part * num_rows + first
                 place = packed_GCN[start : start + _num_groups(rows)]
-                cls._pack(blocks_of(slice(row, row + rows)).filled_up(place), place)
+                put(slice(row, row + rows), place)
         return cls(packed_GCN, (num_rows,) * num_parts, num_inputs)
+
+    @staticmethod
+    def _unpack(packed_GCN: Tensor) -> Tensor:
+        """All rows and inputs of a part, those filled up included; float32 [R, K]."""
+        raise NotImplementedError
+
+
+class QuantisedMatrix(PackedMatrix):
+    """Integers with scales."""
+
+    @classmethod
+    def of_weight(cls, weight_RK: Tensor, num_parts: int = 1, shelf: Shelf | None = None) -> Self:
+        """Round a matrix."""
+        return cls._of_pieces(
+            weight_RK.shape,
+            num_parts,
+            shelf,
+            lambda rows, place: cls._put(cls._blocks(weight_RK[rows].float()), place),
+        )
+
+    @classmethod
+    def of_blocks(
+        cls, blocks: Blocks, num_inputs: int, num_parts: int = 1, shelf: Shelf | None = None
+    ) -> Self:
+        """Pack integers and scales that are there already."""
+        shape = (len(blocks.integers_RBK), num_inputs)
+        return cls._of_pieces(
+            shape, num_parts, shelf, lambda rows, place: cls._put(blocks.rows(rows), place)
+        )
+
+    @classmethod
+    def _put(cls, blocks: Blocks, packed_GCN: Tensor) -> None:
+        cls._pack(blocks.filled_up(packed_GCN), packed_GCN)
 
     @staticmethod
     def _blocks(weight_RK: Tensor) -> Blocks:
@@ -157,13 +192,8 @@ class PackedMatrix:
         """Lay out whole groups."""
         raise NotImplementedError
 
-    @staticmethod
-    def _unpack(packed_GCN: Tensor) -> Tensor:
-        """All rows and inputs of a part, those filled up included; float32 [R, K]."""
-        raise NotImplementedError
 
-
-class Int8Matrix(PackedMatrix):
+class Int8Matrix(QuantisedMatrix):
     """8 bits. Each chunk holds its 16 rows' scales (float16) as [2 blocks, 16 rows] and then their
     weights + 128 as [16 quads of inputs, 16 rows, 4 inputs].
     """
@@ -193,7 +223,7 @@ class Int8Matrix(PackedMatrix):
         return (numbers * scales).reshape(len(packed_GCN) * GROUP_ROWS, -1)
 
 
-class Int4Matrix(PackedMatrix):
+class Int4Matrix(QuantisedMatrix):
     """4 bits. Each chunk holds its 16 rows' scales and then their minima (both float16) as [2
     blocks, 16 rows], and then pairs of quads as [8 pairs, 16 rows, 4 bytes], the first quad of a
     pair in the lower half of the bytes.
@@ -231,7 +261,41 @@ class Int4Matrix(PackedMatrix):
         return numbers.reshape(len(packed_GCN) * GROUP_ROWS, -1)
 
 
-PACKED: Mapping[int, type[PackedMatrix]] = {8: Int8Matrix, 4: Int4Matrix}
+class TiledMatrix(PackedMatrix):
+    """bfloat16 as it is. Each chunk holds two tiles [16 pairs of inputs, 16 rows, 2 inputs]."""
+
+    bits = 16
+    bytes_per_weight = 2.0
+
+    @classmethod
+    def of_weight(cls, weight_RK: Tensor, num_parts: int = 1, shelf: Shelf | None = None) -> Self:
+        """Lay out a matrix; bfloat16 weights lose nothing."""
+
+        def put(rows: slice, place_GCN: Tensor) -> None:
+            groups, chunks, _ = place_GCN.shape
+            short = groups * GROUP_ROWS - (rows.stop - rows.start)
+            some_RK = F.pad(
+                weight_RK[rows].bfloat16(),
+                (0, chunks * _CHUNK_INPUTS - weight_RK.shape[1], 0, short),
+            ).contiguous()
+            pairs = some_RK.view(torch.int32).view(groups, GROUP_ROWS, -1, _TILE_PAIRS)
+            _tiles(place_GCN).copy_(pairs.permute(0, 2, 3, 1))
+
+        return cls._of_pieces(weight_RK.shape, num_parts, shelf, put)
+
+    def rows(self, indices_R: Tensor, dtype: torch.dtype) -> Tensor:
+        indices_R = indices_R.to(self.packed_GCN.device)
+        tiles = _tiles(self.packed_GCN)
+        pairs = tiles[indices_R // GROUP_ROWS, :, :, indices_R % GROUP_ROWS]
+        return pairs.flatten(1).view(torch.bfloat16)[:, : self.num_inputs].to(dtype)
+
+    @staticmethod
+    def _unpack(packed_GCN: Tensor) -> Tensor:
+        pairs = _tiles(packed_GCN).permute(0, 3, 1, 2).reshape(len(packed_GCN) * GROUP_ROWS, -1)
+        return pairs.view(torch.bfloat16).float()
+
+
+PACKED: Mapping[int, type[PackedMatrix]] = {16: TiledMatrix, 8: Int8Matrix, 4: Int4Matrix}
 """By bits of a weight."""
 
 Matrix = Tensor | PackedMatrix
@@ -290,6 +354,11 @@ def _from_quads(quads_GCN: Tensor) -> Tensor:
     groups, chunks, _ = quads_GCN.shape
     quads = quads_GCN.reshape(groups, chunks, -1, GROUP_ROWS, _QUAD).permute(0, 3, 1, 2, 4)
     return quads.reshape(groups, GROUP_ROWS, chunks, 2, SCALE_INPUTS)
+
+
+def _tiles(packed_GCN: Tensor) -> Tensor:
+    """A view of pairs of bfloat16 as int32 [G, steps of 32 inputs, 16 pairs, 16 rows]."""
+    return packed_GCN.view(torch.int32).view(len(packed_GCN), -1, _TILE_PAIRS, GROUP_ROWS)
 
 
 def _num_groups(num_rows: int) -> int:

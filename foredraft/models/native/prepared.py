@@ -17,7 +17,8 @@ from torch import Tensor
 
 from foredraft.cache.layers import StoredLayers
 from foredraft.models.base import HeadRow
-from foredraft.models.native.fused import Forward, FusedDecoder, Row
+from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.interface import Forward, Row
 
 MOST_TOKENS = 16
 """Of a prepared forward: more are worth a plan."""

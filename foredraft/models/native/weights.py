@@ -17,7 +17,8 @@ from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.packed import PACKED, Int4Matrix, Matrix, tensor_of
+from foredraft.models.native.packed import PACKED, Int4Matrix, Matrix, QuantisedMatrix, tensor_of
+from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.source_blocks import stacked_blocks
 from foredraft.models.safety import FLOATS, Checkpoint
 
@@ -114,7 +115,7 @@ def load_weights(
         dtype: of the weights, and of the embeddings where the others are packed.
         device: where the weights go.
         bits: 8 or 4: quantise the linear layers, and the head to 8, each as it is read. What the
-            model comes with in as many bits is taken as it is.
+            model comes with in as many bits is taken as it is. 16: bfloat16 laid out for tiles.
 
     Raises:
         ModelLoadError: a tensor is missing, has another shape or no float type, or holds NaN or
@@ -127,6 +128,24 @@ def load_weights(
     weights = _assemble(reader, config)
     reader.raise_problems()
     return weights
+
+
+def weight_bytes(config: DecoderConfig, itemsize: int, bits: int | None) -> tuple[int, int]:
+    """Bytes of weights in memory, and those of them that a forward reads.
+
+    Args:
+        itemsize: of the dtype.
+        bits: see `load_weights`.
+    """
+    matrices, head = config.num_matrix_parameters, config.vocab_size * config.hidden_size
+    others = config.num_parameters - matrices  # embeddings, norms, biases
+    if bits is None:
+        return config.num_parameters * itemsize, matrices * itemsize
+    linear = (matrices - head) * PACKED[bits].bytes_per_weight
+    read = int(head * PACKED[max(bits, 8)].bytes_per_weight + linear)
+    if config.tie_word_embeddings:  # the head is a copy
+        others += head
+    return read + others * itemsize, read
 
 
 def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, frozenset[str]]:
@@ -233,6 +252,7 @@ class _Reader:
         bits: int | None,
     ) -> None:
         self._checkpoint, self._dtype, self._device, self._bits = checkpoint, dtype, device, bits
+        self._shelf = Shelf()
         self._problems: list[str] = []
         self.taken: set[str] = set()
 
@@ -262,14 +282,14 @@ class _Reader:
         Args:
             parts: names and numbers of rows.
             num_inputs: of each row.
-            num_parts: see `foredraft.models.native.packed.PackedMatrix.quantised`.
+            num_parts: see `foredraft.models.native.packed.PackedMatrix.of_weight`.
         """
         weight = self.take_stacked(parts, num_inputs)
         return self._stored(weight, [name for name, _ in parts], num_parts, self._bits)
 
     def as_head(self, weight: Tensor, name: str) -> Matrix:
         """The head in the form that was asked for: it keeps 8 bits where others have 4."""
-        return self._stored(weight, [name], 1, self._bits and 8)
+        return self._stored(weight, [name], 1, self._bits and max(self._bits, 8))
 
     def _stored(
         self, weight: Tensor, names: Sequence[str], num_parts: int, bits: int | None
@@ -277,12 +297,11 @@ class _Reader:
         if bits is None or self._problems:
             return weight
         packed = PACKED[bits]
-        blocks = None
-        if self._bits == Int4Matrix.bits:
+        if self._bits == Int4Matrix.bits and issubclass(packed, QuantisedMatrix):
             blocks = stacked_blocks(self._checkpoint.directory, names, weight)
-        if blocks is None or (blocks.minima_RB is not None) != (packed is Int4Matrix):
-            return packed.quantised(weight, num_parts)
-        return packed.of_blocks(blocks, weight.shape[1], num_parts)
+            if blocks and (blocks.minima_RB is not None) == (packed is Int4Matrix):
+                return packed.of_blocks(blocks, weight.shape[1], num_parts, self._shelf)
+        return packed.of_weight(weight, num_parts, self._shelf)
 
     def _problem(self, name: str, shape: tuple[int, ...]) -> str | None:
         stored = self._checkpoint.tensors.get(name)

@@ -1,0 +1,100 @@
+// Chunks of what tokens see: their weights, and how chunks are folded together.
+//
+// Shape legend: see attention.h.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "simd.h"
+#include "team.h"
+
+namespace foredraft {
+
+// What one token sees.
+struct Visible {
+  int64_t prefix;
+  const int32_t* extras;
+  int64_t num_extras;
+
+  int64_t count() const { return prefix + num_extras; }
+
+  // The extras with ranks in [begin, end), as numbers of extras.
+  Range extras_within(int64_t begin, int64_t end) const {
+    const auto number = [&](int64_t rank) {
+      return std::min(std::max<int64_t>(rank - prefix, 0), num_extras);
+    };
+    return {number(begin), number(end)};
+  }
+};
+
+// What M queries attended so far: unnormalised values in lane order, and by what to normalise them.
+struct Attended {
+  float* values;  // [M, padded D]
+  float* most;    // [M] largest score
+  float* sum;     // [M] of 2^(score - most)
+
+  static int64_t size(int64_t M, int64_t D) { return M * (padded(D) + 2); }
+
+  static Attended in(float* memory, int64_t M, int64_t D) {
+    return {memory, memory + M * padded(D), memory + M * (padded(D) + 1)};
+  }
+};
+
+// The larger one, and NaN of NaN. (The instruction returns its second operand then.)
+inline Vec at_least(Vec x, Vec low) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)low, (__m512)x);
+#elif defined(__AVX__)
+  return (Vec)_mm256_max_ps((__m256)low, (__m256)x);
+#else
+  return x < low ? low : x;
+#endif
+}
+
+// 2^x of x <= 0 to about 1 ulp. What is below 2^-100 counts as that; NaN stays NaN. x = n + r with
+// |r| <= 1/2, and 2^r by a polynomial of S. Moshier's Cephes library (exp2f).
+inline Vec exp2_of_negative(Vec x) {
+  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec bounded = at_least(x, broadcast(-100.0f));
+  const Vec shifted = bounded + magic;
+  const Vec r = bounded - (shifted - magic);
+  Vec e = broadcast(1.535336188e-4f);
+  for (float coefficient : {1.339887440e-3f, 9.618437357e-3f, 5.550332471e-2f, 0.2402264791f,
+                            0.6931472029f, 1.0f})
+    e = fma(e, r, broadcast(coefficient));
+  const Ints power = ((Ints)shifted << 23) + 0x3f800000;  // 2^n
+  return e * (Vec)power;
+}
+
+// Adds what query m attended in the next chunk.
+inline void fold(const Attended& all, const Attended& next, int64_t m, int64_t D) {
+  const Vec before = broadcast(all.most[m]), there = broadcast(next.most[m]);
+  const Vec most = max(before, there);
+  const Vec old = exp2_of_negative(before - most), fresh = exp2_of_negative(there - most);
+  float* values = all.values + m * padded(D);
+  const float* added = next.values + m * padded(D);
+  for (int64_t d = 0; d < D; d += kLanes)
+    store(values + d, fma(load(added + d), fresh, load(values + d) * old));
+  all.sum[m] = fma(broadcast(next.sum[m]), fresh, broadcast(all.sum[m]) * old)[0];
+  all.most[m] = most[0];
+}
+
+// Scores to unnormalised weights 2^(score - most), in place. The array has room for whole vectors.
+inline void to_weights(float* scores, int64_t count, float& most, float& sum) {
+  for (int64_t i = count; i % kLanes; ++i) scores[i] = -INFINITY;
+  Vec largest = load(scores);
+  for (int64_t i = kLanes; i < count; i += kLanes) largest = max(load(scores + i), largest);
+  most = max_lanes(largest);
+  const Vec shift = broadcast(most);
+  Vec total{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Vec weight = exp2_of_negative(load(scores + i) - shift);
+    store(scores + i, weight);
+    total += weight;
+  }
+  sum = sum_lanes(total);
+}
+
+}  // namespace foredraft

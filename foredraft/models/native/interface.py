@@ -1,0 +1,61 @@
+"""What the fused kernel is handed over, mirrored field by field from ``kernels/interface.h``."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
+
+FORM_PLAIN, FORM_INT8, FORM_INT4, FORM_TILED = range(4)
+"""``ForedraftForm``."""
+
+
+class Layer(ctypes.Structure):
+    """``ForedraftLayer`` of interface.h."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in (
+            *("attention_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "output"),
+            *("output_bias", "mlp_norm", "gate_up", "down"),
+        )
+    ]
+
+
+class Model(ctypes.Structure):
+    """``ForedraftModel`` of interface.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("hidden", "feed_forward", "num_layers", "num_heads")),
+        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "is_bf16")),
+        ("form", c_int64),
+        ("norm_eps", c_double),
+        ("layers", POINTER(Layer)),
+        *((name, c_void_p) for name in ("embedding", "head", "final_norm", "inv_freq")),
+    ]
+
+
+class Row(ctypes.Structure):
+    """``ForedraftRow`` of interface.h."""
+
+    _fields_ = [("first_token", c_int64), ("end_token", c_int64)]
+
+
+class Forward(ctypes.Structure):
+    """``ForedraftForward`` of interface.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_tokens", "num_wanted", "num_rows", "max_entries")),
+        *((name, POINTER(c_int32)) for name in ("token_ids", "positions", "slots", "entries")),
+        *((name, POINTER(c_int32)) for name in ("prefixes", "extra_starts", "extras", "wanted")),
+        ("rows", POINTER(Row)),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int64) for name in ("layer_stride", "slot_stride", "head_stride")),
+        ("logits", c_void_p),
+        *((name, c_int64) for name in ("first_layer", "end_layer")),
+        ("hidden", c_void_p),
+        ("taps", POINTER(c_void_p)),
+        ("workspace", c_void_p),
+        ("num_threads", c_int64),
+        ("phase_seconds", POINTER(c_double)),
+    ]
