@@ -104,19 +104,17 @@ def gumbel_top_rows(
 def gumbel_noise(tokens: Sequence[int], seed: int, position: int) -> list[float]:
     """The noise of each of ``tokens``, for drafters that weigh a few candidates."""
     _check_key(seed, position)
-    tokens_M = np.asarray(tokens, dtype=np.int64)
-    if tokens_M.size and not 0 <= tokens_M.min() <= tokens_M.max() < MAX_VOCAB:
+    if len(tokens) and not 0 <= min(tokens) <= max(tokens) < MAX_VOCAB:
         raise ValueError(f"tokens must be in [0, {MAX_VOCAB}); got {list(tokens)}")
     library = _library()
     if library is None:
-        noise_M = _noise(tokens_M, seed, position)
-    else:
-        noise_M = np.empty(len(tokens_M))
-        library.foredraft_gumbel_noise(
-            tokens_M.ctypes.data, len(tokens_M), seed, position, noise_M.ctypes.data
-        )
-    values: list[float] = noise_M.tolist()
-    return values
+        values: list[float] = _noise(np.asarray(tokens, dtype=np.int64), seed, position).tolist()
+        return values
+    count = len(tokens)
+    noise_M = (ctypes.c_double * count)()
+    tokens_M = (ctypes.c_int64 * count)(*tokens)
+    library.foredraft_gumbel_noise(tokens_M, count, seed, position, noise_M)
+    return noise_M[:]
 
 
 def _as_array(logits: Tensor | Array) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -177,11 +178,16 @@ class Observation:
 
     def hidden(self, layer: int) -> Tensor:
         """Outputs [end - start, E] of a tapped layer for the tokens that stay: read, accepted."""
-        x_TE = self.taps[layer]
-        kept_TE = x_TE[: self.num_read]
-        if not self.path:
-            return kept_TE
-        return torch.cat((kept_TE, x_TE[[self.num_read + node for node in self.path]]))
+        return self.taps[layer][self._kept]
+
+    @cached_property
+    def _kept(self) -> slice | Tensor:
+        """Rows of the tokens that stay: `hidden` is asked for several layers of one step."""
+        nodes = [self.num_read + node for node in self.path]
+        end = self.num_read + len(nodes)
+        if nodes == [*range(self.num_read, end)]:
+            return slice(0, end)
+        return torch.tensor([*range(self.num_read), *nodes])
 
 
 class Drafter(Protocol):

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "simd.h"
 
@@ -30,6 +31,56 @@ void unit_row(const Number* x, int64_t E, float eps, float* out) {
   for (int64_t k = 0; k < E; ++k) out[k] *= scale;
 }
 
+// The likeliest rows of a node, best first; of equal logits the first.
+class Best {
+ public:
+  Best(int64_t wanted, int64_t* rows, double* logits)
+      : wanted_(wanted), rows_(rows), logits_(logits) {}
+
+  // What a logit has to exceed.
+  float floor() const { return floor_; }
+  int64_t found() const { return found_; }
+
+  void offer(int64_t row, float logit) {
+    if (!(logit > floor_)) return;
+    int64_t at = found_ < wanted_ ? found_++ : wanted_ - 1;
+    for (; at > 0 && logits_[at - 1] < double(logit); --at)
+      rows_[at] = rows_[at - 1], logits_[at] = logits_[at - 1];
+    rows_[at] = row, logits_[at] = double(logit);
+    if (found_ == wanted_) floor_ = float(logits_[wanted_ - 1]);
+  }
+
+ private:
+  int64_t wanted_, found_ = 0;
+  int64_t* rows_;
+  double* logits_;
+  float floor_ = -std::numeric_limits<float>::infinity();
+};
+
+void find_best(const float* logits, int64_t R, Best& best) {
+  constexpr int64_t kBlock = 4 * kLanes;
+  int64_t i = 0;
+  for (; i + kBlock <= R; i += kBlock) {
+    const float* x = logits + i;
+    const Vec most = max(max(load(x), load(x + kLanes)),
+                         max(load(x + 2 * kLanes), load(x + 3 * kLanes)));
+    if (!(max_lanes(most) > best.floor())) continue;
+    for (int64_t j = 0; j < kBlock; ++j) best.offer(i + j, x[j]);
+  }
+  for (; i < R; ++i) best.offer(i, logits[i]);
+}
+
+// The sum of e^(scale (logit - largest)).
+double total(const float* logits, int64_t R, float largest, float scale) {
+  Vec sums{};
+  int64_t i = 0;
+  for (; i + kLanes <= R; i += kLanes)
+    sums += exp((load(logits + i) - largest) * scale);
+  double sum = double(sum_lanes(sums));
+  for (; i < R; ++i) sum += std::exp(double((logits[i] - largest) * scale));
+  return sum;
+}
+
 }  // namespace
 
 extern "C" {
@@ -51,6 +102,26 @@ __attribute__((visibility("default"))) void foredraft_add_rows(
   for (int64_t t = 0; t < num_tokens; ++t) {
     const bf16* added = static_cast<const bf16*>(table) + ids[t] * E;
     for (int64_t i = 0; i < E; ++i) rows[t * E + i] += to_float(added[i]);
+  }
+}
+
+// The K likeliest tokens of each of N nodes, best first, with their probabilities at 1 / `scale`
+// degrees, from logits [N, R] of the tokens `ids`; those of less than `least` are left out. tokens and
+// chances are [N, K]; found [N] says how many there are.
+__attribute__((visibility("default"))) void foredraft_candidates(
+    const float* logits, int64_t num_nodes, int64_t R, int64_t K, double scale, double least,
+    const int64_t* ids, int64_t* tokens, double* chances, int64_t* found) {
+  for (int64_t n = 0; n < num_nodes; ++n, logits += R, tokens += K, chances += K) {
+    Best best(K, tokens, chances);
+    find_best(logits, R, best);
+    const double largest = chances[0];
+    const double sum = best.found() ? total(logits, R, float(largest), float(scale)) : 1;
+    for (found[n] = 0; found[n] < best.found(); ++found[n]) {
+      const int64_t k = found[n];
+      chances[k] = std::exp((chances[k] - largest) * scale) / sum;
+      if (!(chances[k] >= least)) break;
+      tokens[k] = ids[tokens[k]];
+    }
   }
 }
 

@@ -15,10 +15,10 @@ from foredraft.core.choices import Choice
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import SamplingRules
 from foredraft.drafters.base import DraftRow
+from foredraft.drafters.common.candidates import Candidates
 
 _CANDIDATES = 64
 """Of each node, when noise is to choose among them: what lies beyond is rarely drawn."""
-
 
 _COPIED_WEIGHT = 0.35
 
@@ -33,6 +33,7 @@ class OutputRows:
 
     def __init__(self, ids_R: Tensor | None, vocab_size: int) -> None:
         self._ids_R = torch.arange(vocab_size) if ids_R is None else ids_R.cpu()
+        self._candidates = Candidates(self._ids_R)
         self._vocab_size, self._all = vocab_size, ids_R is None
 
     def spread(self, logits_R: Tensor) -> Tensor:
@@ -70,14 +71,10 @@ class OutputRows:
         params = row.params
         is_greedy = params.temperature == 0.0
         scale = 1.0 if is_greedy else 1.0 / max(params.temperature, 1e-3)
-        wanted = min(count if is_greedy else _CANDIDATES, logits_NR.shape[1])
-        top = logits_NR.topk(wanted)
-        log_total_N = (logits_NR * scale).logsumexp(1, keepdim=True)
-        probs = (top.values * scale - log_total_N).exp().tolist()
-        tokens = self._ids_R[top.indices.cpu()].tolist()
+        wanted = count if is_greedy else _CANDIDATES
+        likeliest = self._candidates.likeliest(logits_NR, wanted, scale)
         found = []
-        for node, guesses in enumerate(drafted):
-            candidates = [*map(Choice, tokens[node], probs[node])]
+        for node, (candidates, guesses) in enumerate(zip(likeliest, drafted, strict=True)):
             if copied and copied[node]:
                 candidates = blended(candidates, copied[node])
             if not is_greedy:

@@ -129,7 +129,8 @@ class StepDrafter(BaseDrafter):
             HeadRow(self._requests[read.request_id].slot, read.start, len(read.following))
             for read in reads
         ]
-        states_TE, logits_NR = self._runner.run(rows, torch.cat(inputs))
+        inputs_TE = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+        states_TE, logits_NR = self._runner.run(rows, inputs_TE)
         last = -1
         for read, logits_R in zip(reads, logits_NR, strict=True):
             last += len(read.following)
