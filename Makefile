@@ -69,21 +69,28 @@ HEADS_OUT ?= heads
 HEADS_TOKENS ?= 2M
 HEADS_MINUTES ?= 120
 HEADS_DATA ?=
-HEADS_OPTIONS ?=
+HEADS_DEVICE ?= cpu
+HEADS_WRITE ?=
+HEADS_TRAIN ?=
 heads: $(VENV)/.installed
-	$(BIN)/foredraft train write-text --out $(HEADS_OUT)/texts --tokens $(HEADS_TOKENS)
+	$(BIN)/foredraft train write-text --out $(HEADS_OUT)/texts --tokens $(HEADS_TOKENS) \
+	  --device $(HEADS_DEVICE) $(HEADS_WRITE)
 	@for kind in $(HEADS); do \
 	  OMP_WAIT_POLICY=passive $(BIN)/foredraft train $$kind --out $(HEADS_OUT)/$$kind \
 	    --data $(HEADS_OUT)/texts $(HEADS_DATA:%=--data %) \
-	    --minutes $(HEADS_MINUTES) $(HEADS_OPTIONS) || exit 1; done
+	    --device $(HEADS_DEVICE) --minutes $(HEADS_MINUTES) $(HEADS_TRAIN) || exit 1; done
 
 # A piece of ten minutes, for machines that are lent for no longer; run it until it says it is done.
-GPU_PIECE ?= 570
+HEADS_PIECE ?= 570
+heads-gpu: HEADS_DEVICE = cuda
+heads-gpu: HEADS_TOKENS = 20M
+heads-gpu: HEADS_WRITE = --batch 256
+heads-gpu: HEADS_TRAIN = --batch-tokens 16384
 heads-gpu: $(VENV)/.installed
-	@timeout --signal=TERM --kill-after=30 $(GPU_PIECE) $(MAKE) --no-print-directory heads \
-	  HEADS_TOKENS=$(or $(GPU_TOKENS),20M) HEADS_MINUTES=$(or $(GPU_MINUTES),120) \
-	  HEADS_OPTIONS='--device $(or $(GPU_DEVICE),cuda) --batch-tokens 16384 $(HEADS_OPTIONS)' || \
-	  { test $$? -eq 124 && echo "ten minutes are over: run it again to go on"; }
+	@timeout --kill-after=30 $(HEADS_PIECE) $(MAKE) --no-print-directory heads \
+	  HEADS_DEVICE='$(HEADS_DEVICE)' HEADS_TOKENS='$(HEADS_TOKENS)' \
+	  HEADS_WRITE='$(HEADS_WRITE)' HEADS_TRAIN='$(HEADS_TRAIN)' || \
+	  { test $$? -eq 124 && echo "the piece is over: run it again to go on"; }
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -148,6 +148,7 @@ def write_text(
         max_tokens=max_tokens,
         seed=seed,
         made_up=made_up or not prompts,
+        shard=max(_WRITTEN_AT_ONCE * 4, 2 * batch),
     )
     llm = _load(target, device, batch)
     identity = _identity(llm, identify)
