@@ -1,5 +1,6 @@
 # make demo   the main job on the real model        make test   the tests
 # make test-all, make lint, make types, make example: what CI and contributors run besides
+# make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make reference: write docs/reference from the docstrings, and docs/results.md from docs/results
 # Each target but clean makes its own virtual environment in .venv first.
 
@@ -13,10 +14,10 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types example reference clean
+.PHONY: help demo test test-all lint types example reference heads heads-gpu clean
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
@@ -60,6 +61,36 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 reference: $(VENV)/.installed
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/foredraft bench report docs/results --into docs/results.md
+
+# Heads of the default model, from nothing: text of its own, then each kind; see docs/training.md.
+# Whatever is interrupted goes on when it is run again.
+HEADS ?= eagle
+HEADS_OUT ?= heads
+HEADS_TOKENS ?= 2M
+HEADS_MINUTES ?= 120
+HEADS_DATA ?=
+HEADS_DEVICE ?= cpu
+HEADS_WRITE ?=
+HEADS_TRAIN ?=
+heads: $(VENV)/.installed
+	$(BIN)/foredraft train write-text --out $(HEADS_OUT)/texts --tokens $(HEADS_TOKENS) \
+	  --device $(HEADS_DEVICE) $(HEADS_WRITE)
+	@for kind in $(HEADS); do \
+	  OMP_WAIT_POLICY=passive $(BIN)/foredraft train $$kind --out $(HEADS_OUT)/$$kind \
+	    --data $(HEADS_OUT)/texts $(HEADS_DATA:%=--data %) \
+	    --device $(HEADS_DEVICE) --minutes $(HEADS_MINUTES) $(HEADS_TRAIN) || exit 1; done
+
+# A piece of ten minutes, for machines that are lent for no longer; run it until it says it is done.
+HEADS_PIECE ?= 570
+heads-gpu: HEADS_DEVICE = cuda
+heads-gpu: HEADS_TOKENS = 20M
+heads-gpu: HEADS_WRITE = --batch 256
+heads-gpu: HEADS_TRAIN = --batch-tokens 16384
+heads-gpu: $(VENV)/.installed
+	@timeout --kill-after=30 $(HEADS_PIECE) $(MAKE) --no-print-directory heads \
+	  HEADS_DEVICE='$(HEADS_DEVICE)' HEADS_TOKENS='$(HEADS_TOKENS)' \
+	  HEADS_WRITE='$(HEADS_WRITE)' HEADS_TRAIN='$(HEADS_TRAIN)' || \
+	  { test $$? -eq 124 && echo "the piece is over: run it again to go on"; }
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,9 +44,9 @@ class DataOptions:
     """Which text."""
 
     data: Annotated[
-        list[str],
-        _option(_DATA, "Folder of write-text, prompts.jsonl to answer, or self; repeatable."),
-    ]
+        list[str] | None,
+        _option(_DATA, "Folder of write-text, prompts.jsonl to answer, or self (as if left out)."),
+    ] = None
     text_tokens: Annotated[
         str, _option(_DATA, "To write for each file of prompts, and for self, such as 2M.")
     ] = "1M"
@@ -148,6 +148,7 @@ def write_text(
         max_tokens=max_tokens,
         seed=seed,
         made_up=made_up or not prompts,
+        shard=max(_WRITTEN_AT_ONCE * 4, 2 * batch),
     )
     llm = _load(target, device, batch)
     identity = _identity(llm, identify)
@@ -206,7 +207,7 @@ def _train(
             pause,
             cache_root() / "captures",
             data.capture_gb * 1e9,
-            {"data": data.data, "command": _command()},
+            {"data": data.data or ["self"], "command": _command()},
         )
         result = trainer.run()
     done = f"{result.tokens} tokens, {result.seconds / 60:.1f} minutes of learning"
@@ -272,7 +273,7 @@ def _texts(
     from foredraft.train.writing import WritePlan, check_origin
 
     found: list[Text] = []
-    for each in data.data:
+    for each in data.data or ["self"]:
         path = Path(each)
         if each == "self" or path.suffix == ".jsonl":
             made_up, path = each == "self", out / "training" / f"texts-{path.stem}"

@@ -77,10 +77,15 @@ class Acceptance:
 
 
 class AcceptanceCount:
-    """Adds up what batches show."""
+    """Adds up what batches show.
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    Args:
+        depth: draft tokens to count.
+        has_sampled: whether any of the texts was sampled; if not, greedy ones serve for both.
+    """
+
+    def __init__(self, depth: int, has_sampled: bool) -> None:
+        self._depth, self._has_sampled = depth, has_sampled
         self._right = torch.zeros(depth, dtype=torch.float64)
         self._tried = torch.zeros(depth, dtype=torch.float64)
         self._sampled: list[Tensor] = []
@@ -104,7 +109,7 @@ class AcceptanceCount:
         predictions = by_depth(predictions, self._depth)
         greedy_B = batch.temperatures_B == 0
         self._add_greedy(predictions, batch, greedy_B, row_of_V)
-        sampled_B = ~greedy_B if not greedy_B.all() else greedy_B
+        sampled_B = ~greedy_B if self._has_sampled else greedy_B
         self._add_sampled(predictions, batch, sampled_B, head_RE)
 
     def _add_greedy(
@@ -132,7 +137,8 @@ class AcceptanceCount:
     def _add_sampled(
         self, predictions: Sequence[Prediction], batch: TrainBatch, texts_B: Tensor, head_RE: Tensor
     ) -> None:
-        places = anchors(batch, texts_B, self._depth)[::_SAMPLED_STRIDE]
+        places = anchors(batch, texts_B, self._depth)
+        places = places[places[:, 1] % _SAMPLED_STRIDE == 0]  # whatever batch they are in
         agreed, overlaps = [], []
         texts, at = places[:, 0], places[:, 1]
         for k, prediction in enumerate(predictions):

@@ -12,7 +12,13 @@ import torch
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.common.head import HeadModule, TextBatch
-from foredraft.drafters.common.head_files import finish_saving, save_head
+from foredraft.drafters.common.head_files import (
+    META,
+    finish_saving,
+    read_head,
+    read_info,
+    save_head,
+)
 from foredraft.train.acceptance import Acceptance, AcceptanceCount
 from foredraft.train.batches import TrainBatch, Window, batches_of, load_batch, windows_of
 from foredraft.train.capture import Capture, Pause
@@ -122,6 +128,8 @@ class Trainer:
         self._enter_order()
         if self.counters.evaluated < 0:
             self._evaluate()
+        elif self._plan.done(self.counters) < 1:
+            self._measure_best()
         while self._plan.done(self.counters) < 1 and not self._monitor.wants_stop():
             self._step()
             if self._plan.done(self.counters) >= self._next_evaluation():
@@ -201,11 +209,12 @@ class Trainer:
         return batches_of(windows, plan.batch_tokens, 0, 0)
 
     @torch.no_grad()
-    def measure(self) -> Acceptance:
-        """Acceptance of the weights as they are, on held-out text."""
+    def measure(self, module: HeadModule | None = None) -> Acceptance:
+        """Acceptance on held-out text, of the weights as they are or of another module."""
         learner, depth = self._learner, self._plan.depth
-        module, count = learner.kept.eval(), AcceptanceCount(depth)
-        head_RE = learner.head_RE.float()
+        module = (module or learner.kept).to(self._target.device).eval()
+        texts = {self._texts[w.text].temperature for batch in self._evaluation for w in batch}
+        count, head_RE = AcceptanceCount(depth, texts != {0.0}), learner.head_RE.float()
         for windows in self._evaluation:
             self._pause()
             batch = self._load(windows)
@@ -214,6 +223,15 @@ class Trainer:
             count.add(predictions, batch, head_RE, learner.row_of_V)
         module.train()
         return count.result()
+
+    def _measure_best(self) -> None:
+        """The head that is kept, measured as those after it will be: there may be other text."""
+        if not (self._out / META).exists():
+            return
+        module, info = self._learner.module, read_info(self._out)
+        if info.config == module.config:
+            self._acceptance = self.measure(read_head(self._out, type(module), info))
+            self.counters.best = self._acceptance.score
 
     def _evaluate(self) -> None:
         self._acceptance = self.measure()

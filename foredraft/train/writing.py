@@ -24,8 +24,6 @@ from foredraft.models.progress import Progress
 from foredraft.train.texts import Text, next_number, read_texts, shard_paths, write_shard
 
 _ORIGIN = "texts.json"
-_BLOCK = 64
-"""Texts of a shard: what a kill costs at most."""
 _LONGEST_PROMPT = 256
 """Tokens of a prompt that the target makes up."""
 _SHORTEST_PROMPT = 8
@@ -107,6 +105,8 @@ class WritePlan:
         seed: of all draws.
         made_up: the target makes up prompts, beside those that are given.
         passes: how often each prompt is answered, at most; None: until there are enough tokens.
+        shard: texts of a shard: what a kill costs at most. They are written at the same time, as
+            far as the target takes them.
     """
 
     tokens: int
@@ -116,6 +116,7 @@ class WritePlan:
     seed: int = 0
     made_up: bool = True
     passes: int | None = None
+    shard: int = 64
 
     def __post_init__(self) -> None:
         if not self.temperatures or min(self.temperatures) < 0:
@@ -175,7 +176,7 @@ class Writer:
     def _block(self, progress: Progress, wants_stop: Callable[[], bool]) -> bool:
         """Write a shard; False: there is nothing left to answer."""
         first = next_number(self._directory)
-        numbers = [n for n in range(first, first + _BLOCK) if self._is_wanted(n)]
+        numbers = [n for n in range(first, first + self._plan.shard) if self._is_wanted(n)]
         if not numbers:
             return False
         requests, sources = self._requests(numbers, wants_stop)

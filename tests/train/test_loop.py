@@ -116,6 +116,23 @@ def test_further_text_begins_a_new_epoch(target: TrainingTarget, tmp_path: Path)
     assert trainer.counters.resumed == 1
 
 
+def test_what_is_kept_is_measured_again(target: TrainingTarget, tmp_path: Path) -> None:
+    """Scores of different held-out text, or of another release, are not compared."""
+    train(target, tmp_path / "head", watch=Watch(stop_after=3))
+    trainer = trainer_of(target, tmp_path / "head", watch=Watch(stop_after=1))
+    trainer.counters.best = 99.0
+    trainer.run()
+    assert 1.0 <= trainer.counters.best < 4.0
+
+
+def test_acceptance_does_not_depend_on_batches(target: TrainingTarget, tmp_path: Path) -> None:
+    small = trainer_of(target, tmp_path / "a", plan=plan_of(batch_tokens=100)).measure()
+    large = trainer_of(target, tmp_path / "b", plan=plan_of(batch_tokens=4000)).measure()
+    assert small.num_anchors == large.num_anchors
+    assert small.greedy == pytest.approx(large.greedy)
+    assert small.sampled == pytest.approx(large.sampled, rel=1e-4)
+
+
 def test_more_time_goes_on(target: TrainingTarget, tmp_path: Path) -> None:
     train(target, tmp_path / "head")
     watch = Watch()
