@@ -87,7 +87,9 @@ def test_training_predicts_what_drafting_says(
                 place = anchor + 1 + prediction.depth - prediction.shift
                 expected_R = prediction.logits_BLR[batch_index, place]
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
-                torch.testing.assert_close(actual_R, expected_R.detach(), rtol=1e-3, atol=1e-3)
+                # What tokens add to a layer's input is kept in bfloat16.
+                error = (actual_R - expected_R.detach()).norm() / expected_R.detach().norm()
+                assert error < 0.01
                 if output_ids is not None:
                     assert logits_V.isfinite().sum() == len(output_ids)
 

@@ -17,7 +17,7 @@ from foredraft.core.choices import DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
-from foredraft.drafters.common.joining import Join
+from foredraft.drafters.common.joining import NormedProduct
 from foredraft.drafters.common.llama_layer import LlamaLayer, rotary, rotate
 from foredraft.drafters.common.output_rows import OutputRows
 from foredraft.drafters.common.price import Worth
@@ -79,7 +79,7 @@ class DsparkDrafter(BaseDrafter):
         )
         self._inject = Injection(module, target)
         norms = [module.get_parameter(f"tap_norms.{i}.weight") for i in range(len(module.taps))]
-        self._context = Join(target, norms, module.fuse.weight, module.shape.rms_norm_eps)
+        self._context = NormedProduct(target, norms, module.fuse.weight, module.shape.rms_norm_eps)
         self._module = module.to(self._parts.device, self._parts.dtype).eval()
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self.taps, self.layers = module.taps, (self._runner.layers,)
