@@ -89,7 +89,7 @@ def test_training_predicts_what_drafting_says(
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
                 # What tokens add to a layer's input is kept in bfloat16.
                 error = (actual_R - expected_R.detach()).norm() / expected_R.detach().norm()
-                assert error < 0.01
+                assert error < 0.02
                 if output_ids is not None:
                     assert logits_V.isfinite().sum() == len(output_ids)
 
