@@ -35,7 +35,7 @@ class NormedProduct:
 
     def __call__(self, *parts: Tensor) -> Tensor:
         """Float32 [T, E], from as many parts [T, E] as there are norms."""
-        x_TCE = torch.stack(parts, 1) if len(parts) > 1 else parts[0]
+        x_TCE = torch.stack([part.float() for part in parts], 1)
         return self._product(unit(x_TCE, self._eps).flatten(1))
 
 

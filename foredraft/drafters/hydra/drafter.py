@@ -29,13 +29,13 @@ class HydraRunner:
     layers = None
 
     def __init__(self, module: HydraModule, target: HeadTarget) -> None:
-        eps, token_norm = module.shape.rms_norm_eps, module.token_norm.weight
-        state, token = module.join_hidden.weight.chunk(2, 1)
-        self._join_hidden = NormedProduct(target, [module.hidden_norm.weight], state, eps)
-        self._joined_hidden = JoinedTokens(target, token_norm, token, eps)
+        self._parts, eps = target.parts, module.shape.rms_norm_eps
+        token_norm = module.token_norm.weight
+        norms = [module.hidden_norm.weight, token_norm]
+        self._join_hidden = NormedProduct(target, norms, module.join_hidden.weight, eps)
         state, token = module.join_own.weight.chunk(2, 1)
         self._join_own = NormedProduct(target, [module.own_norm.weight], state, eps)
-        self._joined_own = JoinedTokens(target, token_norm, token, eps)
+        self._joined = JoinedTokens(target, token_norm, token, eps)
         self._runner = target.head_runner(
             HeadWeights(
                 [module.layer.weights()],
@@ -47,11 +47,12 @@ class HydraRunner:
 
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        return self._join_hidden(taps[0]) + self._joined_hidden(following)
+        embedded_TE = self._parts.embed(torch.tensor(following))
+        return self._join_hidden(taps[0], embedded_TE)
 
     @torch.no_grad()
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        return self._join_own(states_NE) + self._joined_own(tokens)
+        return self._join_own(states_NE) + self._joined(tokens)
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         # Nothing attends, so it does not matter where the tokens stand.
