@@ -17,7 +17,9 @@ from foredraft.models.base import PartsTarget
 
 M = TypeVar("M", bound=HeadModule)
 
-HEAD_OPTION = MappingProxyType({"head": "directory of the trained head (needed, but for models whose head is built in)"})
+HEAD_OPTION = MappingProxyType(
+    {"head": "directory of the trained head (needed, but for models whose head is built in)"}
+)
 
 GROWTH_OPTIONS = MappingProxyType(
     {

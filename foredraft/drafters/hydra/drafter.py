@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.common.growing import GrowthLimits
-from foredraft.drafters.common.joining import JoinedTokens, NormedProduct
+from foredraft.drafters.common.joining import Joined, JoinedTokens
 from foredraft.drafters.common.steps import StepDrafter
 from foredraft.drafters.hydra.module import HydraModule
 from foredraft.models.base import HeadRow, HeadTarget, HeadWeights
@@ -32,10 +32,10 @@ class HydraRunner:
         self._parts, eps = target.parts, module.shape.rms_norm_eps
         token_norm = module.token_norm.weight
         norms = [module.hidden_norm.weight, token_norm]
-        self._join_hidden = NormedProduct(target, norms, module.join_hidden.weight, eps)
+        self._join_hidden = Joined(target, norms, module.join_hidden.weight, eps)
         state, token = module.join_own.weight.chunk(2, 1)
-        self._join_own = NormedProduct(target, [module.own_norm.weight], state, eps)
-        self._joined = JoinedTokens(target, token_norm, token, eps)
+        tokens = JoinedTokens(target.parts, token * token_norm, eps, target.vocab_size)
+        self._join_own = Joined(target, [module.own_norm.weight], state, eps, tokens)
         self._runner = target.head_runner(
             HeadWeights(
                 [module.layer.weights()],
@@ -48,11 +48,11 @@ class HydraRunner:
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
         embedded_TE = self._parts.embed(torch.tensor(following))
-        return self._join_hidden(taps[0], embedded_TE)
+        return self._join_hidden([taps[0], embedded_TE], following)
 
     @torch.no_grad()
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        return self._join_own(states_NE) + self._joined(tokens)
+        return self._join_own([states_NE], tokens)
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         # Nothing attends, so it does not matter where the tokens stand.
