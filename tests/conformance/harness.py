@@ -231,6 +231,10 @@ def new_head(kind: str) -> Path:
     source = TrainingTarget(target, "tiny llama")
     torch.manual_seed(9)
     module = module_class(kind).start(source, range(0, target.vocab_size, 2), {})
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if name in ("output", "output.weight"):
+                weight *= 4.0  # sure of what it says, so that it drafts
     tokens = torch.arange(6)
     (states,) = source.read([tokens.numpy()], module.taps)
     taps = {layer: states.layers[layer][None] for layer in module.taps}
@@ -454,7 +458,8 @@ def check_rejections_leave_nothing(
         assert proposal.tree == expected.tree, f"another draft after {len(row.tokens)} tokens"
         assert proposal.is_drawn == expected.is_drawn
         if isinstance(proposal, DrawnProposal) and isinstance(expected, DrawnProposal):
-            torch.testing.assert_close(proposal.draft_probs_NV, expected.draft_probs_NV)
+            probs, others = proposal.draft_probs_NV, expected.draft_probs_NV
+            torch.testing.assert_close(probs, others, rtol=1e-3, atol=1e-4)
     return result
 
 

@@ -38,7 +38,10 @@ def drafted(drafter: DsparkDrafter, seed: int, price: float) -> Proposal:
 def test_what_is_drawn_stays_and_its_probabilities_are_those_it_was_drawn_from() -> None:
     """Whether a token is submitted depends on tokens before it alone: so prefixes agree."""
     target = tiny_target()
-    drafter, sizes = DsparkDrafter(new_module(target), target), set()
+    module, sizes = new_module(target), set()
+    with torch.no_grad():
+        module.confidence.bias.fill_(2.0)
+    drafter = DsparkDrafter(module, target)
     for seed in range(12):
         short, long = (drafted(drafter, seed, price) for price in (0.4, 0.0))
         size = len(short.tree)

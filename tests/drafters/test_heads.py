@@ -87,7 +87,9 @@ def test_training_predicts_what_drafting_says(
                 place = anchor + 1 + prediction.depth - prediction.shift
                 expected_R = prediction.logits_BLR[batch_index, place]
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
-                torch.testing.assert_close(actual_R, expected_R.detach(), rtol=1e-3, atol=1e-3)
+                # What tokens add to a layer's input is kept in bfloat16.
+                error = (actual_R - expected_R.detach()).norm() / expected_R.detach().norm()
+                assert error < 0.02
                 if output_ids is not None:
                     assert logits_V.isfinite().sum() == len(output_ids)
 
@@ -114,3 +116,24 @@ def test_all_of_it_learns(kind: Kind, target: NativeTarget) -> None:
     extra = module.extra_loss(batch, predictions)
     torch.autograd.backward(loss + (0.0 if extra is None else extra))
     assert [name for name, weight in module.named_parameters() if weight.grad is None] == []
+
+
+def test_it_can_be_taught(kind: Kind, target: NativeTarget) -> None:
+    """From where it starts, some steps on two texts halve what it does not know of them."""
+    torch.manual_seed(0)
+    module = kind.module.start(TinySource(target), None, {}).train()
+    texts = [random_text(24), random_text(24, seed=2)]
+    batch = text_batch(target, texts, module.taps)
+    optimiser = torch.optim.Adam(module.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(40):
+        loss = torch.zeros(())
+        for each in module.predictions(batch, 2):
+            labels = batch.tokens_BL[:, each.shift :].flatten()
+            logits = each.logits_BLR[:, : -each.shift].flatten(0, 1)
+            loss = loss + torch.nn.functional.cross_entropy(logits, labels)
+        losses.append(float(loss.detach()))
+        optimiser.zero_grad()
+        torch.autograd.backward(loss)
+        optimiser.step()
+    assert losses[-1] < 0.5 * losses[0]

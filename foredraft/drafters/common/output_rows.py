@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foredraft.core.choices import Choice
+from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import SamplingRules
+from foredraft.core.sampling import Law
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.common.candidates import Candidates
 
@@ -54,21 +55,20 @@ class OutputRows:
     ) -> list[list[Choice]]:
         """The tokens that the target will likeliest take at each node, likeliest first.
 
-        For seeded requests. Where the request's rules are temperature and filters alone, only the
-        likeliest tokens are looked at; that may miss a choice, and costs far less than a law over
-        the vocabulary.
+        For seeded requests. At temperature 0, and where filters leave few tokens anyway, only the
+        likeliest ones are looked at, which costs far less than a law over the vocabulary.
 
         Args:
             logits_NR: the head's own.
             drafted: for each node the guesses from the committed text to it, itself included.
             copied: for each node what something else says follows it; see `blended`.
         """
-        if not isinstance(row.rules, SamplingRules):
+        params = row.params
+        if not isinstance(row.rules, SamplingRules) or (_is_unfiltered(params) and not copied):
             return [
                 row.choose(self.spread(logits_R), guesses, count)
                 for logits_R, guesses in zip(logits_NR, drafted, strict=True)
             ]
-        params = row.params
         is_greedy = params.temperature == 0.0
         scale = 1.0 if is_greedy else 1.0 / max(params.temperature, 1e-3)
         wanted = count if is_greedy else _CANDIDATES
@@ -78,9 +78,28 @@ class OutputRows:
             if copied and copied[node]:
                 candidates = blended(candidates, copied[node])
             if not is_greedy:
-                candidates = row.weigh(_filtered(candidates, params), len(guesses))
+                candidates = self._chosen(row, _filtered(candidates, params), len(guesses), count)
             found.append(candidates[:count])
         return found
+
+    def _chosen(
+        self, row: DraftRow, candidates: Sequence[Choice], depth: int, count: int
+    ) -> list[Choice]:
+        """Chosen with the target's noise from a distribution over a few tokens.
+
+        `DraftRow.weigh` is for shares of places, where noise counts for less: not for these.
+        """
+        assert not isinstance(row.choices, DrawnChoices)
+        logits_V = torch.full((self._vocab_size,), -math.inf)
+        tokens = torch.tensor([choice.token for choice in candidates])
+        logits_V[tokens] = torch.tensor([choice.chance for choice in candidates]).log()
+        return row.choices.best(Law(logits_V, 1.0, candidates[0].token), depth, count)
+
+
+def _is_unfiltered(params: SamplingParams) -> bool:
+    """Whether any token may be drawn: then noise may choose far behind the likeliest ones."""
+    filters = params.top_p < 1.0 or params.min_p > 0.0 or params.top_k > 0
+    return params.temperature > 0.0 and not filters
 
 
 def blended(learned: Sequence[Choice], copied: Sequence[Choice]) -> list[Choice]:

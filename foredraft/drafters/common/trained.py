@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import DrafterContext
@@ -13,10 +13,13 @@ from foredraft.drafters.common.head import HeadModule
 from foredraft.drafters.common.head_files import identify, load_head
 from foredraft.drafters.common.options import checked_count, checked_ms
 from foredraft.drafters.common.shipped import shipped_head
+from foredraft.models.base import PartsTarget
 
 M = TypeVar("M", bound=HeadModule)
 
-HEAD_OPTION = MappingProxyType({"head": "directory of the trained head (needed, but for models whose head is built in)"})
+HEAD_OPTION = MappingProxyType(
+    {"head": "directory of the trained head (needed, but for models whose head is built in)"}
+)
 
 GROWTH_OPTIONS = MappingProxyType(
     {
@@ -50,9 +53,9 @@ def trained_head(context: DrafterContext, module: type[M], option: str = "head")
             f"--target MODEL --out DIR', and name its directory with the drafter option {option}"
         )
     tokenizer = getattr(context.tokenizer, "fingerprint", None)
-    return load_head(
-        Path(str(given)).expanduser(), module, identify(context.target, None, tokenizer)
-    )
+    identity = identify(context.target, None, tokenizer)
+    device = cast(PartsTarget, context.target).parts.device
+    return load_head(Path(str(given)).expanduser(), module, identity, device=device)
 
 
 def growth_limits(context: DrafterContext) -> GrowthLimits:

@@ -17,6 +17,7 @@ from foredraft.core.choices import DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.common.joining import Joined
 from foredraft.drafters.common.llama_layer import LlamaLayer, rotary, rotate
 from foredraft.drafters.common.output_rows import OutputRows
 from foredraft.drafters.common.price import Worth
@@ -28,28 +29,29 @@ class Injection:
     """Keys and values of all layers from what the backbone sees of the text: one product for all.
 
     Args:
-        module: its weights, where and as they are to be multiplied.
+        module: a trained head.
+        target: whose kernel multiplies.
     """
 
-    def __init__(self, module: DsparkModule) -> None:
+    def __init__(self, module: DsparkModule, target: HeadTarget) -> None:
         self._shape = shape = module.shape
         num_queries = shape.num_attention_heads * shape.head_dim
+        ones_E = torch.ones(shape.hidden_size)
         parts = []
         for layer in module.layers:
             weights = cast(LlamaLayer, layer).weights()
-            # The norm's weight goes into the matrix, so that all layers share what is left of it.
-            norm_E = weights["attention_norm.weight"]
-            parts.append(weights["qkv.weight"][num_queries:] * norm_E)
-        self._matrix = torch.cat(parts)
+            # The norm's weights go into the matrix, so that all layers share what is left of it.
+            parts.append(weights["qkv.weight"][num_queries:] * weights["attention_norm.weight"])
+        both, eps = torch.cat(parts), shape.rms_norm_eps
+        self._product = Joined(target, [ones_E.to(both.device)], both, eps)
 
     def __call__(self, context_TE: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Keys and values [L, G, T, D] of tokens at positions from ``start`` on."""
-        shape, x_TE = self._shape, context_TE.float()
-        scale = torch.rsqrt(x_TE.square().mean(-1, keepdim=True) + shape.rms_norm_eps)
-        both = F.linear((x_TE * scale).to(self._matrix.dtype), self._matrix)
-        both = both.view(len(x_TE), -1, 2, shape.num_key_value_heads, shape.head_dim)
+        shape, length = self._shape, len(context_TE)
+        heads = (2, shape.num_key_value_heads, shape.head_dim)
+        both = self._product([context_TE]).view(length, -1, *heads)
         keys, values = both.permute(2, 1, 3, 0, 4)
-        positions_T = torch.arange(start, start + len(x_TE), device=x_TE.device)
+        positions_T = torch.arange(start, start + length, device=both.device)
         return rotate(keys, *rotary(shape, positions_T)), values
 
 
@@ -75,8 +77,10 @@ class DsparkDrafter(BaseDrafter):
                 module.shape,
             )
         )
+        self._inject = Injection(module, target)
+        norms = [module.get_parameter(f"tap_norms.{i}.weight") for i in range(len(module.taps))]
+        self._context = Joined(target, norms, module.fuse.weight, module.shape.rms_norm_eps)
         self._module = module.to(self._parts.device, self._parts.dtype).eval()
-        self._inject = Injection(self._module)
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self.taps, self.layers = module.taps, (self._runner.layers,)
         self._requests: dict[int, DraftRequest] = {}
@@ -93,7 +97,7 @@ class DsparkDrafter(BaseDrafter):
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
             slot = self._requests[seen.request_id].slot
-            context_TE = self._module.context([seen.hidden(tap) for tap in self.taps])
+            context_TE = self._context([seen.hidden(tap) for tap in self.taps])
             keys, values = self._inject(context_TE, seen.start)
             for layer in range(self._module.num_layers):
                 self._runner.layers.write(layer, slot, seen.start, keys[layer], values[layer])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.common.growing import GrowthLimits
+from foredraft.drafters.common.joining import Joined, JoinedTokens
 from foredraft.drafters.common.steps import StepDrafter
 from foredraft.drafters.hydra.module import HydraModule
 from foredraft.models.base import HeadRow, HeadTarget, HeadWeights
@@ -28,8 +29,13 @@ class HydraRunner:
     layers = None
 
     def __init__(self, module: HydraModule, target: HeadTarget) -> None:
-        self._parts = target.parts
-        self._module = module.to(self._parts.device, self._parts.dtype).eval()
+        self._parts, eps = target.parts, module.shape.rms_norm_eps
+        token_norm = module.token_norm.weight
+        norms = [module.hidden_norm.weight, token_norm]
+        self._join_hidden = Joined(target, norms, module.join_hidden.weight, eps)
+        state, token = module.join_own.weight.chunk(2, 1)
+        tokens = JoinedTokens(target.parts, token * token_norm, eps, target.vocab_size)
+        self._join_own = Joined(target, [module.own_norm.weight], state, eps, tokens)
         self._runner = target.head_runner(
             HeadWeights(
                 [module.layer.weights()],
@@ -41,11 +47,12 @@ class HydraRunner:
 
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        return self._module.inputs(self._parts.embed(torch.tensor(following)), taps[0])
+        embedded_TE = self._parts.embed(torch.tensor(following))
+        return self._join_hidden([taps[0], embedded_TE], following)
 
     @torch.no_grad()
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        return self._module.own_inputs(self._parts.embed(torch.tensor(tokens)), states_NE)
+        return self._join_own([states_NE], tokens)
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         # Nothing attends, so it does not matter where the tokens stand.

@@ -52,7 +52,9 @@ class MedusaDrafter(BaseDrafter):
         known = {request_id: x_E for request_id, x_E in hidden.items() if x_E is not None}
         if not known:
             return [NO_PROPOSAL] * len(rows)
-        logits = dict(zip(known, self._logits(torch.stack([*known.values()])), strict=True))
+        count = max(row.budget for row in rows)
+        found = self._logits(torch.stack([*known.values()]), count)
+        logits = dict(zip(known, found, strict=True))
         return [
             self._draft(row, logits[row.request_id]) if row.request_id in known else NO_PROPOSAL
             for row in rows
@@ -62,9 +64,9 @@ class MedusaDrafter(BaseDrafter):
         self._last.end(request_id)
 
     @torch.no_grad()
-    def _logits(self, hidden_NE: Tensor) -> Tensor:
-        """[N, H, R]."""
-        projected_NHE = self._module.projected(hidden_NE)
+    def _logits(self, hidden_NE: Tensor, count: int) -> Tensor:
+        """[N, H, R] of the first ``count`` heads."""
+        projected_NHE = self._module.projected(hidden_NE, count)
         _, logits_MR = self._rows_runner.run([], projected_NHE.flatten(0, 1))
         return logits_MR.view(*projected_NHE.shape[:2], -1)
 

@@ -97,16 +97,20 @@ class MedusaModule(RowsHead):
             "num_blocks": "residual blocks of each head (1)",
         }
 
-    def projected(self, hidden: Tensor) -> Tensor:
-        """What each head makes of the last layer's output [..., E], before the norm [..., H, E]."""
+    def projected(self, hidden: Tensor, count: int) -> Tensor:
+        """What the first heads make of the last layer's output [..., E], before the norm.
+
+        Returns:
+            [..., H, E] for ``count`` heads, or as many as there are.
+        """
         normed = self.norm(hidden.to(self.output.dtype))
-        return torch.stack([head(normed) for head in self.heads], -2)
+        return torch.stack([head(normed) for head in self.heads[:count]], -2)
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        states_BLHE = self.output_norm(self.projected(batch.taps[self.taps[0]]))
+        states_BLHE = self.output_norm(self.projected(batch.taps[self.taps[0]], depth))
         return [
             Prediction(states_BLE, self.output, shift=k + 1, depth=k)
-            for k, states_BLE in enumerate(states_BLHE.unbind(-2)[:depth], 1)
+            for k, states_BLE in enumerate(states_BLHE.unbind(-2), 1)
         ]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.common.growing import GrowthLimits
+from foredraft.drafters.common.joining import Joined, JoinedTokens
 from foredraft.drafters.common.steps import StepDrafter
 from foredraft.drafters.mtp.module import MtpModule
 from foredraft.models.base import HeadRow, HeadTarget, HeadWeights
@@ -25,8 +26,11 @@ class MtpRunner:
     """
 
     def __init__(self, module: MtpModule, target: HeadTarget) -> None:
-        self._parts = target.parts
-        self._module = module.to(self._parts.device, self._parts.dtype).eval()
+        self._module, eps = module.to(target.parts.device).eval(), module.shape.rms_norm_eps
+        token, state = module.join.weight.chunk(2, 1)
+        token = token * module.embedding_norm.weight
+        tokens = JoinedTokens(target.parts, token, eps, target.vocab_size)
+        self._join = Joined(target, [module.hidden_norm.weight], state, eps, tokens)
         self._runner = target.head_runner(
             HeadWeights(
                 [module.layer.weights()],
@@ -39,18 +43,15 @@ class MtpRunner:
 
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        return self._inputs(following, self._module.first_state(taps[0]))
+        return self._join([self._module.first_state(taps[0])], following)
 
     @torch.no_grad()
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        x_NE = states_NE.to(self._parts.dtype)
-        return self._inputs(tokens, self._module.next_state(x_NE, self._module.norm(x_NE)))
+        state_NE = self._module.next_state(states_NE, self._module.norm(states_NE))
+        return self._join([state_NE], tokens)
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         return self._runner.run(rows, inputs_TE)
-
-    def _inputs(self, tokens: Sequence[int], states: Tensor) -> Tensor:
-        return self._module.inputs(self._parts.embed(torch.tensor(tokens)), states)
 
 
 class MtpDrafter(StepDrafter):

@@ -1,0 +1,29 @@
+"""Heads choose with the target's noise, from just what they would draw from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foredraft.core.params import SamplingParams
+from foredraft.drafters.base import DraftRow
+from foredraft.drafters.common.output_rows import OutputRows
+
+VOCAB = 40
+IDS_R = torch.arange(0, VOCAB, 2)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_choices_are_those_of_the_whole_law(temperature: float, filters: dict[str, float]) -> None:
+    rows = OutputRows(IDS_R, VOCAB)
+    generator = torch.Generator().manual_seed(1)
+    params = SamplingParams.of(temperature=temperature, **filters)
+    for seed in range(30):
+        logits_R = 2.0 * torch.randn(len(IDS_R), generator=generator)
+        row = DraftRow.of(1, (1, 2, 3), params, 4, seed)
+        (found,) = rows.choices(row, logits_R[None], [(7,)], 2)
+        expected = row.choose(rows.spread(logits_R), (7,), 2)
+        assert [choice.token for choice in found] == [choice.token for choice in expected]
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.chance == pytest.approx(theirs.chance, rel=0.02)
