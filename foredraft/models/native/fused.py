@@ -156,7 +156,7 @@ class FusedDecoder:
         sizes = (num_tokens, num_wanted, num_entries, self._most_threads)
         return torch.empty(self._workspace_size(self._model, *sizes), dtype=torch.float32)
 
-    def call(self, described: Forward) -> None:
+    def call(self, described: interface.Forward) -> None:
         """Run what the caller has described and checked, with as many threads as are best."""
         if self._process != os.getpid():
             self._begin_in_child()
@@ -164,7 +164,7 @@ class FusedDecoder:
             described.num_threads = self._num_threads or self._chooser.choose()
             self._call(described)
 
-    def _call(self, described: Forward) -> None:
+    def _call(self, described: interface.Forward) -> None:
         started = time.perf_counter()
         _check_outcome(self._forward(self._model, described), described.num_threads)
         self._chooser.observe(described.num_tokens, time.perf_counter() - started)

@@ -58,7 +58,7 @@ class FusedJoin:
 
         num_rows, num_inputs = weight_EK.shape
         config = replace(NO_LAYERS, vocab_size=num_rows, hidden_size=num_inputs, rms_norm_eps=eps)
-        packed = Int8Matrix.quantised(weight_EK.float())
+        packed = Int8Matrix.of_weight(weight_EK.float())
         no_embedding = torch.empty(1, num_inputs, dtype=weight_EK.dtype)
         weights = DecoderWeights(no_embedding, (), torch.ones(num_inputs), packed)
         self._product = PreparedForward(FusedDecoder(config, weights, num_threads=1))

@@ -186,7 +186,7 @@ def _attends(layer: Mapping[str, Tensor]) -> bool:
 
 def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> DecoderWeights:
     def matrix(weight: Tensor, num_parts: int = 1) -> Tensor | Int8Matrix:
-        return Int8Matrix.quantised(weight.float(), num_parts) if packed else weight.to(dtype)
+        return Int8Matrix.of_weight(weight.float(), num_parts) if packed else weight.to(dtype)
 
     nothing = torch.empty(0, 0, dtype=dtype, device=head.output_RE.device)
     layers = tuple(
