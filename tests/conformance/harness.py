@@ -230,6 +230,7 @@ def new_head(kind: str) -> Path:
     target = native_kind("eager").new_target()
     source = TrainingTarget(target, "tiny llama")
     torch.manual_seed(9)
+    kind = "eagle" if kind == "blend" else kind
     module = module_class(kind).start(source, range(0, target.vocab_size, 2), {})
     with torch.no_grad():
         for name, weight in module.named_parameters():
