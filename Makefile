@@ -90,7 +90,7 @@ heads-gpu: $(VENV)/.installed
 	@timeout --kill-after=30 $(HEADS_PIECE) $(MAKE) --no-print-directory heads \
 	  HEADS_DEVICE='$(HEADS_DEVICE)' HEADS_TOKENS='$(HEADS_TOKENS)' \
 	  HEADS_WRITE='$(HEADS_WRITE)' HEADS_TRAIN='$(HEADS_TRAIN)' || \
-	  { test $$? -eq 124 && echo "the piece is over: run it again to go on"; }
+	  { test $$? -eq 124 && sleep 5 && echo "the piece is over: run it again to go on"; }
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

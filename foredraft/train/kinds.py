@@ -34,7 +34,7 @@ def module_class(kind: str) -> type[HeadModule]:
 
 
 def checked_options(module: type[HeadModule], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that the kind takes; texts such as ``5,14,29`` become lists of numbers.
+    """Options that the kind takes; ``5,14,29`` and ``29,`` become lists of numbers.
 
     Raises:
         ConfigError: it has no such option.
@@ -52,6 +52,6 @@ def _as_list(value: Any) -> Any:
     if not isinstance(value, str) or "," not in value:
         return value
     try:
-        return [int(part) for part in value.split(",")]
+        return [int(part) for part in value.split(",") if part.strip()]
     except ValueError:
         return value

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -381,8 +381,3 @@ def _run_self_test(path: Path, head: HeadModule) -> None:
             f"{error:.3g}); it is damaged, or this version of foredraft computes it differently. "
             "Train it again"
         )
-
-
-def info_fields() -> tuple[str, ...]:
-    """Names of what `HeadInfo` holds."""
-    return tuple(field.name for field in fields(HeadInfo))
