@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -117,14 +118,15 @@ class KeyedSharedChoices:
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
         if self.temperature == 0.0 or not any(c.chance for c in candidates):
             return list(candidates)
-        noise = gumbel_noise([c.token for c in candidates], self.seed, self._at(depth))
+        tokens = [c.token for c in candidates]
+        noise = gumbel_noise(tokens, self.seed, self._at(depth))
         odds = [
             c.chance * math.exp(_TILT * (g - _MEAN_NOISE))
             for c, g in zip(candidates, noise, strict=True)
         ]
         total = sum(odds) + max(0.0, 1.0 - sum(c.chance for c in candidates))
-        weighed = [Choice(c.token, x / total) for c, x in zip(candidates, odds, strict=True)]
-        return sorted(weighed, key=lambda choice: -choice.chance)
+        weighed = sorted(zip(odds, tokens, strict=True), key=itemgetter(0), reverse=True)
+        return [Choice(token, x / total) for x, token in weighed]
 
     def _at(self, depth: int) -> int:
         return self.num_tokens + depth

@@ -116,6 +116,8 @@ def blended(learned: Sequence[Choice], copied: Sequence[Choice]) -> list[Choice]
 
 def _filtered(candidates: list[Choice], params: SamplingParams) -> list[Choice]:
     """What top-k, top-p and min-p leave of candidates in falling order, renormalised."""
+    if params.top_p == 1.0 and params.min_p == 0.0 and params.top_k <= 0:
+        return candidates
     if params.top_k > 0:
         candidates = candidates[: params.top_k]
     kept, mass = [], 0.0
@@ -124,6 +126,4 @@ def _filtered(candidates: list[Choice], params: SamplingParams) -> list[Choice]:
             break
         kept.append(candidate)
         mass += candidate.chance
-    if params.top_p == 1.0 and params.min_p == 0.0 and params.top_k <= 0:
-        return kept
     return [Choice(token, chance / mass) for token, chance in kept]

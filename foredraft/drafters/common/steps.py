@@ -132,11 +132,11 @@ class StepDrafter(BaseDrafter):
         inputs_TE = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
         states_TE, logits_NR = self._runner.run(rows, inputs_TE)
         last = -1
-        for read, logits_R in zip(reads, logits_NR, strict=True):
+        for i, read in enumerate(reads):
             last += len(read.following)
             request = self._requests[read.request_id]
             request.end = read.start + len(read.following)
-            request.state_E, request.logits_R = states_TE[last], logits_R
+            request.state_E, request.logits_R = states_TE[last], logits_NR[i]
 
     def _read(self, seen: Observation) -> _Read:
         """What is to be run of a step: without entries to keep, the last token alone."""
@@ -181,15 +181,14 @@ class StepDrafter(BaseDrafter):
     def _score(self, active: Sequence[tuple[_Tree, list[int]]]) -> None:
         """One run of the head over some nodes of each row."""
         tokens = [tree.growth.drafted(node)[-1] for tree, nodes in active for node in nodes]
-        parents_NE = torch.stack(
-            [tree.state(tree.growth.parent(node)) for tree, nodes in active for node in nodes]
-        )
+        parents = [tree.parent_states(nodes) for tree, nodes in active]
+        parents_NE = parents[0] if len(parents) == 1 else torch.cat(parents)
         rows = [tree.head_row(len(nodes)) for tree, nodes in active]
         states_NE, logits_NR = self._runner.run(rows, self._runner.own_inputs(tokens, parents_NE))
         first = 0
         for tree, nodes in active:
             mine = slice(first, first := first + len(nodes))
-            tree.states.extend(states_NE[mine])
+            tree.keep(states_NE[mine])
             tree.hang(nodes, logits_NR[mine], self._rows)
 
     def _drawn(self, row: DraftRow) -> Proposal:
@@ -211,18 +210,23 @@ class StepDrafter(BaseDrafter):
 
 
 class _Tree:
-    """A row's growing tree with the head's state at each scored node."""
+    """A row's growing tree with the head's states: at the text's end, then at each scored node."""
 
     def __init__(self, request: _Request, growth: Growth) -> None:
+        assert request.state_E is not None
         self.request, self.growth = request, growth
-        self.states: list[Tensor] = []
+        self._states_SE = request.state_E.new_empty(1 + growth.row.budget, len(request.state_E))
+        self._states_SE[0] = request.state_E
 
-    def state(self, node: int) -> Tensor:
-        """[E]."""
-        if node != ROOT:
-            return self.states[self.growth.place(node)]
-        assert self.request.state_E is not None
-        return self.request.state_E
+    def parent_states(self, nodes: Sequence[int]) -> Tensor:
+        """[N, E]."""
+        growth = self.growth
+        return self._states_SE[[1 + growth.place(growth.parent(node)) for node in nodes]]
+
+    def keep(self, states_NE: Tensor) -> None:
+        """Of the nodes scored last."""
+        end = 1 + len(self.growth.scored)
+        self._states_SE[end - len(states_NE) : end] = states_NE
 
     def head_row(self, num_new: int) -> HeadRow:
         # The text's last entry stands before the tree, known like the nodes scored before.

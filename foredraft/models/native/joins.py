@@ -66,7 +66,6 @@ class FusedJoin:
         self._num_inputs, self._eps = num_inputs, eps
         self._table_VE = None if table_VE is None else table_VE.bfloat16().contiguous()
 
-    @torch.no_grad()
     def __call__(self, states: Sequence[Tensor], tokens: Sequence[int]) -> Tensor:
         # The product's own norm brings a row to 1; several states are brought there each alone.
         alone = len(states) == 1

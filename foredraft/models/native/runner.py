@@ -74,10 +74,9 @@ class NativeHeadRunner:
         self._norm_E, self._norm_eps = weights.final_norm_E, config.rms_norm_eps
         self._prepared = _prepared(self._decoder, layers) if fused else None
 
-    @torch.no_grad()
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         if self._last < 0:
-            return inputs_TE.float(), self._decoder.logits(self._norm(inputs_TE))
+            return self._run_head(inputs_TE)
         for row in rows:
             self.layers.check_no_gap(row.slot, row.start)
             self.layers.reserve(row.slot, row.start + row.num_text + len(row.tree))
@@ -91,10 +90,21 @@ class NativeHeadRunner:
         prepared = self._prepared
         if prepared and len(rows) == 1 and prepared.can_run(rows[0], len(inputs_TE)):
             return prepared.run(rows[0], inputs_TE)
+        return self._run_plan(rows, inputs_TE)
+
+    @torch.no_grad()
+    def _run_plan(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         plan = plan_run(rows, inputs_TE, range(self._last + 1))
         store = cast(KVCache, self.layers)  # all of it that a decoder touches
         logits_NR, tapped = self._decoder.forward(plan, store, (self._last,))
         return tapped[self._last].float(), logits_NR
+
+    @torch.no_grad()
+    def _run_head(self, inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        if self._prepared:  # with its norm
+            inputs_TE = inputs_TE.float().contiguous()
+            return inputs_TE, self._prepared.head(inputs_TE)
+        return inputs_TE.float(), self._decoder.logits(self._norm(inputs_TE))
 
     def _norm(self, inputs_TE: Tensor) -> Tensor:
         inputs_TE = inputs_TE.to(self._device, self._input_dtype)

@@ -1,0 +1,90 @@
+"""Prepared forwards give the very bits of planned ones, and joins what torch gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foredraft.core.tree import TokenTree
+from foredraft.models.base import HeadRow, HeadWeights
+from foredraft.models.native.joins import native_join
+from foredraft.models.native.prepared import MOST_TOKENS
+from foredraft.models.native.runner import NativeHeadRunner
+from foredraft.models.native.target import NativeTarget
+from tests.drafters.test_eagle import new_module, new_target
+
+TREE = TokenTree((1, 2, 3, 4, 5, 6), (-1, -1, 0, 2, 1, 3))
+
+
+@pytest.fixture
+def target() -> NativeTarget:
+    return new_target("fused")
+
+
+def new_runner(target: NativeTarget) -> NativeHeadRunner:
+    module = new_module(target)
+    output_RE = module.output.weight.detach()
+    norm_E = torch.rand(len(module.norm.weight)) + 0.5
+    return target.head_runner(
+        HeadWeights([module.layer.weights()], norm_E, output_RE, module.shape)
+    )
+
+
+RUNS = [
+    HeadRow(0, 0, 5),
+    HeadRow(0, 0, 5, num_wanted=5),
+    HeadRow(0, 3, 2, TREE, num_wanted=8),
+    HeadRow(0, 4, 1, TREE, num_known=3, num_wanted=4),
+    HeadRow(0, 4, 1, TREE, num_known=5, num_wanted=1),
+]
+
+
+@pytest.mark.parametrize("row", RUNS)
+def test_a_prepared_run_has_the_bits_of_a_planned_one(target: NativeTarget, row: HeadRow) -> None:
+    runner, slot = new_runner(target), target.cache.allocate()
+    assert slot == row.slot
+    torch.manual_seed(2)
+    # What is known already, and memory that is reserved.
+    runner.run([HeadRow(slot, 0, 5, TREE)], torch.randn(11, 64))
+    runner.run([HeadRow(slot, 0, 40)], torch.randn(40, 64))
+    inputs_TE = torch.randn(row.num_text + len(row.tree) - row.num_known, 64)
+    prepared = runner.run([row], inputs_TE)
+    keys, values = runner.layers.keys_LSHCD.clone(), runner.layers.values_LSHCD.clone()
+    planned = runner._run_plan([row], inputs_TE)
+    assert all(map(torch.equal, prepared, planned))
+    assert torch.equal(keys, runner.layers.keys_LSHCD)
+    assert torch.equal(values, runner.layers.values_LSHCD)
+
+
+def test_work_memory_follows_a_long_text(target: NativeTarget) -> None:
+    runner, slot = new_runner(target), target.cache.allocate()
+    runner.run([HeadRow(slot, 0, 2100)], torch.randn(2100, 64))
+    row, inputs_TE = HeadRow(slot, 2100, 3, num_wanted=2), torch.randn(3, 64)
+    assert all(map(torch.equal, runner.run([row], inputs_TE), runner._run_plan([row], inputs_TE)))
+
+
+def test_what_does_not_fit_is_planned(target: NativeTarget) -> None:
+    runner, slot = new_runner(target), target.cache.allocate()
+    assert runner._prepared is not None
+    assert runner._prepared.can_run(HeadRow(slot, 0, MOST_TOKENS), MOST_TOKENS)
+    assert not runner._prepared.can_run(HeadRow(slot, 0, MOST_TOKENS + 1), MOST_TOKENS + 1)
+    assert not runner._prepared.can_run(HeadRow(slot, 0, 1, TREE, is_block=True), 7)
+    assert not runner._prepared.can_run(HeadRow(slot, 0, 1, TokenTree.chain(range(99))), 14)
+
+
+@pytest.mark.parametrize("num_states", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 4, MOST_TOKENS + 5])
+def test_joins_agree(num_states: int, dtype: torch.dtype, count: int) -> None:
+    new_target("fused")  # skips where there is no kernel
+    torch.manual_seed(count)
+    weight_EK, table_VE = torch.randn(48, num_states * 64), torch.randn(20, 48)
+    states = [torch.randn(count, 2, 64).to(dtype)[:, 0] * 9 for _ in range(num_states)]
+    tokens = [token % 20 for token in range(count)]
+    for table in (None, table_VE):
+        fused, plain = (
+            native_join(weight_EK, table, 1e-5, torch.float32, fused)(states, tokens)
+            for fused in (True, False)
+        )
+        assert fused.shape == plain.shape == (count, 48)
+        assert (fused - plain).norm() < 0.02 * plain.norm()
