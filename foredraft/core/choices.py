@@ -57,6 +57,18 @@ class SharedChoices(Protocol):
         """
         ...
 
+    def among(self, candidates: Sequence[Choice], depth: int, count: int = 1) -> list[Choice]:
+        """`best` for a law of which only the likeliest tokens are known.
+
+        It misses a token that the target draws from the rest, and takes a small part of the time
+        of a law over a vocabulary.
+
+        Args:
+            candidates: distinct tokens and their probabilities, likeliest first, none 0. What is
+                missing to 1 belongs to tokens that nobody named.
+        """
+        ...
+
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
         """The same tokens with the chances that the noise leaves them, likeliest first.
 
@@ -115,6 +127,25 @@ class KeyedSharedChoices:
         pairs = zip(scored, chances, strict=True)
         return [Choice(token, chance) for (token, _), chance in pairs][:count]
 
+    def among(self, candidates: Sequence[Choice], depth: int, count: int = 1) -> list[Choice]:
+        if self.temperature == 0.0 or not candidates:
+            return list(candidates[:count])
+        noise = gumbel_noise([c.token for c in candidates], self.seed, self._at(depth))
+        scored = sorted(
+            (
+                (math.log(max(c.chance, 1e-12)) + g, c.token)
+                for c, g in zip(candidates, noise, strict=True)
+            ),
+            reverse=True,
+        )[: count + 1]
+        # The best of the unnamed tokens is Gumbel around the log of their mass: the chance that
+        # it stays below the best named score is known.
+        unnamed = max(0.0, 1.0 - sum(c.chance for c in candidates))
+        named_wins = math.exp(-unnamed * math.exp(-scored[0][0]))
+        chances = _softmax([_TRUST * score for score, _ in scored])
+        pairs = zip(scored, chances, strict=True)
+        return [Choice(token, named_wins * chance) for (_, token), chance in pairs][:count]
+
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
         if self.temperature == 0.0 or not any(c.chance for c in candidates):
             return list(candidates)
@@ -137,6 +168,9 @@ class LikeliestChoices:
 
     def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
         return _likeliest(law, count)
+
+    def among(self, candidates: Sequence[Choice], depth: int, count: int = 1) -> list[Choice]:
+        return list(candidates[:count])
 
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
         return list(candidates)

@@ -138,6 +138,9 @@ class Forced:
         self.seen[depth + 1] = law.logits_V.clone()
         return [Choice(self.text[self.num_tokens + depth], 0.99)]
 
+    def among(self, candidates: Sequence[Choice], depth: int, count: int = 1) -> list[Choice]:
+        raise AssertionError("rules of a text are asked for whole laws")
+
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
         return list(candidates)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import SamplingRules
-from foredraft.core.sampling import Law
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.common.candidates import Candidates
 
@@ -55,8 +54,8 @@ class OutputRows:
     ) -> list[list[Choice]]:
         """The tokens that the target will likeliest take at each node, likeliest first.
 
-        For seeded requests. At temperature 0, and where filters leave few tokens anyway, only the
-        likeliest ones are looked at, which costs far less than a law over the vocabulary.
+        For seeded requests. Where the rules are temperature and filters alone, only the likeliest
+        tokens are looked at, which costs far less than a law over the vocabulary.
 
         Args:
             logits_NR: the head's own.
@@ -64,7 +63,7 @@ class OutputRows:
             copied: for each node what something else says follows it; see `blended`.
         """
         params = row.params
-        if not isinstance(row.rules, SamplingRules) or (_is_unfiltered(params) and not copied):
+        if not isinstance(row.rules, SamplingRules):
             return [
                 row.choose(self.spread(logits_R), guesses, count)
                 for logits_R, guesses in zip(logits_NR, drafted, strict=True)
@@ -78,28 +77,10 @@ class OutputRows:
             if copied and copied[node]:
                 candidates = blended(candidates, copied[node])
             if not is_greedy:
-                candidates = self._chosen(row, _filtered(candidates, params), len(guesses), count)
-            found.append(candidates[:count])
+                candidates = _filtered(candidates, params)
+            assert not isinstance(row.choices, DrawnChoices)
+            found.append(row.choices.among(candidates, len(guesses), count))
         return found
-
-    def _chosen(
-        self, row: DraftRow, candidates: Sequence[Choice], depth: int, count: int
-    ) -> list[Choice]:
-        """Chosen with the target's noise from a distribution over a few tokens.
-
-        `DraftRow.weigh` is for shares of places, where noise counts for less: not for these.
-        """
-        assert not isinstance(row.choices, DrawnChoices)
-        logits_V = torch.full((self._vocab_size,), -math.inf)
-        tokens = torch.tensor([choice.token for choice in candidates])
-        logits_V[tokens] = torch.tensor([choice.chance for choice in candidates]).log()
-        return row.choices.best(Law(logits_V, 1.0, candidates[0].token), depth, count)
-
-
-def _is_unfiltered(params: SamplingParams) -> bool:
-    """Whether any token may be drawn: then noise may choose far behind the likeliest ones."""
-    filters = params.top_p < 1.0 or params.min_p > 0.0 or params.top_k > 0
-    return params.temperature > 0.0 and not filters
 
 
 def blended(learned: Sequence[Choice], copied: Sequence[Choice]) -> list[Choice]:

@@ -110,10 +110,15 @@ class _RenamedChoices:
         renamed = Law(logits_V, law.scale, int(logits_V.argmax()))
         return self._back(self.choices.best(renamed, depth, count))
 
+    def among(self, candidates: Sequence[Choice], depth: int, count: int = 1) -> list[Choice]:
+        return self._back(self.choices.among(self._renamed(candidates), depth, count))
+
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
+        return self._back(self.choices.weigh(self._renamed(candidates), depth))
+
+    def _renamed(self, candidates: Sequence[Choice]) -> list[Choice]:
         names = self.renaming.names
-        renamed = [Choice(names[c.token], c.chance) for c in candidates if c.token in names]
-        return self._back(self.choices.weigh(renamed, depth))
+        return [Choice(names[c.token], c.chance) for c in candidates if c.token in names]
 
     def _back(self, chosen: Sequence[Choice]) -> list[Choice]:
         return [Choice(self.renaming.old_names[c.token], c.chance) for c in chosen]
