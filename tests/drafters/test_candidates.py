@@ -40,6 +40,6 @@ def test_nothing_is_named_where_logits_are_broken() -> None:
 
 
 def test_of_equal_logits_the_first_come_first() -> None:
-    compiled, _ = of(torch.zeros(1, 300), 3, 1.0)
-    assert compiled == [[Choice(token, pytest.approx(1 / 300)) for token in (0, 3, 6)]]
-    assert LEAST_CHANCE < 1 / 300
+    compiled, _ = of(torch.zeros(1, 200), 3, 1.0)
+    assert compiled == [[Choice(token, pytest.approx(1 / 200)) for token in (0, 3, 6)]]
+    assert LEAST_CHANCE < 1 / 200

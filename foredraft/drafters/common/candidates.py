@@ -15,8 +15,9 @@ from torch import Tensor
 from foredraft.core.choices import Choice
 from foredraft.kernels.build import KernelUnavailable, load_library
 
-LEAST_CHANCE = 1e-3
-"""What is less likely is not looked at."""
+LEAST_CHANCE = 4e-3
+"""What is less likely is not looked at: noise makes it ten times as likely, so that it might be
+worth a node, once in a thousand times."""
 
 
 class Candidates:
