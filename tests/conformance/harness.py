@@ -36,6 +36,7 @@ from foredraft.drafters.base import (
     Observation,
     TextCodec,
 )
+from foredraft.drafters.common.shipped import shipped_head
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import GenerationResult
 from foredraft.models.base import ScoreRow, Target
@@ -214,12 +215,18 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     draft_model = kind.new_draft_model() if takes_model else None
     codec = kind.new_codec()
     built = name.partition("+")[0]
-    options = {option: new_head(built)} if option else {}
+    comes_along = option == "head" and shipped_head(head_kind(built), target) is not None
+    options = {option: new_head(built)} if option and not comes_along else {}
     context = DrafterContext(target, draft_model, options, tokenizer=codec, draft_tokenizer=codec)
     return Setup(target, build_drafter(built, context), draft_model)
 
 
 @functools.cache
+def head_kind(name: str) -> str:
+    """The kind of head that a drafter loads."""
+    return "eagle" if name == "blend" else name
+
+
 def new_head(kind: str) -> Path:
     """A saved head of the tiny llama that can name every other token."""
     from foredraft.drafters.common.head import TextBatch
@@ -230,8 +237,7 @@ def new_head(kind: str) -> Path:
     target = native_kind("eager").new_target()
     source = TrainingTarget(target, "tiny llama")
     torch.manual_seed(9)
-    kind = "eagle" if kind == "blend" else kind
-    module = module_class(kind).start(source, range(0, target.vocab_size, 2), {})
+    module = module_class(head_kind(kind)).start(source, range(0, target.vocab_size, 2), {})
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if name in ("output", "output.weight"):

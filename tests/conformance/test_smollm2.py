@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from foredraft.core.params import SamplingParams
-from foredraft.drafters import drafter_names
+from foredraft.drafters import drafter_names, drafter_spec
+from foredraft.drafters.common.shipped import shipped_head
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.store import resolve_model
 from foredraft.models.tokenizer import Tokenizer
-from tests.conformance.harness import Kind, fused_decoder, plain, run, set_up
+from tests.conformance.harness import Kind, fused_decoder, head_kind, plain, run, set_up
 
 pytestmark = pytest.mark.real_model
 
@@ -70,6 +71,9 @@ def check(
     name: str, decoder: str, temperature: float, num_draft_tokens: int, max_tokens: int
 ) -> None:
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=max_tokens)
+    target = kind(decoder).new_target()
+    if drafter_spec(name).required_options and not shipped_head(head_kind(name), target):
+        pytest.skip(f"no head of {name} comes with the package")
     expected = plain_text(decoder, params)
     setup = set_up(name, kind(decoder))
     alone = run(setup.target, setup.drafter, prompts()[:1], params, num_draft_tokens)

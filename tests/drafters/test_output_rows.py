@@ -15,7 +15,9 @@ IDS_R = torch.arange(0, VOCAB, 2)
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_the_best_choice_is_that_of_the_whole_law(temperature: float, filters: dict[str, float]) -> None:
+def test_the_best_choice_is_that_of_the_whole_law(
+    temperature: float, filters: dict[str, float]
+) -> None:
     rows = OutputRows(IDS_R, VOCAB)
     generator = torch.Generator().manual_seed(1)
     params = SamplingParams.of(temperature=temperature, **filters)
