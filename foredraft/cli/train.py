@@ -180,10 +180,9 @@ def _train(
     from foredraft.timing_lock import Heed
     from foredraft.train.kinds import checked_options, module_class
     from foredraft.train.loop import Trainer
-    from foredraft.train.memory import settle
+    from foredraft.train.memory import settled
     from foredraft.train.target import TrainingTarget
 
-    settle()
     module = module_class(kind)
     options = checked_options(module, options)
     train_plan = _plan(plan)
@@ -192,7 +191,7 @@ def _train(
     assert llm.tokenizer is not None
     known = TrainingTarget(llm.target, identity.name, identity.tokenizer)
     console = Console(stderr=True, highlight=False)
-    with Heed() as pause, TrainingDisplay(console) as display:
+    with settled(), Heed() as pause, TrainingDisplay(console) as display:
         texts = _texts(data, out, llm, identity, display, pause)
         if display.wants_stop():
             raise typer.Exit(130)

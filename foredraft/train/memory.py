@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -13,13 +14,22 @@ _LARGE = 1 << 30
 _PAD = 1 << 28
 
 
-def settle() -> None:
+@contextmanager
+def settled() -> Iterator[None]:
     """Keep freed memory for the next tensors, and take numbers near zero for zero.
 
     glibc gives large blocks back to the system as soon as they are freed, so every step would have
     its pages made anew, zeroed, one by one. Where there is another C library nothing happens.
     """
+    _keep_freed_memory()
     torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def _keep_freed_memory() -> None:
     if not sys.platform.startswith("linux"):
         return
     with suppress(OSError, AttributeError):
