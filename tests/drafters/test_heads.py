@@ -16,6 +16,8 @@ from foredraft.drafters.draft_model.distilled import DistilledDrafter
 from foredraft.drafters.draft_model.module import DraftModelModule
 from foredraft.drafters.dspark.drafter import DsparkDrafter
 from foredraft.drafters.dspark.module import DsparkModule
+from foredraft.drafters.eagle.drafter import EagleDrafter
+from foredraft.drafters.eagle.module import EagleModule
 from foredraft.drafters.early_exit.adapted import AdaptedDrafter
 from foredraft.drafters.early_exit.module import AdapterModule
 from foredraft.drafters.hydra.drafter import HydraDrafter
@@ -55,6 +57,7 @@ KINDS: dict[str, Kind] = {
     "draft_model": Kind(
         DraftModelModule, lambda target, module: DistilledDrafter(module, target, CHAIN)
     ),
+    "eagle": Kind(EagleModule, lambda target, module: EagleDrafter(module, target, CHAIN)),
     "hydra": Kind(HydraModule, lambda target, module: HydraDrafter(module, target, CHAIN)),
 }
 

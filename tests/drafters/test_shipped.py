@@ -1,0 +1,33 @@
+"""The head that comes with the package is found by its target, and taken where nothing is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from foredraft.drafters.common.head_files import identify, read_info
+from foredraft.drafters.common.shipped import SHIPPED, shipped_head
+from foredraft.loading import resolve_drafter
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.store import resolve_model
+from foredraft.models.table import TableModel
+from foredraft.plan import DEFAULT_MODEL, LoadOptions
+from tests.drafters.heads import tiny_target
+
+
+@pytest.mark.real_model
+def test_the_built_in_model_has_one() -> None:
+    target = NativeTarget.load(resolve_model(DEFAULT_MODEL))
+    found = shipped_head("eagle", target)
+    assert found is not None
+    assert read_info(found).target.fingerprint == identify(target).fingerprint
+    assert resolve_drafter(LoadOptions(), False, target) == "blend"
+
+
+def test_other_targets_have_none() -> None:
+    for target in (tiny_target(), TableModel.random(6, seed=0)):
+        assert shipped_head("eagle", target) is None
+        assert resolve_drafter(LoadOptions(), False, target) == "suffix"
+
+
+def test_together_they_are_small() -> None:
+    assert sum(path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()) < 40e6
