@@ -67,10 +67,7 @@ class StoredLayers:
             ValueError: they would.
         """
         for layer in range(self.shape.num_layers):
-            if not 0 <= start <= (written := self._end(layer, slot)):
-                raise ValueError(
-                    f"entries from {start} on leave a gap: slot {slot} holds {written}"
-                )
+            self._check_start(layer, slot, start)
 
     def hold(self, slot: int, end: int) -> None:
         """The entries before ``end`` have been written in all layers, past `write`."""
@@ -93,8 +90,7 @@ class StoredLayers:
                 f"keys {[*keys_HTD.shape]} and values {[*values_HTD.shape]} are not "
                 f"[{expected[0]}, tokens, {expected[2]}]"
             )
-        if not 0 <= start <= written:
-            raise ValueError(f"entries from {start} on leave a gap: slot {slot} holds {written}")
+        self._check_start(layer, slot, start)
         end = start + keys_HTD.shape[1]
         self._make_room(slot, end)
         self.keys_LSHCD[layer, slot, :, start:end] = keys_HTD
@@ -144,6 +140,11 @@ class StoredLayers:
         if not 0 <= layer < self.shape.num_layers:
             raise ValueError(f"layer {layer} does not exist; there are {self.shape.num_layers}")
         return self._ends[slot][layer]
+
+    def _check_start(self, layer: int, slot: int, start: int) -> None:
+        """See `check_no_gap`."""
+        if not 0 <= start <= (written := self._end(layer, slot)):
+            raise ValueError(f"entries from {start} on leave a gap: slot {slot} holds {written}")
 
     def _make_room(self, slot: int, num_entries: int) -> None:
         slots, capacity = self.keys_LSHCD.shape[1], self.keys_LSHCD.shape[3]

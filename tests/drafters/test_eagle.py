@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from foredraft.bench.random_model import random_config, random_weights
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import Observation
-from foredraft.drafters.common.head import TextBatch
 from foredraft.drafters.eagle.drafter import EagleDrafter
 from foredraft.drafters.eagle.module import EagleModule
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.loading import native_decoder
-from foredraft.models.base import HeadRow, ModelShape
+from foredraft.models.base import HeadRow
 from foredraft.models.native.target import NativeTarget
+from tests.drafters.heads import TinySource, text_batch, tiny_target
 
 TEXT = [token * 7 % 90 for token in range(24)]
 
@@ -27,39 +24,12 @@ def new_target(decoder: str) -> NativeTarget:
             load_library()
         except KernelUnavailable as reason:
             pytest.skip(f"no fused kernel here: {reason}")
-    config = replace(
-        random_config("smollm2-135m"),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=96,
-    )
-    torch.manual_seed(3)
-    weights = random_weights(config, torch.float32, "cpu")
-    for matrix in weights.tensors():
-        if matrix.ndim == 2:
-            matrix *= 8.0
-    return NativeTarget(config, weights, native_decoder(decoder))
+    return tiny_target(native_decoder(decoder))
 
 
 def new_module(target: NativeTarget) -> EagleModule:
-    c = target.config
-    shape = ModelShape(
-        c.vocab_size,
-        c.hidden_size,
-        c.intermediate_size,
-        c.num_hidden_layers,
-        c.num_attention_heads,
-        c.num_key_value_heads,
-        c.head_dim,
-        c.rms_norm_eps,
-        c.rope_theta,
-    )
     torch.manual_seed(1)
-    return EagleModule(shape, (0, 2), range(0, 96, 2)).eval()
+    return EagleModule(TinySource(target).shape, (0, 2), range(0, 96, 2)).eval()
 
 
 @pytest.fixture(params=["eager", "fused"])
@@ -111,17 +81,7 @@ def test_it_drafts_what_training_predicts(target: NativeTarget) -> None:
         states, logits = drafter._runner.run([HeadRow(request.slot, anchor, 1, drafted, k)], inputs)
         state = states[0]
         found.append(logits[0])
-    slot = target.cache.allocate()
-    from foredraft.models.base import ScoreRow
-
-    taps = target.score([ScoreRow(slot, TEXT)], module.taps)[0].taps
-    tokens = torch.tensor([TEXT])
-    batch = TextBatch(
-        tokens,
-        torch.tensor([len(TEXT)]),
-        target.parts.embed(tokens[0])[None],
-        {layer: x[None] for layer, x in taps.items()},
-    )
+    batch = text_batch(target, [TEXT], module.taps)
     for k, prediction in enumerate(module.predictions(batch, depth)):
         assert (prediction.shift, prediction.depth) == (k + 2, k + 1)
         expected = prediction.logits_BLR[0, anchor]

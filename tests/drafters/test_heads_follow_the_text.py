@@ -24,10 +24,9 @@ from foredraft.drafters.base import (
     Observation,
 )
 from foredraft.engine.engine import Engine
-from foredraft.kernels.build import KernelUnavailable, load_library
-from foredraft.loading import native_decoder
 from foredraft.models.native.target import NativeTarget
-from tests.drafters.heads import OUTPUT_IDS, VOCAB, TinySource, shaken, tiny_target
+from tests.drafters.heads import OUTPUT_IDS, VOCAB, TinySource, shaken
+from tests.drafters.test_eagle import new_target
 from tests.drafters.test_heads import KINDS, Kind
 
 PROMPT = [token * 7 % 90 for token in range(50)]
@@ -42,12 +41,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(params=["eager", "fused"])
 def target(request: pytest.FixtureRequest) -> NativeTarget:
-    if request.param == "fused":
-        try:
-            load_library()
-        except KernelUnavailable as reason:
-            pytest.skip(f"no fused kernel here: {reason}")
-    return tiny_target(native_decoder(request.param))
+    return new_target(request.param)
 
 
 def new_drafter(kind: Kind, target: NativeTarget) -> Drafter:

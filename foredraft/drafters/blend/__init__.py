@@ -8,16 +8,10 @@ on. So each token is proposed by whoever is likelier right about it, and nobody 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
-from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRequest, Observation
+from foredraft.drafters.base import DrafterSpec, DraftRequest, Observation
 from foredraft.drafters.common.growing import GrowthLimits
-from foredraft.drafters.common.trained import (
-    GROWTH_OPTIONS,
-    HEAD_OPTION,
-    growth_limits,
-    trained_head,
-)
+from foredraft.drafters.common.trained import GROWTH_OPTIONS, HEAD_OPTION, built_with
 from foredraft.drafters.eagle.drafter import EagleDrafter
 from foredraft.drafters.eagle.module import EagleModule
 from foredraft.drafters.suffix import SuffixText
@@ -57,13 +51,8 @@ class BlendDrafter(EagleDrafter):
         return self._texts[request_id]
 
 
-def _build(context: DrafterContext) -> BlendDrafter:
-    limits, module = growth_limits(context), trained_head(context, EagleModule)
-    return BlendDrafter(module, cast(HeadTarget, context.target), limits)
-
-
 DRAFTER = DrafterSpec(
-    build=_build,
+    build=built_with(EagleModule, BlendDrafter),
     summary="a trained head and copies of earlier text, in one tree",
     options={**HEAD_OPTION, **GROWTH_OPTIONS},
     num_draft_tokens=16,

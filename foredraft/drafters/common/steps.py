@@ -9,7 +9,7 @@ Shape legend: T tokens, E hidden size, R output rows, N scored nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -108,7 +108,8 @@ class StepDrafter(BaseDrafter):
         self._runner = runner
         self._rows = OutputRows(output_ids_R, target.vocab_size)
         self._limits = limits or GrowthLimits()
-        self._branches = target.capabilities.tree_attention
+        if not target.capabilities.tree_attention:
+            self._limits = replace(self._limits, width=1, branching=1)
         self.taps = tuple(taps)
         self.layers = () if runner.layers is None else (runner.layers,)
         self.look_ahead = len(self.layers)  # an entry joins a token and the one that follows it
@@ -164,11 +165,11 @@ class StepDrafter(BaseDrafter):
 
     def _grown(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
         """Chosen trees, all rows sharing each run of the head."""
-        limits = self._limits
-        if not self._branches:
-            limits = GrowthLimits(limits.max_depth, 1, 1, limits.round_cost)
         growths = [
-            _Tree(self._requests[row.request_id], Growth(row, limits, self.guide(row.request_id)))
+            _Tree(
+                self._requests[row.request_id],
+                Growth(row, self._limits, self.guide(row.request_id)),
+            )
             for row in rows
         ]
         for tree in growths:
@@ -197,9 +198,10 @@ class StepDrafter(BaseDrafter):
         assert request.logits_R is not None
         assert request.state_E is not None
         logits_R, state_E, node = request.logits_R, request.state_E, ROOT
-        for depth in range(1, min(row.budget, self._limits.max_depth) + 1):
+        length = min(row.budget, self._limits.max_depth)
+        for depth in range(1, length + 1):
             found = draft.extend(node, self._rows.spread(logits_R))
-            if not found or depth == min(row.budget, self._limits.max_depth):
+            if not found or depth == length:
                 break
             node = found[0]
             inputs_NE = self._runner.own_inputs(draft.tokens[-1:], state_E[None])

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, cast
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.base import DrafterContext
+from foredraft.drafters.base import Drafter, DrafterContext, DrafterFactory
 from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.head import HeadModule
 from foredraft.drafters.common.head_files import identify, load_head
 from foredraft.drafters.common.options import checked_count, checked_ms
 from foredraft.drafters.common.shipped import shipped_head
-from foredraft.models.base import PartsTarget
+from foredraft.models.base import HeadTarget, PartsTarget
 
 M = TypeVar("M", bound=HeadModule)
 
@@ -56,6 +57,23 @@ def trained_head(context: DrafterContext, module: type[M], option: str = "head")
     identity = identify(context.target, None, tokenizer)
     device = cast(PartsTarget, context.target).parts.device
     return load_head(Path(str(given)).expanduser(), module, identity, device=device)
+
+
+def built_with(
+    module: type[M], drafter: Callable[[M, HeadTarget, GrowthLimits], Drafter]
+) -> DrafterFactory:
+    """What builds a drafter that grows trees with a trained head.
+
+    Args:
+        module: the class of the head's kind.
+        drafter: made from the head, its target, and how far a tree may grow.
+    """
+
+    def build(context: DrafterContext) -> Drafter:
+        limits, head = growth_limits(context), trained_head(context, module)
+        return drafter(head, cast(HeadTarget, context.target), limits)
+
+    return build
 
 
 def growth_limits(context: DrafterContext) -> GrowthLimits:
