@@ -18,7 +18,10 @@ from foredraft.core import errors
 
 HERE = Path(__file__).resolve().parent / "reference"
 PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "sampling-params": ("What a request asks for", ("foredraft.core.params:SamplingParams",)),
+    "sampling-params": (
+        "What a request asks for",
+        ("foredraft.core.params:SamplingParams", "foredraft.core.grammar:Grammar"),
+    ),
     "load-options": ("How a model is loaded", ("foredraft.plan:LoadOptions",)),
     "llm": ("Loading and generating", ("foredraft.llm:LLM",)),
     "results": (
@@ -28,6 +31,7 @@ PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
             "foredraft.core.request:SpeculationStats",
             "foredraft.engine.engine:Event",
             "foredraft.engine.detokenize:Piece",
+            "foredraft.core.logprobs:TokenLogprobs",
         ),
     ),
 }

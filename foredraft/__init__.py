@@ -13,6 +13,8 @@ from foredraft.version import __version__
 
 if TYPE_CHECKING:
     from foredraft.core.errors import ForedraftError
+    from foredraft.core.grammar import Grammar
+    from foredraft.core.logprobs import TokenLogprobs
     from foredraft.core.params import SamplingParams
     from foredraft.core.request import SpeculationStats
     from foredraft.custom_generation import custom_generate
@@ -23,8 +25,10 @@ _PUBLIC = {
     "LLM": "foredraft.llm",
     "ForedraftError": "foredraft.core.errors",
     "GenerationResult": "foredraft.engine.row",
+    "Grammar": "foredraft.core.grammar",
     "SamplingParams": "foredraft.core.params",
     "SpeculationStats": "foredraft.core.request",
+    "TokenLogprobs": "foredraft.core.logprobs",
     "custom_generate": "foredraft.custom_generation",
 }
 
@@ -46,8 +50,10 @@ __all__ = [
     "LLM",
     "ForedraftError",
     "GenerationResult",
+    "Grammar",
     "SamplingParams",
     "SpeculationStats",
+    "TokenLogprobs",
     "__version__",
     "custom_generate",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from foredraft.core.checks import (
@@ -15,39 +15,72 @@ from foredraft.core.checks import (
     shown,
 )
 from foredraft.core.errors import ConfigError, unknown
+from foredraft.core.grammar import Grammar
 from foredraft.core.rng import SEED_BITS
 
 Coupling = Literal["seeded", "drawn"]
 
 _MAX_STOPS = 256
 _MAX_STOP_CHARACTERS = 1 << 16
+_MAX_BIASES = 1024
+_MAX_BIAS = 100.0
+_MAX_N = 128
+_MAX_LOGPROBS = 20
+_MAX_PENALTY = 2.0
+_REFUSED = {
+    "best_of": "best_of ranks whole replies after the fact; ask for n replies and choose yourself",
+    "beam_width": "beam search is not sampling from the model, so nothing here does it",
+    "use_beam_search": "beam search is not sampling from the model, so nothing here does it",
+}
+"""Parameters of other engines that have no place here, and why."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """What distribution to draw from and when to stop.
 
-    Filters apply in the order temperature, top-k, top-p, min-p, each on the renormalised result
-    of the one before (the order of transformers). Tokens that tie with the last one kept are kept
-    too, so the outcome never depends on a sort's tie-breaking.
+    Rules apply in this order, each to the logits that the one before left: a grammar, allowed
+    tokens, logit_bias, min_tokens, bad_words, repetition, frequency and presence penalties,
+    temperature, top-k, top-p, min-p. Each filter works on the renormalised result of the one
+    before. Tokens that tie with the last one kept are kept too, so the outcome never depends on a
+    sort's tie-breaking.
 
     Attributes:
         temperature: 0 is greedy: all probability on the most likely token.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens with at least this mass, in (0, 1].
         min_p: drop tokens below this fraction of the most likely one's probability, in [0, 1].
+        repetition_penalty: above 1 makes tokens of prompt and reply less likely: their logits are
+            divided by it where positive and multiplied where negative. In (0, 100].
+        presence_penalty: subtracted from the logits of tokens that the reply holds, in [-2, 2].
+        frequency_penalty: subtracted once for each time that the reply holds them, in [-2, 2].
+        logit_bias: added to the logits of these tokens, each in [-100, 100]; at most 1024.
+        allowed_token_ids: no others can occur; None allows all.
+        bad_words: texts that the reply may not contain, spelled as the tokenizer spells them at
+            the start of a text and after a space; at most 256.
+        grammar: what the reply has to look like, see `Grammar`.
         seed: 0 <= seed < 2**64; None draws a fresh one, reported in the result.
+        n: replies to each prompt. Reply i (from 0) has the seed ``seed + i``, modulo 2**64.
         max_tokens: most tokens to generate, at least 1.
-        stop: strings that end the text, at most 256; they are not part of it.
+        min_tokens: nothing ends the reply before it has this many tokens: until then neither an
+            end-of-text id nor one of ``stop_token_ids`` can occur, and stop strings are not
+            looked for.
+        stop: strings that end the text, at most 256.
         stop_token_ids: ids that end generation, beside the model's own end-of-text ids.
+        include_stop: whether the text ends with the stop string or the stop id's own text (what
+            others call ``include_stop_str_in_output``).
         ignore_eos: go on past the model's own end-of-text ids.
+        logprobs: log probabilities of the reply's tokens, and of that many likeliest ones at each
+            place, 0 to 20; None reports none. Of the model's own distribution (`TokenLogprobs`).
+        prompt_logprobs: likewise of the prompt's tokens.
         coupling: "seeded" (the same seed gives the same text with and without speculation) or
             "drawn" (draft models draw their tokens: higher acceptance at high temperature, the
             same distribution, another text for the same seed).
         prediction: text that the reply is expected to repeat, for drafters that use one. It
             never changes the reply.
 
-    Numbers and flags of numpy are taken, and kept as Python's.
+    Numbers and flags of numpy are taken, and kept as Python's. docs/sampling.md has every parameter
+    beside every way of drafting and verifying.
 
     Raises:
         ConfigError: a value is out of range or of the wrong type.
@@ -57,34 +90,45 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    grammar: Grammar | None = None
     seed: int | None = None
+    n: int = 1
     max_tokens: int = 256
+    min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop: bool = False
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     coupling: Coupling = "seeded"
     prediction: str | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "temperature": checked_real("temperature", self.temperature, low=0.0),
-            "top_p": checked_real("top_p", self.top_p, low=0.0, high=1.0),
-            "min_p": checked_real("min_p", self.min_p, low=0.0, high=1.0),
-            "top_k": checked_int("top_k", self.top_k, low=0),
-            "max_tokens": checked_int("max_tokens", self.max_tokens, low=1),
-            "stop": _checked_stop(self.stop),
-            "stop_token_ids": tuple(
-                checked_int("stop_token_ids", token, low=0)
-                for token in checked_list("stop_token_ids", self.stop_token_ids)
-            ),
-            "ignore_eos": checked_flag("ignore_eos", self.ignore_eos),
+            name: check(name, value)
+            for name, check in _CHECKS.items()
+            if (value := getattr(self, name)) is not None or name not in _OPTIONAL
         }
         if checked["top_p"] == 0.0:
             raise ConfigError("top_p is 0, which keeps no token; use a value in (0, 1]")
-        if self.seed is not None:
-            checked["seed"] = checked_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
-        if self.prediction is not None:
-            checked["prediction"] = checked_text("prediction", self.prediction)
+        if checked["repetition_penalty"] == 0.0:
+            raise ConfigError("repetition_penalty is 0; 1 leaves everything as it is")
+        if checked["min_tokens"] > checked["max_tokens"]:
+            raise ConfigError(
+                f"min_tokens is {checked['min_tokens']} and max_tokens {checked['max_tokens']}"
+            )
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ConfigError(
+                "grammar must be a Grammar, such as Grammar.json_schema(…), not "
+                f"{shown(self.grammar)}"
+            )
         if self.coupling not in ("seeded", "drawn"):
             raise unknown("coupling", str(self.coupling), ("seeded", "drawn"))
         for name, value in checked.items():
@@ -95,9 +139,20 @@ class SamplingParams:
         """Build from keyword options; an unknown one is an error naming the nearest."""
         known = {field.name for field in fields(cls)}
         for name in options:
+            if name in _REFUSED:
+                raise ConfigError(f"{name} is not offered: {_REFUSED[name]}")
             if name not in known:
                 raise unknown("sampling option", name, known)
         return cls(**options)
+
+    def each(self) -> list[SamplingParams]:
+        """``n`` requests for one reply each, with the seeds that `n` names."""
+        if self.n == 1:
+            return [self]
+        seeds = [
+            None if self.seed is None else (self.seed + i) % 2**SEED_BITS for i in range(self.n)
+        ]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
 
 def checked_params(params: object) -> SamplingParams:
@@ -115,15 +170,106 @@ def checked_params(params: object) -> SamplingParams:
     return params
 
 
-def _checked_stop(stop: object) -> tuple[str, ...]:
-    texts = (stop,) if isinstance(stop, str) else checked_list("stop", stop)
+def _checked_stop(name: str, stop: object) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else checked_list(name, stop)
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise ConfigError(f"stop strings must be non-empty text, not {shown(text)}")
-        checked_text("stop", text)
+            raise ConfigError(f"{name} strings must be non-empty text, not {shown(text)}")
+        checked_text(name, text)
     if len(texts) > _MAX_STOPS or sum(map(len, texts)) > _MAX_STOP_CHARACTERS:
         raise ConfigError(
-            f"stop holds {len(texts)} strings of {sum(map(len, texts))} characters; it may hold "
+            f"{name} holds {len(texts)} strings of {sum(map(len, texts))} characters; it may hold "
             f"{_MAX_STOPS} of {_MAX_STOP_CHARACTERS} in all, as each step looks for every one"
         )
     return texts
+
+
+def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
+    return tuple(checked_int(name, token, low=0) for token in checked_list(name, ids))
+
+
+class _Allowed(tuple[int, ...]):
+    """Ids that have been checked: a request is copied often, and this list may be long."""
+
+
+def _checked_allowed(name: str, ids: object) -> tuple[int, ...]:
+    if isinstance(ids, _Allowed):
+        return ids
+    checked = _Allowed(_checked_ids(name, ids))
+    if not checked:
+        raise ConfigError(f"{name} is empty, which allows no token; None allows all")
+    return checked
+
+
+class _Biases(dict[int, float]):
+    """Biases that have been checked, likewise."""
+
+
+def _checked_bias(name: str, biases: object) -> Mapping[int, float]:
+    if isinstance(biases, _Biases):
+        return biases
+    if not isinstance(biases, Mapping):
+        raise ConfigError(f"{name} must map token ids to numbers, not {shown(biases)}")
+    if len(biases) > _MAX_BIASES:
+        raise ConfigError(f"{name} names {len(biases)} tokens; it may name {_MAX_BIASES}")
+    return _Biases(
+        {
+            checked_int(name, token, low=0): checked_real(name, bias, -_MAX_BIAS, _MAX_BIAS)
+            for token, bias in biases.items()
+        }
+    )
+
+
+def _real(low: float, high: float = float("inf")) -> Callable[[str, Any], float]:
+    return lambda name, value: checked_real(name, value, low, high)
+
+
+def _int(low: int, high: int | None = None) -> Callable[[str, Any], int]:
+    return lambda name, value: checked_int(name, value, low, high)
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "temperature": _real(0.0),
+    "top_k": _int(0),
+    "top_p": _real(0.0, 1.0),
+    "min_p": _real(0.0, 1.0),
+    "repetition_penalty": _real(0.0, 100.0),
+    "presence_penalty": _real(-_MAX_PENALTY, _MAX_PENALTY),
+    "frequency_penalty": _real(-_MAX_PENALTY, _MAX_PENALTY),
+    "logit_bias": _checked_bias,
+    "allowed_token_ids": _checked_allowed,
+    "bad_words": _checked_stop,
+    "seed": _int(0, 2**SEED_BITS - 1),
+    "n": _int(1, _MAX_N),
+    "max_tokens": _int(1),
+    "min_tokens": _int(0),
+    "stop": _checked_stop,
+    "stop_token_ids": _checked_ids,
+    "include_stop": checked_flag,
+    "ignore_eos": checked_flag,
+    "logprobs": _int(0, _MAX_LOGPROBS),
+    "prompt_logprobs": _int(0, _MAX_LOGPROBS),
+    "prediction": checked_text,
+}
+"""What each field is held to."""
+_OPTIONAL = ("allowed_token_ids", "seed", "logprobs", "prompt_logprobs", "prediction")
+"""Fields that may be None."""
+
+
+def refuse_unready(params: SamplingParams) -> None:
+    """Refuse by name what no part of the engine honours yet.
+
+    Raises:
+        ConfigError: a parameter that would be ignored.
+    """
+    plain = SamplingParams()
+    for name in _UNREADY:
+        if getattr(params, name) != getattr(plain, name):
+            raise ConfigError(f"{name} is not implemented yet; leave it out")
+
+
+_UNREADY = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("allowed_token_ids", "bad_words", "grammar", "n", "min_tokens", "include_stop"),
+    *("logprobs", "prompt_logprobs"),
+)

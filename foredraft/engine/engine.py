@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from foredraft.cache.prefix import Session, Sessions
 from foredraft.control.base import Controller
 from foredraft.core.errors import ConfigError, PromptError
-from foredraft.core.params import SamplingParams
+from foredraft.core.logprobs import TokenLogprobs
+from foredraft.core.params import SamplingParams, refuse_unready
 from foredraft.core.record import StepRecord
 from foredraft.core.request import Request
 from foredraft.core.rng import SEED_BITS
@@ -41,6 +42,7 @@ class Event:
         num_accepted: how many of them were drafted.
         pieces: text that became certain, marked as drafted or the target's own.
         num_prompt_read: tokens of the prompt that have been read by now.
+        logprobs: of each of these ids, where the request asks for them; else empty.
         result: the final result, on the request's last event.
     """
 
@@ -49,6 +51,7 @@ class Event:
     num_accepted: int
     pieces: tuple[Piece, ...]
     num_prompt_read: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
     result: GenerationResult | None = None
 
 
@@ -117,10 +120,12 @@ class Engine:
                 was begun with another engine.
         """
         self.check_prompt(prompt)
+        refuse_unready(params)
         if params.stop and self._new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
         room = self._target.max_context - len(prompt)
-        params = replace(params, max_tokens=min(params.max_tokens, room))
+        most = min(params.max_tokens, room)
+        params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         text = TextAssembler(self._new_decoder() if self._new_decoder else None, tuple(params.stop))
         eos = frozenset() if params.ignore_eos else self._eos
@@ -276,7 +281,7 @@ class Engine:
         (token_ids, num_accepted), pieces = row.take(), tuple(row.text.take(final=finished))
         num_read = min(row.request.num_cached, row.request.num_prompt)
         result = self._finish(row) if finished else None
-        return Event(row.request_id, token_ids, num_accepted, pieces, num_read, result)
+        return Event(row.request_id, token_ids, num_accepted, pieces, num_read, (), result)
 
     def _finish(self, row: Row) -> GenerationResult:
         self._scheduler.remove(row)

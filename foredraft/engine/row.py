@@ -10,6 +10,7 @@ from foredraft.cache.base import Cache
 from foredraft.cache.prefix import Session
 from foredraft.control.base import Allowance
 from foredraft.core.choices import KeyedVerifyChoices
+from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import Proposal
 from foredraft.core.request import FinishReason, Request, SpeculationStats
 from foredraft.core.rules import Rules
@@ -39,6 +40,9 @@ class GenerationResult:
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: how many of them were still in the cache from an earlier turn.
         error: what went wrong, for finish reason "error".
+        logprobs: of each generated id, where the request asks for them.
+        prompt_logprobs: of each id of the prompt, likewise; None for the first, which nothing
+            foretells.
     """
 
     request_id: int
@@ -50,6 +54,8 @@ class GenerationResult:
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(eq=False)

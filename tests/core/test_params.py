@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -115,3 +116,46 @@ def test_an_option_like_no_other_lists_them_all() -> None:
 def test_parameters_are_frozen() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().temperature = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("repetition_penalty", bad) for bad in (0, -1.0, 101, NAN, True, None)],
+        *[("presence_penalty", bad) for bad in (2.1, -2.1, NAN, "1", None)],
+        *[("frequency_penalty", bad) for bad in (2.1, -2.1, INF, None)],
+        *[("logit_bias", bad) for bad in (None, [1], {-1: 1.0}, {1: 101}, {"1": 1}, {1: NAN})],
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        *[("allowed_token_ids", bad) for bad in ([], [-1], 3, "3")],
+        *[("bad_words", bad) for bad in ([""], [3], None, ["x"] * 257)],
+        *[("grammar", bad) for bad in ("json", {"type": "object"}, 1)],
+        *[("n", bad) for bad in (0, 129, True, None)],
+        *[("min_tokens", bad) for bad in (-1, 257, None)],
+        *[("include_stop", bad) for bad in (1, "yes", None)],
+        *[("logprobs", bad) for bad in (-1, 21, True)],
+        *[("prompt_logprobs", bad) for bad in (-1, 21, True)],
+    ],
+)
+def test_bad_values_of_rules_name_the_parameter(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["best_of", "use_beam_search"])
+def test_what_others_offer_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is not offered"):
+        SamplingParams.of(**{name: 2})
+
+
+def test_replies_to_one_prompt_have_seeds_of_their_own() -> None:
+    each = SamplingParams(n=3, seed=2**64 - 2).each()
+    assert [(params.n, params.seed) for params in each] == [(1, 2**64 - 2), (1, 2**64 - 1), (1, 0)]
+    assert [params.seed for params in SamplingParams(n=2).each()] == [None, None]
+
+
+def test_parameters_are_copied_with_what_they_hold() -> None:
+    params = SamplingParams(logit_bias={3: 1}, allowed_token_ids=[1, 2], bad_words="x")
+    assert replace(params, seed=1).logit_bias == {3: 1.0}
+    assert params.allowed_token_ids == (1, 2)
+    assert params.bad_words == ("x",)
+    assert hash(params) == hash(replace(params))
