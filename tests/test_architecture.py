@@ -17,6 +17,9 @@ PACKAGE = Path(__file__).parents[1] / "foredraft"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = {
     "paths": 0,
+    "openai_fields": 2,
+    "openai_prompts": 3,
+    "openai_params": 4,
     "core": 1,
     "kernels": 1,
     "prompts": 2,
@@ -35,6 +38,7 @@ LAYERS = {
     "llm": 8,
     "measure": 8,
     "custom_generation": 9,
+    "server": 10,
     "bench": 10,
     "cli": 11,
 }

@@ -1,0 +1,122 @@
+"""What a request body in OpenAI's dialect may hold: honoured, a hint, or refused by name.
+
+`docs/server.md` shows the three lists, and a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from foredraft.core.errors import ConfigError
+
+Body = Mapping[str, Any]
+"""Plain data, as `json.loads` makes it."""
+Route = Literal["chat", "completions"]
+
+SAME_NAME = (
+    *("temperature", "top_p", "min_p", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "n", "bad_words"),
+    *("allowed_token_ids", "coupling"),
+)
+"""Fields that `SamplingParams` has under the same name."""
+RENAMED = (
+    *("top_k", "seed", "max_tokens", "max_completion_tokens", "logit_bias", "logprobs"),
+    *("include_stop_str_in_output", "response_format", "structured_outputs", "prediction"),
+)
+"""Fields that become a parameter of another name or form."""
+HONOURED: Mapping[Route, tuple[str, ...]] = {
+    "chat": (
+        *SAME_NAME,
+        *RENAMED,
+        *("model", "messages", "stream", "stream_options", "top_logprobs"),
+        *("tools", "tool_choice", "parallel_tool_calls", "cache_salt", "priority"),
+    ),
+    "completions": (
+        *SAME_NAME,
+        *RENAMED,
+        *("model", "prompt", "stream", "stream_options", "echo", "cache_salt", "priority"),
+        *("add_special_tokens",),
+    ),
+}
+HINTS = (
+    *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("service_tier", "reasoning_effort", "verbosity", "include_reasoning", "request_id"),
+)
+"""Fields that cannot change a reply here. They are named in a header of the response."""
+
+_VLLM_GUIDED = "use response_format or structured_outputs"
+REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "audio": ("text is all there is here", ()),
+    "modalities": ("text is all there is here", (["text"],)),
+    "web_search_options": ("this server makes no requests of its own", ()),
+    "functions": ("use tools", ()),
+    "function_call": ("use tool_choice", ("none", "auto")),
+    "store": ("nothing is stored", (False,)),
+    "best_of": ("ask for n replies and choose yourself", (1,)),
+    "suffix": ("text is only continued, not filled in", ("",)),
+    "use_beam_search": ("beam search is not sampling from the model", (False,)),
+    "beam_width": ("beam search is not sampling from the model", ()),
+    "length_penalty": ("beam search is not sampling from the model", (1, 1.0)),
+    "chat_template": ("a template is a program; the model's own is used", ()),
+    "chat_template_kwargs": ("the model's template is used as it is", ({},)),
+    "documents": ("put them into a message", ([],)),
+    "add_generation_prompt": ("a reply always begins anew", (True,)),
+    "continue_final_message": ("a reply always begins anew; use /v1/completions", (False,)),
+    "skip_special_tokens": ("special tokens are no text", (True,)),
+    "spaces_between_special_tokens": ("special tokens are no text", (True, False)),
+    "prompt_logprobs": ("use /v1/completions with echo and logprobs", ()),
+    "truncate_prompt_tokens": ("shorten the prompt yourself", ()),
+    "prompt_embeds": ("prompts are text or token ids", ()),
+    "return_tokens_as_token_ids": ("tokens are written as their text", (False,)),
+    "logits_processors": ("code does not come with a request", ([],)),
+    "mm_processor_kwargs": ("text is all there is here", ({},)),
+    "kv_transfer_params": ("there is one machine here", ()),
+    "vllm_xargs": ("it belongs to another engine", ({},)),
+    "repetition_detection": ("use stop, or a penalty", ()),
+    "guided_json": (_VLLM_GUIDED, ()),
+    "guided_regex": (_VLLM_GUIDED, ()),
+    "guided_choice": (_VLLM_GUIDED, ()),
+    "guided_grammar": (_VLLM_GUIDED, ()),
+    "guided_decoding_backend": (_VLLM_GUIDED, ()),
+}
+"""Fields that would change a reply and cannot be honoured: why, and the values that ask nothing."""
+
+
+class FieldError(ConfigError):
+    """A field of a request that cannot be used as given.
+
+    Attributes:
+        param: the field's name, as the client wrote it.
+    """
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def ignored(body: Body, route: Route) -> list[str]:
+    """Fields of a body without effect: hints, and names that nobody knows."""
+    known = {*HONOURED[route], *REFUSED}
+    return sorted(name for name in body if name not in known)
+
+
+def given(body: Body, name: str, default: Any = None) -> Any:
+    """A field's value; null counts as left out, as it does for OpenAI."""
+    value = body.get(name)
+    return default if value is None else value
+
+
+def refuse(body: Body, route: Route) -> None:
+    for name, (reason, harmless) in REFUSED.items():
+        if name in HONOURED[route] or (value := given(body, name)) is None:
+            continue
+        is_best_of_n = name == "best_of" and value == given(body, "n", 1)
+        if not is_best_of_n and not any(_same(value, each) for each in harmless):
+            raise FieldError(name, f"{name} is not supported: {reason}")
+    if route == "chat" and given(body, "echo", False) is not False:
+        raise FieldError("echo", "echo is not supported: use /v1/completions")
+
+
+def _same(left: object, right: object) -> bool:
+    return type(left) is type(right) and left == right
