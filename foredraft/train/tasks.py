@@ -303,7 +303,7 @@ def _sentence(random_: random.Random) -> str:
     return pick(
         (
             f"{pick(NAMES)} went to {pick(PLACES)} to learn about {pick(SUBJECTS)}.",
-            f"{pick(JOBS).capitalize()} found {random_.randint(2, 90)} {pick(THINGS)} in the attic.",
+            f"{pick(JOBS).capitalize()} found {random_.randint(2, 90)} {pick(THINGS)} in a box.",
             f"Nobody in {pick(PLACES)} knew anything about {pick(SUBJECTS)}.",
             f"The film about {pick(SUBJECTS)} was {pick(('dull', 'too long', 'fine'))}.",
             f"We lost our {pick(THINGS)} on the way to {pick(PLACES)}.",
