@@ -21,13 +21,16 @@ from foredraft.drafters.common.head_files import TargetIdentity
 from foredraft.files import write_text
 from foredraft.models.json_files import read_json
 from foredraft.models.progress import Progress
-from foredraft.train.texts import Text, next_number, read_texts, shard_paths, write_shard
+from foredraft.train.tasks import ARTICLE, made_up_task
+from foredraft.train.texts import Text, is_shard_folder, next_number, read_texts, write_shard
 
 _ORIGIN = "texts.json"
 _LONGEST_PROMPT = 256
 """Tokens of a prompt that the target makes up."""
 _SHORTEST_PROMPT = 8
 """Characters of one."""
+_TASKS = 0.75
+"""Share of made-up prompts that are put together from parts."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ class WritePlan:
         max_tokens: of a reply.
         max_prompt_tokens: longer prompts are passed over.
         seed: of all draws.
-        made_up: the target makes up prompts, beside those that are given.
+        made_up: prompts are made up, beside those that are given: by the target itself, and
+            from parts (`foredraft.train.tasks`).
         passes: how often each prompt is answered, at most; None: until there are enough tokens.
         shard: texts of a shard: what a kill costs at most. They are written at the same time, as
             far as the target takes them.
@@ -112,7 +116,7 @@ class WritePlan:
     tokens: int
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     max_tokens: int = 256
-    max_prompt_tokens: int = 700
+    max_prompt_tokens: int = 1000
     seed: int = 0
     made_up: bool = True
     passes: int | None = None
@@ -152,7 +156,10 @@ class Writer:
         check_origin(directory, identity)
         self._directory, self._write, self._chat = directory, write, chat
         self._identity, self._prompts, self._plan = identity, prompts, plan
-        self.tokens = count_tokens(directory)
+        there = read_texts(directory) if is_shard_folder(directory) else []
+        self.tokens = sum(len(text.reply_ids) for text in there)
+        self._articles: list[tuple[int, str]] = []
+        self._keep_articles(there)
 
     def run(self, progress: Progress, wants_stop: Callable[[], bool]) -> int:
         """Write until there are enough tokens, the prompts are used up, or it is to stop.
@@ -190,8 +197,16 @@ class Writer:
                 if wants_stop():
                     break
         if texts:
-            write_shard(self._directory, sorted(texts, key=lambda text: text.number))
+            texts.sort(key=lambda text: text.number)
+            write_shard(self._directory, texts)
+            self._keep_articles(texts)
         return bool(texts)
+
+    def _keep_articles(self, texts: Sequence[Text]) -> None:
+        for text in texts:
+            if text.source.startswith(f"{ARTICLE}-"):
+                words = self._chat.decode([int(token) for token in text.reply_ids])
+                self._articles.append((text.number, words.strip()))
 
     def _is_wanted(self, number: int) -> bool:
         plan = self._plan
@@ -229,6 +244,18 @@ class Writer:
         return self._prompts[order[place]]
 
     def _made_up(self, numbers: Sequence[int], wants_stop: Callable[[], bool]) -> dict[int, Prompt]:
+        """Prompts from parts, or of the target's own."""
+        found: dict[int, Prompt] = {}
+        for number in numbers:
+            random_ = random.Random(f"{self._plan.seed} {number} task")
+            if random_.random() < _TASKS:
+                # Of a shard before this one, so that it is the same wherever shards were cut.
+                known = [text for at, text in self._articles if at < number - self._plan.shard]
+                kind, text = made_up_task(random_, known)
+                found[number] = Prompt(f"{kind}-{number}", text)
+        return found | self._own([n for n in numbers if n not in found], wants_stop)
+
+    def _own(self, numbers: Sequence[int], wants_stop: Callable[[], bool]) -> dict[int, Prompt]:
         """Prompts of the target's own: it goes on where a user would begin to speak."""
         if not numbers:
             return {}
@@ -262,13 +289,6 @@ def seed_of(seed: int, number: int, purpose: str) -> int:
     """A seed of its own for each text and purpose."""
     digest = hashlib.sha256(f"{seed} {number} {purpose}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
-
-
-def count_tokens(directory: Path) -> int:
-    """Tokens of replies in a folder; none where there is no folder."""
-    if not directory.is_dir() or not shard_paths(directory):
-        return 0
-    return sum(len(text.reply_ids) for text in read_texts(directory))
 
 
 def check_origin(directory: Path, identity: TargetIdentity) -> None:

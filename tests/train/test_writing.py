@@ -90,7 +90,9 @@ def test_prompts_of_its_own_are_unlike_each_other(tmp_path: Path) -> None:
     assert written >= 2000
     assert len({tuple(text.prompt_ids) for text in texts}) == len(texts)
     assert {round(text.temperature, 3) for text in texts} == {0.0, 0.7, 1.0}
-    assert texts[0].source == "self-0"
+    sources = {text.source.split("-")[0] for text in texts}
+    assert "self" in sources
+    assert len(sources) > 5
 
 
 def test_given_prompts_are_answered_once_a_pass(tmp_path: Path) -> None:
@@ -103,17 +105,17 @@ def test_given_prompts_are_answered_once_a_pass(tmp_path: Path) -> None:
 
 def test_both_take_turns(tmp_path: Path) -> None:
     writer(tmp_path / "texts", Echo(), prompts=9).run(Watch(), lambda: False)
-    sources = [text.source[:4] for text in read_texts(tmp_path / "texts")]
-    assert sources[:4] == ["file", "self", "file", "self"]
+    sources = [text.source[:4] == "file" for text in read_texts(tmp_path / "texts")]
+    assert sources[:4] == [True, False, True, False]
 
 
 def test_a_kill_repeats_nothing_that_was_kept(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        writer(tmp_path / "cut", Echo(die_after=150)).run(Watch(), lambda: False)
+        writer(tmp_path / "cut", Echo(die_after=100), tokens=20_000).run(Watch(), lambda: False)
     kept = len(read_texts(tmp_path / "cut"))
-    assert 0 < kept <= 128
-    writer(tmp_path / "cut", Echo(), tokens=4000).run(Watch(), lambda: False)
-    writer(tmp_path / "whole", Echo(), tokens=4000).run(Watch(), lambda: False)
+    assert 0 < kept <= 64
+    writer(tmp_path / "cut", Echo(), tokens=20_000).run(Watch(), lambda: False)
+    writer(tmp_path / "whole", Echo(), tokens=20_000).run(Watch(), lambda: False)
     cut, whole = read_texts(tmp_path / "cut"), read_texts(tmp_path / "whole")
     assert [t.number for t in cut] == [t.number for t in whole]
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(cut, whole, strict=True))
