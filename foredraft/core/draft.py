@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from foredraft.core.choices import DrawnChoices, SharedChoices
+from foredraft.core.errors import NoTokenError
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
 from foredraft.core.rules import Rules
 from foredraft.core.sampling import Law
@@ -63,14 +64,17 @@ class Draft(ABC):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def _law(self, parent: int, logits_V: Tensor) -> tuple[Law, int]:
-        """What the row's rules make of the logits, and how deep ``parent`` is."""
+    def _law(self, parent: int, logits_V: Tensor) -> tuple[Law | None, int]:
+        """What the row's rules make of the logits, None if nothing may come; ``parent``'s depth."""
         drafted: list[int] = []
         node = parent
         while node != ROOT:
             drafted.insert(0, self.tokens[node])
             node = self.parents[node]
-        return self._rules.law(logits_V, self._text, drafted), len(drafted)
+        try:
+            return self._rules.law(logits_V, self._text, drafted), len(drafted)
+        except NoTokenError:  # behind the end of a grammar, for one
+            return None, len(drafted)
 
     def _add(self, parent: int, token: int, chance: float) -> int:
         self.tokens.append(token)
@@ -88,6 +92,8 @@ class ChosenDraft(Draft):
 
     def extend(self, parent: int, logits_V: Tensor, count: int = 1) -> list[int]:
         law, depth = self._law(parent, logits_V)
+        if law is None:
+            return []
         return [self._add(parent, *choice) for choice in self._choices.best(law, depth, count)]
 
     def build(self) -> Proposal:
@@ -102,7 +108,10 @@ class DrawnDraft(Draft):
         self._builder = DrawnProposalBuilder(choices, replacement=False)
 
     def extend(self, parent: int, logits_V: Tensor, count: int = 1) -> list[int]:
-        probs_V = self._law(parent, logits_V)[0].probs_V
+        law, _ = self._law(parent, logits_V)
+        if law is None:
+            return []
+        probs_V = law.probs_V
         drawn = [self._builder.draw(parent, probs_V) for _ in range(count)]
         tokens = [self._builder.token(node) for node in drawn if node is not None]
         return [self._add(parent, token, float(probs_V[token])) for token in tokens]

@@ -50,6 +50,14 @@ class NonFiniteScoresError(ForedraftError, ArithmeticError):
     """The target produced NaN or infinite logits where a token must be drawn."""
 
 
+class NoTokenError(ForedraftError, ArithmeticError):
+    """A request's rules leave no token that could come next."""
+
+
+class GrammarError(ConfigError):
+    """A grammar that cannot be read, or is too complex to be followed."""
+
+
 def nearest(name: str, options: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the closest option, or ``""`` when nothing is close."""
     by_folded = {option.lower(): option for option in options}

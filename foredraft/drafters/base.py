@@ -26,6 +26,7 @@ from foredraft.core.choices import (
 )
 from foredraft.core.cost import USUAL_PRICE, Price
 from foredraft.core.draft import ChosenDraft, Draft, DrawnDraft
+from foredraft.core.errors import NoTokenError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.rules import Rules, SamplingRules
@@ -105,13 +106,17 @@ class DraftRow:
     def choose(self, logits_V: Tensor, drafted: Sequence[int] = (), count: int = 1) -> list[Choice]:
         """The tokens that the target will likeliest draw after ``drafted``, likeliest first.
 
-        For seeded requests: drawn ones have no such thing (see `draft`).
+        None where the rules leave nothing. For seeded requests: drawn ones have no such thing (see
+        `draft`).
 
         Args:
             logits_V: the drafter's own of the position.
         """
         assert not isinstance(self.choices, DrawnChoices)
-        law = self.rules.law(logits_V, self.tokens, drafted)
+        try:
+            law = self.rules.law(logits_V, self.tokens, drafted)
+        except NoTokenError:  # behind the end of a grammar, for one
+            return []
         return self.choices.best(law, len(drafted), count)
 
     def without_noise(self, budget: int) -> DraftRow:

@@ -66,6 +66,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._fast.get_vocab_size()
 
+    @property
+    def definition(self) -> str:
+        """All of it, as ``tokenizer.json`` has it."""
+        return str(self._fast.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``; with the model's own start token, where it has one.
 

@@ -1,0 +1,85 @@
+"""The seam: from logits and the text before them to a law.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from foredraft.core.params import SamplingParams
+from foredraft.core.sampling import Law, law_of
+
+
+class Rules(Protocol):
+    """From logits to a law. A function of its arguments: it is asked about guesses, too."""
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether the law is always all on the largest logit, so that nothing else is needed."""
+        ...
+
+    @property
+    def bans(self) -> bool:
+        """Whether there are tokens that `permits` may refuse."""
+        ...
+
+    def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
+        """The law of the next token.
+
+        Args:
+            logits_V: a model's logits there, target's or drafter's.
+            text: all committed tokens. Do not change it.
+            drafted: the guesses between them and the position.
+
+        Raises:
+            NoTokenError: no token may come there.
+            ForedraftError: there is no law; like the other, it ends the request if plain decoding
+                gets there, too.
+        """
+        ...
+
+    def permits(self, token: int, text: Sequence[int], drafted: Sequence[int] = ()) -> bool:
+        """Whether a token may come there, whatever its logit; filters are not asked."""
+        ...
+
+    def forced(self, text: Sequence[int]) -> Sequence[int]:
+        """Tokens that are known, or all but known, to follow the text: drafts that cost nothing."""
+        ...
+
+    def is_complete(self, text: Sequence[int]) -> bool:
+        """Whether nothing but the end can follow the text."""
+        ...
+
+
+class TextlessRules:
+    """What `Rules` answers where it looks at no text: nothing is banned, forced or complete."""
+
+    bans = False
+
+    def permits(self, token: int, text: Sequence[int], drafted: Sequence[int] = ()) -> bool:
+        return True
+
+    def forced(self, text: Sequence[int]) -> Sequence[int]:
+        return ()
+
+    def is_complete(self, text: Sequence[int]) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class SamplingRules(TextlessRules):
+    """Temperature and filters; they look at no text."""
+
+    params: SamplingParams
+
+    @property
+    def takes_best(self) -> bool:
+        return self.params.temperature == 0.0 and self.params.logprobs is None
+
+    def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
+        return law_of(logits_V, self.params)

@@ -1,0 +1,100 @@
+"""All rules of one request together.
+
+Their order is vLLM's: grammar, allowed tokens, bad words, min_tokens, logit_bias, repetition,
+frequency and presence penalty, then temperature and filters. Whatever bans a token commutes with
+whatever only moves its logit, so bans are put last here.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foredraft.core.errors import NoTokenError
+from foredraft.core.params import SamplingParams
+from foredraft.core.rules.bans import Array, Ban
+from foredraft.core.rules.grammar import GrammarRule
+from foredraft.core.rules.penalties import Bias, Penalties
+from foredraft.core.sampling import Law, law_of
+
+
+@dataclass(eq=False)
+class RowRules:
+    """`Rules` that look at the text. Made for one request, and used by one thread at a time.
+
+    Attributes:
+        num_prompt: tokens of the prompt.
+    """
+
+    params: SamplingParams
+    num_prompt: int
+    bias: Bias | None = None
+    penalties: Penalties | None = None
+    token_bans: Sequence[Ban] = ()
+    grammar: GrammarRule | None = None
+
+    takes_best = False
+
+    @property
+    def bans(self) -> bool:
+        return bool(self.token_bans) or self.grammar is not None
+
+    def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
+        given_V: Array = logits_V.detach().cpu().numpy()
+        changed_V = given_V.copy()
+        if self.bias:
+            self.bias.apply(changed_V)
+        if self.penalties:
+            self.penalties.apply(changed_V, text, drafted)
+        self._ban(changed_V, text, drafted)
+        if changed_V.max() == -math.inf and given_V.max() > -math.inf:
+            raise NoTokenError(
+                f"the request's rules leave no token after {self._num_reply(text, drafted)} tokens "
+                f"of the reply ({', '.join(self._names())})"
+            )
+        return law_of(torch.from_numpy(changed_V), self.params)
+
+    def permits(self, token: int, text: Sequence[int], drafted: Sequence[int] = ()) -> bool:
+        reply = text[self.num_prompt :]
+        before = (*reply, *drafted) if self.token_bans else ()
+        return all(ban.permits(token, before) for ban in self.token_bans) and (
+            self.grammar is None or self.grammar.permits(token, reply, drafted)
+        )
+
+    def forced(self, text: Sequence[int]) -> Sequence[int]:
+        return self.grammar.forced(text[self.num_prompt :]) if self.grammar else ()
+
+    def is_complete(self, text: Sequence[int]) -> bool:
+        return self.grammar is not None and self.grammar.is_complete(text[self.num_prompt :])
+
+    def _ban(self, logits_V: Array, text: Sequence[int], drafted: Sequence[int]) -> None:
+        reply = text[self.num_prompt :]
+        if self.token_bans:
+            before = (*reply, *drafted)
+            for ban in self.token_bans:
+                ban.apply(logits_V, before)
+        if self.grammar is not None:
+            mask_V = self.grammar.mask(reply, drafted)
+            if mask_V is None:
+                raise NoTokenError("no text by the request's grammar leads here")
+            np.copyto(logits_V, -math.inf, where=~mask_V)
+
+    def _num_reply(self, text: Sequence[int], drafted: Sequence[int]) -> int:
+        return len(text) - self.num_prompt + len(drafted)
+
+    def _names(self) -> list[str]:
+        """Of the parameters that ban tokens."""
+        given = {
+            "grammar": self.grammar,
+            "allowed_token_ids": self.params.allowed_token_ids,
+            "bad_words": self.params.bad_words,
+            "min_tokens": self.params.min_tokens,
+        }
+        return [name for name, value in given.items() if value]
