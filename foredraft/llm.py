@@ -14,7 +14,7 @@ from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams, checked_params
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import DrafterContext
+from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.engine.engine import Engine, Event, Trace
 from foredraft.engine.row import GenerationResult
 from foredraft.engine.streams import Streams
@@ -54,6 +54,7 @@ class LLM:
         cost: CostModel | None = None,
         trace: Trace | None = None,
         lock: TurnLock | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self._draft_model, self._draft_tokenizer = draft_model, draft_tokenizer
@@ -68,7 +69,7 @@ class LLM:
         self.cost = cost
         self.engine = Engine(
             target,
-            build_drafter(self.drafter_name, self.drafter_context),
+            drafter or build_drafter(self.drafter_name, self.drafter_context),
             FixedBudget(budget, target.max_context, cost),
             max_batch_size=options.max_batch_size,
             eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
@@ -119,6 +120,7 @@ class LLM:
         options: LoadOptions,
         *,
         trace: Trace | None = None,
+        drafter: Drafter | None = None,
     ) -> LLM:
         """Another LLM on the same loaded models, with the drafter that ``options`` names.
 
@@ -127,6 +129,7 @@ class LLM:
         Args:
             options: as for `LoadOptions`; model and dtype stay as they are loaded.
             trace: told of every step.
+            drafter: one of your own instead of the one that is named.
         """
         return LLM(
             self.target,
@@ -139,6 +142,7 @@ class LLM:
             draft_plan=self.draft_plan if options.draft_model else None,
             trace=trace,
             lock=self.engine.lock,
+            drafter=drafter,
         )
 
     def generate(

@@ -8,6 +8,7 @@ from foredraft.cli.bench.drafters import drafters
 from foredraft.cli.bench.memory import memory
 from foredraft.cli.bench.quality import quality
 from foredraft.cli.bench.report import report
+from foredraft.cli.bench.serve_sim import serve_sim
 from foredraft.cli.bench.step import step
 from foredraft.timing_lock import measuring
 
@@ -22,5 +23,5 @@ def _alone(context: typer.Context) -> None:
         context.with_resource(measuring(lambda text: typer.echo(text, err=True)))
 
 
-for command in (drafters, step, quality, memory, report):
+for command in (drafters, step, serve_sim, quality, memory, report):
     app.command()(command)
