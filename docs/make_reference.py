@@ -24,6 +24,14 @@ PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "load-options": ("How a model is loaded", ("foredraft.plan:LoadOptions",)),
     "llm": ("Loading and generating", ("foredraft.llm:LLM",)),
+    "async-llm": (
+        "Many callers, one engine",
+        (
+            "foredraft.async_llm:AsyncLLM",
+            "foredraft.async_llm:EventStream",
+            "foredraft.engine.stats:EngineStats",
+        ),
+    ),
     "results": (
         "What comes back",
         (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from foredraft.version import __version__
 
 if TYPE_CHECKING:
+    from foredraft.async_llm import AsyncLLM
     from foredraft.core.errors import ForedraftError
     from foredraft.core.grammar import Grammar
     from foredraft.core.logprobs import TokenLogprobs
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM
 
 _PUBLIC = {
+    "AsyncLLM": "foredraft.async_llm",
     "LLM": "foredraft.llm",
     "ForedraftError": "foredraft.core.errors",
     "GenerationResult": "foredraft.engine.row",
@@ -48,6 +50,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "ForedraftError",
     "GenerationResult",
     "Grammar",

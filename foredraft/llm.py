@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 from foredraft.cache.prefix import Session
 from foredraft.control.fixed import FixedBudget
@@ -19,13 +18,14 @@ from foredraft.drafters.base import DrafterContext
 from foredraft.engine.engine import Engine, Event, Trace
 from foredraft.engine.row import GenerationResult
 from foredraft.engine.streams import Streams
+from foredraft.engine.turns import TurnLock
 from foredraft.loading import load_models, resolve_drafter
 from foredraft.models.base import Target
 from foredraft.models.progress import Progress
 from foredraft.models.timing import measure_cost
 from foredraft.models.tokenizer import Tokenizer
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan
-from foredraft.prompts import Message, Prompt, as_batch, prompt_ids
+from foredraft.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
 
 _log = logging.getLogger("foredraft")
 
@@ -53,7 +53,7 @@ class LLM:
         draft_plan: ModelPlan | None = None,
         cost: CostModel | None = None,
         trace: Trace | None = None,
-        lock: threading.RLock | None = None,
+        lock: TurnLock | None = None,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self._draft_model, self._draft_tokenizer = draft_model, draft_tokenizer
@@ -194,6 +194,16 @@ class LLM:
             ConfigError: a reply is under way.
         """
         self.engine.close_session(session)
+
+    def encode(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+        """The token ids of a text, of ids, or of the messages of a conversation.
+
+        Raises:
+            PromptError, ConfigError: it is none of them.
+        """
+        if is_conversation(prompt):
+            return self._tokenizer().encode_chat(cast(Sequence[Message], prompt))
+        return self._encode(cast(Prompt, prompt))
 
     def _run(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None

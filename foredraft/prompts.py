@@ -31,6 +31,11 @@ def as_batch(prompts: object) -> list[Any]:
     return [batch] if batch and is_ids else batch
 
 
+def is_conversation(prompt: object) -> bool:
+    """Whether it is a list of messages, rather than text or token ids."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
 def prompt_ids(prompt: object, encode: Callable[[str], list[int]]) -> list[int]:
     """The token ids of one prompt.
 

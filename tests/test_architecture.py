@@ -37,6 +37,7 @@ LAYERS = {
     "loading": 7,
     "llm": 8,
     "measure": 8,
+    "async_llm": 9,
     "custom_generation": 9,
     "server": 10,
     "bench": 10,

@@ -38,6 +38,14 @@ class TrainingError(ForedraftError, RuntimeError):
     """Training cannot go on. What was written before is whole."""
 
 
+class QueueFullError(ForedraftError, RuntimeError):
+    """As many requests are under way as may be. Try again later."""
+
+
+class EngineStoppedError(ForedraftError, RuntimeError):
+    """The engine takes no more requests: it was closed, or it failed."""
+
+
 class NonFiniteScoresError(ForedraftError, ArithmeticError):
     """The target produced NaN or infinite logits where a token must be drawn."""
 

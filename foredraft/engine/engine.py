@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +22,9 @@ from foredraft.engine.detokenize import Piece, TextAssembler, TokenDecoder
 from foredraft.engine.guard import GuardedDrafter
 from foredraft.engine.row import GenerationResult, Row, Turn
 from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
+from foredraft.engine.stats import EngineStats, Totals
 from foredraft.engine.step import Parts, step
+from foredraft.engine.turns import TurnLock
 from foredraft.models.base import Target, check_taps
 
 Trace = Callable[[StepRecord], None]
@@ -53,6 +54,10 @@ class Event:
     num_prompt_read: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     result: GenerationResult | None = None
+
+
+Reader = Callable[[Event], None]
+"""Takes one request's events, on whichever thread steps. It must be quick and must not raise."""
 
 
 class Engine:
@@ -86,18 +91,21 @@ class Engine:
         new_decoder: Callable[[], TokenDecoder] | None = None,
         new_rules: Callable[[SamplingParams], Rules] = SamplingRules,
         trace: Trace | None = None,
-        lock: threading.RLock | None = None,
+        lock: TurnLock | None = None,
     ) -> None:
         check_taps(drafter.taps, target.capabilities)
         self._target, self._controller, self._trace = target, controller, trace
         self._scheduler = Scheduler(max_batch_size, max_step_tokens)
+        self.max_batch_size = max_batch_size
         self._drafter = GuardedDrafter(drafter, target)
         self._parts = Parts(controller, self._drafter, target, self._report)
         self._sessions = Sessions(target.cache, drafter.layers, drafter.look_ahead)
         self._eos = frozenset(eos_token_ids)
         self._new_decoder, self._new_rules = new_decoder, new_rules
         self._ids = itertools.count()
-        self.lock = lock or threading.RLock()
+        self.lock = lock or TurnLock()
+        self._readers: dict[int, Reader] = {}
+        self._totals = Totals()
         self._is_stepping = False
         self._cancelled_meanwhile: list[int] = []
 
@@ -107,17 +115,33 @@ class Engine:
         params: SamplingParams,
         session: Session | None = None,
         tenant: str | None = None,
+        *,
+        priority: int = 0,
+        reader: Reader | None = None,
     ) -> int:
-        """Queue a request and return its id.
+        """Queue a request and return its id; `prepare` and `add` in one."""
+        row = self.prepare(prompt, params, session, tenant, priority)
+        self.add(row, reader)
+        return row.request_id
+
+    def prepare(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        session: Session | None = None,
+        tenant: str | None = None,
+        priority: int = 0,
+    ) -> Row:
+        """A request that can be queued. Waits for nobody: a step may be under way.
 
         Args:
             session: a conversation, whose earlier turns are not read again.
             tenant: whose request it is; drafters keep what they learn of one from the others.
+            priority: requests of higher numbers go first.
 
         Raises:
             PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
-            ConfigError: stop strings without a tokenizer, or a session that is already in use or
-                was begun with another engine.
+            ConfigError: stop strings without a tokenizer.
         """
         self.check_prompt(prompt)
         refuse_unready(params)
@@ -130,15 +154,27 @@ class Engine:
         text = TextAssembler(self._new_decoder() if self._new_decoder else None, tuple(params.stop))
         eos = frozenset() if params.ignore_eos else self._eos
         stop_ids, rules = eos | set(params.stop_token_ids), self._new_rules(params)
+        request = Request(next(self._ids), -1, list(prompt), len(prompt), params, seed)
+        return Row(request, text, stop_ids, rules, session, tenant, priority)
+
+    def add(self, row: Row, reader: Reader | None = None) -> None:
+        """Queue what `prepare` made.
+
+        Args:
+            reader: handed the request's events, beside whoever steps.
+
+        Raises:
+            ConfigError: its session is already in use or was begun with another engine.
+        """
         with self.lock:
-            if session is not None:
-                if session.busy:
+            if row.session is not None:
+                if row.session.busy:
                     raise ConfigError("this conversation already has a reply under way")
-                self._sessions.check(session)
-                session.busy = True
-            request = Request(next(self._ids), -1, list(prompt), len(prompt), params, seed)
-            self._scheduler.add(Row(request, text, stop_ids, rules, session, tenant))
-            return request.request_id
+                self._sessions.check(row.session)
+                row.session.busy = True
+            if reader is not None:
+                self._readers[row.request_id] = reader
+            self._scheduler.add(row)
 
     @property
     def has_work(self) -> bool:
@@ -192,7 +228,22 @@ class Engine:
             if row is None:
                 return None
             row.request.finish_reason = "cancelled"
-            return self._finish(row)
+            return self._event(row).result
+
+    def stats(self) -> EngineStats:
+        """What the engine has done and is doing. Waits for nobody: a step may be under way."""
+        totals, running = self._totals, len(self._scheduler.running)
+        return EngineStats(
+            running=running,
+            waiting=self._scheduler.num_waiting,
+            finished=dict(totals.finished),
+            steps=totals.steps,
+            prompt_tokens=totals.prompt_tokens,
+            committed=totals.committed,
+            drafted=totals.drafted,
+            accepted=totals.accepted,
+            preemptions=totals.preemptions,
+        )
 
     def close_session(self, session: Session) -> None:
         """Give a conversation's cache slot back.
@@ -261,6 +312,7 @@ class Engine:
     def _report(self, record: StepRecord) -> None:
         """Tell controller and trace of a step; their faults are theirs."""
         record = replace(record, num_waiting=self._scheduler.num_waiting)
+        self._totals.add_step(record)
         self._tell_controller("observe a step", lambda: self._controller.observe(record))
         if self._trace is None:
             return
@@ -280,8 +332,12 @@ class Engine:
         finished = row.is_over
         (token_ids, num_accepted), pieces = row.take(), tuple(row.text.take(final=finished))
         num_read = min(row.request.num_cached, row.request.num_prompt)
+        reader = self._readers.get(row.request_id)
         result = self._finish(row) if finished else None
-        return Event(row.request_id, token_ids, num_accepted, pieces, num_read, (), result)
+        event = Event(row.request_id, token_ids, num_accepted, pieces, num_read, (), result)
+        if reader is not None:
+            reader(event)
+        return event
 
     def _finish(self, row: Row) -> GenerationResult:
         self._scheduler.remove(row)
@@ -296,4 +352,7 @@ class Engine:
             self._sessions.release(request.slot, row.session, request.tokens, is_sound)
         if row.session is not None:
             row.session.busy = False
-        return row.result()
+        self._readers.pop(row.request_id, None)
+        result = row.result()
+        self._totals.add_finished(result.finish_reason)
+        return result

@@ -64,6 +64,7 @@ class Row:
 
     Attributes:
         rules: what the request asks of a distribution.
+        priority: rows of higher numbers go first.
         num_reused: tokens of the prompt that were in the cache when it began.
         num_sent: generated tokens that events have already carried.
         num_accepted_sent: how many of those were drafted.
@@ -75,6 +76,7 @@ class Row:
     rules: Rules
     session: Session | None = None
     tenant: str | None = None
+    priority: int = 0
     error: str | None = None
     num_reused: int = 0
     num_sent: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from foredraft.cache.prefix import Session
 from foredraft.core.params import SamplingParams
@@ -22,7 +22,6 @@ class Streams:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inboxes: dict[int, deque[Event]] = {}
 
     def open(
         self,
@@ -38,28 +37,30 @@ class Streams:
         Raises:
             PromptError, ConfigError: as `Engine.submit`.
         """
-        ids: list[int] = []
+        engine, inbox, live = self._engine, deque[Event](), set[int]()
         try:
-            with self._engine.lock:
+            with engine.lock:
                 for prompt in prompts:
-                    ids.append(self._engine.submit(prompt, params, session))
-                    self._inboxes[ids[-1]] = deque()
-            while events := self._arrived(ids):
-                yield from events
+                    live.add(engine.submit(prompt, params, session, reader=inbox.append))
+            while live:
+                self._drive(inbox, live)
+                if not inbox:  # an interrupt swallowed the last event
+                    break
+                while inbox:
+                    event = inbox.popleft()
+                    if event.result is not None:
+                        live.discard(event.request_id)
+                    yield event
         finally:
             # A stream that is still open when the interpreter ends: nothing is there to be tidy in.
             if not sys.is_finalizing():
-                for request_id in ids:
-                    self._engine.cancel(request_id)
-                    del self._inboxes[request_id]
+                for request_id in live:
+                    engine.cancel(request_id)
 
-    def _arrived(self, ids: Sequence[int]) -> list[Event]:
-        """What came for these requests, after as many steps as it takes; nothing: all are over."""
-        inboxes = [self._inboxes[i] for i in ids]
-        while True:
+    def _drive(self, inbox: deque[Event], live: Set[int]) -> None:
+        """Step until something has arrived, also by another thread, or nothing will."""
+        while not inbox:
             with self._engine.lock:
-                if any(inboxes) or not any(self._engine.is_live(i) for i in ids):
-                    return [inbox.popleft() for inbox in inboxes for _ in range(len(inbox))]
-                for event in self._engine.step():
-                    if event.request_id in self._inboxes:  # else submitted past these streams
-                        self._inboxes[event.request_id].append(event)
+                if inbox or not any(self._engine.is_live(i) for i in live):
+                    return
+                self._engine.step()

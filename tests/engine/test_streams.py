@@ -89,8 +89,11 @@ def test_one_bad_prompt_and_nothing_is_generated() -> None:
 def test_a_request_cancelled_behind_its_stream_ends_it() -> None:
     engine = new_engine(counting_model())
     stream = Streams(engine).open([[1]], PARAMS)
-    engine.cancel(next(stream).request_id)
-    assert list(stream) == []
+    begun = next(stream)
+    engine.cancel(begun.request_id)
+    result = last_of([begun, *stream]).result
+    assert result is not None
+    assert result.finish_reason == "cancelled"
 
 
 def test_no_prompts_no_events() -> None:

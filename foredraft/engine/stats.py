@@ -1,0 +1,64 @@
+"""What an engine has done and is doing, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from foredraft.core.record import StepRecord
+from foredraft.core.request import FinishReason
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot. Totals count from the engine's beginning.
+
+    Attributes:
+        running: requests in the batch.
+        waiting: requests that wait for room in it.
+        finished: requests that are over, by finish reason.
+        steps: forwards of the target.
+        prompt_tokens: tokens read several at a time: prompts (what the cache held is not read), and
+            what was read again after a preemption.
+        committed: tokens committed, drafted or the target's own.
+        drafted: draft tokens sent to verification.
+        accepted: draft tokens committed.
+        preemptions: how often a request gave its place in the cache to another.
+        cache_tokens: entries that the cache holds, in tokens.
+        cache_free_tokens: how many more it may hold; None where only the machine's memory says.
+    """
+
+    running: int
+    waiting: int
+    finished: dict[FinishReason, int]
+    steps: int
+    prompt_tokens: int
+    committed: int
+    drafted: int
+    accepted: int
+    preemptions: int = 0
+    cache_tokens: int | None = None
+    cache_free_tokens: int | None = None
+
+
+@dataclass
+class Totals:
+    """Counted as steps happen."""
+
+    finished: dict[FinishReason, int] = field(default_factory=dict)
+    steps: int = 0
+    prompt_tokens: int = 0
+    committed: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+
+    def add_step(self, record: StepRecord) -> None:
+        self.steps += 1
+        for row in record.rows:
+            self.prompt_tokens += row.num_read if row.num_read > 1 else 0
+            self.committed += len(row.committed)
+            self.drafted += len(row.proposal.tree)
+            self.accepted += row.num_accepted
+
+    def add_finished(self, reason: FinishReason) -> None:
+        self.finished[reason] = self.finished.get(reason, 0) + 1

@@ -1,0 +1,269 @@
+"""`AsyncLLM`: many tasks on one engine thread, and what they are told when it cannot go on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from foredraft import LLM, AsyncLLM, SamplingParams
+from foredraft.core.errors import ConfigError, EngineStoppedError, PromptError, QueueFullError
+from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.table import TableModel
+from foredraft.plan import LoadOptions
+
+VOCAB = 12
+PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=30)
+PROMPTS = [[i % VOCAB, 2, 3, i % VOCAB] for i in range(12)]
+
+
+class SlowTarget(TableModel):
+    """A `TableModel` whose forwards wait until they may begin."""
+
+    gate: threading.Event
+    fault: BaseException | None = None
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        assert self.gate.wait(10)
+        if self.fault is not None:
+            raise self.fault
+        return super().score(rows, taps)
+
+
+def slow_target(is_open: bool = True) -> SlowTarget:
+    target = SlowTarget.random(VOCAB, seed=5)
+    assert isinstance(target, SlowTarget)
+    target.gate = threading.Event()
+    if is_open:
+        target.gate.set()
+    return target
+
+
+def new_llm(target: TableModel | None = None, drafter: str = "ngram", **options: Any) -> LLM:
+    return LLM(target or slow_target(), None, LoadOptions(drafter=drafter, **options))
+
+
+def alone(prompt: Sequence[int], params: SamplingParams = PARAMS) -> tuple[int, ...]:
+    return new_llm(drafter="none").generate([prompt], params)[0].token_ids
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.001)
+
+
+def test_many_tasks_get_what_each_would_get_alone() -> None:
+    async def run() -> list[tuple[int, ...]]:
+        async with AsyncLLM(new_llm(max_batch_size=5)) as llm:
+            results = await asyncio.gather(*(llm.generate(p, PARAMS) for p in PROMPTS))
+            stats = llm.stats()
+            assert (stats.running, stats.waiting, stats.finished) == (0, 0, {"length": 12})
+            assert stats.committed == 12 * 30
+            return [result.token_ids for result in results]
+
+    assert asyncio.run(run()) == [alone(prompt) for prompt in PROMPTS]
+
+
+def test_events_of_a_stream_add_up_to_its_result() -> None:
+    async def run() -> None:
+        async with AsyncLLM(new_llm()) as llm:
+            events = [event async for event in llm.stream(PROMPTS[0], PARAMS)]
+            assert all(event.result is None for event in events[:-1])
+            result = events[-1].result
+            assert result is not None
+            assert tuple(t for event in events for t in event.token_ids) == result.token_ids
+
+    asyncio.run(run())
+
+
+def test_loops_of_several_threads_share_one() -> None:
+    llm = AsyncLLM(new_llm())
+    got: dict[int, tuple[int, ...]] = {}
+
+    def one(number: int) -> None:
+        got[number] = asyncio.run(llm.generate(PROMPTS[number], PARAMS)).token_ids
+
+    threads = [threading.Thread(target=one, args=[i]) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asyncio.run(llm.aclose())
+    assert [got[i] for i in range(6)] == [alone(prompt) for prompt in PROMPTS[:6]]
+
+
+def test_the_llm_can_be_used_beside_it() -> None:
+    async def run() -> None:
+        llm = new_llm(max_batch_size=4)
+        async with AsyncLLM(llm) as served:
+            tasks = [asyncio.create_task(served.generate(p, PARAMS)) for p in PROMPTS]
+            direct = await asyncio.to_thread(llm.generate, PROMPTS, PARAMS)
+            results = await asyncio.gather(*tasks)
+        assert [r.token_ids for r in direct] == [r.token_ids for r in results]
+        assert [r.token_ids for r in direct] == [alone(p) for p in PROMPTS]
+
+    asyncio.run(run())
+
+
+def test_a_closed_iterator_aborts_its_request_within_one_step() -> None:
+    target = slow_target()
+
+    async def run() -> None:
+        async with AsyncLLM(new_llm(target)) as llm:
+            stream = llm.stream([1], SamplingParams(max_tokens=4000))
+            await anext(stream)
+            target.gate.clear()
+            await stream.aclose()  # type: ignore[attr-defined]
+            steps = llm.stats().steps
+            target.gate.set()
+            await until(lambda: llm.stats().running == 0)
+            assert llm.stats().steps <= steps + 2  # that under way, and one begun meanwhile
+            assert llm.stats().finished == {"cancelled": 1}
+            assert target.cache.entries == {}
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_task_and_a_dropped_stream_abort_theirs() -> None:
+    target = slow_target()
+
+    async def run() -> None:
+        async with AsyncLLM(new_llm(target)) as llm:
+            params = SamplingParams(max_tokens=4000)
+            task = asyncio.create_task(llm.generate([1], params))
+            stream = await llm.open([2], params)
+            await anext(stream)
+            await until(lambda: llm.stats().running == 2)
+            task.cancel()
+            await asyncio.wait([task])
+            await until(lambda: llm.stats().running == 1)
+            del stream
+            gc.collect()
+            await until(lambda: llm.stats().running == 0)
+            assert target.cache.entries == {}
+
+    asyncio.run(run())
+
+
+def test_too_many_requests_are_refused_and_room_comes_back() -> None:
+    target = slow_target(is_open=False)
+
+    async def run() -> None:
+        async with AsyncLLM(new_llm(target, max_batch_size=2), max_waiting=1) as llm:
+            streams = [await llm.open([i], PARAMS) for i in range(3)]
+            with pytest.raises(QueueFullError, match="3 requests are under way and 3 are the most"):
+                await llm.open([5], PARAMS)
+            with pytest.raises(QueueFullError):
+                await anext(llm.stream([5], PARAMS))
+            target.gate.set()
+            for stream in streams:
+                assert [event async for event in stream][-1].result is not None
+            assert len((await llm.generate([5], PARAMS)).token_ids) == 30
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_used_is_refused_at_once_and_costs_no_place() -> None:
+    async def run() -> None:
+        async with AsyncLLM(new_llm(max_batch_size=1), max_waiting=0) as llm:
+            for _ in range(3):
+                with pytest.raises(PromptError, match="empty"):
+                    await llm.open([], PARAMS)
+                with pytest.raises(ConfigError, match="stop strings"):
+                    await llm.open([1], SamplingParams(stop="a"))
+                with pytest.raises(ConfigError, match="SamplingParams"):
+                    await llm.open([1], {"top_k": 1})  # type: ignore[arg-type]
+            await llm.generate([1], PARAMS)
+
+    asyncio.run(run())
+    with pytest.raises(ConfigError, match="max_waiting"):
+        AsyncLLM(new_llm(), max_waiting=-1)
+
+
+def test_a_fault_of_the_thread_reaches_everybody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = slow_target(is_open=False)
+    llm = AsyncLLM(new_llm(target, max_batch_size=1))
+
+    class Lost(BaseException):
+        """Nothing that the engine takes for a fault of one request."""
+
+    async def run() -> None:
+        streams = [await llm.open([i], PARAMS) for i in range(3)]
+        target.fault = Lost("the machine goes down")
+        target.gate.set()
+        for stream in streams:
+            with pytest.raises(EngineStoppedError, match="Lost: the machine goes down"):
+                [event async for event in stream]
+        assert not llm.is_healthy
+        with pytest.raises(EngineStoppedError, match="takes no more requests"):
+            await llm.generate([1], PARAMS)
+        await llm.aclose()
+
+    asyncio.run(run())
+    assert target.cache.entries == {}
+    assert "the machine goes down" in caplog.text
+
+
+def test_closing_waits_for_what_is_under_way_and_takes_nothing_new() -> None:
+    async def run() -> None:
+        llm = AsyncLLM(new_llm())
+        stream = await llm.open([1], PARAMS)
+        await llm.aclose()
+        with pytest.raises(EngineStoppedError, match="closed"):
+            await llm.open([1], PARAMS)
+        last = [event async for event in stream][-1].result
+        assert last is not None
+        assert last.token_ids == alone([1])
+        await llm.aclose()  # once more harms nobody
+
+    asyncio.run(run())
+
+
+def test_closing_at_once_cancels_what_is_under_way() -> None:
+    async def run() -> None:
+        llm = AsyncLLM(new_llm())
+        streams = [await llm.open([1], SamplingParams(max_tokens=4000)) for _ in range(20)]
+        await anext(streams[0])
+        await llm.aclose(drain=False)
+        for stream in streams:
+            result = [event async for event in stream][-1].result
+            assert result is not None
+            assert result.finish_reason == "cancelled"
+
+    asyncio.run(run())
+
+
+def test_a_loop_that_is_gone_does_not_disturb_the_others() -> None:
+    target = slow_target(is_open=False)
+    llm = AsyncLLM(new_llm(target))
+    kept: list[Any] = []
+
+    async def abandon() -> None:
+        kept.append(await llm.open([1], SamplingParams(max_tokens=4000)))
+
+    asyncio.run(abandon())
+    target.gate.set()
+
+    async def run() -> None:
+        assert (await llm.generate([2], PARAMS)).token_ids == alone([2])
+        await until(lambda: llm.stats().running == 0)
+        await llm.aclose()
+
+    asyncio.run(run())
+
+
+def test_an_idle_one_that_nobody_holds_ends_its_thread() -> None:
+    llm = AsyncLLM(new_llm())
+    thread = llm._worker._thread
+    del llm
+    gc.collect()
+    assert not thread.is_alive()
