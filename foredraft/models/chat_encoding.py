@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -27,6 +27,28 @@ _PRIVATE_USE = range(0xF0000, 0x10FFFE)
 Messages = Sequence[Mapping[str, Any]]
 _Occurrence = tuple[int, int, int]
 """A special token in a text: start, end, id."""
+
+
+class _Asked(NamedTuple):
+    """What a template is given of a request."""
+
+    messages: Messages
+    tools: Messages
+
+    def mapped(self, change: Callable[[str], str]) -> _Asked:
+        """The same with all text in it changed but the roles, which are names and no text."""
+        return _Asked(_mapped(self.messages, change), _mapped(self.tools, change))
+
+    def texts(self) -> list[str]:
+        """All that text."""
+        texts: list[str] = []
+
+        def note(text: str) -> str:
+            texts.append(text)
+            return text
+
+        self.mapped(note)
+        return texts
 
 
 class ChatEncoder:
@@ -45,35 +67,39 @@ class ChatEncoder:
         self._special = special_tokens(fast)
         self._spelled = lru_cache(maxsize=1)(self._spelled_from)
 
-    def encode(self, messages: Messages) -> list[int]:
+    def encode(self, messages: Messages, tools: Messages = ()) -> list[int]:
         """Ids of a conversation of plain data, ready for the assistant's reply.
+
+        Args:
+            tools: what the model is told that it may call. They are content, as messages are.
 
         Raises:
             ConfigError: the template refuses the conversation.
         """
-        text = self._render(messages)
+        asked = _Asked(messages, tools)
+        text = self._render(asked)
         ids = self._ids(self._fast, text)
         edges = {edge for token in self._special.values() for edge in (token[0], token[-1])}
-        stand_ins = _stand_ins(edges, [text, self._template.source, *_texts(messages)])
-        marked_messages = _mapped(messages, lambda content: content.translate(stand_ins))
-        if marked_messages == messages:
+        stand_ins = _stand_ins(edges, [text, self._template.source, *asked.texts()])
+        marked_asked = asked.mapped(lambda content: content.translate(stand_ins))
+        if marked_asked == (list(messages), list(tools)):
             return ids
         restore = {ord(stand_in): chr(char) for char, stand_in in stand_ins.items()}
-        marked = self._render_if_it_takes(marked_messages)
+        marked = self._render_if_it_takes(marked_asked)
         if marked is None or marked.translate(restore) != text:
             # The template looks at such characters: only those of whole special tokens are hidden.
-            marked = self._render(_mapped(messages, lambda c: self._without_special(c, stand_ins)))
+            marked = self._render(asked.mapped(lambda c: self._without_special(c, stand_ins)))
         found = list(self._occurrences(marked))
         if [i for *_, i in found] == [i for *_, i in self._occurrences(text)]:
             return ids
         return self._encode_with(found, marked.translate(restore))
 
-    def _render(self, messages: Messages) -> str:
-        return self._template.render(messages, self._named)
+    def _render(self, asked: _Asked) -> str:
+        return self._template.render(asked.messages, self._named, asked.tools)
 
-    def _render_if_it_takes(self, messages: Messages) -> str | None:
+    def _render_if_it_takes(self, asked: _Asked) -> str | None:
         try:
-            return self._render(messages)
+            return self._render(asked)
         except ConfigError:
             return None
 
@@ -165,7 +191,6 @@ def _stand_ins(chars: set[str], texts: Sequence[str]) -> dict[int, str]:
 
 
 def _mapped(messages: Messages, change: Callable[[str], str]) -> list[dict[str, Any]]:
-    """The conversation with all text in it changed but the roles, which are names and no text."""
     return [
         {key: value if key == "role" else _changed(value, change) for key, value in each.items()}
         for each in messages
@@ -180,14 +205,3 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {_changed(key, change): _changed(each, change) for key, each in value.items()}
     return value
-
-
-def _texts(messages: Messages) -> list[str]:
-    texts: list[str] = []
-
-    def note(text: str) -> str:
-        texts.append(text)
-        return text
-
-    _mapped(messages, note)
-    return texts

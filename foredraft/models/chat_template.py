@@ -79,24 +79,30 @@ class ChatTemplate:
         except Exception as error:  # the compiler meets whatever stands in the file
             raise ModelLoadError(f"the chat template of {name} cannot be used: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        special: Mapping[str, str],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The conversation as text, up to where the assistant's reply begins.
 
         Args:
             messages: plain data: text, numbers, flags, None, lists and mappings of those.
             special: texts that templates may name, such as ``bos_token``.
+            tools: that the model may call, likewise plain data in OpenAI's form.
 
         Raises:
             ConfigError: the template refuses the conversation, or fails on it.
         """
         plain = [_with_reasoning(message) for message in messages]
         with self._lock:
-            allowance = self._environment.allowance = _Allowance(_total_size(plain))
+            allowance = self._environment.allowance = _Allowance(_total_size([plain, tools]))
             pieces: list[str] = []
             try:
                 for piece in self._template.generate(
                     messages=plain,
-                    tools=None,
+                    tools=list(tools) or None,
                     documents=None,
                     add_generation_prompt=True,
                     **special,

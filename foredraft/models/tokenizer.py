@@ -85,6 +85,11 @@ class Tokenizer:
         except Exception as error:  # such as a character that a vocabulary cannot spell
             raise PromptError(f"the tokenizer cannot encode {text!r:.80}: {error}") from error
 
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """Special tokens by the names of ``tokenizer_config.json``, such as ``eos_token``."""
+        return self._named
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
@@ -92,10 +97,17 @@ class Tokenizer:
         """A decoder for one request, fed token by token."""
         return _StreamDecoder(self._fast, self._special)
 
-    def encode_chat(self, messages: Iterable[Message]) -> list[int]:
+    def encode_chat(
+        self, messages: Iterable[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Ids of a conversation in the model's own format, ready for the assistant's reply.
 
         Special tokens come from the template only: a message is content, whatever it says.
+
+        Args:
+            messages: the conversation.
+            tools: that the model may call, as plain data in OpenAI's form. A template without a
+                place for them leaves them out.
 
         Raises:
             ConfigError: a malformed message, a conversation that the model's template refuses, or
@@ -104,7 +116,7 @@ class Tokenizer:
         """
         checked = checked_messages(messages)
         self.require_chat_template()
-        return self._chat_encoder.encode(checked)
+        return self._chat_encoder.encode(checked, tools)
 
     def require_chat_template(self) -> None:
         """See that conversations can be encoded.

@@ -1,0 +1,1 @@
+"""An HTTP server in the dialects of OpenAI and Anthropic (`foredraft serve`)."""

@@ -1,0 +1,151 @@
+"""Errors as clients see them: OpenAI's shape, and Anthropic's on its routes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from foredraft.core.checks import shown
+from foredraft.core.errors import (
+    CapabilityError,
+    ConfigError,
+    EngineStoppedError,
+    ForedraftError,
+    PromptError,
+    QueueFullError,
+)
+from foredraft.openai_fields import FieldError
+from foredraft.server.wire import JsonResponse
+
+_log = logging.getLogger("foredraft.server")
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_ANTHROPIC_KINDS = _KINDS | {413: "request_too_large", 503: "overloaded_error"}
+_RETRY_SECONDS = 1
+_CLOSED_BY_CLIENT = 499
+_MAX_MESSAGE = 2000
+
+
+class ApiError(Exception):
+    """What a client is told.
+
+    Attributes:
+        status: of HTTP.
+        message: what is wrong, with which value, and what to do.
+        param: the field it is about.
+        code: for programs.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message[:_MAX_MESSAGE]
+        self.param, self.code, self.headers = param, code, dict(headers or {})
+
+    @property
+    def for_openai(self) -> dict[str, Any]:
+        kind = _KINDS.get(self.status, "invalid_request_error")
+        if self.status == 500:
+            kind = "server_error"
+        inner = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": inner}
+
+    @property
+    def for_anthropic(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error")
+        if self.status == 500:
+            kind = "api_error"
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The body of an answer on this path."""
+        return self.for_anthropic if is_anthropic(path) else self.for_openai
+
+    def response(self, path: str) -> Response:
+        return JsonResponse(self.body_for(path), self.status, self.headers)
+
+
+def is_anthropic(path: str) -> bool:
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """503: not now, and perhaps soon."""
+    return ApiError(503, message, code=code, headers={"Retry-After": str(_RETRY_SECONDS)})
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client may know of any exception. Unforeseen ones are logged, and not described."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        retry = {"Retry-After": str(_RETRY_SECONDS)}
+        return ApiError(429, str(error), code="queue_full", headers=retry)
+    if isinstance(error, EngineStoppedError):
+        return unavailable("the engine is not running; see the server's log", "engine_stopped")
+    if isinstance(error, PromptError):
+        code = "context_length_exceeded" if "the context holds" in str(error) else None
+        return ApiError(400, str(error), code=code, param=_param_of(str(error)))
+    if isinstance(error, FieldError):
+        return ApiError(400, str(error), param=error.param)
+    if isinstance(error, ConfigError) and not isinstance(error, CapabilityError):
+        return ApiError(400, str(error), param=_param_of(str(error)))
+    if isinstance(error, RequestValidationError):
+        return _invalid(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, ClientDisconnect):
+        return ApiError(_CLOSED_BY_CLIENT, "the client has gone")
+    known = isinstance(error, ForedraftError)
+    _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+    return ApiError(500, str(error) if known else f"internal error ({type(error).__name__})")
+
+
+def _param_of(message: str) -> str | None:
+    """Messages of checks begin with the field's name."""
+    found = re.match(r"([a-z][a-z_]*[a-z])\b(?= (is|must|holds|names|strings|cannot)|\[|:| \()", message)
+    return found[1] if found and found[1] not in ("the", "a", "it") else None
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first thing that the schema refuses, with field and value."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}")
+    if not path:
+        return ApiError(400, f"the body must be a JSON object: {first['msg']}")
+    where = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path).lstrip(".")
+    if first["type"] == "missing":
+        return ApiError(400, f"{where} is missing", param=path[0], code="missing")
+    value = shown(first.get("input"))
+    return ApiError(400, f"{where} is {value}: {first['msg'].lower()}", param=path[0])
+
+
+async def answer(request: Request, error: Exception) -> Response:
+    """The handler of every exception."""
+    return as_api_error(error).response(request.url.path)

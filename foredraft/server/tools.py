@@ -1,0 +1,116 @@
+"""Tools of a request: which there are, whether one must be called, and the grammar for that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foredraft.core.checks import shown
+from foredraft.core.grammar import Grammar
+from foredraft.openai_fields import Body, FieldError, given
+from foredraft.server.replies import CALL, END_CALL
+
+Tool = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says of tools.
+
+    Attributes:
+        tools: that the model is shown.
+        forced: names of which one must be called; empty: the model decides.
+        parallel: whether a reply may call several.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    forced: tuple[str, ...] = ()
+    parallel: bool = True
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Of a reply that calls what is forced."""
+        if not self.forced:
+            return None
+        calls = [_call_schema(tool) for tool in self.tools if _name(tool) in self.forced]
+        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+        Grammar.json_schema(schema)  # is it a schema within bounds?
+        source = json.dumps(schema, allow_nan=False)
+        return Grammar.lark(f'start: "{CALL}\\n" call "\\n{END_CALL}"\ncall: %json {source}\n')
+
+
+def read_tools(body: Body, takes_tools: bool) -> ToolUse:
+    """The tools of a chat body.
+
+    Args:
+        takes_tools: whether the model's chat template has a place for them.
+
+    Raises:
+        FieldError: a malformed tool or choice, or a model that knows no tools.
+    """
+    tools = given(body, "tools", [])
+    if not isinstance(tools, list):
+        raise FieldError("tools", f"tools must be a list, not {shown(tools)}")
+    checked = tuple(_checked(number, tool) for number, tool in enumerate(tools))
+    choice = given(body, "tool_choice", "auto" if checked else "none")
+    names = tuple(map(_name, checked))
+    forced = _forced(choice, names)
+    if choice == "none" or not checked:
+        return ToolUse()
+    if not takes_tools:
+        raise FieldError(
+            "tools",
+            "tools are not supported by this model: its chat template has no place for them; leave "
+            'them out, or set tool_choice to "none"',
+        )
+    return ToolUse(checked, forced, bool(given(body, "parallel_tool_calls", True)))
+
+
+def _checked(number: int, tool: object) -> Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise FieldError("tools", f"tools[{number}] is of type {shown(kind)}; only function is known")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise FieldError("tools", f"tools[{number}].function needs a name: {shown(function)}")
+    parameters = function.get("parameters")
+    if not isinstance(parameters, Mapping | None):
+        raise FieldError(
+            "tools", f"tools[{number}].function.parameters is no schema: {shown(parameters)}"
+        )
+    return tool
+
+
+def _name(tool: Tool) -> str:
+    return str(tool["function"]["name"])
+
+
+def _forced(choice: object, names: Sequence[str]) -> tuple[str, ...]:
+    if choice in ("none", "auto"):
+        return ()
+    if choice == "required":
+        wanted = list(names)
+    elif isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function")
+        wanted = [function.get("name")] if isinstance(function, Mapping) else [None]
+    else:
+        raise FieldError(
+            "tool_choice",
+            f"tool_choice is {shown(choice)}; known are none, auto, required, and one function by "
+            "name",
+        )
+    if not wanted or not set(wanted) <= set(names):
+        raise FieldError("tool_choice", f"tool_choice names {shown(wanted)}, which is not in tools")
+    return tuple(wanted)
+
+
+def _call_schema(tool: Tool) -> dict[str, Any]:
+    parameters = tool["function"].get("parameters") or {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": _name(tool)}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
