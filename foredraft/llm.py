@@ -150,6 +150,8 @@ class LLM:
     ) -> list[GenerationResult]:
         """Continue each prompt (text, or token ids); results in the order of the prompts.
 
+        With `SamplingParams.n` there are n results for each prompt, one after the other.
+
         A single text or a single list of ids is a batch of one. Special tokens written in a text
         are recognised; the messages of `chat` are content, whatever they say.
 

@@ -30,6 +30,10 @@ class CapabilityError(ConfigError):
     """A drafter needs something that the target does not offer."""
 
 
+class CacheFullError(ForedraftError, MemoryError):
+    """The cache's memory is in use by other requests; nothing has changed."""
+
+
 class MalformedProposalError(ForedraftError, ValueError):
     """A drafter returned a tree that cannot be scored."""
 

@@ -270,6 +270,6 @@ def refuse_unready(params: SamplingParams) -> None:
 
 _UNREADY = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("allowed_token_ids", "bad_words", "grammar", "n", "min_tokens", "include_stop"),
+    *("allowed_token_ids", "bad_words", "grammar", "min_tokens", "include_stop"),
     *("logprobs", "prompt_logprobs"),
 )

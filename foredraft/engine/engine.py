@@ -5,21 +5,24 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from foredraft.cache.prefix import Session, Sessions
+from foredraft.cache.prefix import Session
 from foredraft.control.base import Controller
-from foredraft.core.errors import ConfigError, PromptError
-from foredraft.core.logprobs import TokenLogprobs
+from foredraft.core.errors import CacheFullError, ConfigError, PromptError
 from foredraft.core.params import SamplingParams, refuse_unready
 from foredraft.core.record import StepRecord
 from foredraft.core.request import Request
 from foredraft.core.rng import SEED_BITS
 from foredraft.core.rules import Rules, SamplingRules
-from foredraft.drafters.base import Drafter, DraftRequest
-from foredraft.engine.detokenize import Piece, TextAssembler, TokenDecoder
+from foredraft.drafters.base import Drafter
+from foredraft.engine.detokenize import TextAssembler, TokenDecoder
+from foredraft.engine.events import Event as Event
+from foredraft.engine.events import Reader
 from foredraft.engine.guard import GuardedDrafter
+from foredraft.engine.places import Places
 from foredraft.engine.row import GenerationResult, Row, Turn
 from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
 from foredraft.engine.stats import EngineStats, Totals
@@ -31,33 +34,6 @@ Trace = Callable[[StepRecord], None]
 """Told of every step. What it raises is said once in the log, and it is not told again."""
 
 _log = logging.getLogger("foredraft")
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a step brought one request.
-
-    Attributes:
-        request_id: counts the requests of an engine.
-        token_ids: newly committed ids.
-        num_accepted: how many of them were drafted.
-        pieces: text that became certain, marked as drafted or the target's own.
-        num_prompt_read: tokens of the prompt that have been read by now.
-        logprobs: of each of these ids, where the request asks for them; else empty.
-        result: the final result, on the request's last event.
-    """
-
-    request_id: int
-    token_ids: tuple[int, ...]
-    num_accepted: int
-    pieces: tuple[Piece, ...]
-    num_prompt_read: int = 0
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    result: GenerationResult | None = None
-
-
-Reader = Callable[[Event], None]
-"""Takes one request's events, on whichever thread steps. It must be quick and must not raise."""
 
 
 class Engine:
@@ -74,6 +50,8 @@ class Engine:
         new_rules: what a request asks of a distribution.
         trace: told of each step.
         lock: held during each call; engines that share a target share it.
+        clock: seconds, for the times of steps.
+        new_seed: the seed of a request that names none.
 
     Raises:
         ConfigError: a number that is none, or the drafter taps a layer that the target lacks.
@@ -92,16 +70,19 @@ class Engine:
         new_rules: Callable[[SamplingParams], Rules] = SamplingRules,
         trace: Trace | None = None,
         lock: TurnLock | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        new_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
         check_taps(drafter.taps, target.capabilities)
         self._target, self._controller, self._trace = target, controller, trace
         self._scheduler = Scheduler(max_batch_size, max_step_tokens)
         self.max_batch_size = max_batch_size
         self._drafter = GuardedDrafter(drafter, target)
-        self._parts = Parts(controller, self._drafter, target, self._report)
-        self._sessions = Sessions(target.cache, drafter.layers, drafter.look_ahead)
+        self._parts = Parts(controller, self._drafter, target, self._report, clock)
+        self._places = Places(target, self._drafter)
+        self._is_full = False  # of memory: nobody begins before somebody else has ended
         self._eos = frozenset(eos_token_ids)
-        self._new_decoder, self._new_rules = new_decoder, new_rules
+        self._new_decoder, self._new_rules, self._new_seed = new_decoder, new_rules, new_seed
         self._ids = itertools.count()
         self.lock = lock or TurnLock()
         self._readers: dict[int, Reader] = {}
@@ -119,10 +100,13 @@ class Engine:
         priority: int = 0,
         reader: Reader | None = None,
     ) -> int:
-        """Queue a request and return its id; `prepare` and `add` in one."""
-        row = self.prepare(prompt, params, session, tenant, priority)
-        self.add(row, reader)
-        return row.request_id
+        """Queue a request and return its id; `prepare` and `add` in one.
+
+        Of several replies (`SamplingParams.n`) it is the first one's, which is their ``parent_id``.
+        """
+        rows = self.prepare(prompt, params, session, tenant, priority)
+        self.add(rows, reader)
+        return rows[0].request_id
 
     def prepare(
         self,
@@ -131,8 +115,8 @@ class Engine:
         session: Session | None = None,
         tenant: str | None = None,
         priority: int = 0,
-    ) -> Row:
-        """A request that can be queued. Waits for nobody: a step may be under way.
+    ) -> list[Row]:
+        """A request that can be queued, a row a reply. Waits for nobody: a step may be under way.
 
         Args:
             session: a conversation, whose earlier turns are not read again.
@@ -141,23 +125,31 @@ class Engine:
 
         Raises:
             PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
-            ConfigError: stop strings without a tokenizer.
+            ConfigError: stop strings without a tokenizer, or several replies in a conversation.
         """
         self.check_prompt(prompt)
         refuse_unready(params)
         if params.stop and self._new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
+        if params.n > 1 and session is not None:
+            raise ConfigError(f"n is {params.n}, and a conversation goes on with one reply")
         room = self._target.max_context - len(prompt)
-        most = min(params.max_tokens, room)
-        params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
-        seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
-        text = TextAssembler(self._new_decoder() if self._new_decoder else None, tuple(params.stop))
-        eos = frozenset() if params.ignore_eos else self._eos
-        stop_ids, rules = eos | set(params.stop_token_ids), self._new_rules(params)
-        request = Request(next(self._ids), -1, list(prompt), len(prompt), params, seed)
-        return Row(request, text, stop_ids, rules, session, tenant, priority)
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        if params.seed is None:
+            params = replace(params, seed=self._new_seed())
+        rows: list[Row] = []
+        for index, own in enumerate(params.each()):
+            assert own.seed is not None
+            request = Request(next(self._ids), -1, list(prompt), len(prompt), own, own.seed)
+            decode = self._new_decoder() if self._new_decoder else None
+            text = TextAssembler(decode, tuple(own.stop))
+            stop_ids = (frozenset() if own.ignore_eos else self._eos) | set(own.stop_token_ids)
+            row = Row(request, text, stop_ids, self._new_rules(own), session, tenant, priority)
+            row.index, row.leader = index, rows[0] if rows else None
+            rows.append(row)
+        return rows
 
-    def add(self, row: Row, reader: Reader | None = None) -> None:
+    def add(self, rows: Sequence[Row], reader: Reader | None = None) -> None:
         """Queue what `prepare` made.
 
         Args:
@@ -167,14 +159,15 @@ class Engine:
             ConfigError: its session is already in use or was begun with another engine.
         """
         with self.lock:
-            if row.session is not None:
-                if row.session.busy:
-                    raise ConfigError("this conversation already has a reply under way")
-                self._sessions.check(row.session)
-                row.session.busy = True
-            if reader is not None:
-                self._readers[row.request_id] = reader
-            self._scheduler.add(row)
+            for row in rows:
+                if row.session is not None:
+                    if row.session.busy:
+                        raise ConfigError("this conversation already has a reply under way")
+                    self._places.sessions.check(row.session)
+                    row.session.busy = True
+                if reader is not None:
+                    self._readers[row.request_id] = reader
+                self._scheduler.add(row)
 
     @property
     def has_work(self) -> bool:
@@ -193,8 +186,7 @@ class Engine:
         with self.lock:
             self._is_stepping = True
             try:
-                for row in self._scheduler.admit():
-                    self._begin(row)
+                self._admit()
                 batch = [t for t in self._scheduler.next_batch() if not t.row.is_over]
                 self._run(batch)
                 changed = {turn.row for turn in batch}
@@ -252,7 +244,7 @@ class Engine:
             ConfigError: a reply is under way, or it was begun with another engine.
         """
         with self.lock:
-            self._sessions.close(session)
+            self._places.sessions.close(session)
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Refuse what cannot be generated from.
@@ -274,40 +266,63 @@ class Engine:
                     f"prompt token {token!r} is not an id below {self._target.vocab_size}"
                 )
 
-    def _begin(self, row: Row) -> None:
-        """Give a new row its cache slot."""
-        request = row.request
-        try:
-            request.slot, request.num_cached = self._sessions.open(row.session, request.tokens)
-        except Exception as error:
-            row.fail(error)
-            return
-        row.num_reused = request.num_cached
-        begun = DraftRequest(
-            row.request_id,
-            tuple(request.tokens),
-            request.params,
-            row.tenant,
-            request.num_cached,
-            request.slot,
-        )
-        self._drafter.begin(begun)
+    def _admit(self) -> None:
+        """Let rows into the batch while there is room, in the batch and in the cache.
+
+        The first one that there is no memory for waits, and all others behind it; alone it ends.
+        """
+        while not self._is_full and (row := self._scheduler.next_waiting()) is not None:
+            try:
+                self._places.open(row)
+            except CacheFullError as error:
+                if self._scheduler.running:
+                    self._is_full = True
+                    return
+                row.fail(error)
+            except Exception as error:
+                row.fail(error)
+            self._scheduler.start(row)
 
     def _run(self, batch: Sequence[Turn]) -> None:
-        """One step of these rows; where it fails, of each alone."""
+        """One step of these rows; of fewer without memory for it; of each alone where it fails."""
         if not batch:
             return
         starts = [turn.row.request.num_cached for turn in batch]
         try:
             step(self._parts, batch)
+        except CacheFullError as error:
+            self._run(self._with_room(batch, error))
         except Exception as error:
             if len(batch) == 1:
                 batch[0].row.fail(error)
                 return
             _log.debug("a step of %d rows failed; each is tried alone", len(batch), exc_info=error)
             for turn, start in zip(batch, starts, strict=True):
-                if not turn.row.is_over and turn.row.request.num_cached == start:
+                request = turn.row.request
+                if not turn.row.is_over and request.slot >= 0 and request.num_cached == start:
                     self._run([turn])
+
+    def _with_room(self, batch: Sequence[Turn], error: CacheFullError) -> list[Turn]:
+        """The turns that are left when something gives way: drafts first, then the last row."""
+        if any(turn.may_draft for turn in batch):
+            return [replace(turn, may_draft=False) for turn in batch]
+        running = self._scheduler.running
+        if any(row.is_over for row in running):
+            return []  # their places are free after this step
+        if len(running) == 1:
+            running[0].fail(error)
+            return []
+        last = running[-1]
+        self._preempt(last)
+        return [turn for turn in batch if turn.row is not last]
+
+    def _preempt(self, row: Row) -> None:
+        """Let a row wait for memory. What it has committed it reads again, and goes on."""
+        _log.debug("request %d waits for memory", row.request_id)
+        self._places.close(row)
+        self._scheduler.preempt(row)
+        self._totals.preemptions += 1
+        self._is_full = True
 
     def _report(self, record: StepRecord) -> None:
         """Tell controller and trace of a step; their faults are theirs."""
@@ -332,24 +347,29 @@ class Engine:
         finished = row.is_over
         (token_ids, num_accepted), pieces = row.take(), tuple(row.text.take(final=finished))
         num_read = min(row.request.num_cached, row.request.num_prompt)
+        row.num_prompt_read = max(row.num_prompt_read, num_read)
         reader = self._readers.get(row.request_id)
         result = self._finish(row) if finished else None
-        event = Event(row.request_id, token_ids, num_accepted, pieces, num_read, (), result)
+        event = Event(
+            row.request_id,
+            token_ids,
+            num_accepted,
+            pieces,
+            row.num_prompt_read,
+            (),
+            result,
+            row.parent_id,
+            row.index,
+        )
         if reader is not None:
             reader(event)
         return event
 
     def _finish(self, row: Row) -> GenerationResult:
         self._scheduler.remove(row)
-        followed = self._drafter.is_live(row.request_id)
-        self._drafter.end(row.request_id)
+        self._places.close(row)
+        self._is_full = False
         self._tell_controller("end a request", lambda: self._controller.end(row.request_id))
-        request = row.request
-        # After an error the entries may be the cause. Those of a drafter's own layers are whole
-        # only if it has followed to the end.
-        is_sound = request.finish_reason != "error" and (followed or not self._drafter.layers)
-        if request.slot >= 0:
-            self._sessions.release(request.slot, row.session, request.tokens, is_sound)
         if row.session is not None:
             row.session.busy = False
         self._readers.pop(row.request_id, None)

@@ -40,6 +40,8 @@ class GenerationResult:
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: how many of them were still in the cache from an earlier turn.
         error: what went wrong, for finish reason "error".
+        parent_id: the id of the first of the replies to one prompt; its own where there is one.
+        index: which of these replies it is.
         logprobs: of each generated id, where the request asks for them.
         prompt_logprobs: of each id of the prompt, likewise; None for the first, which nothing
             foretells.
@@ -54,6 +56,8 @@ class GenerationResult:
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     error: str | None = None
+    parent_id: int = -1
+    index: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
@@ -65,7 +69,14 @@ class Row:
     Attributes:
         rules: what the request asks of a distribution.
         priority: rows of higher numbers go first.
+        leader: the first of several replies to one prompt, for the others, which begin with what
+            it has read.
+        index: which of these replies it is.
+        order: its place in every queue; see `Scheduler`.
+        has_begun: whether it has ever been in the batch.
+        is_followed: whether the drafter follows it, or is to when it begins.
         num_reused: tokens of the prompt that were in the cache when it began.
+        num_prompt_read: most tokens of the prompt that were in the cache after a step.
         num_sent: generated tokens that events have already carried.
         num_accepted_sent: how many of those were drafted.
     """
@@ -77,8 +88,14 @@ class Row:
     session: Session | None = None
     tenant: str | None = None
     priority: int = 0
+    leader: Row | None = None
+    index: int = 0
+    order: tuple[int, int] = (0, 0)
+    has_begun: bool = False
+    is_followed: bool = True
     error: str | None = None
     num_reused: int = 0
+    num_prompt_read: int = 0
     num_sent: int = 0
     num_accepted_sent: int = 0
 
@@ -93,6 +110,20 @@ class Row:
     @property
     def is_over(self) -> bool:
         return self.request.finish_reason is not None
+
+    @property
+    def has_read_prompt(self) -> bool:
+        """Whether its place in the cache holds the whole prompt."""
+        return self.request.slot >= 0 and self.request.num_cached >= self.request.num_prompt
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may begin: it does not wait for another to read its prompt."""
+        return self.leader is None or self.leader.is_over or self.leader.has_read_prompt
+
+    @property
+    def parent_id(self) -> int:
+        return self.request_id if self.leader is None else self.leader.request_id
 
     def verify(self, proposal: Proposal, scores: FetchedRow) -> Verdict:
         """Accept what the target would have written itself; by the row's own rules and noise."""
@@ -130,6 +161,8 @@ class Row:
             num_prompt_tokens=request.num_prompt,
             num_cached_tokens=self.num_reused,
             error=self.error,
+            parent_id=self.parent_id,
+            index=self.index,
         )
 
     def check(self, cache: Cache) -> None:
@@ -166,10 +199,14 @@ class Turn:
     """A row's part in one step: it reads the first ``num_read`` of its pending tokens.
 
     Only a row that reads all of them may draft, and commits something.
+
+    Attributes:
+        may_draft: False where there is no room for drafts.
     """
 
     row: Row
     num_read: int
+    may_draft: bool = True
 
     @property
     def reads_all(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from bisect import insort
 
 from foredraft.core.errors import ConfigError
 from foredraft.engine.row import Row, Turn
@@ -11,9 +12,19 @@ MAX_STEP_TOKENS = 512
 """Most prompt tokens that a step reads: nobody waits longer than that for the next token, and the
 memory of a forward stays bounded."""
 
+PRIORITY_STEPS = 1000
+"""A priority of one more counts like having come so many steps earlier. So nobody waits for ever:
+whoever came long enough ago goes before all that come now."""
+
+_LEAST_SHARE = 8
+"""Prompts get at least one part in so many of a step's tokens, however many rows decode."""
+
 
 class Scheduler:
-    """First come, first served. Rows that decode always take part; prompts share what is left.
+    """Rows in one order for everything: the first to come and the higher priority goes first.
+
+    The order of two rows never changes. So the first of them is never held up by the others: it
+    is admitted first, reads first, and is the last to give its place in the cache away.
 
     Args:
         max_rows: most rows in one step.
@@ -26,33 +37,51 @@ class Scheduler:
                 f"max_batch_size is {max_rows!r}; it must be a whole number, 1 or more"
             )
         self._max_rows, self._max_step_tokens = max_rows, max_step_tokens
-        self._waiting: deque[Row] = deque()
+        self._waiting: list[Row] = []
         self._running: list[Row] = []
+        self._arrivals = itertools.count()
+        self._num_steps = 0
 
     def add(self, row: Row) -> None:
-        self._waiting.append(row)
+        """A row arrives."""
+        came = self._num_steps - PRIORITY_STEPS * row.priority
+        row.order = (came, next(self._arrivals))
+        insort(self._waiting, row, key=_order)
 
-    def admit(self) -> list[Row]:
-        """Move waiting rows into the batch while there is room; returns those without a slot."""
-        while self._waiting and len(self._running) < self._max_rows:
-            self._running.append(self._waiting.popleft())
-        return [row for row in self._running if row.request.slot < 0]
+    def next_waiting(self) -> Row | None:
+        """The first row that may begin; None when the batch is full or nobody waits."""
+        if len(self._running) >= self._max_rows:
+            return None
+        return next((row for row in self._waiting if row.is_ready), None)
+
+    def start(self, row: Row) -> None:
+        """A waiting row enters the batch."""
+        self._waiting.remove(row)
+        insort(self._running, row, key=_order)
+
+    def preempt(self, row: Row) -> None:
+        """A running row waits again, in its old place."""
+        self._running.remove(row)
+        insort(self._waiting, row, key=_order)
 
     def next_batch(self) -> list[Turn]:
-        """The turns of the next step, the oldest row first."""
+        """The turns of the next step: rows that decode always take part, prompts share the rest."""
+        self._num_steps += 1
         left = self._max_step_tokens - sum(row.num_pending == 1 for row in self._running)
+        left = max(left, self._max_step_tokens // _LEAST_SHARE, 1)
         turns: list[Turn] = []
         for row in self._running:
             num_read = 1
             if row.num_pending > 1:
                 num_read = min(row.num_pending, left)
                 left -= num_read
-            if num_read > 0 or not turns:
-                turns.append(Turn(row, max(1, num_read)))
+            if num_read > 0:
+                turns.append(Turn(row, num_read))
         return turns
 
     @property
     def running(self) -> list[Row]:
+        """Rows in the batch, the first in order first."""
         return list(self._running)
 
     @property
@@ -69,3 +98,7 @@ class Scheduler:
 
     def __len__(self) -> int:
         return len(self._running) + len(self._waiting)
+
+
+def _order(row: Row) -> tuple[int, int]:
+    return row.order

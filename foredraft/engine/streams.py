@@ -41,7 +41,9 @@ class Streams:
         try:
             with engine.lock:
                 for prompt in prompts:
-                    live.add(engine.submit(prompt, params, session, reader=inbox.append))
+                    rows = engine.prepare(prompt, params, session)
+                    live.update(row.request_id for row in rows)
+                    engine.add(rows, inbox.append)
             while live:
                 self._drive(inbox, live)
                 if not inbox:  # an interrupt swallowed the last event

@@ -1,0 +1,100 @@
+"""A row's place: its slot in the cache, and the drafter's attention."""
+
+from __future__ import annotations
+
+import torch
+
+from foredraft.cache.prefix import Sessions
+from foredraft.core.errors import CacheFullError
+from foredraft.drafters.base import DraftRequest
+from foredraft.engine.guard import GuardedDrafter
+from foredraft.engine.row import Row
+from foredraft.models.base import Target
+
+HEADROOM = 64
+"""Tokens of its reply that there must be room for, beside its text, before a row begins: it would
+soon have to give its place away again."""
+
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""How a cache says that there is no room."""
+
+
+class Places:
+    """Gives rows their places, and takes them back.
+
+    Args:
+        target: whose cache it is.
+        drafter: hears of rows that come and go.
+    """
+
+    def __init__(self, target: Target, drafter: GuardedDrafter) -> None:
+        self._cache, self._drafter = target.cache, drafter
+        self.sessions = Sessions(target.cache, drafter.layers, drafter.look_ahead)
+
+    def open(self, row: Row) -> None:
+        """Give a row its place, with room for all of its text, and tell the drafter.
+
+        Raises:
+            CacheFullError: there is no room; nothing has changed.
+        """
+        request = row.request
+        try:
+            slot, num_cached = self._open(row)
+        except NO_MEMORY as error:
+            raise as_cache_full(error) from error
+        request.slot, request.num_cached = slot, num_cached
+        if not row.has_begun:
+            row.num_reused, row.has_begun = num_cached, True
+        if row.is_followed:
+            self._drafter.begin(
+                DraftRequest(
+                    row.request_id,
+                    tuple(request.tokens),
+                    request.params,
+                    row.tenant,
+                    num_cached,
+                    slot,
+                )
+            )
+
+    def close(self, row: Row) -> None:
+        """Take its place back. What it held may serve others that begin alike."""
+        request = row.request
+        row.is_followed = self._drafter.is_live(row.request_id)
+        self._drafter.end(row.request_id)
+        if request.slot < 0:
+            return
+        # After an error the entries may be the cause. Those of a drafter's own layers are whole
+        # only if it has followed to the end.
+        is_sound = request.finish_reason != "error" and (
+            row.is_followed or not self._drafter.layers
+        )
+        self.sessions.release(request.slot, row.session, request.tokens, is_sound)
+        request.slot, request.num_cached = -1, 0
+
+    def _open(self, row: Row) -> tuple[int, int]:
+        request = row.request
+        if row.leader is not None and row.leader.has_read_prompt:
+            slot, num_cached = self._fork(row.leader.request.slot, request.num_prompt)
+        else:
+            slot, num_cached = self.sessions.open(row.session, request.tokens)
+        wanted = len(request.tokens) - num_cached + min(HEADROOM, request.num_remaining)
+        try:
+            self._cache.reserve(slot, wanted)
+        except BaseException:
+            self.sessions.release(slot, row.session, request.tokens)
+            raise
+        return slot, num_cached
+
+    def _fork(self, slot: int, num_prompt: int) -> tuple[int, int]:
+        """A slot that holds the prompt of another, but for what must be read anew."""
+        copy = self._cache.fork(slot)
+        held = [layers.covered(copy) for layers in self._drafter.layers]
+        num_cached = max(0, min([num_prompt - 1, num_prompt - self._drafter.look_ahead, *held]))
+        self._cache.truncate(copy, num_cached)
+        return copy, num_cached
+
+
+def as_cache_full(error: Exception) -> CacheFullError:
+    """What any refusal of a cache is treated as: others may have to make room."""
+    return error if isinstance(error, CacheFullError) else CacheFullError(str(error))

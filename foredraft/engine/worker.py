@@ -1,0 +1,142 @@
+"""A thread that runs an engine, and what others may ask of it meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from foredraft.core.errors import EngineStoppedError, QueueFullError
+from foredraft.engine.engine import Engine, Event
+from foredraft.engine.row import Row
+
+_log = logging.getLogger("foredraft")
+
+Command = Callable[[], None]
+Mailbox = Callable[[Event | EngineStoppedError], None]
+"""Takes a request's events, or the reason why there will be none. Raises `RuntimeError` where
+nobody will read it."""
+
+
+class EngineThread:
+    """The engine's thread. It steps while there is work, and sleeps while there is none.
+
+    What others want of the engine goes through one queue and happens between two steps.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # safe in finalizers
+        self._mailboxes: dict[int, Mailbox] = {}  # of the replies under way; the thread's own
+        self._changed = threading.Condition()
+        self._num_live = 0  # replies promised and not over
+        self._stopping = self._is_over = False
+        self.problem: str | None = None
+        self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
+        self._thread.start()
+
+    def enter(self, num_replies: int, limit: int) -> None:
+        """Count a request in, or refuse it."""
+        with self._changed:
+            if self.problem is not None:
+                raise EngineStoppedError(f"the engine takes no more requests: {self.problem}")
+            if self._num_live + num_replies > limit:
+                raise QueueFullError(
+                    f"{self._num_live} requests are under way and {limit} are the most: try again "
+                    "later, or raise max_waiting"
+                )
+            self._num_live += num_replies
+
+    def leave(self, num_replies: int = 1) -> None:
+        """Count it out, or one of its replies."""
+        with self._changed:
+            self._num_live -= num_replies
+            self._changed.notify_all()
+
+    def add(self, rows: Sequence[Row], mailbox: Mailbox) -> None:
+        """Queue a request that was counted in."""
+        with self._changed:
+            if self._is_over:
+                raise EngineStoppedError(f"the engine has stopped: {self.problem}")
+            self._commands.put(lambda: self._add(rows, mailbox))
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        self._commands.put(lambda: self._drop(request_ids))
+
+    def refuse(self, problem: str) -> None:
+        """Take no further requests."""
+        with self._changed:
+            self.problem = self.problem or problem
+
+    def wait_until_idle(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or not self._num_live)
+
+    def stop(self) -> None:
+        """Abort what is under way, and end the thread."""
+        self.refuse("it was closed")
+        self._stopping = True
+        self._commands.put(lambda: None)  # wakes it
+        if threading.current_thread() is not self._thread:  # as a finalizer may find itself
+            self._thread.join()
+
+    def _run(self) -> None:
+        fault: EngineStoppedError | None = None
+        try:
+            while not self._stopping:
+                self._obey(wait=not self._mailboxes)
+                if self._mailboxes:
+                    self._engine.step()
+        except BaseException as error:
+            _log.critical("the engine's thread has failed: %s", error, exc_info=error)
+            self.refuse(f"its thread failed ({type(error).__name__}: {error})")
+            fault = EngineStoppedError(f"the engine has stopped: {self.problem}")
+        self._end(fault)
+
+    def _obey(self, wait: bool) -> None:
+        """What others have asked for by now; the first of it waited for, if there is no work."""
+        try:
+            while True:
+                self._commands.get(block=wait)()
+                wait = False
+        except queue.Empty:
+            return
+
+    def _add(self, rows: Sequence[Row], mailbox: Mailbox) -> None:
+        self._mailboxes |= {row.request_id: mailbox for row in rows}
+        self._engine.add(rows, self._deliver)
+
+    def _deliver(self, event: Event) -> None:
+        self._put(event.request_id, event, event.result is not None)
+
+    def _put(self, request_id: int, event: Event | EngineStoppedError, is_last: bool) -> None:
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is None:  # it was told of the engine's fault
+            return
+        if is_last:
+            del self._mailboxes[request_id]
+            self.leave()
+        try:
+            mailbox(event)
+        except RuntimeError:  # its loop is closed: nobody listens any more
+            self.abort([request_id])
+
+    def _drop(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            if request_id in self._mailboxes:
+                self._engine.cancel(request_id)
+
+    def _end(self, fault: EngineStoppedError | None) -> None:
+        """Nobody is left waiting, and nothing in the engine."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        self._obey(wait=False)
+        for request_id in [*self._mailboxes]:
+            if fault is not None:
+                self._put(request_id, fault, is_last=True)
+            try:
+                self._engine.cancel(request_id)
+            except Exception as error:  # of an engine that has failed already
+                _log.debug("request %d could not be cancelled", request_id, exc_info=error)

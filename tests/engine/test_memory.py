@@ -1,0 +1,173 @@
+"""Too little memory for all: who waits, who gives way, and that no text changes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from foredraft.core.params import SamplingParams
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
+from foredraft.drafters.ngram import NgramDrafter
+from foredraft.engine.places import HEADROOM
+from tests.engine.helpers import (
+    counting_drafter,
+    counting_model,
+    drain,
+    generate,
+    limited,
+    new_engine,
+)
+
+PARAMS = SamplingParams(temperature=1.0, seed=9, max_tokens=150)
+PROMPTS = [[i, 2, 3] for i in range(6)]
+
+
+def alone(prompt: list[int], params: SamplingParams = PARAMS) -> tuple[int, ...]:
+    return generate(new_engine(counting_model()), [prompt], params)[0].token_ids
+
+
+@pytest.mark.parametrize("num_tokens", [160, 200, 333, 1000])
+@pytest.mark.parametrize("drafter", [None, NgramDrafter(min_ngram_size=1), counting_drafter(3)])
+def test_texts_are_the_same_with_little_memory(num_tokens: int, drafter: Drafter | None) -> None:
+    target = limited(counting_model(), num_tokens)
+    engine = new_engine(target, drafter)
+    results = generate(engine, PROMPTS, PARAMS)
+    assert [result.token_ids for result in results] == [alone(prompt) for prompt in PROMPTS]
+    assert target.cache.entries == {}
+    # They begin with 67 tokens each and want 153 in the end.
+    assert (engine.stats().preemptions > 0) == (134 <= num_tokens < 1000)
+
+
+def test_the_last_to_come_gives_way_and_the_first_is_never_held_up() -> None:
+    engine = new_engine(limited(counting_model(), 160))
+    steps: dict[int, int] = {}
+    for prompt in PROMPTS:
+        engine.submit(prompt, PARAMS)
+    num_steps = 0
+    while engine.has_work:
+        num_steps += 1
+        for event in engine.step():
+            if event.result is not None:
+                steps[event.request_id] = num_steps
+    assert list(steps) == sorted(steps)
+    assert steps[0] == PARAMS.max_tokens
+
+
+def test_drafts_give_way_before_any_row_does() -> None:
+    """Two rows of 71 tokens each fit, their drafts beside them do not."""
+    params = SamplingParams(max_tokens=70)
+    target = limited(counting_model(), 2 * 71)
+    engine = new_engine(target, counting_drafter())
+    first, second = generate(engine, [[1], [5]], params)
+    assert (first.token_ids, second.token_ids) == (alone([1], params), alone([5], params))
+    assert engine.stats().preemptions == 0
+    assert first.stats.drafted > 0
+
+
+def test_what_never_fits_ends_by_name_and_keeps_its_text() -> None:
+    target = limited(counting_model(), 100)
+    engine = new_engine(target)
+    (long,) = generate(engine, [[1] * 50], PARAMS)
+    assert (long.finish_reason, long.token_ids) == ("error", ())
+    assert long.error == "CacheFullError: 114 tokens wanted, and 0 of 100 are in use"
+    (grown,) = generate(engine, [[1]], PARAMS)
+    assert grown.finish_reason == "error"
+    assert grown.token_ids == alone([1])[: len(grown.token_ids)]
+    assert len(grown.token_ids) == 100
+    (fits,) = generate(engine, [[1]], SamplingParams(max_tokens=99))
+    assert fits.finish_reason == "length"
+
+
+def test_one_that_does_not_fit_now_lets_nobody_pass() -> None:
+    engine = new_engine(limited(counting_model(), 160))
+    first = engine.submit([1], SamplingParams(max_tokens=99))
+    engine.step()
+    large = engine.submit([2] * 100, SamplingParams(max_tokens=5))
+    small = engine.submit([3], SamplingParams(max_tokens=5))
+    ended = [event.request_id for event in engine.run() if event.result is not None]
+    assert ended == [first, large, small]
+
+
+class Recorder(BaseDrafter):
+    """Notes what it is told."""
+
+    def __init__(self, fails_in: int | None = None) -> None:
+        self.told: list[tuple[str, int]] = []
+        self._fails_in = fails_in
+
+    def begin(self, request: DraftRequest) -> None:
+        self.told.append(("begin", request.request_id))
+        assert request.num_cached == 0
+
+    def end(self, request_id: int) -> None:
+        self.told.append(("end", request_id))
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[object]:
+        self.told += [("propose", row.request_id) for row in rows]
+        if any(row.request_id == self._fails_in for row in rows):
+            raise ValueError("no idea")
+        return counting_drafter().propose(rows)
+
+
+def test_a_drafter_hears_of_it_and_a_failed_one_is_not_asked_again() -> None:
+    drafter = Recorder()
+    engine = new_engine(limited(counting_model(), 160), drafter)
+    assert len(generate(engine, PROMPTS[:2], PARAMS)) == 2
+    second = [what for what, number in drafter.told if number == 1 and what != "propose"]
+    assert second == ["begin", "end", "begin", "end"]
+    failing = Recorder(fails_in=1)
+    engine = new_engine(limited(counting_model(), 160), failing)
+    generate(engine, PROMPTS[:2], PARAMS)
+    assert engine.stats().preemptions > 0
+    assert [what for what, number in failing.told if number == 1].count("begin") == 1
+
+
+def test_aborted_while_it_waits_for_memory() -> None:
+    target = limited(counting_model(), 160)
+    engine = new_engine(target)
+    first, second = (engine.submit(prompt, PARAMS) for prompt in PROMPTS[:2])
+    while not engine.stats().preemptions:
+        engine.step()
+    cancelled = engine.cancel(second)
+    assert cancelled is not None
+    assert cancelled.token_ids == alone(PROMPTS[1])[: len(cancelled.token_ids)]
+    assert len(cancelled.token_ids) > 50
+    assert drain(engine)[first].token_ids == alone(PROMPTS[0])
+    assert target.cache.entries == {}
+
+
+def test_a_higher_priority_goes_first_and_nobody_waits_for_ever() -> None:
+    engine = new_engine(counting_model(), max_batch_size=1)
+    params = SamplingParams(max_tokens=20)
+    running = engine.submit([1], params)
+    engine.step()
+    plain, urgent = engine.submit([2], params), engine.submit([3], params, priority=1)
+    ended = [event.request_id for event in engine.run() if event.result is not None]
+    assert ended == [running, urgent, plain]
+    low = engine.submit([4], params)
+    for _ in range(1200):  # urgent requests without end
+        if not engine.is_live(low):
+            break
+        while engine.stats().waiting < 3:
+            engine.submit([5], params, priority=1)
+        engine.step()
+    assert not engine.is_live(low)
+
+
+def test_prompts_get_on_however_many_rows_decode() -> None:
+    engine = new_engine(counting_model(), max_batch_size=40, max_step_tokens=16)
+    for _ in range(30):
+        engine.submit([1], SamplingParams(max_tokens=200))
+    engine.step()
+    late = engine.submit([2] * 20, SamplingParams(max_tokens=1))
+    for _ in range(10):
+        engine.step()
+    assert not engine.is_live(late)
+
+
+def test_headroom_is_no_more_than_the_reply_may_hold() -> None:
+    assert HEADROOM == 64
+    engine = new_engine(limited(counting_model(), 12))
+    (result,) = generate(engine, [[1] * 10], SamplingParams(max_tokens=2))
+    assert result.finish_reason == "length"
