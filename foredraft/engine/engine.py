@@ -28,7 +28,10 @@ from foredraft.engine.turns import TurnLock
 from foredraft.models.base import Target, check_taps
 
 Trace = Callable[[StepRecord], None]
-"""Told of every step. What it raises is said once in the log, and it is not told again."""
+"""Told of every step. What it raises is said once in the log, and it is not told again.
+
+One with an attribute `wants_evidence` that is true also gets each verdict's evidence.
+"""
 
 _log = logging.getLogger("foredraft")
 
@@ -155,7 +158,9 @@ class Engine:
         eos = frozenset() if params.ignore_eos else self._eos
         stop_ids, rules = eos | set(params.stop_token_ids), self._new_rules(params)
         request = Request(next(self._ids), -1, list(prompt), len(prompt), params, seed)
-        return Row(request, text, stop_ids, rules, session, tenant, priority)
+        row = Row(request, text, stop_ids, rules, session, tenant, priority)
+        row.keeps_evidence = bool(getattr(self._trace, "wants_evidence", False))
+        return row
 
     def add(self, row: Row, reader: Reader | None = None) -> None:
         """Queue what `prepare` made.
