@@ -39,6 +39,7 @@ LAYERS = {
     "measure": 8,
     "async_llm": 9,
     "custom_generation": 9,
+    "trace": 9,
     "server": 10,
     "bench": 10,
     "cli": 11,

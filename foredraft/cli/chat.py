@@ -34,17 +34,18 @@ def chat(
     draft: o.DraftOptions,
     sampling: ReplyOptions,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    trace: o.TraceTo = None,
 ) -> None:
     """Talk to a chat model. Each turn reads only what is new; Ctrl-C stops a reply."""
     params = sampling.params()
-    llm = o.load_llm(o.load_options(running, draft, max_batch_size=1))
-    assert llm.tokenizer is not None
-    llm.tokenizer.require_chat_template()
-    conversation = Conversation(llm, params, Console(highlight=False), system)
-    conversation.console.print(f"{running.model}, drafter {llm.drafter_name}", style="bold")
-    conversation.console.print(_HELP, style="dim")
-    while conversation.turn():
-        pass
+    with o.load_traced(o.load_options(running, draft, max_batch_size=1), trace) as llm:
+        assert llm.tokenizer is not None
+        llm.tokenizer.require_chat_template()
+        conversation = Conversation(llm, params, Console(highlight=False), system)
+        conversation.console.print(f"{running.model}, drafter {llm.drafter_name}", style="bold")
+        conversation.console.print(_HELP, style="dim")
+        while conversation.turn():
+            pass
 
 
 class Conversation:

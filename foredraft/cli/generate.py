@@ -19,6 +19,7 @@ from foredraft.cli.progress import PromptProgress
 from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from foredraft.core.params import SamplingParams
     from foredraft.engine.engine import Event
     from foredraft.llm import LLM
     from foredraft.measure import MeasuredRun
@@ -42,6 +43,7 @@ def generate(
         ),
     ] = None,
     as_json: o.Json = False,
+    trace: o.TraceTo = None,
 ) -> None:
     """Continue a prompt; accepted draft tokens are underlined.
 
@@ -63,7 +65,12 @@ def generate(
     params = sampling.params(prediction=_read_prediction(prediction, prompt))
     asked = o.load_options(running, draft, max_batch_size=1)
     text = _read_input("the prompt") if prompt == "-" else prompt
-    llm = o.load_llm(asked)
+    about = {name: value for name, value in vars(sampling).items() if value is not None}
+    with o.load_traced(asked, trace, params=about) as llm:
+        _generate(llm, text, params, chat=chat, as_json=as_json)
+
+
+def _generate(llm: LLM, text: str, params: SamplingParams, *, chat: bool, as_json: bool) -> None:
     assert llm.tokenizer is not None
     if chat:
         token_ids = llm.tokenizer.encode_chat([{"role": "user", "content": text}])

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from foredraft.cli import bench, chat, demo, doctor, generate, index, train, tune
+from foredraft.cli import bench, chat, demo, doctor, generate, index, trace, train, tune
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.version import __version__
 
@@ -42,7 +42,7 @@ def _root(
 for command in (generate.generate, chat.chat, doctor.doctor, demo.demo):
     app.command()(command)
 for group, name in (
-    *((bench.app, "bench"), (index.app, "index")),
+    *((bench.app, "bench"), (index.app, "index"), (trace.app, "trace")),
     *((train.app, "train"), (tune.app, "tune")),
 ):
     app.add_typer(group, name=name)

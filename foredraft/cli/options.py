@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -90,6 +92,10 @@ Prompts = Annotated[
     typer.Option(help="JSON lines with id, category and turns; a few built-in ones otherwise."),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most this many prompts in all.")]
+TraceTo = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write what each step did to this file; see `foredraft trace`."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 JsonFile = Annotated[
     str | None, typer.Option("--json", help="Also write all figures to this file.")
@@ -210,6 +216,30 @@ def _parse_option(text: str) -> tuple[str, int | float | str]:
         except ValueError:
             continue
     return name.replace("-", "_"), value
+
+
+@contextmanager
+def load_traced(options: LoadOptions, path: Path | None, **about: Any) -> Iterator[LLM]:
+    """Load an LLM whose steps are written to ``path``, if there is one, until the end.
+
+    Args:
+        **about: more for the first line of the trace.
+    """
+    if path is None:
+        yield load_llm(options)
+        return
+    from foredraft.trace.files import TraceFile
+
+    with TraceFile(path) as file:
+        loaded = load_llm(options)
+        llm = loaded.with_drafter(options, trace=file.tracer(loaded.tokenizer))
+        file.begin(
+            model=options.model,
+            drafter=llm.drafter_name,
+            num_draft_tokens=options.num_draft_tokens,
+            **about,
+        )
+        yield llm
 
 
 def load_llm(options: LoadOptions, random_weights: str | None = None) -> LLM:

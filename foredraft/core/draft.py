@@ -97,7 +97,10 @@ class ChosenDraft(Draft):
         return [self._add(parent, *choice) for choice in self._choices.best(law, depth, count)]
 
     def build(self) -> Proposal:
-        return Proposal.chosen(self.tree)
+        chances: list[float] = []
+        for parent, chance in zip(self.parents, self.chances, strict=True):
+            chances.append(chance if parent == ROOT else chances[parent] * chance)
+        return Proposal.chosen(self.tree, tuple(chances))
 
 
 class DrawnDraft(Draft):

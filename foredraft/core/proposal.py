@@ -31,15 +31,25 @@ class Proposal:
         tree: the draft tokens.
         computed: what drafting has already computed of the target's own forward (see
             `foredraft.models.base.Computed`), or None.
+        chances: for each node the drafter's own estimate that it and all above it are accepted.
+            For people who look at a trace; nothing is decided by it. None: it has none.
+        authors: for each node who proposed it, where several do, likewise.
     """
 
     tree: TokenTree
     computed: object | None = field(default=None, repr=False, compare=False)
+    chances: tuple[float, ...] | None = field(default=None, repr=False, compare=False)
+    authors: tuple[str, ...] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def chosen(cls, tree: TokenTree) -> Proposal:
+    def chosen(
+        cls,
+        tree: TokenTree,
+        chances: tuple[float, ...] | None = None,
+        authors: tuple[str, ...] | None = None,
+    ) -> Proposal:
         """A chosen draft: always exact, the safe default."""
-        return Proposal(tree)
+        return Proposal(tree, chances=chances, authors=authors)
 
     def renamed(self, renaming: Renaming) -> Proposal:
         """The same draft in another vocabulary.

@@ -31,7 +31,10 @@ from foredraft.engine.turns import TurnLock
 from foredraft.models.base import Target, check_taps
 
 Trace = Callable[[StepRecord], None]
-"""Told of every step. What it raises is said once in the log, and it is not told again."""
+"""Told of every step. What it raises is said once in the log, and it is not told again.
+
+One with an attribute `wants_evidence` that is true also gets each verdict's evidence.
+"""
 
 _log = logging.getLogger("foredraft")
 
@@ -134,7 +137,8 @@ class Engine:
         if params.n > 1 and session is not None:
             raise ConfigError(f"n is {params.n}, and a conversation goes on with one reply")
         room = self._target.max_context - len(prompt)
-        params = replace(params, max_tokens=min(params.max_tokens, room))
+        most = min(params.max_tokens, room)
+        params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         if params.seed is None:
             params = replace(params, seed=self._new_seed())
         rows: list[Row] = []
@@ -146,6 +150,7 @@ class Engine:
             stop_ids = (frozenset() if own.ignore_eos else self._eos) | set(own.stop_token_ids)
             row = Row(request, text, stop_ids, self._new_rules(own), session, tenant, priority)
             row.index, row.leader = index, rows[0] if rows else None
+            row.keeps_evidence = bool(getattr(self._trace, "wants_evidence", False))
             rows.append(row)
         return rows
 

@@ -17,6 +17,7 @@ from foredraft.core.rules import Rules
 from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT
 from foredraft.core.verify import Verdict, verify
+from foredraft.core.verify.evidence import Evidence
 from foredraft.drafters.base import DraftRow
 from foredraft.engine.detokenize import TextAssembler
 from foredraft.engine.fetch import FetchedRow
@@ -79,6 +80,7 @@ class Row:
         num_prompt_read: most tokens of the prompt that were in the cache after a step.
         num_sent: generated tokens that events have already carried.
         num_accepted_sent: how many of those were drafted.
+        keeps_evidence: whether verdicts are to say what they were decided on.
     """
 
     request: Request
@@ -98,6 +100,7 @@ class Row:
     num_prompt_read: int = 0
     num_sent: int = 0
     num_accepted_sent: int = 0
+    keeps_evidence: bool = False
 
     @property
     def request_id(self) -> int:
@@ -127,9 +130,13 @@ class Row:
 
     def verify(self, proposal: Proposal, scores: FetchedRow) -> Verdict:
         """Accept what the target would have written itself; by the row's own rules and noise."""
-        request = self.request
-        laws = _RowLaws(proposal, scores, self.rules, request.tokens)
-        return verify(proposal, laws, KeyedVerifyChoices(request.seed, len(request.tokens)))
+        request, num_tokens = self.request, len(self.request.tokens)
+        choices = KeyedVerifyChoices(request.seed, num_tokens)
+        if self.keeps_evidence:
+            laws = _RowLaws(proposal, scores, self.rules, tuple(request.tokens))
+            evidence = Evidence(laws, choices, request.seed, num_tokens)
+            return evidence.of(verify(proposal, evidence, evidence))
+        return verify(proposal, _RowLaws(proposal, scores, self.rules, request.tokens), choices)
 
     def fail(self, error: Exception) -> None:
         """End this row, and no other. What it committed stays; a row that is over stays so."""

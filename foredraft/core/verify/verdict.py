@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from foredraft.core.verify.evidence import Evidence
 
 
 @dataclass(frozen=True)
@@ -17,12 +20,14 @@ class Verdict:
         kind: "correction" where the draft offered something else, "bonus" where it had ended,
             "failed" where there is no next token. Plain decoding would have failed there, too.
         error: why it failed.
+        evidence: what it was decided on, where a trace asked for it.
     """
 
     path: tuple[int, ...]
     next_token: int | None
     kind: Literal["bonus", "correction", "failed"]
     error: Exception | None = None
+    evidence: Evidence | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def failed(cls, path: tuple[int, ...], error: Exception) -> Verdict:

@@ -73,6 +73,7 @@ class _Node:
         place: its number among the scored nodes; -1 until it is scored.
         copied: what the guide says follows; None until it is asked.
         where: its place in the guide's text, likewise.
+        is_copy: whether the guide alone proposed it.
     """
 
     token: int
@@ -82,6 +83,7 @@ class _Node:
     place: int = -1
     copied: list[Choice] | None = None
     where: Any = None
+    is_copy: bool = False
 
 
 @dataclass
@@ -106,7 +108,7 @@ class Growth:
     _nodes: list[_Node] = field(default_factory=list)
     _open: list[int] = field(default_factory=list)
 
-    def hang(self, node: int, choices: Sequence[Choice]) -> None:
+    def hang(self, node: int, choices: Sequence[Choice], is_copy: bool = False) -> None:
         """Hang the likeliest tokens below a node (or `ROOT`)."""
         chance = 1.0
         drafted: tuple[int, ...] = ()
@@ -115,7 +117,9 @@ class Growth:
         for choice in choices[: self.limits.branching]:
             below = (*drafted, choice.token)
             self._open.append(len(self._nodes))
-            self._nodes.append(_Node(choice.token, node, chance * choice.chance, below))
+            self._nodes.append(
+                _Node(choice.token, node, chance * choice.chance, below, is_copy=is_copy)
+            )
 
     def next_round(self) -> list[int]:
         """The nodes to score now, none if another round is not worth its time.
@@ -170,7 +174,9 @@ class Growth:
         numbers = {ROOT: ROOT} | {node: number for number, node in enumerate(kept)}
         tokens = tuple(self._nodes[n].token for n in kept)
         parents = tuple(numbers[self._nodes[n].parent] for n in kept)
-        return Proposal.chosen(TokenTree(tokens, parents))
+        chances = tuple(self._nodes[n].chance for n in kept)
+        authors = tuple("copy" if self._nodes[n].is_copy else "head" for n in kept)
+        return Proposal.chosen(TokenTree(tokens, parents), chances, authors)
 
     def _follow_guide(self) -> None:
         """Hang what the guide knows below the leaves, while it may be worth a node."""
@@ -185,7 +191,7 @@ class Growth:
                 return
             self._open.remove(best)
             depth = len(self._nodes[best].drafted)
-            self.hang(best, self.row.weigh(self.copied(best), depth)[:2])
+            self.hang(best, self.row.weigh(self.copied(best), depth)[:2], is_copy=True)
 
     def _needs_head(self, node: int) -> bool:
         """Whether the head is to say what follows: not too deep, and not known already."""

@@ -1,0 +1,113 @@
+"""Trace files: written as the steps come, read with every line checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from pydantic import ValidationError
+
+from foredraft.core.errors import ConfigError
+from foredraft.trace.format import VERSION, Run, Step
+from foredraft.trace.record import Tracer
+from foredraft.trace.texts import Decoding
+from foredraft.version import __version__
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_T = TypeVar("_T", Run, Step)
+
+
+class TraceFile:
+    """A trace that is being written; a context manager that closes it.
+
+    The first line is written with `begin`, once it is known what runs; each step is flushed, so
+    that a run that is interrupted leaves a whole file.
+
+    Args:
+        path: what is there is replaced.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file: TextIO = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"the trace {path} cannot be written: {error.strerror}") from error
+
+    def begin(self, **about: Any) -> None:
+        """Write the first line; ``about``: fields of `Run`."""
+        started = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._write(Run(foredraft=__version__, started=started, **about))
+
+    def tracer(self, tokenizer: Decoding | None) -> Tracer:
+        """What an engine is given to write here."""
+        return Tracer(self._write, tokenizer)
+
+    def _write(self, line: Run | Step) -> None:
+        self._file.write(line.model_dump_json() + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> TraceFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace that was read."""
+
+    run: Run
+    steps: tuple[Step, ...]
+
+    @property
+    def request_ids(self) -> tuple[int, ...]:
+        """In the order of their first steps."""
+        return tuple(dict.fromkeys(row.request_id for step in self.steps for row in step.rows))
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace file.
+
+    Raises:
+        ConfigError: it cannot be read, is no trace, or is of a version that is not known here;
+            the message names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the trace {path} cannot be read: {error}") from error
+    if not lines:
+        raise ConfigError(f"the trace {path} is empty")
+    run = _parsed(Run, lines[0], path, 1)
+    if run.version != VERSION:
+        raise ConfigError(
+            f"{path} is a trace of version {run.version}, and this foredraft reads {VERSION}"
+        )
+    steps = tuple(_parsed(Step, line, path, i) for i, line in enumerate(lines[1:], start=2))
+    return Trace(run, steps)
+
+
+def _parsed(kind: type[_T], line: str, path: Path, number: int) -> _T:
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the line"
+        raise ConfigError(
+            f"{path}, line {number}, is no {kind.__name__.lower()} of a trace: "
+            f"{where}: {first['msg']}"
+        ) from error

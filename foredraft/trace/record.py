@@ -1,0 +1,77 @@
+"""From step records to trace lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from foredraft.core.record import RowRecord, StepRecord
+from foredraft.trace import format as f
+from foredraft.trace.texts import Decoding, TokenTexts
+from foredraft.trace.why import why
+
+
+class Tracer:
+    """What an engine is given as its trace: makes a line of each step.
+
+    Args:
+        sink: handed each line, in the thread that runs the step.
+        tokenizer: the target's, for texts; None leaves them empty.
+
+    Attributes:
+        wants_evidence: tells the engine to keep what verdicts are decided on. Reading it takes
+            about as long as a step of a small model; it falls outside the times of the steps.
+    """
+
+    wants_evidence = True
+
+    def __init__(self, sink: Callable[[f.Step], None], tokenizer: Decoding | None) -> None:
+        self._sink, self._texts = sink, TokenTexts(tokenizer)
+        self._began, self._num_steps = time.perf_counter(), 0
+
+    def __call__(self, record: StepRecord) -> None:
+        at_ms = 1e3 * (time.perf_counter() - self._began)
+        step = f.Step.model_construct(
+            type="step",
+            step=self._num_steps,
+            at_ms=round(at_ms, 3),
+            times=f.Times.model_construct(
+                **{name: round(ms, 3) for name, ms in asdict(record.times).items()}
+            ),
+            num_waiting=record.num_waiting,
+            rows=tuple(map(self._row, record.rows)),
+        )
+        self._num_steps += 1
+        self._sink(step)
+
+    def _row(self, row: RowRecord) -> f.Row:
+        told, draft = why(row, self._texts)
+        verdict = row.verdict
+        line = f.Row.model_construct(
+            request_id=row.request_id,
+            position=row.context + row.num_read,
+            num_read=row.num_read,
+            budget=row.budget,
+            draft=draft,
+            kind=None if verdict is None else verdict.kind,
+            path=() if verdict is None else verdict.path,
+            committed=tuple(self._committed(row)),
+            num_accepted=row.num_accepted,
+            finish_reason=row.finish_reason,
+            why=told,
+        )
+        if row.finish_reason:
+            self._texts.end(row.request_id)
+        return line
+
+    def _committed(self, row: RowRecord) -> list[f.Committed]:
+        kind = "bonus" if row.verdict is None else row.verdict.kind
+        return [
+            f.Committed.model_construct(
+                token=token,
+                text=self._texts.push(row.request_id, token),
+                by="draft" if i < row.num_accepted else kind,
+            )
+            for i, token in enumerate(row.committed)
+        ]

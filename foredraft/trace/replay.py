@@ -1,0 +1,126 @@
+"""What another setting would have done, from what a trace holds.
+
+Seeded text does not depend on drafting, so the same tokens would have been committed; only the
+steps that bring them differ. With fewer draft tokens a step keeps the first nodes of what was
+drafted (drafters order them by likelihood), and where a recorded draft reached further, the rest of
+it is taken for what would have been drafted next. What would have been drafted beyond the recorded
+nodes nobody knows, so for more draft tokens than were allowed the answer is a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foredraft.core.errors import ConfigError
+from foredraft.trace.format import Row, Step
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Milliseconds of a step: a straight line through the recorded ones.
+
+    Attributes:
+        base_ms: without a draft.
+        node_ms: for each node.
+        is_flat: all recorded steps had the same number of nodes, so what one costs is not known.
+    """
+
+    base_ms: float
+    node_ms: float
+    is_flat: bool
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> StepCost:
+        """From steps of one row that read no prompt.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        found = [
+            (len(step.rows[0].draft.tokens), step.times.total_ms)
+            for step in steps
+            if len(step.rows) == 1 and _decodes(step.rows[0])
+        ]
+        if not found:
+            raise ConfigError("the trace has no step that decoded one request alone")
+        nodes, ms = map(np.array, zip(*found, strict=True))
+        if len(set(nodes.tolist())) < 2:
+            return cls(float(np.median(ms)), 0.0, True)
+        slow = ms > 3.0 * np.median(ms)  # interrupted by others
+        slope, base = np.polyfit(nodes[~slow], ms[~slow], 1)
+        if slope < 0.0:
+            slope, base = 0.0, np.median(ms)
+        return cls(float(base), float(slope), False)
+
+    def ms(self, num_nodes: int) -> float:
+        return self.base_ms + num_nodes * self.node_ms
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a setting did, or would have done.
+
+    Attributes:
+        ms: by `StepCost`.
+        is_bound: more could have been accepted: the trace does not hold such long drafts.
+    """
+
+    num_draft_tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+    committed: int
+    ms: float
+    is_bound: bool
+
+    @property
+    def committed_per_step(self) -> float:
+        return self.committed / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1e3 * self.committed / self.ms if self.ms else 0.0
+
+
+def replay(steps: Sequence[Step], num_draft_tokens: int, cost: StepCost) -> Outcome:
+    """The same text with at most ``num_draft_tokens`` nodes a step."""
+    rows = [row for step in steps for row in step.rows if _decodes(row)]
+    done = [piece for row in rows for piece in _pieces(row, num_draft_tokens)]
+    return Outcome(
+        num_draft_tokens=num_draft_tokens,
+        steps=len(done),
+        drafted=sum(nodes for nodes, _ in done),
+        accepted=sum(committed - 1 for _, committed in done),
+        committed=sum(committed for _, committed in done),
+        ms=sum(cost.ms(nodes) for nodes, _ in done),
+        is_bound=num_draft_tokens > max((row.budget for row in rows), default=0),
+    )
+
+
+def _decodes(row: Row) -> bool:
+    return row.num_read == 1 and bool(row.committed)
+
+
+def _pieces(row: Row, num_draft_tokens: int) -> Iterator[tuple[int, int]]:
+    """(nodes, committed) of the steps that would have brought what one step brought."""
+    parent, at = -1, 0
+    while at < len(row.committed):
+        kept = [*_below(row.draft.parents, parent)][:num_draft_tokens]
+        ahead = row.path[at : row.num_accepted]
+        accepted = next((i for i, node in enumerate(ahead) if node not in kept), len(ahead))
+        taken = min(accepted + 1, len(row.committed) - at)
+        yield len(kept), taken
+        at += taken
+        if at <= len(row.path):
+            parent = row.path[at - 1]
+
+
+def _below(parents: Iterable[int], top: int) -> Iterator[int]:
+    inside = {top}
+    for node, parent in enumerate(parents):
+        if parent in inside:
+            inside.add(node)
+            yield node

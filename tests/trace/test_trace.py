@@ -1,0 +1,218 @@
+"""Traces: what they hold is what happened, and what they say of other settings is what happens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foredraft.control.fixed import FixedBudget
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import DrawnProposalBuilder, Proposal
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.engine.engine import Engine
+from foredraft.engine.row import GenerationResult
+from foredraft.models.table import TableModel
+from foredraft.trace.files import Trace, TraceFile, read_trace
+from foredraft.trace.replay import StepCost, replay
+
+LETTERS = "abcdefghij"
+PROMPT = [0, 1, 2]
+
+
+class Letters:
+    """One letter a token."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(LETTERS[t] for t in token_ids)
+
+    def new_decoder(self):  # type: ignore[no-untyped-def]
+        return LETTERS.__getitem__
+
+
+class Counting(BaseDrafter):
+    """Drafts the next letters; beside the first of them the one after it."""
+
+    def __init__(self, seed: int = 0, wrong: int = 3) -> None:
+        self._wrong = wrong
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [self._one(row) for row in rows]
+
+    def _one(self, row: DraftRow) -> Proposal:
+        last = row.tokens[-1]
+        tokens = [(last + 1 + i) % 10 for i in range(row.budget)]
+        if row.params.coupling == "drawn":
+            builder = DrawnProposalBuilder(row.choices)  # type: ignore[arg-type]
+            node = ROOT
+            for token in tokens:
+                probs_V = torch.full((10,), 0.05)
+                probs_V[token] = 0.55
+                drawn = builder.draw(node, probs_V)
+                assert drawn is not None
+                node = drawn
+            return builder.build()
+        if len(tokens) < 2:
+            return Proposal.chosen(TokenTree.chain(tokens))
+        tree = TokenTree((*tokens[:-1], (last + 2) % 10), (*range(-1, len(tokens) - 2), ROOT))
+        return Proposal.chosen(tree, tuple(0.5 for _ in tokens), ("copy",) * len(tokens))
+
+
+def model() -> TableModel:
+    def conditional(context: tuple[int, ...]) -> list[float]:
+        following = (context[-1] + 1) % 10
+        return [0.55 if i == following else 0.05 for i in range(10)]
+
+    return TableModel(10, conditional)
+
+
+def run(path: Path | None, budget: int = 4, **params: object) -> GenerationResult:
+    target = model()
+    given = SamplingParams.of(**{"max_tokens": 60, "seed": 5, "temperature": 1.0} | params)
+
+    def go(trace: object) -> GenerationResult:
+        engine = Engine(
+            target,
+            Counting(),
+            FixedBudget(budget, target.max_context),
+            new_decoder=Letters().new_decoder,
+            trace=trace,  # type: ignore[arg-type]
+        )
+        engine.submit(PROMPT, given)
+        *_, last = engine.run()
+        assert last.result is not None
+        return last.result
+
+    if path is None:
+        return go(None)
+    with TraceFile(path) as file:
+        file.begin(model="table", drafter="counting")
+        return go(file.tracer(Letters()))
+
+
+def traced(path: Path, **params: object) -> tuple[GenerationResult, Trace]:
+    return run(path, **params), read_trace(path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_holds_what_was_committed_and_changes_nothing(
+    tmp_path: Path, coupling: str, temperature: float
+) -> None:
+    params = {"coupling": coupling, "temperature": temperature}
+    result, trace = traced(tmp_path / "t.jsonl", **params)
+    assert result == run(None, **params)  # type: ignore[arg-type]
+    rows = [row for step in trace.steps for row in step.rows]
+    assert tuple(c.token for row in rows for c in row.committed) == result.token_ids
+    assert "".join(c.text for row in rows for c in row.committed) == result.text
+    assert sum(row.num_accepted for row in rows) == result.stats.accepted
+    assert sum(len(row.draft.tokens) for row in rows) == result.stats.drafted
+    assert rows[-1].finish_reason == "length"
+
+
+def test_its_numbers_are_those_the_verdict_follows_from(tmp_path: Path) -> None:
+    """Of the tokens named, the one taken has the largest sum of log probability and noise."""
+    _, trace = traced(tmp_path / "t.jsonl")
+    checked = 0
+    for step in trace.steps:
+        for law in step.rows[0].why.laws:  # type: ignore[union-attr]
+            assert sum(c.target_prob for c in law.candidates) <= 1.0 + 1e-6
+            if law.taken is None:
+                continue
+            sums = {c.token: math.log(c.target_prob) + c.noise for c in law.candidates}  # type: ignore[operator]
+            assert max(sums, key=sums.__getitem__) == law.taken
+            checked += 1
+    assert checked > 30
+
+
+def test_decisions_of_a_ratio_test_are_what_was_accepted(tmp_path: Path) -> None:
+    _, trace = traced(tmp_path / "t.jsonl", coupling="drawn")
+    rows = [row for step in trace.steps for row in step.rows if row.draft.tokens]
+    assert {row.why.rule for row in rows if row.why} == {"block"}
+    for row in rows:
+        assert row.why is not None
+        assert row.draft.draft_probs is not None
+        for made in row.why.decisions:
+            assert made.accepted == (made.uniform < made.probability)
+        accepted = [made.node for made in row.why.decisions if made.accepted]
+        assert list(row.path[-1:]) == accepted
+        assert row.why.residual
+
+
+def test_trees_come_with_target_probabilities_and_authors(tmp_path: Path) -> None:
+    _, trace = traced(tmp_path / "t.jsonl")
+    draft = trace.steps[1].rows[0].draft
+    assert draft.authors == ("copy",) * 4
+    assert draft.target_probs == pytest.approx([0.55, 0.55, 0.55, 0.05])
+    assert draft.texts == tuple(LETTERS[t] for t in draft.tokens)
+
+
+def test_without_a_trace_no_evidence_is_kept() -> None:
+    seen = []
+    target = model()
+    engine = Engine(target, Counting(), FixedBudget(2, target.max_context), trace=seen.append)
+    engine.submit(PROMPT, SamplingParams(max_tokens=4))
+    for _ in engine.run():
+        pass
+    assert all(row.verdict.evidence is None for step in seen for row in step.rows if row.verdict)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4])
+def test_replay_says_what_fewer_draft_tokens_do(tmp_path: Path, size: int) -> None:
+    recorded, trace = traced(tmp_path / "t.jsonl", temperature=0.0)
+    outcome = replay(trace.steps, size, StepCost(10.0, 1.0, False))
+    with_the_prompt = len(trace.steps[0].rows[0].committed)
+    assert outcome.committed == len(recorded.token_ids) - with_the_prompt
+    if size < 4:
+        assert not outcome.is_bound
+    if size == 4:
+        assert outcome.steps == recorded.stats.steps - 1
+    if size == 0:
+        assert outcome.steps == outcome.committed
+        assert outcome.ms == 10.0 * outcome.steps
+    assert outcome.drafted >= outcome.accepted
+    assert replay(trace.steps, 9, StepCost(10.0, 1.0, False)).is_bound
+
+
+def test_bad_files_are_told_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    _, _ = traced(path)
+    lines = path.read_text().splitlines()
+    for text, said in (
+        ("", "empty"),
+        ("nonsense\n", "line 1"),
+        ("\n".join([lines[0], lines[1], "{}"]), "line 3"),
+        (lines[0].replace('"version":1', '"version":7'), "version 7"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            read_trace(path)
+
+
+def test_the_commands_show_and_replay(tmp_path: Path) -> None:
+    from foredraft.cli.trace import app
+
+    path = tmp_path / "t.jsonl"
+    result, _ = traced(path)
+    ask = CliRunner().invoke
+    shown = ask(app, ["show", str(path)])
+    assert shown.exit_code == 0, shown.output
+    assert result.text in shown.output.replace("\n", "")
+    one = ask(app, ["show", str(path), "--step", "2"])
+    assert "target-only" in one.output
+    replayed = ask(app, ["replay", str(path), "--num-draft-tokens", "2"])
+    assert replayed.exit_code == 0, replayed.output
+    assert "committed per step" in replayed.output
+    assert isinstance(ask(app, ["show", str(path), "--step", "999"]).exception, ConfigError)
+    assert isinstance(ask(app, ["show", str(path), "--request", "9"]).exception, ConfigError)
+
+
+def test_a_trace_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        TraceFile(tmp_path / "no" / "such" / "folder")
