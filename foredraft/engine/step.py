@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from foredraft.control.base import Allowance, Controller
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import StepRecord, StepTimes
-from foredraft.drafters.base import Drafter
 from foredraft.engine.commit import Commit, commit
 from foredraft.engine.fetch import fetch
+from foredraft.engine.guard import GuardedDrafter
 from foredraft.engine.row import Turn
-from foredraft.models.base import Target
+from foredraft.models.base import Scores, Target
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Parts:
     """What a step talks to; ``report`` is told of it when it is over."""
 
     controller: Controller
-    drafter: Drafter
+    drafter: GuardedDrafter
     target: Target
     report: Callable[[StepRecord], None]
 
@@ -35,7 +36,7 @@ def step(parts: Parts, batch: Sequence[Turn]) -> None:
     for turn in batch:
         turn.row.check(parts.target.cache)
     allowances = _allowances(parts.controller, batch)
-    proposals = parts.drafter.propose([*map(Turn.draft_row, batch, allowances)])
+    proposals = _proposals(parts.drafter, batch, allowances)
     laps.append(time.perf_counter())
     taps = _taps_for(parts.drafter, allowances)
     scores = parts.target.score([*map(Turn.score_row, batch, proposals)], taps)
@@ -49,7 +50,7 @@ def step(parts: Parts, batch: Sequence[Turn]) -> None:
     for done in commits:
         parts.target.cache.keep(done.row.request.slot, done.num_read, done.path)
     laps.append(time.perf_counter())
-    parts.drafter.observe([*map(Commit.observation, commits, proposals, scores)])
+    _observe(parts.drafter, commits, proposals, scores)
     laps.append(time.perf_counter())
     rows = tuple(map(Commit.record, commits, allowances, proposals, verdicts))
     parts.report(StepRecord(rows, _times(laps)))
@@ -61,7 +62,33 @@ def _allowances(controller: Controller, batch: Sequence[Turn]) -> list[Allowance
     return [next(allowed) if turn.reads_all else Allowance(0) for turn in batch]
 
 
-def _taps_for(drafter: Drafter, allowances: Sequence[Allowance]) -> Sequence[int]:
+def _proposals(
+    drafter: GuardedDrafter, batch: Sequence[Turn], allowances: Sequence[Allowance]
+) -> list[Proposal]:
+    """One a row. Only what the drafter is asked about is described to it."""
+    asked = [
+        turn.draft_row(allowed)
+        for turn, allowed in zip(batch, allowances, strict=True)
+        if drafter.is_asked(turn.row.request_id, allowed.budget, allowed.drafter)
+    ]
+    found = drafter.propose(asked) if asked else ()
+    by_id = {row.request_id: proposal for row, proposal in zip(asked, found, strict=True)}
+    return [by_id.get(turn.row.request_id, NO_PROPOSAL) for turn in batch]
+
+
+def _observe(
+    drafter: GuardedDrafter,
+    commits: Sequence[Commit],
+    proposals: Sequence[Proposal],
+    scores: Scores,
+) -> None:
+    """Tell the drafter of the rows that it watches."""
+    watched = [i for i, done in enumerate(commits) if drafter.watches(done.row.request_id)]
+    if watched:
+        drafter.observe([commits[i].observation(proposals[i], scores[i]) for i in watched])
+
+
+def _taps_for(drafter: GuardedDrafter, allowances: Sequence[Allowance]) -> Sequence[int]:
     """Hidden states are fetched for drafts to come, or where the drafter keeps all of them."""
     drafts = any(allowance.budget for allowance in allowances)
     return drafter.taps if drafts or drafter.layers else ()
