@@ -9,11 +9,10 @@ from os import PathLike
 from typing import Any, cast
 
 from foredraft.cache.prefix import Session
-from foredraft.control.fixed import FixedBudget
+from foredraft.control.adaptive import Experience
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams, checked_params
-from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.engine.engine import Engine, Event, Trace
 from foredraft.engine.row import GenerationResult
@@ -26,6 +25,7 @@ from foredraft.models.timing import measure_cost
 from foredraft.models.tokenizer import Tokenizer
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan
 from foredraft.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
+from foredraft.speculation import speculation
 
 _log = logging.getLogger("foredraft")
 
@@ -38,7 +38,8 @@ class LLM:
     Attributes:
         plan: how the target runs; None when built from parts.
         draft_plan: how the draft model runs, if there is one.
-        drafter_name: the drafter in use.
+        drafter_name: the drafter in use; with "auto" the best of those that are loaded.
+        controller: decides how much is drafted, by which of them.
     """
 
     def __init__(
@@ -55,22 +56,24 @@ class LLM:
         trace: Trace | None = None,
         lock: TurnLock | None = None,
         drafter: Drafter | None = None,
+        experience: Experience | None = None,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self._draft_model, self._draft_tokenizer = draft_model, draft_tokenizer
         self.plan, self.draft_plan = plan, draft_plan
         self.drafter_name = resolve_drafter(options, draft_model is not None, target)
-        budget = options.num_draft_tokens
-        if budget is None:
-            budget = drafter_spec(self.drafter_name).num_draft_tokens
         self.drafter_context = DrafterContext(
             target, draft_model, options.drafter_options, tokenizer, draft_tokenizer
         )
-        self.cost = cost
+        self.cost, self.experience = cost, experience or Experience()
+        context = self.drafter_context
+        followed, self.controller = speculation(
+            self.drafter_name, options, context, cost, self.experience, drafter
+        )
         self.engine = Engine(
             target,
-            drafter or build_drafter(self.drafter_name, self.drafter_context),
-            FixedBudget(budget, target.max_context, cost),
+            followed,
+            self.controller,
             max_batch_size=options.max_batch_size,
             eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
             new_decoder=tokenizer.new_decoder if tokenizer else None,
@@ -110,7 +113,7 @@ class LLM:
             asked,
             draft_model=draft.target if draft else None,
             draft_tokenizer=draft.tokenizer if draft else None,
-            cost=measure_cost(loaded.target) if weighs else None,
+            cost=measure_cost(loaded.target, asked.max_batch_size) if weighs else None,
             plan=loaded.plan,
             draft_plan=draft.plan if draft else None,
         )
@@ -143,6 +146,7 @@ class LLM:
             trace=trace,
             lock=self.engine.lock,
             drafter=drafter,
+            experience=None if drafter else self.experience,
         )
 
     def generate(

@@ -35,6 +35,7 @@ LAYERS = {
     "plan": 6,
     "machine": 6,
     "loading": 7,
+    "speculation": 7,
     "llm": 8,
     "measure": 8,
     "async_llm": 9,

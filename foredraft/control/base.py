@@ -18,10 +18,13 @@ class Allowance:
     Attributes:
         budget: the most nodes; 0 is a legal answer.
         price: what nodes cost it in this step.
+        drafter: which of several loaded drafters follows it from now on; "" leaves it with the one
+            it has, None with none. One that cannot join a text in the middle stays away for good.
     """
 
     budget: int
     price: Price = USUAL_PRICE
+    drafter: str | None = ""
 
 
 class Controller(Protocol):

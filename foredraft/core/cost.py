@@ -78,6 +78,30 @@ class TablePrice:
         return interpolated(self.times, num_nodes + 1)
 
 
+@dataclass(frozen=True)
+class PriceList:
+    """The price of 0, 1, 2, … nodes; beyond, it rises as it did on average.
+
+    Attributes:
+        prices: in milliseconds, or in any other unit.
+    """
+
+    prices: tuple[float, ...]
+
+    def ms(self, num_nodes: int) -> float:
+        last = len(self.prices) - 1
+        if num_nodes <= last:
+            return self.prices[num_nodes]
+        rise = (self.prices[-1] - self.prices[0]) / last if last else 0.0
+        return self.prices[-1] + (num_nodes - last) * rise
+
+    def between(self, num_nodes: float) -> float:
+        """Likewise for a number that is not whole: an expected one."""
+        whole = int(num_nodes)
+        below = self.ms(whole)
+        return below + (num_nodes - whole) * (self.ms(whole + 1) - below)
+
+
 def interpolated(points: Times, x: int) -> float:
     """Straight lines through the points, and beyond the last; at least two, or constant."""
     if len(points) < 2 or x <= points[0][0]:
@@ -103,8 +127,12 @@ class Roofline:
 
     @classmethod
     def through(cls, times: Times) -> Roofline:
-        """One that fits measured times: the first is all reading, the last two all multiplying."""
-        (small, before), (large, last) = times[-2:] if len(times) > 1 else times * 2
+        """One that fits measured times: the first is all reading, the larger half all multiplying.
+
+        Not the last two: some kernels take steps, as matrix tiles of 16 tokens do.
+        """
+        large, last = times[-1]
+        small, before = min(times[:-1] or times, key=lambda each: abs(2 * each[0] - large))
         token_ms = (last - before) / (large - small) if large > small else 0.0
         return cls(times[0][1], max(0.0, last - large * token_ms), token_ms)
 
@@ -172,6 +200,15 @@ class CostModel:
         """A forward of these rows, each (tokens, context)."""
         num_tokens = sum(n for n, _ in rows)
         return self._weights_ms(num_tokens) + self.attention.ms(rows)
+
+    def with_nodes(self, rows: Sequence[tuple[int, int]], most_nodes: int) -> tuple[float, ...]:
+        """A forward of these rows with 0, 1, … ``most_nodes`` tokens more, of an average row."""
+        num_tokens, attention_ms = sum(n for n, _ in rows), self.attention.ms(rows)
+        node_ms = self.attention.pair_ms * sum(context for _, context in rows) / len(rows)
+        return tuple(
+            self._weights_ms(num_tokens + n) + attention_ms + n * node_ms
+            for n in range(most_nodes + 1)
+        )
 
     def observe(self, rows: Sequence[tuple[int, int]], ms: float) -> None:
         """A forward of these rows took this long: what is said from now on follows."""

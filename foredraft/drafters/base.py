@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -68,6 +68,7 @@ class DraftRow:
         rules: what the request makes of any logits: applied before a token is chosen or drawn.
         price: what nodes cost in this step, for drafters that weigh them.
         slot: the row's slot in the target's cache, for drafters that run the target's own layers.
+        drafter: which of several drafters is to follow it; see `SwitchDrafter`.
     """
 
     request_id: int
@@ -78,6 +79,7 @@ class DraftRow:
     rules: Rules
     price: Price = USUAL_PRICE
     slot: int = -1
+    drafter: str | None = ""
 
     @classmethod
     def of(
@@ -91,11 +93,12 @@ class DraftRow:
         rules: Rules | None = None,
         price: Price = USUAL_PRICE,
         slot: int = -1,
+        drafter: str | None = "",
     ) -> DraftRow:
         """A row with the choices that its coupling allows, keyed by its seed and length."""
         choices = draft_choices(params, seed, len(tokens))
         rules = rules or SamplingRules(params)
-        return cls(request_id, tokens, params, budget, choices, rules, price, slot)
+        return cls(request_id, tokens, params, budget, choices, rules, price, slot, drafter)
 
     def draft(self) -> Draft:
         """An empty draft that takes logits and chooses or draws, as the row's coupling asks."""
@@ -238,6 +241,19 @@ class Drafter(Protocol):
 
     def end(self, request_id: int) -> None:
         """A request is over; forget it."""
+        ...
+
+
+@runtime_checkable
+class Switching(Protocol):
+    """A drafter that sends some requests to one drafter, others to another or to none."""
+
+    def follower(self, request_id: int) -> str | None:
+        """Who follows a request now; None: nobody."""
+        ...
+
+    def is_whole(self, request_id: int) -> bool:
+        """Whether every cache layer has an entry for all that the request has read."""
         ...
 
 

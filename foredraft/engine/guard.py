@@ -11,7 +11,7 @@ from torch import Tensor
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation, Switching
 from foredraft.models.base import Target
 
 _log = logging.getLogger("foredraft")
@@ -44,12 +44,33 @@ class GuardedDrafter:
         self._in_a_row, self._pause, self._left_out = 0, _FIRST_PAUSE, 0
         self._observes_alone = False
         self.num_faults = 0
-        self.taps: Sequence[int] = tuple(drafter.taps)
         self.layers, self.look_ahead = tuple(drafter.layers), drafter.look_ahead
+        self._switch = drafter if isinstance(drafter, Switching) else None
+
+    @property
+    def taps(self) -> Sequence[int]:
+        return self._drafter.taps
 
     def is_live(self, request_id: int) -> bool:
         """Whether the drafter has followed a request from its beginning."""
-        return request_id in self._live
+        if request_id not in self._live:
+            return False
+        return self._switch is None or self._switch.is_whole(request_id)
+
+    def watches(self, request_id: int) -> bool:
+        """Whether the drafter is to observe a request's steps."""
+        if request_id not in self._live:
+            return False
+        return self._switch is None or self._switch.follower(request_id) is not None
+
+    def is_asked(self, request_id: int, budget: int, drafter: str | None) -> bool:
+        """Whether it is to draft for a request, or another drafter is to follow it from now on."""
+        if request_id not in self._live:
+            return False
+        if budget > 0:
+            return True
+        moves = self._switch is not None and drafter != ""
+        return moves and drafter != self._switch.follower(request_id)  # type: ignore[union-attr]
 
     def begin(self, request: DraftRequest) -> None:
         if self._left_out:
@@ -63,7 +84,7 @@ class GuardedDrafter:
             self._abandon(request.request_id, "begin", error)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        asked = [row for row in rows if row.request_id in self._live and row.budget > 0]
+        asked = [row for row in rows if self.is_asked(row.request_id, row.budget, row.drafter)]
         by_id = self._propose(asked) if asked else {}
         return [by_id.get(row.request_id, NO_PROPOSAL) for row in rows]
 

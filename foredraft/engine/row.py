@@ -237,6 +237,7 @@ class Turn:
             rules=self.row.rules,
             price=allowance.price,
             slot=request.slot,
+            drafter=allowance.drafter,
         )
 
     def score_row(self, proposal: Proposal) -> ScoreRow:

@@ -9,13 +9,14 @@ from itertools import pairwise
 
 from foredraft.cache.base import Cache
 from foredraft.control.base import Allowance, Controller
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import StepRecord, StepTimes
-from foredraft.drafters.base import Drafter
 from foredraft.engine.commit import Commit, commit
 from foredraft.engine.fetch import fetch
+from foredraft.engine.guard import GuardedDrafter
 from foredraft.engine.places import NO_MEMORY, as_cache_full
 from foredraft.engine.row import Turn
-from foredraft.models.base import Target
+from foredraft.models.base import Scores, Target
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Parts:
     """What a step talks to; ``report`` is told of it when it is over, ``clock`` is in seconds."""
 
     controller: Controller
-    drafter: Drafter
+    drafter: GuardedDrafter
     target: Target
     report: Callable[[StepRecord], None]
     clock: Callable[[], float] = time.perf_counter
@@ -40,7 +41,7 @@ def step(parts: Parts, batch: Sequence[Turn]) -> None:
     laps = [parts.clock()]
     allowances = _allowances(parts.controller, batch)
     _reserve(parts.target.cache, batch, allowances)
-    proposals = parts.drafter.propose([*map(Turn.draft_row, batch, allowances)])
+    proposals = _proposals(parts.drafter, batch, allowances)
     laps.append(parts.clock())
     taps = _taps_for(parts.drafter, allowances)
     scores = parts.target.score([*map(Turn.score_row, batch, proposals)], taps)
@@ -54,7 +55,7 @@ def step(parts: Parts, batch: Sequence[Turn]) -> None:
     for done in commits:
         parts.target.cache.keep(done.row.request.slot, done.num_read, done.path)
     laps.append(parts.clock())
-    parts.drafter.observe([*map(Commit.observation, commits, proposals, scores)])
+    _observe(parts.drafter, commits, proposals, scores)
     laps.append(parts.clock())
     rows = tuple(map(Commit.record, commits, allowances, proposals, verdicts))
     parts.report(StepRecord(rows, _times(laps)))
@@ -77,7 +78,33 @@ def _reserve(cache: Cache, batch: Sequence[Turn], allowances: Sequence[Allowance
         raise as_cache_full(error) from error
 
 
-def _taps_for(drafter: Drafter, allowances: Sequence[Allowance]) -> Sequence[int]:
+def _proposals(
+    drafter: GuardedDrafter, batch: Sequence[Turn], allowances: Sequence[Allowance]
+) -> list[Proposal]:
+    """One a row. Only what the drafter is asked about is described to it."""
+    asked = [
+        turn.draft_row(allowed)
+        for turn, allowed in zip(batch, allowances, strict=True)
+        if drafter.is_asked(turn.row.request_id, allowed.budget, allowed.drafter)
+    ]
+    found = drafter.propose(asked) if asked else ()
+    by_id = {row.request_id: proposal for row, proposal in zip(asked, found, strict=True)}
+    return [by_id.get(turn.row.request_id, NO_PROPOSAL) for turn in batch]
+
+
+def _observe(
+    drafter: GuardedDrafter,
+    commits: Sequence[Commit],
+    proposals: Sequence[Proposal],
+    scores: Scores,
+) -> None:
+    """Tell the drafter of the rows that it watches."""
+    watched = [i for i, done in enumerate(commits) if drafter.watches(done.row.request_id)]
+    if watched:
+        drafter.observe([commits[i].observation(proposals[i], scores[i]) for i in watched])
+
+
+def _taps_for(drafter: GuardedDrafter, allowances: Sequence[Allowance]) -> Sequence[int]:
     """Hidden states are fetched for drafts to come, or where the drafter keeps all of them."""
     drafts = any(allowance.budget for allowance in allowances)
     return drafter.taps if drafts or drafter.layers else ()

@@ -17,7 +17,9 @@ from foredraft.core.cost import Attention, CostModel
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Target
 
-_SIZES = (1, 2, 3, 4, 5, 8, 12, 17)
+_SIZES = (1, 2, 3, 4, 5, 8, 12, 16, 17, 24, 32, 33, 48)
+"""Both sides of each multiple of 16 tokens: kernels with matrix tiles take a step there."""
+_LEAST_MOST = 17
 _ROUNDS = 2
 _CONTEXT = 64
 _LONG_CONTEXT = 1024
@@ -27,17 +29,21 @@ _Place = tuple[int, int]
 """Cache entries before a forward, and its tokens."""
 
 
-def measure_cost(target: Target) -> CostModel:
+def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
     """What a forward costs by its tokens and its context. Takes some tenths of a second.
 
     The least of a few rounds counts, and times never fall with size: what is left is noise of the
     machine, which can cost speed but never text. What a longer context adds is measured where one
     can be had without reading a long text (`KVCache.fill`): its entries are empty, for how long
     attention takes does not depend on their values.
+
+    Args:
+        max_rows: most rows that will be in a forward, each perhaps with a few drafts.
     """
     cache = target.cache
     context = min(_CONTEXT, target.max_context // 2)
-    sizes = [size for size in _SIZES if context + size <= target.max_context]
+    most = min(max(_LEAST_MOST, 3 * max_rows), target.max_context - context)
+    sizes = [size for size in _SIZES if size <= most]
     places = [(context, size) for size in sizes]
     slot = cache.allocate()
     try:

@@ -1,0 +1,143 @@
+"""How often each slot of a draft is filled, and how often what fills it is accepted.
+
+Slot k is the k-th node of a proposal. Drafters put what they trust most first, so slots are places
+in an order of trust, in trees and chains alike. Counts of a request begin with those of its kind,
+worth a few observations, and forget slowly. Requests whose distribution is bent by something that
+the others do not share (a grammar, bans, penalties) teach nobody but themselves.
+
+Shape legend: K slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from foredraft.core.params import SamplingParams
+from foredraft.core.record import RowRecord
+
+Array: TypeAlias = npt.NDArray[Any]
+MOST_SLOTS = 32
+
+_REQUEST_MEMORY = 0.93
+"""What an observation of a request is still worth after the next: about the last 14 count."""
+_KIND_MEMORY = 0.99
+_KIND_WEIGHT = 3.0
+"""Observations of its own after which a request counts more than its kind."""
+_FIRST_WEIGHT = 2.0
+_FILLED = 0.6
+_FIRST_ACCEPTED, _FALLING = 0.7, 0.8
+"""Before anything is known: hopeful enough to try."""
+
+Kind: TypeAlias = tuple[int, str]
+"""Requests that teach each other: how much noise there is, and the coupling."""
+
+_ALONE = (
+    "grammar", "allowed_token_ids", "bad_words", "logit_bias", "min_tokens",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+_PLAIN = SamplingParams()
+
+
+def kind_of(params: SamplingParams) -> Kind:
+    """Greedy, a little noise, much noise."""
+    noise = 0 if params.temperature == 0.0 else 1 if params.temperature <= 0.5 else 2
+    return noise, params.coupling
+
+
+def is_constrained(params: SamplingParams) -> bool:
+    """Whether its distribution is bent in a way of its own."""
+    return any(getattr(params, name) != getattr(_PLAIN, name) for name in _ALONE)
+
+
+class SlotCounts:
+    """Counts [3, K]: how often a slot was allowed, was filled, was accepted.
+
+    Args:
+        memory: what an observation is still worth after the next.
+    """
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self.counts = np.zeros((3, MOST_SLOTS))
+
+    def note(self, row: RowRecord) -> None:
+        budget = min(row.budget, MOST_SLOTS)
+        self.counts[:, :budget] *= self._memory
+        self.counts[0, :budget] += 1.0
+        self.counts[1, : min(len(row.proposal.tree), budget)] += 1.0
+        if row.verdict is not None and row.verdict.path:
+            self.counts[2, [node for node in row.verdict.path if node < MOST_SLOTS]] += 1.0
+
+    def rates(self, prior_2K: Array, weight: float) -> Array:
+        """[2, K]: the chance that a slot is filled, and that it is filled and accepted."""
+        allowed_K = self.counts[0]
+        rates_2K: Array = (self.counts[1:] + weight * prior_2K) / (allowed_K + weight)
+        return rates_2K
+
+
+Lessons: TypeAlias = dict[tuple[str, Kind], SlotCounts]
+"""What was learnt, by drafter and kind of request."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    kind: Kind
+    is_constrained: bool
+    own: dict[str, SlotCounts]
+
+
+class Acceptance:
+    """See the module docstring. Drafters are told apart by name.
+
+    Args:
+        lessons: what is known already; it grows.
+        hopes: by drafter: how much of the usual hope to begin with where nothing is known.
+    """
+
+    def __init__(
+        self, lessons: Lessons | None = None, hopes: Mapping[str, float] | None = None
+    ) -> None:
+        self._kinds = {} if lessons is None else lessons
+        self._hopes = dict(hopes or {})
+        self._requests: dict[int, _Kept] = {}
+        slots = np.arange(MOST_SLOTS)
+        self._hope_2K = np.stack(
+            (_FILLED * 0.95**slots, _FILLED * _FIRST_ACCEPTED * (_FALLING * 0.95) ** slots)
+        )
+
+    def begin(self, request_id: int, params: SamplingParams) -> None:
+        """From now on this request is known; not when it is known already."""
+        if request_id not in self._requests:
+            kept = _Kept(kind_of(params), is_constrained(params), {})
+            self._requests[request_id] = kept
+
+    def end(self, request_id: int) -> None:
+        self._requests.pop(request_id, None)
+
+    def observe(self, drafter: str, row: RowRecord) -> None:
+        """One step of one row that might draft."""
+        kept = self._requests.get(row.request_id)
+        if kept is None or not row.budget:
+            return
+        kept.own.setdefault(drafter, SlotCounts(_REQUEST_MEMORY)).note(row)
+        if not kept.is_constrained:
+            key = drafter, kept.kind
+            self._kinds.setdefault(key, SlotCounts(_KIND_MEMORY)).note(row)
+
+    def rates(self, drafter: str, request_id: int) -> Array:
+        """[2, K] of a request: see `SlotCounts.rates`."""
+        kept = self._requests[request_id]
+        kind_2K = self.kind_rates(drafter, kept.kind)
+        own = kept.own.get(drafter)
+        return kind_2K if own is None else own.rates(kind_2K, _KIND_WEIGHT)
+
+    def kind_rates(self, drafter: str, kind: Kind) -> Array:
+        """[2, K] of requests like these."""
+        counts = self._kinds.get((drafter, kind))
+        hope_2K = self._hope_2K * [[1.0], [self._hopes.get(drafter, 1.0)]]
+        return hope_2K if counts is None else counts.rates(hope_2K, _FIRST_WEIGHT)

@@ -1,0 +1,64 @@
+"""Bounds what speculation can lose.
+
+Each step is booked with the time that it took and the time that its tokens would have taken without
+drafts. What may still be lost is a balance: it begins with the time of one plain step, grows by a
+small share of all plain time and by what drafts save, up to a limit, and shrinks by what they cost.
+A step may draft only if what it would lose with nothing accepted is there. So, whatever happens,
+
+    time spent <= (1 + share) * plain time + one plain step + what a step took beyond its forecast
+
+by the times that the cost model and the drafters' own clocks gave. Given those it is arithmetic,
+not chance. The limit keeps savings of long ago from paying for losses now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARE = 0.01
+"""Of all plain time that may be lost."""
+_FIRST_STEPS = 1.0
+_MOST_STEPS = 8.0
+
+
+@dataclass
+class Ledger:
+    """See the module docstring. Times are milliseconds.
+
+    Attributes:
+        share: of the plain time that may be lost, at most.
+        plain_ms: what all tokens so far would have taken without drafts.
+        spent_ms: what they took.
+        balance_ms: what may still be lost; None before the first step is known.
+    """
+
+    share: float = SHARE
+    plain_ms: float = 0.0
+    spent_ms: float = 0.0
+    balance_ms: float | None = None
+
+    @property
+    def saved_ms(self) -> float:
+        """Plain time less time spent; negative: speculation has lost so much."""
+        return self.plain_ms - self.spent_ms
+
+    def can_lose(self, ms: float, plain_step_ms: float) -> bool:
+        """Whether a step may be run that loses this much if nothing is accepted."""
+        if self.balance_ms is None:
+            self.balance_ms = _FIRST_STEPS * plain_step_ms
+        return ms <= self.balance_ms
+
+    def book(self, spent_ms: float, plain_ms: float, plain_step_ms: float) -> None:
+        """A step has been run.
+
+        Args:
+            spent_ms: what it took.
+            plain_ms: what its tokens would have taken without drafts.
+            plain_step_ms: what it would have taken without drafts.
+        """
+        self.spent_ms += spent_ms
+        self.plain_ms += plain_ms
+        before = _FIRST_STEPS * plain_step_ms if self.balance_ms is None else self.balance_ms
+        after = before + (1.0 + self.share) * plain_ms - spent_ms
+        # Lowering a full account because steps have become shorter would be a loss nobody made.
+        self.balance_ms = min(after, max(before, _MOST_STEPS * plain_step_ms))

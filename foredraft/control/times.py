@@ -1,0 +1,71 @@
+"""How long drafters take, by the number of rows they draft for: followed from step records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_STEP = 0.2
+_UNKNOWN = 0.02
+"""Of a plain step, for each row: before anything is known."""
+
+
+@dataclass
+class _Curve:
+    """Milliseconds by rows, at powers of two; a mean that follows."""
+
+    known: dict[int, float] = field(default_factory=dict)
+
+    def note(self, num_rows: int, ms: float) -> None:
+        place, per_row = _place(num_rows), ms / num_rows
+        before = self.known.get(place, per_row)
+        # A hiccup of the machine is not how long it takes.
+        after = min(per_row, 3.0 * before) if before > 0.0 else per_row
+        self.known[place] = before + _STEP * (after - before)
+
+    def ms(self, num_rows: int) -> float | None:
+        """By the nearest number of rows that was seen; None: none was."""
+        if not num_rows:
+            return 0.0
+        if not self.known:
+            return None
+        place = _place(num_rows)
+        nearest = min(self.known, key=lambda known: (abs(known - place), -known))
+        return self.known[nearest] * num_rows
+
+    @property
+    def most_rows(self) -> int:
+        return 1 << max(self.known) if self.known else 0
+
+
+class DraftTimes:
+    """What each drafter takes a step: to propose, and to follow what was committed."""
+
+    def __init__(self) -> None:
+        self._proposing: dict[str, _Curve] = {}
+        self._learning: dict[str, _Curve] = {}
+
+    def observe(
+        self, drafter: str, num_asked: int, draft_ms: float, num_following: int, learn_ms: float
+    ) -> None:
+        """A step in which this drafter was the only one."""
+        if num_asked:
+            self._proposing.setdefault(drafter, _Curve()).note(num_asked, draft_ms)
+        if num_following:
+            self._learning.setdefault(drafter, _Curve()).note(num_following, learn_ms)
+
+    def step_ms(self, drafter: str, num_asked: int, num_following: int, plain_ms: float) -> float:
+        """Both, for so many rows."""
+        asked = self._proposing.get(drafter, _Curve()).ms(num_asked)
+        following = self._learning.get(drafter, _Curve()).ms(num_following)
+        if asked is None:
+            asked = _UNKNOWN * plain_ms * num_asked
+        return asked + (following or 0.0)
+
+    def most_rows(self, drafter: str) -> int:
+        """The most rows that it is known to have drafted for at once, roughly."""
+        curve = self._proposing.get(drafter)
+        return curve.most_rows if curve else 0
+
+
+def _place(num_rows: int) -> int:
+    return (num_rows - 1).bit_length()
