@@ -79,6 +79,7 @@ class LLM:
             new_decoder=tokenizer.new_decoder if tokenizer else None,
             trace=trace,
             lock=lock,
+            prefix_caching=options.prefix_caching,
         )
         self._streams = Streams(self.engine)
 
@@ -190,15 +191,15 @@ class LLM:
         params: SamplingParams | None = None,
         session: Session | None = None,
     ) -> Iterator[Event]:
-        """Like `chat`, streamed. With a session, earlier turns are not read again."""
+        """Like `chat`, streamed. A session takes one reply at a time."""
         return self._stream(self._tokenizer().encode_chat(messages), params, session)
 
     def open_session(self) -> Session:
-        """A conversation that keeps its cache between turns; `close_session` frees it."""
+        """A conversation. Its earlier turns are not read again, as long as the cache has room."""
         return Session()
 
     def close_session(self, session: Session) -> None:
-        """Give a conversation's place in the cache back.
+        """A conversation is over; what the cache holds of it makes way for others in time.
 
         Raises:
             ConfigError: a reply is under way.

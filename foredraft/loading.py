@@ -79,7 +79,7 @@ def plan_models(
     plan = _plan(asked.model, asked, device, progress)
     if asked.draft_model is None:
         return plan, None
-    as_draft = replace(asked, revision=None, exact=False)
+    as_draft = replace(asked, revision=None, exact=False, cache_memory=None)
     return plan, _plan(asked.draft_model, as_draft, device, progress)
 
 
@@ -116,13 +116,17 @@ def load_target(plan: ModelPlan, threads: int | None = None) -> Target:
     if plan.backend == "hf":
         from foredraft.models.hf import HFTarget
 
-        return HFTarget.load(plan.checkpoint, dtype, plan.device, plan.max_context)
+        return HFTarget.load(
+            plan.checkpoint, dtype, plan.device, plan.max_context, plan.cache_memory
+        )
     from foredraft.models.native.fixed_shape import probe
     from foredraft.models.native.target import NativeTarget
 
     decoder = native_decoder(plan.decoder, threads)
     target = NativeTarget.load(
-        plan.checkpoint, dtype, plan.device, decoder, plan.max_context, bits=plan.packed_bits
+        *(plan.checkpoint, dtype, plan.device, decoder, plan.max_context),
+        bits=plan.packed_bits,
+        cache_memory=plan.cache_memory,
     )
     if plan.decoder == "fixed-shape":
         probe(target)

@@ -13,6 +13,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foredraft.cache.memory import checked_memory
 from foredraft.core.checks import checked_flag, checked_text, shown, whole_number
 from foredraft.core.errors import CapabilityError, ConfigError, unknown
 from foredraft.kernels.threads import available_cpus
@@ -56,6 +57,11 @@ class LoadOptions:
         threads: CPU threads; None leaves torch's choice.
         max_context: most tokens of prompt and reply together; None takes the model's limit.
         max_batch_size: most requests in one step.
+        cache_memory: bytes that the target's cache may take, or a size such as "2GB": keys and
+            values of running requests, and of texts that may come again. None: a quarter of the
+            machine's memory (of a GPU's, of what is free). None of it is taken before it is needed.
+        prefix_caching: keep what was read, as far as there is room: a request that begins as an
+            earlier one of the same tenant reads only what is new.
         revision: of a hub id.
         exact: insist that texts are the same bit for bit whatever is scored together. The fused
             kernel always keeps that; elsewhere it costs speed, and load fails where it cannot be
@@ -76,6 +82,8 @@ class LoadOptions:
     threads: int | None = None
     max_context: int | None = None
     max_batch_size: int = 8
+    cache_memory: int | str | None = None
+    prefix_caching: bool = True
     revision: str | None = None
     exact: bool = False
     calibrate: bool = True
@@ -97,8 +105,10 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None or name == "max_batch_size":
                 object.__setattr__(self, name, _checked_count(name, value, low))
-        for name in ("exact", "calibrate"):
+        for name in ("exact", "calibrate", "prefix_caching"):
             object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
+        memory = checked_memory("cache_memory", self.cache_memory)
+        object.__setattr__(self, "cache_memory", memory)
         if self.threads is not None and self.threads > (cpus := available_cpus()):
             raise ConfigError(
                 f"threads is {self.threads}; this machine has {cpus} for us, and more threads "
@@ -161,6 +171,7 @@ class ModelPlan:
         num_parameters: weights that each token is multiplied with.
         cache_bytes_per_token: keys and values of one token, in bytes.
         notes: what is missing for a faster plan, and how to get it.
+        cache_memory: bytes that the cache may take; None: a share of the memory there is.
     """
 
     name: str
@@ -177,6 +188,7 @@ class ModelPlan:
     max_context: int
     tiles: bool = False
     notes: tuple[str, ...] = ()
+    cache_memory: int | None = None
 
     @property
     def directory(self) -> Path:
@@ -207,9 +219,9 @@ class ModelPlan:
 
     def cache_bytes(self, num_tokens: int) -> int:
         """Keys and values of one row of ``num_tokens``, as the cache allocates them."""
-        from foredraft.cache.base import padded_capacity
+        from foredraft.cache.blocks import in_blocks
 
-        return self.cache_bytes_per_token * padded_capacity(num_tokens)
+        return self.cache_bytes_per_token * in_blocks(num_tokens)
 
 
 def resolve_device(asked: str) -> str:
@@ -314,6 +326,7 @@ def plan_native(
         num_parameters=config.num_matrix_parameters,
         cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
+        cache_memory=checked_memory("cache_memory", options.cache_memory),
         tiles=tiles,
         notes=tuple(notes),
     )
@@ -394,4 +407,5 @@ def _plan_hf(name: str, checkpoint: Checkpoint, options: LoadOptions, device: st
         num_parameters=checkpoint.num_parameters,
         cache_bytes_per_token=kv_shape.bytes_per_token(kind),
         max_context=min(options.max_context or limit, limit),
+        cache_memory=checked_memory("cache_memory", options.cache_memory),
     )

@@ -126,7 +126,7 @@ def test_a_closed_iterator_aborts_its_request_within_one_step() -> None:
             await until(lambda: llm.stats().running == 0)
             assert llm.stats().steps <= steps + 2  # that under way, and one begun meanwhile
             assert llm.stats().finished == {"cancelled": 1}
-            assert target.cache.entries == {}
+            assert target.cache.slots == []
 
     asyncio.run(run())
 
@@ -147,7 +147,7 @@ def test_a_cancelled_task_and_a_dropped_stream_abort_theirs() -> None:
             del stream
             gc.collect()
             await until(lambda: llm.stats().running == 0)
-            assert target.cache.entries == {}
+            assert target.cache.slots == []
 
     asyncio.run(run())
 
@@ -209,7 +209,7 @@ def test_a_fault_of_the_thread_reaches_everybody(
         await llm.aclose()
 
     asyncio.run(run())
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
     assert "the machine goes down" in caplog.text
 
 

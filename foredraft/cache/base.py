@@ -13,13 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_BLOCK = 256
-
-
-def padded_capacity(num_tokens: int) -> int:
-    """Entries a cache allocates for ``num_tokens``: memory grows in whole blocks."""
-    return -(-num_tokens // _BLOCK) * _BLOCK
-
 
 @dataclass(frozen=True)
 class KVShape:
@@ -31,6 +24,28 @@ class KVShape:
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CacheUsage:
+    """What the entries of a cache are doing; ``used + cached + free == total``, in tokens.
+
+    Attributes:
+        total: as many as the memory limit allows.
+        used: of slots, filled or reserved.
+        cached: of nobody, kept because their text may come again; given up when others need them.
+        free: neither.
+    """
+
+    total: int
+    used: int
+    cached: int
+    free: int
+
+    @property
+    def available(self) -> int:
+        """What requests can still get."""
+        return self.free + self.cached
 
 
 class CacheLayers(Protocol):
@@ -52,7 +67,11 @@ class CacheLayers(Protocol):
         ...
 
     def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, end, D] of the positions before ``end``. Do not change them."""
+        """Copies of keys and values [H, end, D] of the positions before ``end``."""
+        ...
+
+    def hold(self, slot: int, end: int) -> None:
+        """The entries before ``end`` are there: written in some other way, or shared."""
         ...
 
     def covered(self, slot: int) -> int:
@@ -104,7 +123,43 @@ class Cache(Protocol):
 
         Raises:
             ValueError: a slot may not hold that many.
-            MemoryError, RuntimeError: there is no memory left; nothing has changed then.
+            CacheFullError: they do not fit into the cache's memory, even without all that is
+                cached.
+            MemoryError, RuntimeError: the system gives no more. Nothing has changed in any case.
+        """
+        ...
+
+    def share(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """A new slot with the longest beginning of a text that is cached, and its length.
+
+        Args:
+            owner: 32 bytes: whose text it is. What others cached is not found.
+        """
+        ...
+
+    def retire(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
+        """Give the slot back, but keep its first entries as long as nobody needs their memory.
+
+        Args:
+            owner: see `share`.
+            tokens: the text of the entries to keep, no more than count.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Give up all entries that are kept for nobody but those to come."""
+        ...
+
+    @property
+    def usage(self) -> CacheUsage:
+        """What memory is doing."""
+        ...
+
+    def check(self) -> None:
+        """Whether the accounts are right: every block free, cached or in just its slots' use.
+
+        Raises:
+            AssertionError: they are not. This is a bug of foredraft.
         """
         ...
 

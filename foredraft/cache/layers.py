@@ -1,63 +1,59 @@
 """Further layers beside a cache, for drafters that keep a state for each token.
 
-Shape legend: L layers, S slots, H key-value heads, C capacity (tokens), T tokens, D head size.
+Shape legend: H key-value heads, T tokens, D head size.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import KVShape, padded_capacity
-from foredraft.core.errors import ConfigError
+from foredraft.cache.base import KVShape
+from foredraft.cache.blocks import BlockTables
+from foredraft.cache.store import BlockStore
 
 
 class StoredLayers:
-    """Keys and values [L, S, H, C, D], grown when written (see `CacheLayers`).
+    """Entries in the same blocks as the cache's own (see `CacheLayers`).
 
-    What was never written for a slot cannot be read from it: not zeros, and nothing of a slot's
+    What was never written for a slot cannot be read from it: not zeros, and nothing of a block's
     former user.
 
     Args:
-        shape: of one token's entry.
-        dtype: of keys and values.
-        device: where they live.
+        store: holds them.
+        tables: the blocks of each slot.
     """
 
-    def __init__(self, shape: KVShape, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.shape = shape
-        empty = (shape.num_layers, 0, shape.num_kv_heads, 0, shape.head_dim)
-        self.keys_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
-        self.values_LSHCD = torch.zeros(empty, dtype=dtype, device=device)
+    def __init__(self, store: BlockStore, tables: BlockTables) -> None:
+        self.store, self._tables = store, tables
         self._ends: dict[int, list[int]] = {}  # of the written positions, by slot and layer
 
     @property
-    def num_bytes(self) -> int:
-        return 2 * self.keys_LSHCD.numel() * self.keys_LSHCD.dtype.itemsize
+    def shape(self) -> KVShape:
+        return self.store.shape
 
     @property
-    def capacity(self) -> int:
-        return self.keys_LSHCD.shape[3]
+    def num_bytes(self) -> int:
+        return self.store.num_bytes(self._tables.pool.num_made)
 
-    def check_fits(self, shape: KVShape, dtype: torch.dtype) -> None:
-        """Refuse to serve layers that would write something else than there is room for.
+    def table(self, slot: int) -> array[int]:
+        """The slot's blocks (see `BlockTables`)."""
+        return self._tables[slot]
 
-        Raises:
-            ConfigError: the store has another shape or dtype.
-        """
-        check_fits(self.shape, self.keys_LSHCD.dtype, shape, dtype)
-
-    def reserve(self, slot: int, num_entries: int) -> None:
-        """Make room for ``num_entries`` in all, for one who writes past `write`.
+    def reserve(self, slot: int, start: int, end: int) -> None:
+        """Make room for the entries ``start`` to ``end`` in all, for one who writes past `write`.
 
         Raises:
             KeyError: the slot is not allocated.
-            MemoryError, RuntimeError: there is no memory left; nothing has changed then.
+            CacheFullError, MemoryError, RuntimeError: there is no memory left; nothing has changed
+                then.
         """
         self._end(0, slot)
-        self._make_room(slot, num_entries)
+        self._make_room(slot, start, end)
 
     def check_no_gap(self, slot: int, start: int) -> None:
         """Refuse entries from ``start`` on that would leave a gap behind those written before.
@@ -82,6 +78,7 @@ class StoredLayers:
             KeyError: the slot is not allocated.
             ValueError: the layer does not exist, the entries have another shape, or they would
                 leave a gap behind those written before.
+            CacheFullError, MemoryError, RuntimeError: as `reserve`.
         """
         written = self._end(layer, slot)
         expected = (self.shape.num_kv_heads, keys_HTD.shape[1], self.shape.head_dim)
@@ -92,13 +89,12 @@ class StoredLayers:
             )
         self._check_start(layer, slot, start)
         end = start + keys_HTD.shape[1]
-        self._make_room(slot, end)
-        self.keys_LSHCD[layer, slot, :, start:end] = keys_HTD
-        self.values_LSHCD[layer, slot, :, start:end] = values_HTD
+        self._make_room(slot, start, end)
+        self.store.put(layer, self._tables[slot], start, keys_HTD, values_HTD)
         self._ends[slot][layer] = max(written, end)
 
     def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, end, D] of the positions before ``end``. Do not change them.
+        """Keys and values [H, end, D] of the positions before ``end``: copies.
 
         Raises:
             KeyError: the slot is not allocated.
@@ -107,8 +103,7 @@ class StoredLayers:
         written = self._end(layer, slot)
         if not 0 <= end <= written:
             raise ValueError(f"{end} entries wanted; layer {layer} of slot {slot} holds {written}")
-        seen = (layer, slot, slice(None), slice(0, end))
-        return self.keys_LSHCD[seen], self.values_LSHCD[seen]
+        return self.store.get(layer, self._tables[slot], end)
 
     def covered(self, slot: int) -> int:
         """Leading positions that all of these layers hold."""
@@ -121,18 +116,17 @@ class StoredLayers:
         self._ends[slot] = [min(end, length) for end in self._ends[slot]]
 
     def copy(self, slot: int, copy: int, length: int) -> None:
-        """Let ``copy`` hold what ``slot`` holds before ``length``."""
-        ends = [min(end, length) for end in self._ends[slot]]
-        if longest := max(ends, default=0):
-            self._make_room(copy, longest)
-            for store in (self.keys_LSHCD, self.values_LSHCD):
-                store[:, copy, :, :longest] = store[:, slot, :, :longest]
-        self._ends[copy] = ends
+        """``copy`` has the blocks of what ``slot`` holds before ``length``."""
+        self._ends[copy] = [min(end, length) for end in self._ends[slot]]
 
     def close(self, slot: int) -> None:
         del self._ends[slot]
-        if not self._ends:
-            self._resize(0, 0)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """The one is written where the other was shared."""
+        if source < self.store.num_blocks:  # else these layers have nothing in it
+            self._hold_blocks()
+            self.store.copy(source, target)
 
     def _end(self, layer: int, slot: int) -> int:
         if slot not in self._ends:
@@ -146,16 +140,14 @@ class StoredLayers:
         if not 0 <= start <= (written := self._end(layer, slot)):
             raise ValueError(f"entries from {start} on leave a gap: slot {slot} holds {written}")
 
-    def _make_room(self, slot: int, num_entries: int) -> None:
-        slots, capacity = self.keys_LSHCD.shape[1], self.keys_LSHCD.shape[3]
-        if num_entries > capacity:
-            capacity = padded_capacity(max(num_entries, capacity * 3 // 2))
-        self._resize(max(slots, slot + 1), capacity)
+    def _make_room(self, slot: int, start: int, end: int) -> None:
+        self._tables.own(slot, start, end)
+        self._hold_blocks()
 
-    def _resize(self, slots: int, capacity: int) -> None:
-        self.keys_LSHCD, self.values_LSHCD = resized(
-            self.keys_LSHCD, self.values_LSHCD, slots, capacity
-        )
+    def _hold_blocks(self) -> None:
+        pool = self._tables.pool
+        if pool.num_made > self.store.num_blocks:
+            self.store.make_room(pool.num_made, pool.num_total)
 
 
 class AddedLayers:
@@ -175,9 +167,15 @@ class AddedLayers:
     def num_bytes(self) -> int:
         return sum(layers.num_bytes for layers in self._all)
 
-    def add(self, shape: KVShape, dtype: torch.dtype, slots: list[int]) -> StoredLayers:
+    @property
+    def block_bytes(self) -> int:
+        return sum(layers.store.block_bytes for layers in self._all)
+
+    def add(
+        self, shape: KVShape, dtype: torch.dtype, tables: BlockTables, slots: Sequence[int]
+    ) -> StoredLayers:
         """Further layers; ``slots`` are those that are allocated already."""
-        layers = StoredLayers(shape, dtype, self._device)
+        layers = StoredLayers(BlockStore(shape, dtype, self._device, tables.block_size), tables)
         for slot in slots:
             layers.open(slot)
         self._all.add(layers)
@@ -199,31 +197,11 @@ class AddedLayers:
         for layers in self._all:
             layers.close(slot)
 
+    def copy_block(self, source: int, target: int) -> None:
+        for layers in self._all:
+            layers.copy_block(source, target)
 
-def check_fits(held: KVShape, held_dtype: torch.dtype, shape: KVShape, dtype: torch.dtype) -> None:
-    """See `StoredLayers.check_fits`."""
-    if (held, held_dtype) != (shape, dtype):
-        raise ConfigError(
-            f"a model with {dtype} entries of {shape} cannot use a cache of {held_dtype} entries "
-            f"of {held}: make it of the model's own"
-        )
-
-
-def resized(
-    keys_LSHCD: Tensor, values_LSHCD: Tensor, slots: int, capacity: int
-) -> tuple[Tensor, Tensor]:
-    """Both stores with room for ``slots`` of ``capacity``, or themselves if they have just that.
-
-    If there is no memory for one of them, neither has changed.
-    """
-    if (slots, capacity) == (keys_LSHCD.shape[1], keys_LSHCD.shape[3]):
-        return keys_LSHCD, values_LSHCD
-    return _resized(keys_LSHCD, slots, capacity), _resized(values_LSHCD, slots, capacity)
-
-
-def _resized(store_LSHCD: Tensor, slots: int, capacity: int) -> Tensor:
-    num_layers, old_slots, num_heads, old_capacity, head_dim = store_LSHCD.shape
-    grown = store_LSHCD.new_zeros((num_layers, slots, num_heads, capacity, head_dim))
-    s, c = min(slots, old_slots), min(capacity, old_capacity)
-    grown[:, :s, :, :c] = store_LSHCD[:, :s, :, :c]
-    return grown
+    def release(self) -> None:
+        """Give all memory back: no slot is allocated, no block cached."""
+        for layers in self._all:
+            layers.store.release()

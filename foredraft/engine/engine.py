@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from foredraft.cache.prefix import Session
+from foredraft.cache.prefix import PrefixCache, Session
 from foredraft.control.base import Controller
 from foredraft.core.errors import CacheFullError, ConfigError, PromptError
 from foredraft.core.params import SamplingParams, refuse_unready
@@ -53,6 +53,8 @@ class Engine:
         new_rules: what a request asks of a distribution.
         trace: told of each step.
         lock: held during each call; engines that share a target share it.
+        prefix_caching: what was read of a text is kept for requests that begin likewise, as long
+            as there is room.
         clock: seconds, for the times of steps.
         new_seed: the seed of a request that names none.
 
@@ -73,6 +75,7 @@ class Engine:
         new_rules: Callable[[SamplingParams], Rules] = SamplingRules,
         trace: Trace | None = None,
         lock: TurnLock | None = None,
+        prefix_caching: bool = True,
         clock: Callable[[], float] = time.perf_counter,
         new_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
@@ -82,7 +85,7 @@ class Engine:
         self.max_batch_size = max_batch_size
         self._drafter = GuardedDrafter(drafter, target)
         self._parts = Parts(controller, self._drafter, target, self._report, clock)
-        self._places = Places(target, self._drafter)
+        self._places = Places(target, self._drafter, prefix_caching)
         self._is_full = False  # of memory: nobody begins before somebody else has ended
         self._eos = frozenset(eos_token_ids)
         self._new_decoder, self._new_rules, self._new_seed = new_decoder, new_rules, new_seed
@@ -122,7 +125,7 @@ class Engine:
         """A request that can be queued, a row a reply. Waits for nobody: a step may be under way.
 
         Args:
-            session: a conversation, whose earlier turns are not read again.
+            session: a conversation, which takes one reply at a time.
             tenant: whose request it is; drafters keep what they learn of one from the others.
             priority: requests of higher numbers go first.
 
@@ -161,18 +164,22 @@ class Engine:
             reader: handed the request's events, beside whoever steps.
 
         Raises:
-            ConfigError: its session is already in use or was begun with another engine.
+            ConfigError: its session is already in use.
         """
         with self.lock:
             for row in rows:
                 if row.session is not None:
                     if row.session.busy:
                         raise ConfigError("this conversation already has a reply under way")
-                    self._places.sessions.check(row.session)
                     row.session.busy = True
                 if reader is not None:
                     self._readers[row.request_id] = reader
                 self._scheduler.add(row)
+
+    @property
+    def prefixes(self) -> PrefixCache:
+        """What requests that begin alike share."""
+        return self._places.prefixes
 
     @property
     def has_work(self) -> bool:
@@ -194,6 +201,7 @@ class Engine:
                 self._admit()
                 batch = [t for t in self._scheduler.next_batch() if not t.row.is_over]
                 self._run(batch)
+                self.prefixes.check_now_and_then()
                 changed = {turn.row for turn in batch}
                 events = [
                     self._event(row)
@@ -230,6 +238,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine has done and is doing. Waits for nobody: a step may be under way."""
         totals, running = self._totals, len(self._scheduler.running)
+        usage, found = self._target.cache.usage, self.prefixes.stats
         return EngineStats(
             running=running,
             waiting=self._scheduler.num_waiting,
@@ -240,16 +249,20 @@ class Engine:
             drafted=totals.drafted,
             accepted=totals.accepted,
             preemptions=totals.preemptions,
+            cache_tokens=usage.used,
+            cache_free_tokens=usage.available,
+            prefix_tokens=found.tokens,
+            prefix_cached_tokens=found.cached_tokens,
         )
 
     def close_session(self, session: Session) -> None:
-        """Give a conversation's cache slot back.
+        """A conversation is over.
 
         Raises:
-            ConfigError: a reply is under way, or it was begun with another engine.
+            ConfigError: a reply is under way.
         """
         with self.lock:
-            self._places.sessions.close(session)
+            session.close()
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Refuse what cannot be generated from.

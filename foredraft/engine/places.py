@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foredraft.cache.prefix import Sessions
+from foredraft.cache.prefix import PrefixCache
 from foredraft.core.errors import CacheFullError
 from foredraft.drafters.base import DraftRequest
 from foredraft.engine.guard import GuardedDrafter
@@ -25,11 +25,14 @@ class Places:
     Args:
         target: whose cache it is.
         drafter: hears of rows that come and go.
+        prefix_caching: keep what they leave, for others that begin alike.
     """
 
-    def __init__(self, target: Target, drafter: GuardedDrafter) -> None:
+    def __init__(self, target: Target, drafter: GuardedDrafter, prefix_caching: bool) -> None:
         self._cache, self._drafter = target.cache, drafter
-        self.sessions = Sessions(target.cache, drafter.layers, drafter.look_ahead)
+        self.prefixes = PrefixCache(
+            target.cache, drafter.layers, drafter.look_ahead, prefix_caching
+        )
 
     def open(self, row: Row) -> None:
         """Give a row its place, with room for all of its text, and tell the drafter.
@@ -69,30 +72,22 @@ class Places:
         is_sound = request.finish_reason != "error" and (
             row.is_followed or not self._drafter.layers
         )
-        self.sessions.release(request.slot, row.session, request.tokens, is_sound)
+        self.prefixes.release(request.slot, request.tokens, is_sound)
         request.slot, request.num_cached = -1, 0
 
     def _open(self, row: Row) -> tuple[int, int]:
         request = row.request
         if row.leader is not None and row.leader.has_read_prompt:
-            slot, num_cached = self._fork(row.leader.request.slot, request.num_prompt)
+            slot, num_cached = self.prefixes.fork(row.leader.request.slot, request.num_prompt)
         else:
-            slot, num_cached = self.sessions.open(row.session, request.tokens)
+            slot, num_cached = self.prefixes.open(request.tokens, row.tenant)
         wanted = len(request.tokens) - num_cached + min(HEADROOM, request.num_remaining)
         try:
             self._cache.reserve(slot, wanted)
         except BaseException:
-            self.sessions.release(slot, row.session, request.tokens)
+            self.prefixes.release(slot, request.tokens)
             raise
         return slot, num_cached
-
-    def _fork(self, slot: int, num_prompt: int) -> tuple[int, int]:
-        """A slot that holds the prompt of another, but for what must be read anew."""
-        copy = self._cache.fork(slot)
-        held = [layers.covered(copy) for layers in self._drafter.layers]
-        num_cached = max(0, min([num_prompt - 1, num_prompt - self._drafter.look_ahead, *held]))
-        self._cache.truncate(copy, num_cached)
-        return copy, num_cached
 
 
 def as_cache_full(error: Exception) -> CacheFullError:

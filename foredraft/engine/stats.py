@@ -23,8 +23,10 @@ class EngineStats:
         drafted: draft tokens sent to verification.
         accepted: draft tokens committed.
         preemptions: how often a request gave its place in the cache to another.
-        cache_tokens: entries that the cache holds, in tokens.
-        cache_free_tokens: how many more it may hold; None where only the machine's memory says.
+        cache_tokens: entries that requests use, in tokens.
+        cache_free_tokens: how many more they may use, those included that are kept for later.
+        prefix_tokens: of all texts that began.
+        prefix_cached_tokens: of them, those that were in the cache already.
     """
 
     running: int
@@ -36,8 +38,10 @@ class EngineStats:
     drafted: int
     accepted: int
     preemptions: int = 0
-    cache_tokens: int | None = None
-    cache_free_tokens: int | None = None
+    cache_tokens: int = 0
+    cache_free_tokens: int = 0
+    prefix_tokens: int = 0
+    prefix_cached_tokens: int = 0
 
 
 @dataclass

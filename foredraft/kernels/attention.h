@@ -138,15 +138,15 @@ inline void convert_pair(const bf16* source, float* out) {
 // P pairs of dimensions of Q queries: adds weight * value, entry by entry, to the sums at `out`.
 // Query q has its weights at weights + q * kScoreStride, that of the first entry in front; the
 // dimensions begin at d. Not inlined: the sums need all registers.
-template <int Q, int P, class Weight>
-__attribute__((noinline)) void weigh_values(const Entries<Weight>& values, Range range, int64_t d,
+template <int Q, int P, class Source>
+__attribute__((noinline)) void weigh_values(const Source& values, Range range, int64_t d,
                                             const float* weight, float* out, int64_t out_stride) {
   Vec sum[Q][2 * P];
   UNROLL for (int q = 0; q < Q; ++q)
     UNROLL for (int i = 0; i < 2 * P; ++i) sum[q][i] = load(out + q * out_stride + i * kLanes);
   for (int64_t begin = range.begin; begin < range.end;) {
     const int64_t end = std::min(range.end, begin / kRunEntries * kRunEntries + kRunEntries);
-    const Weight* value = values.at(begin) + d;
+    const auto* value = values.at(begin) + d;
     for (; begin < end; ++begin, ++weight, value += values.D) {
       UNROLL for (int p = 0; p < P; ++p) {
         Vec first = load_first(value + p * kPair), second = load_second(value + p * kPair);
@@ -165,8 +165,8 @@ __attribute__((noinline)) void weigh_values(const Entries<Weight>& values, Range
 }
 
 // All dimensions, which come in whole pairs.
-template <int Q, class Weight>
-inline void weigh_all_values(const Entries<Weight>& values, Range range, int64_t D,
+template <int Q, class Source>
+inline void weigh_all_values(const Source& values, Range range, int64_t D,
                              const float* weights, float* out) {
   // Enough sums to hide the latency, none spilled.
   constexpr int P = kVectorRegisters == 32 ? 2 : Q > 3 ? 1 : 2;
@@ -217,7 +217,7 @@ struct AttentionTile {
   int64_t D, group;        // G
   const Visible* visible;  // [T]
   int64_t num_tokens;      // T
-  const Weight *next_keys, *next_values;  // of the chunk to come, to be prefetched; or null
+  Range next;              // entries of the chunk to come, to be prefetched
   AttentionScratch scratch;  // with queries, scaled; the G heads of a token are neighbours
 
   int64_t num_queries() const { return num_tokens * group; }
@@ -235,11 +235,11 @@ struct AttentionTile {
     common = std::max(common, begin);
     longest = std::min(longest, begin + kChunk);
     for (int64_t entry = begin; entry < longest; entry += kPair) {
-      if (next_keys) {
-        prefetch(next_keys + (entry - begin) * D);
-        prefetch(next_values + (entry - begin) * D);
+      if (const int64_t ahead = next.begin + entry - begin; ahead < next.end) {
+        prefetch(keys.at(ahead));
+        prefetch(values.at(ahead));
       }
-      prefetch_near(keys.at(entry + kPair));
+      if (entry + kPair < std::max(longest, next.end)) prefetch_near(keys.at(entry + kPair));
       score_entries(entry, longest, entry - begin);
     }
     score_extras(begin);
@@ -333,7 +333,7 @@ struct AttentionTile {
     }
   }
 
-  Entries<const float> panel() const { return {scratch.panel, padded(D)}; }
+  Panel<const float> panel() const { return {scratch.panel, padded(D)}; }
 
   // An entry's values as floats in lane order, into a row of the panel.
   void convert(const Weight* value, int64_t row) const {
@@ -349,7 +349,7 @@ struct AttentionTile {
   // Adds weighted entries for queries [first, first + count); the weights of the first entry are in
   // this column.
   template <class Source>
-  void weigh(const Entries<const Source>& source, Range range, int64_t column, int64_t first,
+  void weigh(const Source& source, Range range, int64_t column, int64_t first,
              int64_t count, const Attended& out) const {
     if (range.begin >= range.end) return;
     in_query_blocks(count, [&](auto block, int64_t offset) {

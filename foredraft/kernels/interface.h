@@ -44,16 +44,17 @@ struct ForedraftForward {
   int64_t num_tokens, num_wanted, num_rows, max_entries;
   const int32_t* token_ids;     // [T]
   const int32_t* positions;     // [T]
-  const int32_t* slots;         // [T] cache slot
   const int32_t* entries;       // [T] cache entry to write
+  const int32_t* const* tables; // [T] blocks of the slot, in the order of its entries
   const int32_t* prefixes;      // [T] leading entries seen
   const int32_t* extra_starts;  // [T + 1] into extras
   const int32_t* extras;        // entries seen beyond the prefix, ascending per token
   const int32_t* wanted;        // [N]
   const ForedraftRow* rows;
-  void* keys;                   // [L, S, H/G, C, D]
+  void* keys;                   // [blocks, L, H/G, B, D]
   void* values;
-  int64_t layer_stride, slot_stride, head_stride;  // in elements
+  int64_t block_entries;        // B: a power of two, a multiple of kRunEntries (entries.h)
+  int64_t block_stride, layer_stride, head_stride;  // in elements
   float* logits;                // [N, V]
   int64_t first_layer, end_layer;
   const float* hidden;          // [T, E] what the layer before gave; null: start from embeddings

@@ -7,8 +7,7 @@
 // core.
 //
 // Shape legend: T tokens of the forward, N tokens whose logits are wanted, L layers, E hidden size,
-// H query heads, G query heads per key-value head, S cache slots, C cache entries of a slot, D head
-// size, F feed-forward width, V vocabulary.
+// H query heads, G query heads per key-value head, D head size, F feed-forward width, V vocabulary.
 //
 // Phases of a layer, a barrier after each; "split" says what the threads share out:
 //   qkv         split by weight row     hidden -> normed -> qkv; keys and values -> cache
@@ -227,7 +226,7 @@ class Worker {
       store = forward_.keys;
     }
     Weight* target = cache(store, index)
-                         .entries(forward_.slots[token], kv_head % model_.num_kv_heads)
+                         .entries(forward_.tables[token], kv_head % model_.num_kv_heads)
                          .at(forward_.entries[token]);
     for (int64_t i = 0; i < D; ++i) from_float(x[i], target[i]);
   }
@@ -246,9 +245,10 @@ class Worker {
       }
   }
 
-  CacheLayer<Weight> cache(void* store, int64_t index) const {
-    return {static_cast<Weight*>(store) + index * forward_.layer_stride, forward_.slot_stride,
-            forward_.head_stride, D};
+  template <class Type = Weight>
+  CacheLayer<Type> cache(void* store, int64_t index) const {
+    return {static_cast<Type*>(store) + index * forward_.layer_stride, forward_.block_stride,
+            forward_.head_stride, D, __builtin_ctzll(uint64_t(forward_.block_entries))};
   }
 
   void attend(int64_t index, const ForedraftLayer& layer) {
@@ -262,23 +262,20 @@ class Worker {
   void attend_piece(int64_t index, const ForedraftLayer& layer, const AttentionPlan::Tile& tile,
                     Range chunks) const {
     const int64_t T = tile.tokens.end - tile.tokens.begin, M = T * G;
-    const int64_t slot = forward_.slots[tile.tokens.begin];
+    const int32_t* table = forward_.tables[tile.tokens.begin];
     const auto scratch =
         AttentionScratch::in(work_.attention + me_.index * work_.attention_size, M, D);
     put_queries(layer, tile.tokens, tile.kv_head, scratch.queries, scratch.scores);
     const auto seen = [&](void* store) {
-      const Entries<Weight> entries = cache(store, index).entries(slot, tile.kv_head);
-      return Entries<const Weight>{entries.first, D};
+      return cache<const Weight>(store, index).entries(table, tile.kv_head);
     };
     AttentionTile<Weight> attention{seen(forward_.keys), seen(forward_.values), D, G,
-                                    &visible_[size_t(tile.tokens.begin)], T, nullptr, nullptr,
-                                    scratch};
+                                    &visible_[size_t(tile.tokens.begin)], T, {0, 0}, scratch};
     const auto all = Attended::in(scratch.all, M, D);
     const auto next = Attended::in(scratch.chunk, M, D);
     for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
       const bool is_first = chunk == 0, is_last = chunk + 1 == chunks.end;
-      attention.next_keys = is_last ? nullptr : attention.keys.at((chunk + 1) * kChunk);
-      attention.next_values = is_last ? nullptr : attention.values.at((chunk + 1) * kChunk);
+      attention.next = {(chunk + 1) * kChunk, is_last ? 0 : tile.ranks};
       attention.attend_chunk(chunk * kChunk, tile.partial >= 0 ? kept(tile, chunk)
                                              : is_first        ? all
                                                                : next);

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
+from foredraft.cache.memory import default_memory
 from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import (
@@ -56,6 +57,7 @@ class HFTarget:
         parts: find out by trying whether its embedding, final norm and head can be used by others;
             False saves a short forward. With them, the last layer can be tapped too: the state that
             transformers hands out for it is normed.
+        cache_memory: bytes that the cache may take; None: a share of the memory there is.
 
     Raises:
         CapabilityError: the model is no causal language model, or its past cannot be rolled back.
@@ -69,13 +71,15 @@ class HFTarget:
         *,
         trees: bool = True,
         parts: bool = True,
+        cache_memory: int | None = None,
     ) -> None:
         _check_model(model)
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.vocab_size: int = _vocab_size(model, config)
         self.max_context = max_context or _context_limit(config)
-        self.cache = HFCache(layer_factory(config), self.max_context, model.device)
+        memory = default_memory(model.device) if cache_memory is None else cache_memory
+        self.cache = HFCache(layer_factory(config), self.max_context, model.device, memory)
         self._num_layers: int = config.num_hidden_layers
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
         self._mask = _TreeMask(config, model.dtype, model.device)
@@ -98,6 +102,7 @@ class HFTarget:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_context: int | None = None,
+        cache_memory: int | None = None,
     ) -> HFTarget:
         """Load a checkpoint: safetensors only, and no code out of the directory.
 
@@ -114,7 +119,7 @@ class HFTarget:
         model = _load_model(checkpoint, dtype)
         _check_finite(checkpoint.directory, model)
         try:
-            target = cls(model.to(device), max_context)
+            target = cls(model.to(device), max_context, cache_memory=cache_memory)
             target._logits_once((0,), TokenTree())
         except ForedraftError:
             raise

@@ -14,81 +14,72 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from foredraft.cache.base import KVShape, SlotLengths, check_keep
-from foredraft.cache.layers import AddedLayers, StoredLayers
+from foredraft.cache.blocks import BLOCK
+from foredraft.cache.paged import PagedCache
 from foredraft.models.base import Capabilities, RowScores, ScoreRow, Scores, check_taps
 
 Conditional = Callable[[tuple[int, ...]], Sequence[float]]
 
 
+_TOKEN_BYTES = 4
+"""What an entry would take in an array of tokens."""
+
 _NUM_LAYERS = 2
 """How many layers it pretends to have, for whoever taps them."""
 
 
-class TokenCache:
-    """A cache whose entry for a token is the token.
+class TokenCache(PagedCache):
+    """A cache whose entry for a token is the token, in the same blocks as other caches.
 
     Args:
         max_length: the most tokens a slot may hold.
+        max_tokens: the most that all may hold together; None: no limit.
+        block_size: entries of a block.
     """
 
-    def __init__(self, max_length: int = 4096) -> None:
-        self._max_length = max_length
-        self._lengths = SlotLengths()
-        self._added = AddedLayers("cpu")
-        self.entries: dict[int, list[int]] = {}
+    def __init__(
+        self, max_length: int = 4096, max_tokens: int | None = None, block_size: int = BLOCK
+    ) -> None:
+        memory = None if max_tokens is None else max_tokens * _TOKEN_BYTES
+        super().__init__(max_length, "cpu", memory, block_size)
+        self._entries: dict[int, list[int]] = {}  # by block
 
-    def allocate(self) -> int:
-        slot = self._lengths.open()
-        self.entries[slot] = []
-        self._added.open(slot)
-        return slot
-
-    def length(self, slot: int) -> int:
-        return self._lengths[slot]
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * _TOKEN_BYTES
 
     def context(self, slot: int) -> tuple[int, ...]:
         """The tokens that count."""
-        return tuple(self.entries[slot][: self._lengths[slot]])
-
-    def reserve(self, slot: int, num_tokens: int) -> None:
-        needed = self._lengths[slot] + num_tokens
-        if needed > self._max_length:
-            raise ValueError(f"{needed} cache entries wanted; a slot holds {self._max_length}")
-
-    def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
-        return self._added.add(shape, dtype, self._lengths.slots)
+        return self._read(slot)[: self.length(slot)]
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
-        """Put uncommitted entries behind the ones that count."""
-        self.entries[slot][self._lengths[slot] :] = tokens
+        """Put uncommitted entries behind the ones that count; makes room for them."""
+        self.reserve(slot, len(tokens))
+        self.will_write(slot, len(tokens))
+        self._put(slot, self.length(slot), tokens)
 
-    def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
-        start = self._lengths[slot]
-        check_keep(num_pending, path, len(self.entries[slot]) - start)
-        first = start + num_pending
-        kept = [self.entries[slot][first + node] for node in path]
-        self.entries[slot][first:] = kept
-        self._lengths[slot] = first + len(kept)
+    def _read(self, slot: int) -> tuple[int, ...]:
+        return tuple(token for block in self.table(slot) for token in self._entries[block])
 
-    def truncate(self, slot: int, length: int) -> None:
-        if not 0 <= length <= self._lengths[slot]:
-            raise ValueError(f"cannot truncate {self._lengths[slot]} entries to {length}")
-        self._lengths[slot] = length
-        del self.entries[slot][length:]
-        self._added.truncate(slot, length)
+    def _put(self, slot: int, start: int, tokens: Sequence[int]) -> None:
+        table, size = self.table(slot), self.block_size
+        for entry, token in enumerate(tokens, start):
+            self._entries[table[entry // size]][entry % size] = token
 
-    def fork(self, slot: int) -> int:
-        length, copy = self._lengths[slot], self.allocate()
-        self.entries[copy] = self.entries[slot][:length]
-        self._lengths[copy] = length
-        self._added.copy(slot, copy, length)
-        return copy
+    def _make_room(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._entries[block] = [-1] * self.block_size
 
-    def free(self, slot: int) -> None:
-        self._lengths.close(slot)
-        del self.entries[slot]
-        self._added.close(slot)
+    def _copy_block(self, source: int, target: int) -> None:
+        self._entries[target] = self._entries[source].copy()
+
+    def _move(self, slot: int, sources: Sequence[int], first: int) -> None:
+        held = self._read(slot)
+        self._put(slot, first, [held[source] for source in sources])
+
+    def _release(self) -> None:
+        super()._release()
+        self._entries.clear()
 
 
 class TableModel:
@@ -98,15 +89,22 @@ class TableModel:
         vocab_size: number of tokens.
         conditional: maps the tokens so far to ``vocab_size`` probabilities.
         max_context: most tokens a row may hold.
+        max_tokens: most tokens that its cache may hold; None: no limit.
     """
 
-    def __init__(self, vocab_size: int, conditional: Conditional, max_context: int = 4096) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        conditional: Conditional,
+        max_context: int = 4096,
+        max_tokens: int | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.capabilities = Capabilities(
             tree_attention=True, taps=range(_NUM_LAYERS), cache_layers=True
         )
-        self.cache = TokenCache(max_context)
+        self.cache = TokenCache(max_context, max_tokens)
         self._conditional = conditional
         self._logits: dict[tuple[int, ...], Tensor] = {}
 

@@ -33,7 +33,7 @@ def test_a_model_equals_itself() -> None:
     assert found.num_tokens == sum(len(tokens) - 1 for tokens in TEXTS)
     assert (found.mean_kl, found.p99_kl, found.top1_agreement) == (0.0, 0.0, 1.0)
     assert found.perplexity == found.reference_perplexity
-    assert model.cache.entries == {}
+    assert model.cache.slots == []
 
 
 def test_figures_equal_their_definitions() -> None:

@@ -22,7 +22,7 @@ def test_every_size_is_timed_as_often_as_asked() -> None:
     assert all(len(figure.samples) == 3 for figure in figures)
     assert all(figure.median_ms() >= 0.0 for figure in figures)
     stepper.close()
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 def test_a_drafter_is_timed_alone() -> None:

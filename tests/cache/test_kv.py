@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foredraft.cache.base import Cache, padded_capacity
+from foredraft.cache.base import Cache
 from foredraft.cache.kv import KVCache, KVShape
+from foredraft.cache.store import BlockStore
+from foredraft.core.errors import CacheFullError
 from foredraft.core.tree import TokenTree
 from foredraft.models.hf_cache import HFCache, SlotLayer
 from foredraft.models.table import TokenCache
@@ -40,8 +42,8 @@ class Probe(Protocol):
 
 
 class TokenProbe:
-    def __init__(self) -> None:
-        self.cache = TokenCache()
+    def __init__(self, max_tokens: int | None = None) -> None:
+        self.cache = TokenCache(max_tokens=max_tokens)
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
         self.cache.write(slot, tokens)
@@ -67,22 +69,24 @@ def tokens_of(keys_LHTD: Tensor, values_LHTD: Tensor) -> list[int]:
 
 
 class KVProbe:
-    def __init__(self, max_length: int = 2000) -> None:
-        self.cache = KVCache(SHAPE, torch.float32, "cpu", max_length)
+    def __init__(self, max_length: int = 2000, max_tokens: int = 100_000) -> None:
+        memory = max_tokens * SHAPE.bytes_per_token(torch.float32)
+        self.cache = KVCache(SHAPE, torch.float32, "cpu", max_length, memory)
 
     def write(self, slot: int, tokens: Sequence[int]) -> None:
         self.cache.reserve(slot, len(tokens))
         self.cache.will_write(slot, len(tokens))
-        first = self.cache.length(slot)
-        entries = slice(first, first + len(tokens))
-        self.cache.keys_LSHCD[:, slot, :, entries] = entries_of(tokens)
-        self.cache.values_LSHCD[:, slot, :, entries] = -entries_of(tokens)
+        store, table, first = self.cache.store, self.cache.table(slot), self.cache.length(slot)
+        for layer, keys_HTD in enumerate(entries_of(tokens)):
+            store.put(layer, table, first, keys_HTD, -keys_HTD)
 
     def read(self, slot: int) -> list[int]:
-        entries = slice(0, self.cache.length(slot))
-        return tokens_of(
-            self.cache.keys_LSHCD[:, slot, :, entries], self.cache.values_LSHCD[:, slot, :, entries]
-        )
+        store, table, end = self.cache.store, self.cache.table(slot), self.cache.length(slot)
+        if end == 0:
+            return []
+        layers = [store.get(layer, table, end) for layer in range(SHAPE.num_layers)]
+        keys, values = (torch.stack(part) for part in zip(*layers, strict=True))
+        return tokens_of(keys, values)
 
 
 class HFProbe:
@@ -233,29 +237,45 @@ def test_entries_are_kept_once(probe: Probe, event: str) -> None:
         probe.cache.keep(slot, 1, ())
 
 
-class Full(torch.utils._python_dispatch.TorchDispatchMode):
-    """There is no memory for larger tensors."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if "new_zeros" in str(func):
-            raise MemoryError
-        return func(*args, **(kwargs or {}))
-
-
-def test_without_memory_nothing_changes() -> None:
-    probe = KVProbe()
-    slot = probe.cache.allocate()
+@pytest.mark.parametrize("new", [TokenProbe, KVProbe])
+def test_without_memory_nothing_changes(new: Callable[..., Probe]) -> None:
+    probe = new(max_tokens=200)
+    slot, other = probe.cache.allocate(), probe.cache.allocate()
     probe.write(slot, [1, 2])
     probe.cache.keep(slot, 2, ())
-    for use in (
-        lambda: probe.cache.reserve(slot, 1000),
-        probe.cache.allocate,
-        lambda: probe.cache.fork(slot),
-    ):
-        with pytest.raises(MemoryError), Full():
-            use()
+    probe.cache.reserve(other, 100)
+    copy = probe.cache.fork(slot)
+    for full in (slot, copy, other):
+        with pytest.raises(CacheFullError, match=r"no room for .* 192 that its memory allows"):
+            probe.cache.reserve(full, 1000)
+    with pytest.raises(CacheFullError):
+        probe.cache.reserve(copy, 1)  # a copy of a block that is shared
+    assert (probe.read(slot), probe.read(copy)) == ([1, 2], [1, 2])
+    probe.cache.check()
+    probe.cache.free(other)
+    probe.write(copy, [3])
+    probe.cache.keep(copy, 1, ())
+    assert (probe.read(slot), probe.read(copy)) == ([1, 2], [1, 2, 3])
+
+
+def test_where_the_system_gives_no_memory_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = KVProbe()
+    slot = probe.cache.allocate()
+    with monkeypatch.context() as patched:
+        patched.setattr(probe.cache.store, "_resize", raising(MemoryError))
+        with pytest.raises(MemoryError):
+            probe.cache.reserve(slot, 10)
+    probe.cache.check()
+    probe.write(slot, [1, 2])
+    probe.cache.keep(slot, 2, ())
     assert probe.read(slot) == [1, 2]
-    assert probe.cache.allocate() == slot + 1
+
+
+def raising(error: type[Exception]) -> Callable[..., None]:
+    def raises(*args: object) -> None:
+        raise error
+
+    return raises
 
 
 def test_grows_without_losing_entries_and_shrinks_to_nothing() -> None:
@@ -267,20 +287,46 @@ def test_grows_without_losing_entries_and_shrinks_to_nothing() -> None:
         probe.cache.keep(slot, 100, ())
         expected.extend(range(start, start + 100))
         assert probe.read(slot) == expected
-    assert probe.cache.capacity >= 1200
-    num_slots = 2
-    expected_bytes = num_slots * probe.cache.capacity * SHAPE.bytes_per_token(torch.float32)
-    assert probe.cache.num_bytes == expected_bytes
+    assert probe.cache.num_bytes == 19 * 64 * SHAPE.bytes_per_token(torch.float32)
     probe.cache.free(slot)
     probe.cache.free(other)
     assert probe.cache.num_bytes == 0
+
+
+def test_a_store_that_was_given_little_moves_without_losing_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the system promises no memory ahead of its use, and on GPUs."""
+    probe, resize = KVProbe(), BlockStore._resize
+    slot = probe.cache.allocate()
+
+    def few_at_once(store: BlockStore, count: int) -> None:
+        if count > 40:
+            raise RuntimeError("not enough memory")
+        resize(store, count)
+
+    monkeypatch.setattr(BlockStore, "_resize", few_at_once)
+    for start in range(0, 600, 50):
+        probe.write(slot, range(start, start + 50))
+        probe.cache.keep(slot, 50, ())
+    assert probe.read(slot) == [*range(600)]
+    assert probe.cache.store.num_blocks < 40
+
+
+def test_short_texts_beside_a_long_one_take_what_their_tokens_need() -> None:
+    probe = KVProbe()
+    long, *short = (probe.cache.allocate() for _ in range(17))
+    probe.write(long, range(1900))
+    for slot in short:
+        probe.write(slot, range(20))
+    assert probe.cache.usage.used == 30 * 64 + 16 * 64
+    assert probe.cache.num_bytes == 46 * 64 * SHAPE.bytes_per_token(torch.float32)
 
 
 def test_reserves_up_to_its_limit_and_not_beyond() -> None:
     probe = KVProbe(max_length=300)
     slot = probe.cache.allocate()
     probe.cache.reserve(slot, 300)
-    assert probe.cache.capacity == padded_capacity(300)
     with pytest.raises(ValueError, match="301 cache entries wanted; a slot holds 300"):
         probe.cache.reserve(slot, 301)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foredraft.cache.base import CacheLayers, KVShape
+from tests.cache.test_kv import SHAPE as KV_SHAPE
 from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=1, head_dim=3)
@@ -154,8 +155,8 @@ def test_memory_is_given_back() -> None:
     probe = KVProbe()
     layers, slot = probe.cache.add_layers(SHAPE, torch.float32), probe.cache.allocate()
     grow(probe, slot, [1])
-    before = probe.cache.num_bytes
     write(layers, slot, 0, [1])
-    assert probe.cache.num_bytes == before + 256 * SHAPE.bytes_per_token(torch.float32)
+    own = KV_SHAPE.bytes_per_token(torch.float32)
+    assert probe.cache.num_bytes == 64 * (own + SHAPE.bytes_per_token(torch.float32))
     probe.cache.free(slot)
     assert probe.cache.num_bytes == 0

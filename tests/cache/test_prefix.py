@@ -1,167 +1,234 @@
-"""Conversations keep their slots: what of them the next turn need not read again."""
+"""Texts that begin as earlier ones did: what of them need not be read again."""
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from foredraft.cache.base import KVShape
-from foredraft.cache.prefix import Session, Sessions, common_prefix
-from foredraft.core.errors import ConfigError
-from foredraft.models.table import TokenCache
+from foredraft.cache.index import common_prefix
+from foredraft.cache.prefix import CHECK_VARIABLE, PrefixCache, Session
+from foredraft.core.errors import CacheFullError, ConfigError
+from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
+
+TEXT = [*range(1000, 1200)]  # three blocks and a part of a fourth
 
 
-class Turns:
-    """Requests on a cache of tokens, without an engine."""
+class Requests:
+    """Requests on a cache, without an engine."""
 
-    def __init__(self, look_ahead: int = 0, with_layers: bool = False) -> None:
-        self.cache = TokenCache()
+    def __init__(
+        self, probe: Probe, look_ahead: int = 0, with_layers: bool = False, enabled: bool = True
+    ) -> None:
+        self.probe, self.cache = probe, probe.cache
         shape = KVShape(1, 1, 2)
         self.layers = [self.cache.add_layers(shape, torch.float32)] if with_layers else []
-        self.sessions = Sessions(self.cache, self.layers, look_ahead)
+        self.prefixes = PrefixCache(self.cache, self.layers, look_ahead, enabled)
 
-    def turn(self, session: Session | None, tokens: Sequence[int], keep: bool = True) -> int:
-        """One request that reads all of its tokens but the last; how many were cached."""
-        slot, num_cached = self.sessions.open(session, tokens)
-        assert self.cache.context(slot) == tuple(tokens[:num_cached])
-        self.cache.write(slot, tokens[num_cached:-1])
+    def begin(self, tokens: Sequence[int], salt: str | None = None) -> tuple[int, int]:
+        """One that reads all of its tokens but the last; its slot, and how many were cached."""
+        slot, num_cached = self.prefixes.open(tokens, salt)
+        assert self.probe.read(slot) == list(tokens[:num_cached])
+        self.cache.reserve(slot, len(tokens) - 1 - num_cached)
+        self.probe.write(slot, tokens[num_cached:-1])
         self.cache.keep(slot, len(tokens) - 1 - num_cached, ())
-        self.sessions.release(slot, session, tokens, keep)
+        self.cache.check()
+        return slot, num_cached
+
+    def run(self, tokens: Sequence[int], salt: str | None = None, is_sound: bool = True) -> int:
+        """A whole request; how many of its tokens were cached."""
+        slot, num_cached = self.begin(tokens, salt)
+        self.prefixes.release(slot, tokens, is_sound)
+        self.cache.check()
         return num_cached
 
-    @property
-    def num_slots(self) -> int:
-        return len(self.cache.entries)
+
+@pytest.fixture(params=[TokenProbe, KVProbe, HFProbe])
+def probe(request: pytest.FixtureRequest) -> Probe:
+    new: Callable[[], Probe] = request.param
+    return new()
 
 
-def test_a_turn_reads_only_what_is_new() -> None:
-    turns, session = Turns(), Session()
-    assert turns.turn(session, [1, 2, 3, 4]) == 0
-    assert turns.turn(session, [1, 2, 3, 4, 5, 6]) == 3  # the last one was not read
-    assert turns.turn(session, [1, 2, 9]) == 2  # the text took another way
-    assert turns.turn(session, [7, 8]) == 0
-    assert turns.num_slots == 1
+def test_a_turn_reads_only_what_is_new(probe: Probe) -> None:
+    requests = Requests(probe)
+    assert requests.run([1, 2, 3, 4]) == 0
+    assert requests.run([1, 2, 3, 4, 5, 6]) == 3  # the last one was not read
+    assert requests.run([1, 2, 9]) == 2  # the text took another way
+    assert requests.run([1, 2, 3, 4, 5, 7]) == 5  # and both are still there
+    assert requests.run([7, 8]) == 0
+    assert probe.cache.slots == []
+    assert probe.cache.usage.used == 0
 
 
-def test_something_is_always_left_to_read() -> None:
-    turns, session = Turns(), Session()
-    turns.turn(session, [1, 2, 3, 4])
-    assert turns.turn(session, [1, 2]) == 1
-    assert turns.turn(session, [1]) == 0
+def test_a_long_text_is_found_by_its_blocks_and_by_a_part_of_one(probe: Probe) -> None:
+    requests = Requests(probe)
+    requests.run(TEXT)
+    assert requests.run([*TEXT[:150], 5, 6]) == 150
+    assert requests.run([*TEXT, 7]) == 199
+    assert requests.run([*TEXT[:128], 5, 6]) == 128
+    assert requests.run([4, *TEXT]) == 0
+
+
+def test_something_is_always_left_to_read(probe: Probe) -> None:
+    requests = Requests(probe)
+    requests.run(TEXT)
+    assert requests.run(TEXT[:100]) == 99
+    assert requests.run(TEXT[:128]) == 127
+    assert requests.run(TEXT[:1]) == 0
+
+
+def test_requests_that_run_share_what_is_cached(probe: Probe) -> None:
+    requests = Requests(probe)
+    requests.run([*TEXT[:129], 1])
+    running = [requests.begin([*TEXT[:129], 2, i, i]) for i in range(4)]
+    if isinstance(probe, HFProbe):  # its slots are one another's copies, and this one was taken
+        assert [count for _, count in running] == [129, 0, 0, 0]
+    else:
+        assert [count for _, count in running] == [129] * 4
+    for i, (slot, _) in enumerate(running):
+        assert probe.read(slot) == [*TEXT[:129], 2, i]
+    if not isinstance(probe, HFProbe):
+        assert probe.cache.usage.used == (2 + 4) * 64
+    for i, (slot, _) in enumerate(running):
+        requests.prefixes.release(slot, [*TEXT[:129], 2, i, i])
+    assert requests.run([*TEXT[:129], 2, 3, 3, 3]) == 131
 
 
 @pytest.mark.parametrize(("look_ahead", "expected"), [(0, 3), (1, 2), (2, 1), (5, 0)])
-def test_entries_that_looked_ahead_are_read_again(look_ahead: int, expected: int) -> None:
-    turns, session = Turns(look_ahead), Session()
-    turns.turn(session, [1, 2, 3, 4, 5])
-    assert turns.turn(session, [1, 2, 3, 9]) == expected
+def test_entries_that_looked_ahead_are_read_again(
+    probe: Probe, look_ahead: int, expected: int
+) -> None:
+    requests = Requests(probe, look_ahead)
+    requests.run([1, 2, 3, 4, 5])
+    assert requests.run([1, 2, 3, 9]) == expected
 
 
-def test_a_drafter_s_layers_come_along_or_it_is_no_hit() -> None:
-    turns, session = Turns(with_layers=True), Session()
-    (layers,) = turns.layers
-    turns.turn(session, [1, 2, 3, 4])
-    assert turns.turn(session, [1, 2, 3, 4]) == 0  # nobody wrote them
-    assert session.slot is not None
-    layers.write(0, session.slot, 0, torch.ones(1, 2, 2), torch.ones(1, 2, 2))
-    assert turns.turn(session, [1, 2, 3, 4]) == 2
-    assert torch.equal(layers.read(0, session.slot, 2)[0], torch.ones(1, 2, 2))
+def test_a_drafter_s_layers_come_along_or_it_is_no_hit(probe: Probe) -> None:
+    requests = Requests(probe, with_layers=True)
+    (layers,) = requests.layers
+    requests.run(TEXT)
+    assert requests.run(TEXT) == 0  # nobody wrote them
+    slot, _ = requests.begin(TEXT)
+    state = torch.arange(300.0).view(1, 150, 2)
+    layers.write(0, slot, 0, state, -state)
+    requests.prefixes.release(slot, TEXT)
+    slot, num_cached = requests.begin([*TEXT[:140], 5])
+    assert num_cached == 140
+    assert torch.equal(layers.read(0, slot, 140)[0], state[:, :140])
+    layers.write(0, slot, 130, -state[:, :10], state[:, :10])  # into a block that others share
+    requests.prefixes.release(slot, [*TEXT[:140], 5])
+    slot, num_cached = requests.begin(TEXT)
+    assert num_cached == 150
+    assert torch.equal(layers.read(0, slot, 150)[0], state)
 
 
-def test_layers_of_others_on_the_same_cache_have_no_say() -> None:
-    turns, session = Turns(), Session()
-    other = turns.cache.add_layers(KVShape(1, 1, 2), torch.float32)
-    turns.turn(session, [1, 2, 3, 4])
-    assert session.slot is not None
-    assert other.covered(session.slot) == 0
-    assert turns.turn(session, [1, 2, 3, 4]) == 3
+def test_layers_of_others_on_the_same_cache_have_no_say(probe: Probe) -> None:
+    plain, keeping = Requests(probe), Requests(probe, with_layers=True)
+    plain.run(TEXT)
+    assert Requests(probe).run(TEXT) == 199
+    assert keeping.run(TEXT) == 0  # its state is of no one else's texts
+    assert Requests(probe, with_layers=True).run(TEXT) == 0
 
 
-def test_after_a_failure_all_is_read_again() -> None:
-    turns, session = Turns(), Session()
-    turns.turn(session, [1, 2, 3], keep=False)
-    assert turns.turn(session, [1, 2, 3]) == 0
+def test_tenants_never_share(probe: Probe) -> None:
+    requests = Requests(probe)
+    salts = [None, "", "a", "b", "None", "('a',)", "\udc80"]
+    for salt in salts:
+        assert requests.run(TEXT, salt) == 0
+    for salt in salts:
+        assert requests.run(TEXT, salt) == 199
 
 
-def test_without_a_conversation_the_slot_is_free_again() -> None:
-    turns = Turns()
-    assert turns.turn(None, [1, 2, 3]) == turns.turn(None, [1, 2, 3]) == 0
-    assert turns.num_slots == 0
+def test_after_a_failure_all_is_read_again(probe: Probe) -> None:
+    requests = Requests(probe)
+    requests.run([1, 2, 3], is_sound=False)
+    assert requests.run([1, 2, 3]) == 0
 
 
-def test_closing_gives_the_slot_back_once() -> None:
-    turns, session = Turns(), Session()
-    turns.turn(session, [1, 2, 3])
-    turns.sessions.close(session)
-    turns.sessions.close(session)
-    assert (turns.num_slots, session.slot, session.tokens) == (0, None, [])
-    turns.turn(session, [1, 2])
+def test_switched_off_nothing_is_kept(probe: Probe) -> None:
+    requests = Requests(probe, enabled=False)
+    assert requests.run(TEXT) == requests.run(TEXT) == 0
+    assert probe.cache.usage.cached == 0
+
+
+def test_a_conversation_keeps_its_last_turn_only() -> None:
+    requests = Requests(TokenProbe())
+    for length in range(65, 120):
+        requests.run(TEXT[:length])
+    assert requests.cache.usage.cached == 128
+
+
+def test_the_least_recently_used_text_goes_and_its_end_first() -> None:
+    requests = Requests(TokenProbe(max_tokens=6 * 64))
+    other, third = [*range(130)], [*range(500, 630)]
+    requests.run([*TEXT[:129], 1])
+    requests.run(other)
+    assert requests.run([*TEXT[:64], 2]) == 64
+    assert requests.run(third) == 0  # takes the three blocks that were used longest ago
+    assert requests.run(other[:129]) == 128
+    assert requests.run([*TEXT[:64], 2]) == 64
+    assert requests.run(third[:129]) == 128
+    assert requests.run([*TEXT[:128], 2]) == 64
+    assert requests.prefixes.num_free_tokens == 6 * 64
+
+
+def test_what_is_in_use_is_never_evicted() -> None:
+    requests = Requests(TokenProbe(max_tokens=6 * 64))
+    slot, _ = requests.begin(TEXT)
+    with pytest.raises(CacheFullError):
+        requests.begin([*range(130)])
+    requests.cache.free(1)
+    assert requests.probe.read(slot) == TEXT[:-1]
+    usage = requests.cache.usage
+    assert (usage.total, usage.used, usage.cached, usage.free) == (384, 256, 0, 128)
+
+
+def test_a_request_that_fits_alone_fits_behind_its_own_traces() -> None:
+    """What is kept of an earlier one must not stand in its way, not even a block it began with."""
+    requests = Requests(TokenProbe(max_tokens=4 * 64))
+    assert requests.run([*range(100)]) == 0
+    assert requests.run([*range(90), *TEXT[:160]]) == 90
+    assert requests.run([*range(90), *TEXT[:160]]) == 249
+    assert requests.run([*range(200)]) == 90
+
+
+def test_what_is_kept_can_be_given_up_and_is_counted(probe: Probe) -> None:
+    requests = Requests(probe)
+    requests.run(TEXT)
+    requests.run(TEXT)
+    stats = requests.prefixes.stats
+    assert (stats.requests, stats.hits, stats.tokens, stats.cached_tokens) == (2, 1, 400, 199)
+    assert probe.cache.usage.cached > 0
+    requests.prefixes.clear()
+    assert probe.cache.usage.cached == requests.prefixes.num_tokens == 0
+    assert requests.run(TEXT) == 0
+
+
+def test_a_fault_in_the_accounts_is_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = KVProbe().cache
+    slot = cache.allocate()
+    cache.reserve(slot, 200)
+    cache.tables.pool.give_back(cache.table(slot)[1:2])
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
+    with pytest.raises(AssertionError, match="listed by"):
+        PrefixCache(cache).check_now_and_then()
+    monkeypatch.delenv(CHECK_VARIABLE)
+    prefixes = PrefixCache(cache)
+    for _ in range(1000):
+        prefixes.check_now_and_then()
+    assert caplog.text.count("please report it") == 1
+
+
+def test_a_session_that_is_busy_is_not_closed() -> None:
+    session = Session()
+    session.close()
     session.busy = True
     with pytest.raises(ConfigError, match="under way"):
-        turns.sessions.close(session)
-
-
-def test_a_conversation_goes_on_only_where_it_was_begun() -> None:
-    turns, other, session, own = Turns(), Turns(), Session(), Session()
-    turns.turn(session, [1, 2, 3])
-    other.turn(own, [4, 5])  # in a slot of the same number
-    turns.sessions.check(session)
-    other.sessions.check(Session())
-    for refuse in (other.sessions.check, other.sessions.close):
-        with pytest.raises(ConfigError, match="another LLM or engine"):
-            refuse(session)
-    turns.sessions.close(session)
-    assert other.turn(session, [1, 2, 3]) == 0
-    assert other.turn(own, [4, 5, 6]) == 1
-
-
-def test_a_dropped_conversation_gives_its_slot_back_at_the_next_call() -> None:
-    """Not from within the garbage collector."""
-    turns, session, other = Turns(), Session(), Session()
-    turns.turn(session, [1, 2, 3])
-    turns.turn(other, [4, 5])
-    del session
-    gc.collect()
-    assert turns.num_slots == 2
-    turns.turn(other, [4, 5])
-    assert turns.num_slots == 1
-    turns.sessions.close(other)
-    gc.collect()
-    turns.sessions.free_dropped()
-    assert turns.num_slots == 0
-
-
-def test_a_closed_and_dropped_conversation_frees_no_slot_of_others() -> None:
-    turns, session = Turns(), Session()
-    turns.turn(session, [1, 2, 3])
-    turns.sessions.close(session)
-    other = Session()
-    turns.turn(other, [4, 5, 6])  # in the slot that the first one had
-    del session
-    gc.collect()
-    turns.sessions.free_dropped()
-    assert turns.turn(other, [4, 5, 6]) == 2
-
-
-def test_nothing_happens_when_the_interpreter_ends() -> None:
-    """Whatever is freed that late may find torch gone."""
-    code = """
-from foredraft.cache.prefix import Session, Sessions
-from foredraft.models.table import TokenCache
-class Cache(TokenCache):
-    def free(self, slot):
-        raise SystemExit("freed at the end")
-sessions, session = Sessions(Cache()), Session()
-slot, _ = sessions.open(session, [1, 2])
-sessions.release(slot, session, [1, 2])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+        session.close()
 
 
 def test_the_common_prefix_of_two_texts() -> None:

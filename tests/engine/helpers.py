@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.errors import CacheFullError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
@@ -63,32 +62,9 @@ class FaultyTarget(TableModel):
         return scores
 
 
-class LimitedCache(TokenCache):
-    """A `TokenCache` with memory for so many tokens in all; slots keep what they have reserved."""
-
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__()
-        self.num_tokens = num_tokens
-        self.held: dict[int, int] = {}
-
-    def reserve(self, slot: int, num_tokens: int) -> None:
-        super().reserve(slot, num_tokens)
-        wanted = max(self.held.get(slot, 0), self.length(slot) + num_tokens)
-        others = sum(held for other, held in self.held.items() if other != slot)
-        if others + wanted > self.num_tokens:
-            raise CacheFullError(
-                f"{wanted} tokens wanted, and {others} of {self.num_tokens} are in use"
-            )
-        self.held[slot] = wanted
-
-    def free(self, slot: int) -> None:
-        super().free(slot)
-        self.held.pop(slot, None)
-
-
 def limited(target: TableModel, num_tokens: int) -> TableModel:
     """The same target with memory for so many tokens."""
-    target.cache = LimitedCache(num_tokens)
+    target.cache = TokenCache(max_tokens=num_tokens, block_size=1)
     return target
 
 

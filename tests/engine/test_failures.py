@@ -51,7 +51,7 @@ def test_a_row_without_finite_logits_ends_alone() -> None:
     assert broken.error is not None
     assert "largest of 10 logits is nan" in broken.error
     assert (fine.finish_reason, fine.token_ids, fine.error) == ("length", plain([1]), None)
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 2, 7])
@@ -62,7 +62,7 @@ def test_a_row_that_loses_its_logits_midway_keeps_its_tokens(num_draft_tokens: i
     broken, fine = generate(engine, [[1], [5]], PARAMS)
     assert (broken.finish_reason, broken.token_ids, broken.text) == ("error", (2, 3, 4, 5), "cdef")
     assert fine.token_ids == plain([5])[: len(fine.token_ids)]
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 6])
@@ -103,7 +103,7 @@ def test_a_target_that_raises_ends_the_running_request_and_no_other(raise_at: in
     assert first.error == "RuntimeError: device lost"
     assert first.token_ids == plain([1])[: 3 * (raise_at - 1)]
     assert (waiting.finish_reason, waiting.token_ids) == ("length", plain([3]))
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 @pytest.mark.parametrize("raise_at", [1, 3])
@@ -131,7 +131,7 @@ def test_a_request_without_memory_for_its_cache_waits_for_others(
     allocate = target.cache.allocate
 
     def allocate_few() -> int:
-        if len(target.cache.entries) >= most:
+        if len(target.cache.slots) >= most:
             raise MemoryError("no room for another slot")
         return allocate()
 
@@ -139,7 +139,7 @@ def test_a_request_without_memory_for_its_cache_waits_for_others(
     engine = new_engine(target, counting_drafter(wrong_every=3), max_batch_size=3)
     prompts = [[1], [5], [3]]
     assert [r.token_ids for r in generate(engine, prompts, PARAMS)] == [plain(p) for p in prompts]
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 def test_the_engine_stays_usable_when_every_new_request_fails(
@@ -165,7 +165,7 @@ def test_a_session_reads_everything_again_after_an_error() -> None:
     request_id = engine.submit(prompt, PARAMS, session)
     assert finish(engine)[request_id].token_ids == plain(prompt)
     engine.close_session(session)
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 class RaisingController(FixedBudget):
@@ -188,7 +188,7 @@ def test_a_controller_that_fails_to_observe_costs_nobody_anything(
     (result,) = generate(engine, [[1]], PARAMS)
     assert (result.finish_reason, result.token_ids) == ("length", plain([1]))
     assert "no rows accepted" in caplog.text
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 def test_a_trace_that_fails_is_switched_off_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -232,7 +232,7 @@ def test_a_row_that_makes_the_forward_fail_ends_alone(caplog: pytest.LogCaptureF
     assert broken.error == "MemoryError: no room for entry 6"
     assert (fine.finish_reason, fine.token_ids) == ("length", (9, 0, 1, 2, 3))
     assert "Traceback" in caplog.text
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 class Interrupted(BaseException):
@@ -254,7 +254,7 @@ def test_an_interrupted_step_never_gives_wrong_text(monkeypatch: pytest.MonkeyPa
     assert event.result.finish_reason == "error"
     assert event.result.token_ids == plain([1])[:2]
     assert "an earlier step was interrupted" in str(event.result.error)
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 def test_a_request_interrupted_before_its_first_step_goes_on(

@@ -40,7 +40,7 @@ def test_each_is_the_text_of_its_seed(max_batch_size: int, max_step_tokens: int)
     assert [result.index for result in results] == [0, 1, 2, 3]
     assert {result.parent_id for result in results} == {parent}
     assert [result.token_ids for result in results] == expected()
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 def test_the_prompt_is_read_once() -> None:
@@ -68,7 +68,7 @@ def test_the_others_go_on_without_the_first(num_steps: int) -> None:
     engine.cancel(parent)
     results = [event.result for event in engine.run() if event.result is not None]
     assert {r.index: r.token_ids for r in results} == dict(enumerate(expected()[1:], start=1))
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 def test_with_little_memory_all_of_them_end() -> None:

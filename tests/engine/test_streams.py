@@ -59,9 +59,9 @@ def test_closing_a_stream_cancels_its_request_only() -> None:
     next(first)
     begun = next(second)
     close(first)
-    assert len(target.cache.entries) == 1
+    assert len(target.cache.slots) == 1
     last_of([begun, *second])
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
     assert not engine.has_work
 
 
@@ -83,7 +83,7 @@ def test_one_bad_prompt_and_nothing_is_generated() -> None:
     with pytest.raises(PromptError):
         list(Streams(engine).open([[1], [2], []], PARAMS))
     assert not engine.has_work
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 def test_a_request_cancelled_behind_its_stream_ends_it() -> None:

@@ -78,7 +78,7 @@ def test_a_conversation_that_nobody_holds_gives_its_slot_back() -> None:
     assert not engine.is_live(request_id)
     gc.collect()
     generate(engine, [[3]], PARAMS)
-    assert target.cache.entries == {}
+    assert target.cache.slots == []
 
 
 OPEN_STREAM = """

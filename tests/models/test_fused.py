@@ -293,16 +293,27 @@ def test_a_kept_path_leaves_the_bits_of_a_plain_history(alone: Alone) -> None:
         assert torch.equal(found[node], alone.logits(tokens)[-1])
 
 
-def test_growing_the_cache_changes_no_bit(alone: Alone) -> None:
-    tokens = text(260)
-    target = alone.with_threads(2)
-    slot, other = target.cache.allocate(), target.cache.allocate()
-    step(target, slot, tokens[:250])
-    before = target.cache.capacity
-    step(target, other, tokens)
-    assert target.cache.capacity > before
-    found = step(target, slot, tokens[250:])
+def test_where_blocks_lie_changes_no_bit(alone: Alone) -> None:
+    tokens, target = text(400), alone.with_threads(2)
+    slot, *others = (target.cache.allocate() for _ in range(3))
+    for start in range(0, 320, 40):
+        step(target, slot, tokens[start : start + 40])
+        step(target, others[start // 40 % 2], tokens[:60])
+    target.cache.free(others[0])
+    found = step(target, slot, tokens[320:])
+    table = [*target.cache.table(slot)]
+    assert table != sorted(table)
     assert torch.equal(found, alone.logits(tokens)[-1:])
+
+
+def test_a_shared_block_is_copied_before_it_is_written(alone: Alone) -> None:
+    tokens, target = text(150), alone.with_threads(2)
+    slot = target.cache.allocate()
+    step(target, slot, tokens[:140])
+    copy = target.cache.fork(slot)
+    step(target, copy, text(10, seed=1))
+    assert [*target.cache.table(slot)][:2] == [*target.cache.table(copy)][:2]
+    assert torch.equal(step(target, slot, tokens[140:]), alone.logits(tokens)[-1:])
 
 
 def test_taps_have_the_same_bits_in_every_forward(alone: Alone) -> None:

@@ -246,7 +246,7 @@ def test_states_do_not_outlive_their_entries(target: NativeTarget, event: str) -
     if event == "keep":  # a step of which nothing but the pending token counts, then back
         cache.keep(slot, 1, ())
         cache.truncate(slot, len(prompt))
-        cache.keys_LSHCD[:, slot, :, len(prompt) :] = 0.5
+        cache.store.keys[[*cache.table(slot)], :, :, len(prompt) :] = 0.5
     elif event == "truncate":
         cache.truncate(slot, 4)
         target.score([ScoreRow(slot, prompt[4:])])

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.cache.kv import KVCache
+from foredraft.cache.store import Entries
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.head import head_logits
 from foredraft.models.native.packed import Matrix, as_tensor
 from foredraft.models.native.parts import rms_norm
-from foredraft.models.native.plan import ForwardPlan
+from foredraft.models.native.plan import ForwardPlan, RowSpan
 from foredraft.models.native.rope import inverse_frequencies, rotate
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
@@ -47,13 +47,14 @@ class EagerDecoder:
 
     name = "eager"
     partial = True
+    reads_unseen = False
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self._config, self._weights = config, weights
         self._inv_freq = inverse_frequencies(config).to(weights.device)
 
     def forward(
-        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
+        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Write the plan's tokens into the cache and score the wanted ones.
 
@@ -63,7 +64,7 @@ class EagerDecoder:
         Raises:
             ConfigError: the cache is of another model, or of another dtype than the weights.
         """
-        cache.check_fits(self._config.kv_shape, self._weights.dtype)
+        cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
         device = self._weights.device
         masks = [_to(plan.mask(row), device) for row in plan.rows]
         rotations = self._rotations(plan.positions_T.to(device))
@@ -155,42 +156,52 @@ class _RowRun:
     def __init__(
         self,
         plan: ForwardPlan,
-        cache: KVCache,
+        cache: Entries,
         cos_TD: Tensor,
         sin_TD: Tensor,
         masks: list[Tensor | None],
         attend_row: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
     ) -> None:
         self.cos_TD, self.sin_TD = cos_TD, sin_TD
-        self._plan, self._cache, self._masks = plan, cache, masks
+        self._plan, self._store, self._masks = plan, cache.store, masks
+        blocks, size = list[int](), cache.store.block_size
+        for row in plan.rows:
+            table = cache.table(row.slot)
+            blocks.extend(table[entry // size] for entry in plan.entries[_slice(row.tokens)])
+        offsets = [entry % size for entry in plan.entries]
+        self._written = torch.tensor([blocks, offsets], dtype=torch.int64).to(cache.store.device)
+        self._rows = [self._rows_of(cache, row) for row in plan.rows]
         self._attend_row = attend_row
         self._num_nodes = [sum(map(bool, plan.extras[_slice(row.tokens)])) for row in plan.rows]
 
     def attend(self, index: int, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
         outputs = []
-        rows = zip(self._plan.rows, self._masks, self._num_nodes, strict=True)
-        for row, mask, num_nodes in rows:
-            tokens, entries = _slice(row.tokens), _slice(row.entries)
-            keys_GCD = self._cache.keys_LSHCD[index, row.slot]
-            values_GCD = self._cache.values_LSHCD[index, row.slot]
-            keys_GCD[:, entries] = key_TGD[tokens].transpose(0, 1)
-            values_GCD[:, entries] = value_TGD[tokens].transpose(0, 1)
+        blocks_T, offsets_T = self._written
+        self._store.keys[:, index][blocks_T, :, offsets_T] = key_TGD
+        self._store.values[:, index][blocks_T, :, offsets_T] = value_TGD
+        rows = zip(self._plan.rows, self._rows, self._masks, self._num_nodes, strict=True)
+        for row, rows_R, mask, num_nodes in rows:
             end = row.entries.stop
+            keys_GCD, values_GCD = (x[:, :end] for x in self._store.gather(index, rows_R))
             if num_nodes:
-                _make_finite(keys_GCD[:, end - num_nodes : end])
-                _make_finite(values_GCD[:, end - num_nodes : end])
-            attended_RHD = self._attend_row(
-                query_THD[tokens], keys_GCD[:, :end], values_GCD[:, :end], mask
-            )
-            outputs.append(attended_RHD.flatten(1))
+                _make_finite(keys_GCD[:, end - num_nodes :])
+                _make_finite(values_GCD[:, end - num_nodes :])
+            query_RHD = query_THD[_slice(row.tokens)]
+            outputs.append(self._attend_row(query_RHD, keys_GCD, values_GCD, mask).flatten(1))
         return torch.cat(outputs)
+
+    @staticmethod
+    def _rows_of(cache: Entries, row: RowSpan) -> Tensor:
+        """Where the blocks lie that hold what a row sees (see `BlockStore.rows`)."""
+        num_blocks = -(-row.entries.stop // cache.store.block_size)
+        return cache.store.rows(cache.table(row.slot)[:num_blocks])
 
 
 def _make_finite(entries_GND: Tensor) -> None:
     """Of tree nodes: attention gives what it may not see a weight of 0, and 0 times NaN is NaN.
 
     A node that is NaN itself stays so, and nobody goes on from there; its siblings, and the tokens
-    before it, are what they would be without it.
+    before it, are what they would be without it. Done to what attention reads, not to the cache.
     """
     torch.nan_to_num(entries_GND, 0.0, 0.0, 0.0, out=entries_GND)
 

@@ -21,7 +21,7 @@ from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from foredraft.cache.kv import KVCache
+from foredraft.cache.store import Entries
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads
@@ -63,6 +63,7 @@ class FusedDecoder:
 
     name = "fused"
     partial = True
+    reads_unseen = False
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None
@@ -102,7 +103,7 @@ class FusedDecoder:
         return dict(zip(PHASES, self._phase_seconds, strict=True))
 
     def forward(
-        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
+        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Write the plan's tokens into the cache and score the wanted ones.
 
@@ -121,7 +122,9 @@ class FusedDecoder:
         hidden = self._config.hidden_size
         tapped = {i: torch.empty(len(plan), hidden) for i in taps}
         with self._lock:
-            self._call(self._describe_forward(plan, cache, logits_NV, tapped))
+            described = self._describe_forward(plan, logits_NV, tapped)
+            _point_to_entries(described, plan, cache)
+            self._call(described)
         if plan.is_beginning:
             return logits_NV, tapped
         return logits_NV, {i: x.to(self._weights.dtype) for i, x in tapped.items()}
@@ -136,9 +139,8 @@ class FusedDecoder:
         plan = plan_head(inputs_TE, len(self._layers))
         scale_T1 = (inputs_TE.square().mean(-1, keepdim=True) + self._config.rms_norm_eps).sqrt()
         logits_TV = torch.empty(len(plan), self._config.vocab_size)
-        cache = KVCache(self._config.kv_shape, self._weights.dtype, "cpu", 0)
         with self._lock:
-            described = self._describe_forward(plan, cache, logits_TV, {})
+            described = self._describe_forward(plan, logits_TV, {})
             _check_outcome(self._forward(self._unnormed, described), described.num_threads)
         return logits_TV.mul_(scale_T1)
 
@@ -178,11 +180,11 @@ class FusedDecoder:
         torch.set_num_threads(1)
 
     def _describe_forward(
-        self, plan: ForwardPlan, cache: KVCache, logits_NV: Tensor, tapped: dict[int, Tensor]
+        self, plan: ForwardPlan, logits_NV: Tensor, tapped: dict[int, Tensor]
     ) -> interface.Forward:
+        """All but where the cache's entries lie."""
         threads = self._num_threads or self._chooser.choose()
         max_entries = max(row.entries.stop for row in plan.rows)
-        keys, values = cache.keys_LSHCD, cache.values_LSHCD
         layers = plan.layers_to_run(len(self._layers))
         extra_starts = [0]
         for extras in plan.extras:
@@ -194,18 +196,12 @@ class FusedDecoder:
             max_entries=max_entries,
             token_ids=_ints(plan.token_ids),
             positions=_ints(plan.positions),
-            slots=_ints(plan.slots),
             entries=_ints(plan.entries),
             prefixes=_ints(plan.prefixes),
             extra_starts=_ints(extra_starts),
             extras=_ints([entry for extras in plan.extras for entry in extras]),
             wanted=_ints(plan.heads),
             rows=_rows(plan),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            layer_stride=keys.stride(0),
-            slot_stride=keys.stride(1),
-            head_stride=keys.stride(2),
             logits=logits_NV.data_ptr(),
             first_layer=layers.start,
             end_layer=layers.stop,
@@ -225,18 +221,20 @@ class FusedDecoder:
             self._workspace = torch.empty(needed, dtype=torch.float32)
         return self._workspace.data_ptr()
 
-    def _check_plan(self, plan: ForwardPlan, cache: KVCache) -> None:
-        cache.check_fits(self._config.kv_shape, self._weights.dtype)
+    def _check_plan(self, plan: ForwardPlan, cache: Entries) -> None:
+        cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
         if not 0 <= min(plan.token_ids) <= max(plan.token_ids) < self._config.vocab_size:
             raise IndexError(
                 f"token ids {min(plan.token_ids)} to {max(plan.token_ids)} do not fit a "
                 f"vocabulary of {self._config.vocab_size}"
             )
-        if max(plan.entries) >= cache.capacity or max(plan.slots) >= cache.keys_LSHCD.shape[1]:
-            raise IndexError(
-                f"entry {max(plan.entries)} of slot {max(plan.slots)} lies outside a cache of "
-                f"{cache.keys_LSHCD.shape[1]} slots of {cache.capacity} entries; reserve it first"
-            )
+        for row in plan.rows:
+            held = len(cache.table(row.slot)) * cache.store.block_size
+            if row.entries.stop > held:
+                raise IndexError(
+                    f"entry {row.entries.stop - 1} of slot {row.slot} lies outside its blocks, "
+                    f"which hold {held} entries; reserve it first"
+                )
 
     def _describe_model(self, final_norm_E: Tensor) -> interface.Model:
         config, weights = self._config, self._weights
@@ -324,6 +322,19 @@ def _memory_ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 def _ints(values: Iterable[int]) -> ctypes.Array[c_int32]:
     values = list(values)
     return (c_int32 * len(values))(*values)
+
+
+def _point_to_entries(described: interface.Forward, plan: ForwardPlan, cache: Entries) -> None:
+    """Say where the entries of the plan's slots lie."""
+    tables = list[int]()
+    for row in plan.rows:
+        address, _ = cache.table(row.slot).buffer_info()
+        tables += [address] * len(row.tokens)
+    described.tables = (c_void_p * len(tables))(*tables)
+    keys, values = cache.store.keys, cache.store.values
+    described.keys, described.values = keys.data_ptr(), values.data_ptr()
+    described.block_entries = cache.store.block_size
+    described.block_stride, described.layer_stride, described.head_stride, _, _ = keys.stride()
 
 
 def _rows(plan: ForwardPlan) -> ctypes.Array[interface.Row]:

@@ -7,8 +7,8 @@ forwards of some layers only and very large steps run through the eager decoder.
 
 On other devices nothing is recorded, and the same code runs as it is.
 
-Shape legend: as in `eager` and `grid`; further S cache slots, B rows that attend, P query heads
-that share a key-value head.
+Shape legend: as in `eager` and `grid`; further B rows that attend, P query heads that share a
+key-value head.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.cache.kv import KVCache
+from foredraft.cache.store import Entries
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.grid import (
@@ -32,7 +33,6 @@ from foredraft.models.native.grid import (
     choose_bucket,
     fits_grid,
     grid_inputs,
-    needed_capacity,
     power_of_two,
 )
 from foredraft.models.native.plan import ForwardPlan
@@ -49,12 +49,12 @@ class _Graph:
     """One recorded forward.
 
     Attributes:
-        inputs_IN: `GridInputs`, written before each replay.
+        inputs: `GridInputs`, written before each replay.
         logits_NV: float32; shared with other graphs of about the same size.
         replay: runs it; returns the outputs of the tapped layers [N, E].
     """
 
-    inputs_IN: Tensor
+    inputs: Tensor
     logits_NV: Tensor
     replay: Callable[[], dict[int, Tensor]]
 
@@ -80,6 +80,7 @@ class GraphedDecoder(EagerDecoder):
     """
 
     name = "graphed"
+    reads_unseen = True
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, max_graphs: int = _MAX_GRAPHS
@@ -93,7 +94,7 @@ class GraphedDecoder(EagerDecoder):
         self.num_recorded = self.num_replayed = 0
 
     def forward(
-        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
+        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Write the plan's tokens into the cache and score the wanted ones.
 
@@ -101,22 +102,20 @@ class GraphedDecoder(EagerDecoder):
             float32 logits [N, V], and for each tap the output [T, E] of that layer. They are the
             caller's: the next forward does not touch them.
         """
-        if not fits_grid(plan):
+        if not isinstance(cache, KVCache) or not fits_grid(plan):
             return super().forward(plan, cache, taps)
-        cache.check_fits(self._config.kv_shape, self._weights.dtype)
-        cache.make_room(needed_capacity(plan))
+        cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
         for row in plan.rows:
             cache.clear_behind(row.slot, row.entries.stop)
-        bucket = choose_bucket(plan, cache.keys_LSHCD.shape[1], cache.capacity, taps)
-        inputs_IN = grid_inputs(plan, bucket, scratch_entry=cache.capacity - 1)
-        graph = self._graph(bucket, cache, inputs_IN)
+        bucket = choose_bucket(plan, cache.store.block_size, taps)
+        graph = self._graph(bucket, cache, grid_inputs(plan, bucket, cache))
         tapped = graph.replay()
         self.num_replayed += 1
-        places_T = GridInputs(*graph.inputs_IN).places[: len(plan)]
+        places_T = GridInputs.of(graph.inputs, bucket).places[: len(plan)]
         logits_NV = graph.logits_NV[: len(plan.heads)].clone()
         return logits_NV, {i: x.index_select(0, places_T) for i, x in tapped.items()}
 
-    def _graph(self, bucket: Bucket, cache: KVCache, inputs_IN: Tensor) -> _Graph:
+    def _graph(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> _Graph:
         """The bucket's recording with these inputs in place, made if there is none."""
         storage = _storage(cache)
         if storage != self._storage:
@@ -124,11 +123,11 @@ class GraphedDecoder(EagerDecoder):
             self._storage = storage
             cache.hold_memory()
         if bucket in self._graphs:
-            _copy(inputs_IN, self._graphs[bucket].inputs_IN)
+            _copy(inputs, self._graphs[bucket].inputs)
             self._graphs.move_to_end(bucket)
         else:
             self._drop(len(self._graphs) + 1 - self._max_graphs)
-            self._graphs[bucket] = self._record(bucket, cache, inputs_IN)
+            self._graphs[bucket] = self._record(bucket, cache, inputs)
         return self._graphs[bucket]
 
     def _drop(self, count: int) -> None:
@@ -141,11 +140,11 @@ class GraphedDecoder(EagerDecoder):
         if not self._graphs:
             self._recorder.start_over()
 
-    def _record(self, bucket: Bucket, cache: KVCache, inputs_IN: Tensor) -> _Graph:
+    def _record(self, bucket: Bucket, cache: KVCache, inputs: Tensor) -> _Graph:
         """Record with real inputs: doing a forward several times leaves the same in the cache."""
         device = self._weights.device
-        fixed_IN = torch.empty_like(inputs_IN, device=device)
-        _copy(inputs_IN, fixed_IN)
+        fixed = torch.empty_like(inputs, device=device)
+        _copy(inputs, fixed)
         rounded = power_of_two(bucket.size)
         if rounded not in self._logits:
             shape = (rounded, self._config.vocab_size)
@@ -153,12 +152,12 @@ class GraphedDecoder(EagerDecoder):
         logits_NV = self._logits[rounded][: bucket.size]
 
         def work() -> dict[int, Tensor]:
-            return self._run(GridInputs(*fixed_IN), bucket, cache, logits_NV)
+            return self._run(GridInputs.of(fixed, bucket), bucket, cache, logits_NV)
 
         replay = self._recorder.record(work)
         self.num_recorded += 1
         _log.debug("recorded %s, %d graphs", bucket, len(self._graphs) + 1)
-        return _Graph(fixed_IN, logits_NV, replay)
+        return _Graph(fixed, logits_NV, replay)
 
     def _run(
         self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
@@ -204,30 +203,25 @@ class _GridRun:
         bias: Tensor,
     ) -> None:
         self.cos_TD, self.sin_TD = cos_TD, sin_TD
-        self._inputs, self._bucket, self._cache, self._bias = inputs, bucket, cache, bias
+        self._inputs, self._bucket, self._store, self._bias = inputs, bucket, cache.store, bias
+        self._rows = self._store.rows_of(inputs.tables.view(bucket.rows, -1))
 
     def attend(self, index: int, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
-        keys_SGCD = self._cache.keys_LSHCD[index]
-        values_SGCD = self._cache.values_LSHCD[index]
-        written = (self._inputs.slots, slice(None), self._inputs.entries)
-        keys_SGCD[written] = key_TGD
-        values_SGCD[written] = value_TGD
-        bucket = self._bucket
+        store, bucket = self._store, self._bucket
+        written = (self._inputs.blocks, slice(None), self._inputs.offsets)
+        store.keys[:, index][written] = key_TGD
+        store.values[:, index][written] = value_TGD
+        keys_RGCD, values_RGCD = (
+            rows.index_select(0, self._rows).view(bucket.rows, -1, bucket.context, rows.shape[-1])
+            for rows in store.layer_rows(index)
+        )
         attended_RTHD = _attend_grouped(
             query_THD.view(bucket.rows, bucket.tokens, *query_THD.shape[1:]),
-            self._seen(keys_SGCD),
-            self._seen(values_SGCD),
+            keys_RGCD,
+            values_RGCD,
             self._bias,
         )
         return attended_RTHD.reshape(bucket.size, -1)
-
-    def _seen(self, store_SGCD: Tensor) -> Tensor:
-        """What the rows attend to, [R, G, C, D]."""
-        bucket = self._bucket
-        if bucket.gathers:
-            row_slots_R = self._inputs.row_slots[: bucket.rows]
-            return store_SGCD[:, :, : bucket.context].index_select(0, row_slots_R)
-        return store_SGCD[: bucket.rows, :, : bucket.context]
 
 
 def _attend_grouped(
@@ -254,7 +248,7 @@ def _attend_grouped(
 
 def _storage(cache: KVCache) -> tuple[object, ...]:
     """Where the cache is; recordings are good as long as this stays."""
-    keys, values = cache.keys_LSHCD, cache.values_LSHCD
+    keys, values = cache.store.keys, cache.store.values
     return keys.data_ptr(), values.data_ptr(), keys.shape
 
 

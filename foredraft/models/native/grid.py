@@ -3,14 +3,15 @@
 Each row of a `ForwardPlan` becomes a row of the grid, padded to the same number of tokens; rows are
 padded too. Everything that differs between two forwards of one shape is numbers in one small
 tensor: which token, where it is written, what it sees. A padding token sees its row's entries and
-itself, so that no row of the mask is empty, and writes into a scratch entry that nobody reads.
+itself, so that no row of the mask is empty, and writes into a block that nobody reads.
 
 Shape legend: R rows of the grid, T tokens of one of its rows, N = R * T tokens of the grid,
-C cache entries attended to, I kinds of numbers in `GridInputs`.
+C cache entries attended to, M cache blocks that hold them.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foredraft.cache.store import Entries
 from foredraft.models.native.plan import ForwardPlan, RowSpan
 
 MAX_ROW_TOKENS = 64
@@ -27,35 +29,39 @@ _MAX_TOKENS = 256
 _MAX_PENDING = 8
 """A row with more tokens to read than this is a prompt, whose size hardly comes twice."""
 _MIN_CONTEXT = 256
-_SCRATCH = 8
-"""Entries at a slot's end that no token attends to, not even with weight 0: padding writes there.
-One would do, but attention's kernels like multiples of eight."""
 
 
 class GridInputs(NamedTuple):
-    """What differs between two forwards of one shape; int64, each [N].
+    """What differs between two forwards of one shape; int64, each [N] but for the last.
 
     Attributes:
         token_ids: vocabulary ids.
         positions: for rotary embedding.
-        slots: the cache slot that a token writes to.
-        entries: the entry of that slot.
+        blocks: the cache block that a token writes to.
+        offsets: the entry of that block.
         visible: bit u says whether a token sees token u of its own row.
         heads: tokens of the grid whose logits are wanted, in the plan's order.
         places: where the plan's tokens are in the grid.
         starts: the first R: how many entries a row's tokens all see before their own.
-        row_slots: the first R: the slot that each row attends to.
+        tables: [R M] the blocks that each row attends to.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
-    entries: Tensor
+    blocks: Tensor
+    offsets: Tensor
     visible: Tensor
     heads: Tensor
     places: Tensor
     starts: Tensor
-    row_slots: Tensor
+    tables: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, bucket: Bucket) -> GridInputs:
+        """Views of what `grid_inputs` laid out."""
+        num_kinds = len(cls._fields) - 1
+        kinds_IN = numbers[: num_kinds * bucket.size].view(num_kinds, -1)
+        return cls._make([*kinds_IN, numbers[num_kinds * bucket.size :]])
 
 
 @dataclass(frozen=True)
@@ -66,15 +72,12 @@ class Bucket:
         rows: R.
         tokens: T.
         context: C; no token of the forward sees an entry beyond.
-        gathers: the rows' keys and values are copied together first. False: row i of the grid is
-            slot i of the cache, which is read where it lies.
         taps: layers whose output is wanted, ascending.
     """
 
     rows: int
     tokens: int
     context: int
-    gathers: bool
     taps: tuple[int, ...]
 
     @property
@@ -95,65 +98,51 @@ def fits_grid(plan: ForwardPlan) -> bool:
     )
 
 
-def needed_capacity(plan: ForwardPlan) -> int:
-    """Entries that a cache must hold for the padded rows and a scratch entry behind them."""
-    _, tokens = _padded_shape(plan)
-    return max(row.entries.start for row in plan.rows) + tokens + _SCRATCH
-
-
-def choose_bucket(
-    plan: ForwardPlan, num_slots: int, capacity: int, taps: Sequence[int] = ()
-) -> Bucket:
+def choose_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) -> Bucket:
     """The smallest bucket that ``plan`` fits.
 
     Args:
         plan: for which `fits_grid`.
-        num_slots: slots of the cache.
-        capacity: entries of a slot, at least `needed_capacity`.
+        block_size: entries of a cache block.
         taps: layers whose output is wanted.
     """
     rows, tokens = _padded_shape(plan)
-    first_slots = min(rows, num_slots)
-    gathers = any(row.slot >= first_slots for row in plan.rows)
     seen = max(row.entries.start for row in plan.rows) + tokens
-    return Bucket(
-        rows=rows if gathers else first_slots,
-        tokens=tokens,
-        context=min(max(_MIN_CONTEXT, power_of_two(seen)), capacity - _SCRATCH),
-        gathers=gathers,
-        taps=tuple(sorted(set(taps))),
-    )
+    context = max(_MIN_CONTEXT, power_of_two(seen), block_size)
+    return Bucket(rows, tokens, context, tuple(sorted(set(taps))))
 
 
-def grid_inputs(plan: ForwardPlan, bucket: Bucket, scratch_entry: int) -> Tensor:
-    """The plan's numbers, padded: `GridInputs` stacked into one int64 tensor [I, N] on the CPU.
-
-    Args:
-        scratch_entry: an entry that counts in no slot of the plan; padding tokens write there.
-    """
-    size, per_row = bucket.size, bucket.tokens
-    spare = plan.rows[0].slot
+def grid_inputs(plan: ForwardPlan, bucket: Bucket, cache: Entries) -> Tensor:
+    """The plan's numbers, padded: all of `GridInputs` one after another, int64 on the CPU."""
+    size, block_size = bucket.size, cache.store.block_size
     numbers = {name: [0] * size for name in GridInputs._fields}
-    numbers["slots"] = [spare] * size
-    numbers["row_slots"] = [spare] * size
-    numbers["entries"] = [scratch_entry] * size
-    numbers["visible"] = [_signed(1 << token) for token in range(per_row)] * bucket.rows
+    numbers["blocks"] = [cache.store.num_blocks] * size
+    numbers["visible"] = [_signed(1 << token) for token in range(bucket.tokens)] * bucket.rows
+    numbers["tables"] = []
     places: list[int] = []
-    for index, row in enumerate(plan.rows):
-        grid_row = index if bucket.gathers else row.slot
-        first, count = grid_row * per_row, len(row.tokens)
+    for grid_row, row in enumerate(plan.rows):
+        first, count = grid_row * bucket.tokens, len(row.tokens)
         here, there = slice(row.tokens.start, row.tokens.stop), slice(first, first + count)
+        table, entries = cache.table(row.slot), plan.entries[here]
         numbers["token_ids"][there] = plan.token_ids[here]
         numbers["positions"][there] = plan.positions[here]
-        numbers["entries"][there] = plan.entries[here]
+        numbers["blocks"][there] = [table[entry // block_size] for entry in entries]
+        numbers["offsets"][there] = [entry % block_size for entry in entries]
         numbers["visible"][there] = [_visible(plan, row, token) for token in row.tokens]
-        numbers["slots"][first : first + per_row] = [row.slot] * per_row
         numbers["starts"][grid_row] = row.entries.start
-        numbers["row_slots"][grid_row] = row.slot
+        numbers["tables"] += _padded_table(table, bucket.context // block_size)
         places.extend(range(first, first + count))
+    numbers["tables"] += numbers["tables"][-1:] * (
+        (bucket.rows - len(plan.rows)) * (bucket.context // block_size)
+    )
     numbers["places"][: len(places)] = places
     numbers["heads"][: len(plan.heads)] = [places[token] for token in plan.heads]
-    return torch.tensor([numbers[name] for name in GridInputs._fields])
+    return torch.tensor([number for name in GridInputs._fields for number in numbers[name]])
+
+
+def _padded_table(table: array[int], count: int) -> list[int]:
+    """The first ``count`` blocks; behind the last one itself, which is as finite as it is."""
+    return [*table[:count], *table[-1:] * (count - len(table))]
 
 
 def attention_bias(inputs: GridInputs, bucket: Bucket, dtype: torch.dtype) -> Tensor:

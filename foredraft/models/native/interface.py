@@ -45,12 +45,14 @@ class Forward(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("num_tokens", "num_wanted", "num_rows", "max_entries")),
-        *((name, POINTER(c_int32)) for name in ("token_ids", "positions", "slots", "entries")),
+        *((name, POINTER(c_int32)) for name in ("token_ids", "positions", "entries")),
+        ("tables", POINTER(c_void_p)),
         *((name, POINTER(c_int32)) for name in ("prefixes", "extra_starts", "extras", "wanted")),
         ("rows", POINTER(Row)),
         ("keys", c_void_p),
         ("values", c_void_p),
-        *((name, c_int64) for name in ("layer_stride", "slot_stride", "head_stride")),
+        *((name, c_int64) for name in ("block_entries", "block_stride", "layer_stride")),
+        ("head_stride", c_int64),
         ("logits", c_void_p),
         *((name, c_int64) for name in ("first_layer", "end_layer")),
         ("hidden", c_void_p),

@@ -41,11 +41,13 @@ class PreparedForward:
         self._hidden_size, self._num_rows = decoder.sizes
         self._lists = _Lists()
         self._row, self._taps = Row(), (c_void_p * max(1, decoder.num_layers))()
+        self._tables = (c_void_p * MOST_TOKENS)()
         self._forward = Forward(
             num_rows=1,
             rows=POINTER(Row)(self._row),
             end_layer=decoder.num_layers,
             taps=self._taps,
+            tables=self._tables,
             **self._lists.pointers(),
         )
         self._room = 0  # entries that there is work memory for
@@ -76,11 +78,10 @@ class PreparedForward:
         lists.entries[:count] = entries
         lists.positions[:count] = positions
         lists.prefixes[:count] = [min(entry + 1, root) for entry in entries]
-        lists.slots[:count] = [row.slot] * count
         lists.extra_starts[: count + 1] = starts
         lists.extras[: len(extras)] = extras
         lists.wanted[: row.num_wanted] = range(count - row.num_wanted, count)
-        self._point_to_layers()
+        self._point_to_layers(row.slot, count)
         states_TE = torch.empty(count, self._hidden_size)
         self._taps[self._decoder.num_layers - 1] = states_TE.data_ptr()
         return states_TE, self._run(inputs_TE, row.num_wanted, end)
@@ -106,12 +107,15 @@ class PreparedForward:
         self._memory = self._decoder.new_work_memory(MOST_TOKENS, MOST_TOKENS, self._room)
         self._forward.workspace = self._memory.data_ptr()
 
-    def _point_to_layers(self) -> None:
-        """They move when they grow."""
+    def _point_to_layers(self, slot: int, count: int) -> None:
+        """They move when they grow, and so does a slot's table."""
         assert self._layers is not None
-        keys, forward = self._layers.keys_LSHCD, self._forward
-        forward.keys, forward.values = keys.data_ptr(), self._layers.values_LSHCD.data_ptr()
-        forward.layer_stride, forward.slot_stride, forward.head_stride, _, _ = keys.stride()
+        address, _ = self._layers.table(slot).buffer_info()
+        self._tables[:count] = [address] * count
+        store, forward = self._layers.store, self._forward
+        forward.keys, forward.values = store.keys.data_ptr(), store.values.data_ptr()
+        forward.block_stride, forward.layer_stride, forward.head_stride, _, _ = store.keys.stride()
+        forward.block_entries = store.block_size
 
 
 class _Lists:
@@ -123,7 +127,6 @@ class _Lists:
     def __init__(self) -> None:
         self.token_ids = _new_ints(MOST_TOKENS)  # zeros: states are given
         self.positions = _new_ints(MOST_TOKENS)
-        self.slots = _new_ints(MOST_TOKENS)
         self.entries = _new_ints(MOST_TOKENS)
         self.prefixes = _new_ints(MOST_TOKENS)
         self.extra_starts = _new_ints(MOST_TOKENS + 1)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from foredraft.cache.kv import KVCache
 from foredraft.cache.layers import StoredLayers
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import HeadRow, HeadWeights, ModelShape
@@ -79,7 +78,7 @@ class NativeHeadRunner:
             return self._run_head(inputs_TE)
         for row in rows:
             self.layers.check_no_gap(row.slot, row.start)
-            self.layers.reserve(row.slot, row.start + row.num_text + len(row.tree))
+            self.layers.reserve(row.slot, row.start, row.start + row.num_text + len(row.tree))
         inputs_TE = inputs_TE.to(self._device, self._input_dtype).contiguous()
         states_TE, logits_NR = self._run(rows, inputs_TE)
         for row in rows:
@@ -95,8 +94,7 @@ class NativeHeadRunner:
     @torch.no_grad()
     def _run_plan(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         plan = plan_run(rows, inputs_TE, range(self._last + 1))
-        store = cast(KVCache, self.layers)  # all of it that a decoder touches
-        logits_NR, tapped = self._decoder.forward(plan, store, (self._last,))
+        logits_NR, tapped = self._decoder.forward(plan, self.layers, (self._last,))
         return tapped[self._last].float(), logits_NR
 
     @torch.no_grad()

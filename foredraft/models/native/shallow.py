@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.kv import KVCache
+from foredraft.cache.store import Entries
 from foredraft.models.base import Computed, ScoreRow
 from foredraft.models.native.plan import ForwardPlan, RowSpan, plan_forward, tail
 
@@ -28,7 +29,7 @@ class PartialDecoder(Protocol):
     """A decoder that heeds `ForwardPlan.layers`."""
 
     def forward(
-        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
+        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]: ...
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.kv import KVCache
+from foredraft.cache.store import Entries
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
 from foredraft.models.native.config import DecoderConfig, read_config
@@ -35,8 +36,13 @@ class Decoder(Protocol):
         """Whether it heeds `ForwardPlan.layers`; False costs early exit its shared cache."""
         ...
 
+    @property
+    def reads_unseen(self) -> bool:
+        """Whether it reads entries that no token sees, with weight 0: they must be finite."""
+        ...
+
     def forward(
-        self, plan: ForwardPlan, cache: KVCache, taps: Sequence[int] = ()
+        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]: ...
 
     def logits(self, normed_TE: Tensor) -> Tensor:
@@ -55,6 +61,7 @@ class NativeTarget:
         weights: its weights.
         new_decoder: makes what runs them; the eager reference by default.
         max_context: most tokens a row may hold; the model's own limit when None.
+        cache_memory: bytes that the cache may take (see `KVCache`).
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class NativeTarget:
         weights: DecoderWeights,
         new_decoder: DecoderFactory = EagerDecoder,
         max_context: int | None = None,
+        cache_memory: int | None = None,
     ) -> None:
         self.config, self.weights = config, weights
         self.decoder = new_decoder(config, weights)
@@ -77,7 +85,11 @@ class NativeTarget:
             shallow=self.decoder.partial,
             cache_layers=True,
         )
-        self.cache = KVCache(config.kv_shape, weights.dtype, weights.device, self.max_context)
+        self.cache = KVCache(
+            config.kv_shape, weights.dtype, weights.device, self.max_context, cache_memory
+        )
+        if self.decoder.reads_unseen:
+            self.cache.keep_clean()
 
     @classmethod
     def load(
@@ -88,6 +100,7 @@ class NativeTarget:
         new_decoder: DecoderFactory = EagerDecoder,
         max_context: int | None = None,
         bits: int | None = None,
+        cache_memory: int | None = None,
     ) -> NativeTarget:
         """Load a checkpoint; with ``bits``, weights are quantised (see `packed`).
 
@@ -100,7 +113,7 @@ class NativeTarget:
         checkpoint = Checkpoint.of(source)
         config, _ = fit(checkpoint, read_config(checkpoint.directory))
         weights = load_weights(checkpoint, config, dtype, device, bits)
-        return cls(config, weights, new_decoder, max_context)
+        return cls(config, weights, new_decoder, max_context, cache_memory)
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.
     @torch.no_grad()

@@ -1,0 +1,171 @@
+"""Which texts the blocks hold whose entries may be shared: a tree of blocks, named by hashes.
+
+A block's name is the sha256 of the name before it and of its own tokens; the first name is that of
+whose text it is. So equal names mean equal texts from the beginning on, and blocks of different
+owners never meet. The last block of a text may be filled in part; it has no block behind it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NamedBlock:
+    """A block whose first entries are of these tokens, behind the text that ``before`` names."""
+
+    before: bytes
+    name: bytes
+    tokens: tuple[int, ...]
+    block: int
+
+
+class PrefixIndex:
+    """The blocks that have a name, and which of them nobody uses.
+
+    Of these the least recently used is forgotten first, and of a text its end before its beginning.
+
+    Args:
+        block_size: tokens of a full block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._named: dict[int, NamedBlock] = {}  # by block
+        self._full: dict[bytes, NamedBlock] = {}  # by name
+        self._behind: dict[bytes, list[NamedBlock]] = {}  # by the name before, in order of tokens
+        self._unused: OrderedDict[int, None] = OrderedDict()  # blocks, the oldest first
+
+    @property
+    def num_unused(self) -> int:
+        return len(self._unused)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._named
+
+    def is_unused(self, block: int) -> bool:
+        """Whether it has a name and no user."""
+        return block in self._unused
+
+    def find(self, owner: bytes, tokens: Sequence[int]) -> tuple[list[int], int]:
+        """The blocks that hold the longest beginning of ``tokens``, and its length.
+
+        The last of them may hold more than that.
+        """
+        blocks, size, before = list[int](), self.block_size, owner
+        for start in range(0, len(tokens), size):
+            text = tuple(tokens[start : start + size])
+            found = self._full.get(name_of(before, text)) if len(text) == size else None
+            if found is None:
+                nearest, count = self._nearest(before, text)
+                return blocks + nearest, start + count
+            blocks.append(found.block)
+            before = found.name
+        return blocks, len(tokens)
+
+    def add(self, before: bytes, tokens: Sequence[int], block: int) -> NamedBlock:
+        """Name a used block, unless another one holds as much already; the one to share."""
+        text = tuple(tokens)
+        name = name_of(before, text)
+        behind = self._behind.setdefault(before, [])
+        place = bisect_left(behind, text, key=_text)
+        if place < len(behind) and behind[place].tokens[: len(text)] == text:
+            return behind[place]
+        new = NamedBlock(before, name, text, block)
+        behind.insert(place, new)
+        self._named[block] = new
+        if len(text) == self.block_size:
+            self._full[name] = new
+        return new
+
+    def shorter(self, than: NamedBlock) -> int | None:
+        """An unused block that holds only a beginning of what ``than`` holds, to be forgotten."""
+        behind = self._behind[than.before]
+        place = bisect_left(behind, than.tokens, key=_text)
+        other = behind[place - 1] if place else None
+        if other is None or other.block not in self._unused:
+            return None
+        return other.block if than.tokens[: len(other.tokens)] == other.tokens else None
+
+    def use(self, block: int) -> None:
+        """A slot begins to use a block."""
+        self._unused.pop(block, None)
+
+    def leave(self, block: int) -> None:
+        """No slot uses the block any more."""
+        self._unused[block] = None
+        self._unused.move_to_end(block)
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """These blocks of one text, from its beginning on, were wanted just now."""
+        for block in reversed(blocks):
+            if block in self._unused:
+                self._unused.move_to_end(block)
+
+    def forget(self, block: int | None = None) -> int:
+        """Take the name of an unused block; by default of the least recently used one."""
+        if block is None:
+            block = next(iter(self._unused))
+        del self._unused[block]
+        self.remove(block)
+        return block
+
+    def remove(self, block: int) -> None:
+        """Take a block's name. What was behind it is found no more, and goes in its time."""
+        gone = self._named.pop(block)
+        self._full.pop(gone.name, None)
+        behind = self._behind[gone.before]
+        del behind[bisect_left(behind, gone.tokens, key=_text)]
+        if not behind:
+            del self._behind[gone.before]
+
+    def check(self) -> None:
+        """Whether the maps agree, and every block can be found from the beginning of its text.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        listed = [node for behind in self._behind.values() for node in behind]
+        assert sorted(node.block for node in listed) == sorted(self._named), "blocks unlisted"
+        full = {n.name for n in listed if len(n.tokens) == self.block_size}
+        assert full == set(self._full), "full blocks unlisted"
+        assert set(self._unused) <= set(self._named), "unused blocks without a name"
+        order = {block: place for place, block in enumerate(self._unused)}
+        for node in listed:
+            parent = self._full.get(node.before)
+            if parent is not None and parent.block in order:
+                assert order.get(node.block, len(order)) < order[parent.block], (
+                    "beginning goes first"
+                )
+
+    def _nearest(self, before: bytes, text: tuple[int, ...]) -> tuple[list[int], int]:
+        """The block behind ``before`` that shares most with ``text``, and how much."""
+        behind = self._behind.get(before, [])
+        place = bisect_left(behind, text, key=_text)
+        best, most = list[int](), 0
+        for other in behind[max(0, place - 1) : place + 1]:
+            if (count := common_prefix(other.tokens, text)) > most:
+                best, most = [other.block], count
+        return best, most
+
+
+def name_of(before: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of the block of ``tokens`` behind the one that is named ``before``."""
+    return hashlib.sha256(before + array("q", tokens).tobytes()).digest()
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    for i, (mine, theirs) in enumerate(zip(left, right, strict=False)):
+        if mine != theirs:
+            return i
+    return min(len(left), len(right))
+
+
+def _text(node: NamedBlock) -> tuple[int, ...]:
+    return node.tokens

@@ -1,0 +1,189 @@
+"""Where the entries of blocks lie: one stretch of memory per block, with all of its layers.
+
+Shape legend: N blocks, L layers, H key-value heads, B entries of a block, D head size, T tokens,
+R rows of N and H together, S slots with M blocks each.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foredraft.cache.base import KVShape
+from foredraft.core.errors import ConfigError
+
+
+class Entries(Protocol):
+    """What a decoder reads and writes: entries of slots, block by block."""
+
+    @property
+    def store(self) -> BlockStore: ...
+
+    def table(self, slot: int) -> array[int]:
+        """The slot's blocks, in the order of its entries, as C integers."""
+        ...
+
+
+class BlockStore:
+    """Keys and values [N + 1, L, H, B, D], grown on demand; the last block is nobody's.
+
+    On CPU memory is handed out by the system page by page as it is written, so room for all blocks
+    that there may ever be costs nothing and no block ever moves. Elsewhere the store doubles.
+
+    Args:
+        shape: of one token's entry.
+        dtype: of keys and values.
+        device: where they live.
+        block_size: entries of a block.
+    """
+
+    def __init__(
+        self, shape: KVShape, dtype: torch.dtype, device: torch.device | str, block_size: int
+    ) -> None:
+        self.shape, self.block_size = shape, block_size
+        self.keys, self.values = (self._empty(0, dtype, device) for _ in range(2))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    @property
+    def num_blocks(self) -> int:
+        """That there is room for; also the number of the one more block that nobody reads."""
+        return self.keys.shape[0] - 1
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.shape.bytes_per_token(self.dtype)
+
+    def num_bytes(self, num_made: int) -> int:
+        """Memory taken if the first ``num_made`` blocks were ever in use."""
+        touched = num_made if self.device.type == "cpu" else self.num_blocks
+        return min(touched, self.num_blocks) * self.block_bytes
+
+    def check_fits(self, shape: KVShape, dtype: torch.dtype) -> None:
+        """Refuse to serve a model that would write something else than there is room for.
+
+        Raises:
+            ConfigError: the store has another shape or dtype.
+        """
+        if (self.shape, self.dtype) != (shape, dtype):
+            raise ConfigError(
+                f"a model with {dtype} entries of {shape} cannot use a cache of {self.dtype} "
+                f"entries of {self.shape}: make it of the model's own"
+            )
+
+    def make_room(self, num_blocks: int, most: int) -> None:
+        """Hold at least ``num_blocks``; there will never be more than ``most``.
+
+        Raises:
+            MemoryError, RuntimeError: there is no memory; nothing has changed then.
+        """
+        if num_blocks <= self.num_blocks:
+            return
+        grown = max(num_blocks, min(2 * self.num_blocks, most))
+        wanted = [grown, num_blocks]
+        if self.device.type == "cpu":
+            wanted.insert(0, max(most, num_blocks))
+        for count in wanted:
+            try:
+                self._resize(count)
+                return
+            except (MemoryError, RuntimeError):
+                if count == num_blocks:
+                    raise
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self._resize(0)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block; there must be room for both."""
+        for store in (self.keys, self.values):
+            store[target] = store[source]
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero some blocks."""
+        at = torch.tensor(blocks, device=self.device)
+        for store in (self.keys, self.values):
+            store.index_fill_(0, at, 0.0)
+
+    def clear_entries(self, table: Sequence[int], entries: range) -> None:
+        """Zero some entries of a slot in all layers."""
+        size, start = self.block_size, entries.start
+        while start < entries.stop:
+            block, first = table[start // size], start % size
+            count = min(size - first, entries.stop - start)
+            for store in (self.keys, self.values):
+                store[block, :, :, first : first + count] = 0.0
+            start += count
+
+    def move(self, table: Sequence[int], sources: Sequence[int], first: int) -> None:
+        """Copy the entries ``sources`` of a slot to ``first`` and following; ranges may overlap."""
+        source = self.places(table, sources)
+        target = self.places(table, range(first, first + len(sources)))
+        for store in (self.keys, self.values):
+            store[target[0], :, :, target[1]] = store[source[0], :, :, source[1]]
+
+    def put(
+        self, layer: int, table: Sequence[int], start: int, keys_HTD: Tensor, values_HTD: Tensor
+    ) -> None:
+        """Set the entries of a slot from ``start`` on in one layer."""
+        at = self.places(table, range(start, start + keys_HTD.shape[1]))
+        for store, new_HTD in ((self.keys, keys_HTD), (self.values, values_HTD)):
+            store[:, layer][at[0], :, at[1]] = new_HTD.transpose(0, 1).to(store)
+
+    def get(self, layer: int, table: Sequence[int], end: int) -> tuple[Tensor, Tensor]:
+        """Copies [H, end, D] of the first entries of a slot in one layer."""
+        keys, values = self.gather(layer, self.rows(table[: -(-end // self.block_size)]))
+        return keys[:, :end], values[:, :end]
+
+    def rows(self, blocks: Sequence[int]) -> Tensor:
+        """Where the blocks' entries lie in layer 0, head by head; for `gather`."""
+        return self.rows_of(torch.tensor([[*blocks]], dtype=torch.int64).to(self.device))
+
+    def rows_of(self, tables_SM: Tensor) -> Tensor:
+        """Likewise of S slots with M blocks each, one slot after another; [S H M]."""
+        heads = self.shape.num_kv_heads
+        heads_H1 = torch.arange(heads, device=self.device)[:, None]
+        return (tables_SM[:, None] * (self.shape.num_layers * heads) + heads_H1).flatten()
+
+    def gather(self, layer: int, rows_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, N B, D] of the blocks behind ``rows_R`` (see `rows`)."""
+        keys, values = (store.index_select(0, rows_R) for store in self.layer_rows(layer))
+        shape = (self.shape.num_kv_heads, -1, self.shape.head_dim)
+        return keys.view(shape), values.view(shape)
+
+    def layer_rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [R, B, D], so that the rows of one layer are `rows` of layer 0."""
+        first = layer * self.shape.num_kv_heads
+        return self.keys.flatten(0, 2)[first:], self.values.flatten(0, 2)[first:]
+
+    def places(self, table: Sequence[int], entries: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Block and offset of each of a slot's entries, [T] each."""
+        size = self.block_size
+        blocks = [table[entry // size] for entry in entries]
+        offsets = [entry % size for entry in entries]
+        at = torch.tensor([blocks, offsets], dtype=torch.int64).to(self.device)
+        return at[0], at[1]
+
+    def _resize(self, count: int) -> None:
+        old = (self.keys, self.values)
+        grown = [self._empty(count, store.dtype, store.device) for store in old]
+        kept = min(count, self.num_blocks)  # not the last one
+        for new, store in zip(grown, old, strict=True):
+            new[:kept] = store[:kept]
+        self.keys, self.values = grown
+
+    def _empty(self, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        layers, heads = self.shape.num_layers, self.shape.num_kv_heads
+        shape = (count + 1, layers, heads, self.block_size, self.shape.head_dim)
+        return torch.empty(shape, dtype=dtype, device=device)
