@@ -29,6 +29,7 @@ class Places:
 
     def __init__(self, target: Target, drafter: GuardedDrafter) -> None:
         self._cache, self._drafter = target.cache, drafter
+        self._headroom = HEADROOM
         self.sessions = Sessions(target.cache, drafter.layers, drafter.look_ahead)
 
     def open(self, row: Row) -> None:
@@ -78,7 +79,7 @@ class Places:
             slot, num_cached = self._fork(row.leader.request.slot, request.num_prompt)
         else:
             slot, num_cached = self.sessions.open(row.session, request.tokens)
-        wanted = len(request.tokens) - num_cached + min(HEADROOM, request.num_remaining)
+        wanted = len(request.tokens) - num_cached + min(self._headroom, request.num_remaining)
         try:
             self._cache.reserve(slot, wanted)
         except BaseException:
