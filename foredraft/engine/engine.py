@@ -210,10 +210,9 @@ class Engine:
                 ]
             finally:
                 self._is_stepping = False
-            for request_id in self._cancelled_meanwhile:
-                self.cancel(request_id)
+            cancelled = [self._scheduler.find(number) for number in self._cancelled_meanwhile]
             self._cancelled_meanwhile.clear()
-            return events
+            return events + [self._cancel(row) for row in dict.fromkeys(cancelled) if row]
 
     def run(self) -> Iterator[Event]:
         """Step until no request is left."""
@@ -230,10 +229,7 @@ class Engine:
                 self._cancelled_meanwhile.append(request_id)
                 return None
             row = self._scheduler.find(request_id)
-            if row is None:
-                return None
-            row.request.finish_reason = "cancelled"
-            return self._event(row).result
+            return self._cancel(row).result if row else None
 
     def stats(self) -> EngineStats:
         """What the engine has done and is doing. Waits for nobody: a step may be under way."""
@@ -360,6 +356,10 @@ class Engine:
             tell()
         except Exception as error:
             _log.warning("the controller failed to %s: %s", what, error, exc_info=error)
+
+    def _cancel(self, row: Row) -> Event:
+        row.request.finish_reason = "cancelled"
+        return self._event(row)
 
     def _event(self, row: Row) -> Event:
         finished = row.is_over

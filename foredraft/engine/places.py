@@ -30,6 +30,7 @@ class Places:
 
     def __init__(self, target: Target, drafter: GuardedDrafter, prefix_caching: bool) -> None:
         self._cache, self._drafter = target.cache, drafter
+        self._headroom = HEADROOM
         self.prefixes = PrefixCache(
             target.cache, drafter.layers, drafter.look_ahead, prefix_caching
         )
@@ -81,7 +82,7 @@ class Places:
             slot, num_cached = self.prefixes.fork(row.leader.request.slot, request.num_prompt)
         else:
             slot, num_cached = self.prefixes.open(request.tokens, row.tenant)
-        wanted = len(request.tokens) - num_cached + min(HEADROOM, request.num_remaining)
+        wanted = len(request.tokens) - num_cached + min(self._headroom, request.num_remaining)
         try:
             self._cache.reserve(slot, wanted)
         except BaseException:

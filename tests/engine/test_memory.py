@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.engine.places import HEADROOM
@@ -104,7 +105,7 @@ class Recorder(BaseDrafter):
     def end(self, request_id: int) -> None:
         self.told.append(("end", request_id))
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[object]:
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         self.told += [("propose", row.request_id) for row in rows]
         if any(row.request_id == self._fails_in for row in rows):
             raise ValueError("no idea")

@@ -1,0 +1,51 @@
+"""``python -m tests.simulator``: simulate many steps, and say what happened in them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections import Counter
+
+from tests.simulator.simulation import Simulation
+
+
+def simulate(first: int, num_steps: int) -> tuple[int, int, Counter[str]]:
+    """Schedules from seed ``first`` on; returns how many, their steps, and what happened.
+
+    Raises:
+        AssertionError: something is broken; its note names the seed.
+    """
+    seed, done = first, 0
+    seen: Counter[str] = Counter()
+    while done < num_steps:
+        simulation = Simulation(seed)
+        try:
+            simulation.run()
+        except BaseException as error:
+            error.add_note(f"in the schedule of seed {seed}")
+            raise
+        seed += 1
+        done += simulation.num_steps
+        seen.update(simulation.seen)
+    return seed - first, done, seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    asked = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # every injected fault is said there
+    start = time.perf_counter()
+    schedules, steps, seen = simulate(asked.seed, asked.steps)
+    seconds = time.perf_counter() - start
+    rate = f"{seconds:.0f} s ({steps / seconds:.0f} a second)"
+    sys.stdout.write(f"{steps} steps in {schedules} schedules, {rate}, nothing broken\n")
+    for name, count in seen.most_common():
+        sys.stdout.write(f"{count:8} {name}\n")
+
+
+if __name__ == "__main__":
+    main()
