@@ -78,6 +78,7 @@ class Places:
             slot, num_cached = self._fork(row.leader.request.slot, request.num_prompt)
         else:
             slot, num_cached = self.sessions.open(row.session, request.tokens)
+            num_cached = self._unread(row, slot, num_cached)
         wanted = len(request.tokens) - num_cached + min(HEADROOM, request.num_remaining)
         try:
             self._cache.reserve(slot, wanted)
@@ -85,6 +86,14 @@ class Places:
             self.sessions.release(slot, row.session, request.tokens)
             raise
         return slot, num_cached
+
+    def _unread(self, row: Row, slot: int, num_cached: int) -> int:
+        """What stays of a cached beginning: a prompt that is asked about must be read."""
+        if row.prompt_logprobs is None:
+            return num_cached
+        num_cached = row.prompt_logprobs.num_usable(num_cached)
+        self._cache.truncate(slot, num_cached)
+        return num_cached
 
     def _fork(self, slot: int, num_prompt: int) -> tuple[int, int]:
         """A slot that holds the prompt of another, but for what must be read anew."""
