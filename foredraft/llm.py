@@ -13,13 +13,16 @@ from foredraft.control.adaptive import Experience
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams, checked_params
+from foredraft.core.rules.book import RuleBook
 from foredraft.drafters.base import Drafter, DrafterContext
+from foredraft.drafters.common.ruled import RuledDrafter
 from foredraft.engine.engine import Engine, Event, Trace
 from foredraft.engine.row import GenerationResult
 from foredraft.engine.streams import Streams
 from foredraft.engine.turns import TurnLock
 from foredraft.loading import load_models, resolve_drafter
 from foredraft.models.base import Target
+from foredraft.models.grammars import Grammars
 from foredraft.models.progress import Progress
 from foredraft.models.timing import measure_cost
 from foredraft.models.tokenizer import Tokenizer
@@ -72,11 +75,12 @@ class LLM:
         )
         self.engine = Engine(
             target,
-            followed,
+            RuledDrafter(followed),
             self.controller,
             max_batch_size=options.max_batch_size,
             eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
             new_decoder=tokenizer.new_decoder if tokenizer else None,
+            rule_book=_rule_book(target, tokenizer),
             trace=trace,
             lock=lock,
             prefix_caching=options.prefix_caching,
@@ -237,6 +241,18 @@ class LLM:
         if self.tokenizer is None:
             raise ConfigError("this LLM was built without a tokenizer; pass token ids")
         return self.tokenizer
+
+
+def _rule_book(target: Target, tokenizer: Tokenizer | None) -> RuleBook:
+    """What requests to this model may ask for."""
+    if tokenizer is None:
+        return RuleBook(target.vocab_size)
+    grammars = Grammars(tokenizer, target.vocab_size)
+    return RuleBook(
+        target.vocab_size,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        grammars.new_matcher,
+    )
 
 
 @cache

@@ -1,8 +1,17 @@
-"""Log probabilities that a reply carries along."""
+"""Log probabilities that a reply carries along.
+
+Shape legend: V vocabulary.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from foredraft.core.largest import largest
 
 
 @dataclass(frozen=True)
@@ -22,3 +31,16 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
+        """By the target's logits at the place of ``token``.
+
+        Args:
+            count: of ``top``.
+        """
+        values_V = logits_V.detach().cpu().numpy()
+        best = float(values_V.max())
+        log_total = best + math.log(float(np.exp(values_V - best).sum(dtype=np.float64)))
+        top = tuple((i, float(values_V[i]) - log_total) for i in largest(values_V, count))
+        return cls(token, float(values_V[token]) - log_total, top)

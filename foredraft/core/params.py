@@ -254,22 +254,3 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
 """What each field is held to."""
 _OPTIONAL = ("allowed_token_ids", "seed", "logprobs", "prompt_logprobs", "prediction")
 """Fields that may be None."""
-
-
-def refuse_unready(params: SamplingParams) -> None:
-    """Refuse by name what no part of the engine honours yet.
-
-    Raises:
-        ConfigError: a parameter that would be ignored.
-    """
-    plain = SamplingParams()
-    for name in _UNREADY:
-        if getattr(params, name) != getattr(plain, name):
-            raise ConfigError(f"{name} is not implemented yet; leave it out")
-
-
-_UNREADY = (
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("allowed_token_ids", "bad_words", "grammar", "min_tokens", "include_stop"),
-    *("logprobs", "prompt_logprobs"),
-)

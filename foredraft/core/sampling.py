@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from foredraft.core.errors import NonFiniteScoresError
+from foredraft.core.largest import kth_largest
 from foredraft.core.params import SamplingParams
 
-_SHORTLIST = 512
-"""Top-p first looks at this many candidates; a full sort of the vocabulary is rarely needed."""
+Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,16 @@ class Law:
             one_hot_V = torch.zeros_like(self.logits_V)
             one_hot_V[self.token] = 1.0
             return one_hot_V
-        return tempered(self.logits_V, self.logits_V[self.token], self.scale).softmax(0)
+        weights_V = _weights(_on_host(self.logits_V), self.token, self.scale)
+        return torch.from_numpy(weights_V / weights_V.sum())
 
 
 def law_of(logits_V: Tensor, params: SamplingParams) -> Law:
     """The distribution that ``params`` asks for at one position.
 
     Works on one row at a time on purpose: the bits of a result then cannot depend on how many
-    rows were scored together.
+    rows were scored together. All of it runs on the host and on one thread: torch would wake its
+    pool of threads for a vocabulary, which then spins on the CPUs of the next forward.
 
     Args:
         logits_V: float32 or float64 logits; -inf is a token that cannot occur.
@@ -66,27 +69,37 @@ def law_of(logits_V: Tensor, params: SamplingParams) -> Law:
         NonFiniteScoresError: the largest logit is NaN or infinite.
     """
     token = argmax(logits_V)
-    best = logits_V[token]
-    check_finite(best.item(), logits_V.numel())
+    check_finite(float(logits_V[token]), logits_V.numel())
     if params.temperature == 0.0:
         return Law(logits_V, None, token)
+    values_V = _on_host(logits_V)
     # No larger than the dtype can hold: a tiny temperature must not end in 0 * inf.
-    scale = 1.0 / max(params.temperature, torch.finfo(logits_V.dtype).tiny * 16)
-    if 0 < params.top_k < logits_V.numel():
-        kth = logits_V.topk(params.top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < kth, -math.inf)
+    scale = 1.0 / max(params.temperature, float(np.finfo(values_V.dtype).tiny) * 16)
+    if 0 < params.top_k < values_V.size:
+        kth = kth_largest(values_V, params.top_k)
+        values_V = np.where(values_V < kth, -math.inf, values_V)
     if params.top_p < 1.0 or params.min_p > 0.0:
-        probs_V = tempered(logits_V, best, scale).softmax(0)
-        least = params.min_p * probs_V.max()
+        weights_V = _weights(values_V, token, scale)
+        least = params.min_p  # the largest weight is 1
         if params.top_p < 1.0:
-            least = torch.maximum(least, _top_p_threshold(probs_V, params.top_p))
-        logits_V = logits_V.masked_fill(probs_V < least, -math.inf)
-    return Law(logits_V, scale, token)
+            least = max(least, _top_p_threshold(weights_V, params.top_p))
+        values_V = np.where(weights_V < least, -math.inf, values_V)
+    return Law(torch.from_numpy(values_V), scale, token)
 
 
-def tempered(logits_V: Tensor, best: Tensor, scale: float) -> Tensor:
-    """Log weights, the largest of them 0. Subtracted before scaling, so that nothing overflows."""
-    return (logits_V - best) * scale
+def _on_host(logits_V: Tensor) -> Array:
+    values_V: Array = logits_V.detach().cpu().numpy()
+    return values_V
+
+
+def _weights(values_V: Array, token: int, scale: float) -> Array:
+    """Probabilities up to a factor; that of ``token``, the likeliest, is 1.
+
+    Subtracted before scaling, so that nothing overflows.
+    """
+    with np.errstate(over="ignore"):  # far below the largest is -inf
+        weights_V: Array = np.exp((values_V - values_V[token]) * scale)
+    return weights_V
 
 
 def logits_to_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
@@ -114,20 +127,15 @@ def argmax(logits_V: Tensor) -> int:
     return int(logits_V.argmax().item())
 
 
-def _top_p_threshold(probs_V: Tensor, top_p: float) -> Tensor:
-    """The probability of the last token of the nucleus."""
-    shortlist = probs_V.topk(min(_SHORTLIST, probs_V.numel())).values
-    if shortlist.sum() < top_p:
-        shortlist = _descending(probs_V)
-    mass_before = shortlist.double().cumsum(0) - shortlist
-    inside = int((mass_before < top_p).sum().item())
-    return shortlist[max(inside, 1) - 1]
-
-
-def _descending(values_V: Tensor) -> Tensor:
-    if values_V.device.type == "cpu":  # a tenth of the time that torch takes, the same values
-        return torch.from_numpy(np.sort(values_V.detach().numpy())[::-1].copy())
-    return values_V.sort(descending=True).values
+def _top_p_threshold(weights_V: Array, top_p: float) -> float:
+    """The weight of the last token of the nucleus."""
+    total = float(weights_V.sum(dtype=np.float64))
+    # Those below this are too few in all to complete the nucleus, so they need no sorting.
+    least = 0.5 * (1.0 - top_p) * total / weights_V.size
+    descending = np.sort(weights_V[weights_V >= least])[::-1]
+    mass_before = descending.cumsum(dtype=np.float64) - descending
+    inside = int(np.searchsorted(mass_before, top_p * total))
+    return float(descending[max(inside, 1) - 1])
 
 
 def draw_token(probs_V: Tensor, uniform: float) -> int:

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
+from foredraft.core.largest import largest
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import (
     DrafterContext,
@@ -34,7 +34,6 @@ from foredraft.drafters.common.priors import priors
 
 _STEADIEST = 3
 _PRIOR_WEIGHT = 20.0
-_BLOCK = 128
 
 
 class _Row(NamedTuple):
@@ -127,24 +126,12 @@ class _Request:
 
 
 def likeliest(logits_V: Tensor, count: int) -> list[int]:
-    """The ``count`` tokens of the highest logits, highest first, of equal ones the first.
-
-    On CPU by a threshold: ``count`` blocks have maxima that reach it, so all that are wanted do. A
-    few candidates are left to sort. That takes half the time of `torch.topk`, and wakes none of
-    torch's threads for so little.
-    """
+    """The ``count`` tokens of the highest logits, highest first, of equal ones the first."""
     count = min(count, logits_V.numel())
     if logits_V.device.type != "cpu":
         top: list[int] = logits_V.topk(count).indices.tolist()
         return top
-    values_V = logits_V.detach().numpy()
-    candidates = np.arange(values_V.size)
-    num_blocks = values_V.size // _BLOCK
-    if num_blocks > count:
-        maxima = values_V[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).max(axis=1)
-        candidates = np.flatnonzero(values_V >= np.partition(maxima, -count)[-count])
-    order = np.argsort(-values_V[candidates], kind="stable")[:count]
-    return [int(token) for token in candidates[order]]
+    return largest(logits_V.detach().numpy(), count)
 
 
 class TokenRecyclingDrafter(PerRequestDrafter[_Request]):

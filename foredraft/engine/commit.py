@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foredraft.control.base import Allowance
@@ -25,6 +26,7 @@ class Commit:
         num_read: pending tokens that entered the cache.
         path: tree nodes that stay in the cache.
         finish_reason: why the request is over, or None.
+        is_aloud: what was read went in as nodes; see `PromptLogprobs`.
     """
 
     row: Row
@@ -34,6 +36,12 @@ class Commit:
     num_read: int
     path: tuple[int, ...]
     finish_reason: FinishReason | None
+    is_aloud: bool = False
+
+    @property
+    def kept(self) -> tuple[int, Sequence[int]]:
+        """What stays in the cache: so many pending tokens, and these nodes behind them."""
+        return (1, range(self.num_read - 1)) if self.is_aloud else (self.num_read, self.path)
 
     def observation(self, proposal: Proposal, scores: RowScores) -> Observation:
         """What the drafter learns of it."""
@@ -43,7 +51,7 @@ class Commit:
             num_accepted=self.num_accepted,
             proposal=proposal,
             path=self.path,
-            logits_NV=scores.logits_NV,
+            logits_NV=scores.logits_NV[:0] if self.is_aloud else scores.logits_NV,
             taps=scores.taps,
             start=self.start,
             num_read=self.num_read,
@@ -83,6 +91,7 @@ def commit(turn: Turn, proposal: Proposal, verdict: Verdict | None) -> Commit:
         offered = tuple(proposal.tree.tokens[node] for node in verdict.path)
         offered += () if verdict.next_token is None else (verdict.next_token,)
     taken = _append(row, offered, 0 if verdict is None else verdict.num_accepted)
+    row.keep_logprobs(taken)
     path: tuple[int, ...] = ()
     num_accepted = 0
     if verdict is not None:
@@ -96,7 +105,8 @@ def commit(turn: Turn, proposal: Proposal, verdict: Verdict | None) -> Commit:
     if request.finish_reason != "error":
         request.check()
     tokens = offered[:taken]
-    return Commit(row, tokens, num_accepted, start, turn.num_read, path, request.finish_reason)
+    why = request.finish_reason
+    return Commit(row, tokens, num_accepted, start, turn.num_read, path, why, turn.reads_aloud)
 
 
 def _append(row: Row, offered: tuple[int, ...], num_drafted: int) -> int:
@@ -105,7 +115,7 @@ def _append(row: Row, offered: tuple[int, ...], num_drafted: int) -> int:
     for taken, token in enumerate(offered, start=1):
         request.tokens.append(token)
         try:
-            stopped = token in row.stop_ids or row.text.push(token, taken <= num_drafted)
+            stopped = _read(row, token, taken <= num_drafted)
         except Exception as error:  # its own decoder's: the others go on
             row.fail(error)
             return taken
@@ -116,3 +126,11 @@ def _append(row: Row, offered: tuple[int, ...], num_drafted: int) -> int:
         if request.finish_reason:
             return taken
     return len(offered)
+
+
+def _read(row: Row, token: int, drafted: bool) -> bool:
+    """Add a token's text; True when it ends the request."""
+    if token in row.stop_ids:
+        row.text.push_stop(token, drafted)
+        return True
+    return row.text.push(token, drafted) or row.rules.is_complete(row.request.tokens)

@@ -32,10 +32,20 @@ class TextAssembler:
     Args:
         decode: the request's own decoder; None when there is no tokenizer, and no text then.
         stop: strings that end the text.
+        min_tokens: no stop string counts that is complete with the token of this number, or before.
+        include_stop: whether the text ends with what stopped it, and not before.
     """
 
-    def __init__(self, decode: TokenDecoder | None, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        decode: TokenDecoder | None,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
         self._decode, self._stop = decode, stop
+        self._min_tokens, self._include_stop = min_tokens, include_stop
+        self._num_tokens = 0
         self._longest_stop = max((len(s) for s in stop), default=0)
         self._pieces: list[Piece] = []
         self._stopped = False
@@ -44,15 +54,23 @@ class TextAssembler:
     def push(self, token: int, drafted: bool) -> bool:
         """Add a committed token; True when it completes a stop string."""
         delta = self._decode(token) if self._decode else None
+        self._num_tokens += 1
         if not delta:
             return False
-        searched = max(0, len(self.text) - self._longest_stop + 1)
+        before = len(self.text)
         self.text += delta
         self._pieces.append(Piece(delta, drafted))
-        found = [at for s in self._stop if (at := self.text.find(s, searched)) >= 0]
-        if found:
-            self._cut(min(found))
-        return bool(found)
+        found = self._found_from(before) if self._num_tokens > self._min_tokens else None
+        if found is not None:
+            self._cut(found[1] if self._include_stop else found[0])
+        return found is not None
+
+    def push_stop(self, token: int, drafted: bool) -> None:
+        """Add the stop id that ends the text: its own text counts if stops are included."""
+        delta = self._decode(token) if self._decode and self._include_stop else None
+        if delta:
+            self.text += delta
+            self._pieces.append(Piece(delta, drafted))
 
     def take(self, final: bool = False) -> list[Piece]:
         """Pieces that are certain by now and were not taken before; all that is left if final."""
@@ -67,6 +85,15 @@ class TextAssembler:
             held -= back
         taken, self._pieces = self._pieces, kept
         return taken
+
+    def _found_from(self, before: int) -> tuple[int, int] | None:
+        """Where the first stop string that ends behind ``before`` characters begins and ends."""
+        places = [
+            (at, at + len(stop))
+            for stop in self._stop
+            if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
+        return min(places, default=None)
 
     def _cut(self, length: int) -> None:
         surplus = len(self.text) - length

@@ -12,11 +12,11 @@ from dataclasses import replace
 from foredraft.cache.prefix import PrefixCache, Session
 from foredraft.control.base import Controller
 from foredraft.core.errors import CacheFullError, ConfigError, PromptError
-from foredraft.core.params import SamplingParams, refuse_unready
+from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.request import Request
 from foredraft.core.rng import SEED_BITS
-from foredraft.core.rules import Rules, SamplingRules
+from foredraft.core.rules.book import RuleBook
 from foredraft.drafters.base import Drafter
 from foredraft.engine.detokenize import TextAssembler, TokenDecoder
 from foredraft.engine.events import Event as Event
@@ -50,7 +50,7 @@ class Engine:
         max_step_tokens: most prompt tokens read in one step.
         eos_token_ids: ids that end every request unless it ignores them.
         new_decoder: makes a token decoder for a request; None when there is no tokenizer.
-        new_rules: what a request asks of a distribution.
+        rule_book: what requests ask of a distribution; None: all but what needs a tokenizer.
         trace: told of each step.
         lock: held during each call; engines that share a target share it.
         prefix_caching: what was read of a text is kept for requests that begin likewise, as long
@@ -72,7 +72,7 @@ class Engine:
         max_step_tokens: int = MAX_STEP_TOKENS,
         eos_token_ids: Sequence[int] = (),
         new_decoder: Callable[[], TokenDecoder] | None = None,
-        new_rules: Callable[[SamplingParams], Rules] = SamplingRules,
+        rule_book: RuleBook | None = None,
         trace: Trace | None = None,
         lock: TurnLock | None = None,
         prefix_caching: bool = True,
@@ -88,7 +88,8 @@ class Engine:
         self._places = Places(target, self._drafter, prefix_caching)
         self._is_full = False  # of memory: nobody begins before somebody else has ended
         self._eos = frozenset(eos_token_ids)
-        self._new_decoder, self._new_rules, self._new_seed = new_decoder, new_rules, new_seed
+        self._new_decoder, self._new_seed = new_decoder, new_seed
+        self._rule_book = rule_book or RuleBook(target.vocab_size)
         self._ids = itertools.count()
         self.lock = lock or TurnLock()
         self._readers: dict[int, Reader] = {}
@@ -134,7 +135,6 @@ class Engine:
             ConfigError: stop strings without a tokenizer, or several replies in a conversation.
         """
         self.check_prompt(prompt)
-        refuse_unready(params)
         if params.stop and self._new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
         if params.n > 1 and session is not None:
@@ -149,10 +149,11 @@ class Engine:
             assert own.seed is not None
             request = Request(next(self._ids), -1, list(prompt), len(prompt), own, own.seed)
             decode = self._new_decoder() if self._new_decoder else None
-            text = TextAssembler(decode, tuple(own.stop))
+            text = TextAssembler(decode, tuple(own.stop), own.min_tokens, own.include_stop)
             stop_ids = (frozenset() if own.ignore_eos else self._eos) | set(own.stop_token_ids)
-            row = Row(request, text, stop_ids, self._new_rules(own), session, tenant, priority)
-            row.index, row.leader = index, rows[0] if rows else None
+            rules = self._rule_book.rules(own, len(prompt), stop_ids)
+            row = Row(request, text, stop_ids, rules, session, tenant, priority)
+            row.follow(rows[0] if rows else None, index)
             row.keeps_evidence = bool(getattr(self._trace, "wants_evidence", False))
             rows.append(row)
         return rows
@@ -367,6 +368,7 @@ class Engine:
         num_read = min(row.request.num_cached, row.request.num_prompt)
         row.num_prompt_read = max(row.num_prompt_read, num_read)
         reader = self._readers.get(row.request_id)
+        logprobs = row.last_logprobs(len(token_ids))
         result = self._finish(row) if finished else None
         event = Event(
             row.request_id,
@@ -374,7 +376,7 @@ class Engine:
             num_accepted,
             pieces,
             row.num_prompt_read,
-            (),
+            logprobs,
             result,
             row.parent_id,
             row.index,

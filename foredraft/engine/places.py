@@ -82,6 +82,7 @@ class Places:
             slot, num_cached = self.prefixes.fork(row.leader.request.slot, request.num_prompt)
         else:
             slot, num_cached = self.prefixes.open(request.tokens, row.tenant)
+            num_cached = self._unread(row, slot, num_cached)
         wanted = len(request.tokens) - num_cached + min(self._headroom, request.num_remaining)
         try:
             self._cache.reserve(slot, wanted)
@@ -89,6 +90,14 @@ class Places:
             self.prefixes.release(slot, request.tokens)
             raise
         return slot, num_cached
+
+    def _unread(self, row: Row, slot: int, num_cached: int) -> int:
+        """What stays of a cached beginning: a prompt that is asked about must be read."""
+        if row.prompt_logprobs is None:
+            return num_cached
+        num_cached = row.prompt_logprobs.num_usable(num_cached)
+        self._cache.truncate(slot, num_cached)
+        return num_cached
 
 
 def as_cache_full(error: Exception) -> CacheFullError:

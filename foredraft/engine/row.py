@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from foredraft.cache.base import Cache
 from foredraft.cache.prefix import Session
@@ -15,12 +16,13 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.request import FinishReason, Request, SpeculationStats
 from foredraft.core.rules import Rules
 from foredraft.core.sampling import Law
-from foredraft.core.tree import ROOT
+from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.core.verify.evidence import Evidence
 from foredraft.drafters.base import DraftRow
 from foredraft.engine.detokenize import TextAssembler
 from foredraft.engine.fetch import FetchedRow
+from foredraft.engine.prompt_logprobs import PromptLogprobs
 from foredraft.models.base import ScoreRow
 
 _log = logging.getLogger("foredraft")
@@ -81,6 +83,8 @@ class Row:
         num_sent: generated tokens that events have already carried.
         num_accepted_sent: how many of those were drafted.
         keeps_evidence: whether verdicts are to say what they were decided on.
+        prompt_logprobs: of the prompt, where the request asks for them.
+        logprobs: of the generated tokens, likewise.
     """
 
     request: Request
@@ -101,6 +105,14 @@ class Row:
     num_sent: int = 0
     num_accepted_sent: int = 0
     keeps_evidence: bool = False
+    prompt_logprobs: PromptLogprobs | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _offered_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = self.request.params.prompt_logprobs
+        if count is not None:
+            self.prompt_logprobs = PromptLogprobs(count, self.request.num_prompt)
 
     @property
     def request_id(self) -> int:
@@ -111,8 +123,21 @@ class Row:
         return len(self.request.tokens) - self.request.num_cached
 
     @property
+    def num_readable(self) -> int:
+        """How many of them one step may read."""
+        if self.prompt_logprobs is None:
+            return self.num_pending
+        return self.prompt_logprobs.num_readable(self.request.num_cached, self.num_pending)
+
+    @property
     def is_over(self) -> bool:
         return self.request.finish_reason is not None
+
+    def follow(self, leader: Row | None, index: int) -> None:
+        """Be reply number ``index`` to a prompt, of which ``leader`` is the first."""
+        self.leader, self.index = leader, index
+        if leader is not None:
+            self.prompt_logprobs = leader.prompt_logprobs
 
     @property
     def has_read_prompt(self) -> bool:
@@ -130,6 +155,11 @@ class Row:
 
     def verify(self, proposal: Proposal, scores: FetchedRow) -> Verdict:
         """Accept what the target would have written itself; by the row's own rules and noise."""
+        verdict = self._decide(proposal, scores)
+        self._offered_logprobs = self._logprobs_of(verdict, proposal, scores)
+        return verdict
+
+    def _decide(self, proposal: Proposal, scores: FetchedRow) -> Verdict:
         request, num_tokens = self.request, len(self.request.tokens)
         choices = KeyedVerifyChoices(request.seed, num_tokens)
         if self.keeps_evidence:
@@ -137,6 +167,24 @@ class Row:
             evidence = Evidence(laws, choices, request.seed, num_tokens)
             return evidence.of(verify(proposal, evidence, evidence))
         return verify(proposal, _RowLaws(proposal, scores, self.rules, request.tokens), choices)
+
+    def _logprobs_of(
+        self, verdict: Verdict, proposal: Proposal, scores: FetchedRow
+    ) -> list[TokenLogprobs]:
+        """Of the tokens of a verdict, by the logits of the places that they follow."""
+        count = self.request.params.logprobs
+        if count is None:
+            return []
+        tokens = [proposal.tree.tokens[node] for node in verdict.path]
+        tokens += [] if verdict.next_token is None else [verdict.next_token]
+        places = zip((ROOT, *verdict.path), tokens, strict=False)
+        return [
+            TokenLogprobs.of(scores.logits_NV[node + 1], token, count) for node, token in places
+        ]
+
+    def keep_logprobs(self, num_taken: int) -> None:
+        """Of the last verdict's tokens this many were committed."""
+        self.logprobs += self._offered_logprobs[:num_taken]
 
     def fail(self, error: Exception) -> None:
         """End this row, and no other. What it committed stays; a row that is over stays so."""
@@ -154,6 +202,10 @@ class Row:
         self.num_accepted_sent += num_accepted
         return ids, num_accepted
 
+    def last_logprobs(self, count: int) -> tuple[TokenLogprobs, ...]:
+        """Of the last ``count`` tokens, where the request asks for them."""
+        return tuple(self.logprobs[len(self.logprobs) - count :]) if self.logprobs else ()
+
     def result(self) -> GenerationResult:
         """What it produced; it must be over."""
         request = self.request
@@ -170,6 +222,8 @@ class Row:
             error=self.error,
             parent_id=self.parent_id,
             index=self.index,
+            logprobs=None if request.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=tuple(self.prompt_logprobs.found) if self.prompt_logprobs else None,
         )
 
     def check(self, cache: Cache) -> None:
@@ -240,7 +294,23 @@ class Turn:
             drafter=allowance.drafter,
         )
 
+    @cached_property
+    def reads_aloud(self) -> bool:
+        """Whether each of the tokens read is asked about; see `PromptLogprobs`."""
+        found = self.row.prompt_logprobs
+        return found is not None and not found.is_complete
+
+    def verify(self, proposal: Proposal, scores: FetchedRow) -> Verdict | None:
+        """The row's verdict; None for a chunk of its prompt."""
+        row, request = self.row, self.row.request
+        if self.reads_aloud and row.prompt_logprobs is not None:
+            row.prompt_logprobs.take(scores.logits_NV, request.num_cached, request.tokens)
+        return row.verify(proposal, scores) if self.reads_all else None
+
     def score_row(self, proposal: Proposal) -> ScoreRow:
         """Its part of the forward."""
         slot = self.row.request.slot
+        if self.reads_aloud:
+            first, *others = self.pending
+            return ScoreRow(slot, [first], TokenTree.chain(others))
         return ScoreRow(slot, self.pending, proposal.tree, self.reads_all, proposal.computed)

@@ -73,7 +73,7 @@ class Scheduler:
         for row in self._running:
             num_read = 1
             if row.num_pending > 1:
-                num_read = min(row.num_pending, left)
+                num_read = min(row.num_readable, left)
                 left -= num_read
             if num_read > 0:
                 turns.append(Turn(row, num_read))

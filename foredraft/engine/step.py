@@ -47,13 +47,10 @@ def step(parts: Parts, batch: Sequence[Turn]) -> None:
     scores = parts.target.score([*map(Turn.score_row, batch, proposals)], taps)
     fetched = fetch(scores, [turn.row.rules for turn in batch])
     laps.append(parts.clock())
-    verdicts = [
-        turn.row.verify(proposal, row) if turn.reads_all else None
-        for turn, proposal, row in zip(batch, proposals, fetched, strict=True)
-    ]
+    verdicts = [*map(Turn.verify, batch, proposals, fetched)]
     commits = [*map(commit, batch, proposals, verdicts)]
     for done in commits:
-        parts.target.cache.keep(done.row.request.slot, done.num_read, done.path)
+        parts.target.cache.keep(done.row.request.slot, *done.kept)
     laps.append(parts.clock())
     _observe(parts.drafter, commits, proposals, scores)
     laps.append(parts.clock())

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from foredraft.core.grammar import Grammar
 from foredraft.core.rules.grammar import Array, Matcher
 
 if TYPE_CHECKING:
-    from llguidance import JsonCompileOptions, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
     from foredraft.models.tokenizer import Tokenizer
 
@@ -31,7 +31,6 @@ _MAX_KEPT = 64
 _MAX_ERROR = 400
 _JSON_SPACE = r"( |\n[ \t]{0,32})?"
 """Between the parts of JSON: without a bound, a reply may be white space to its end."""
-_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": _JSON_SPACE, "lenient": False}
 
 
 class Grammars:
@@ -143,7 +142,8 @@ def _said(grammar: Grammar | None, error: object) -> str:
 def _json_source(schema: str) -> str:
     from llguidance import LLMatcher
 
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS))
+    options: Any = {"whitespace_pattern": _JSON_SPACE, "lenient": False}
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
 
 
 def _regex_source(grammar: Grammar) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from foredraft.core.params import SamplingParams
 
@@ -48,3 +49,27 @@ def _keep(weights: list[float], at_least: float) -> list[float]:
 def _normalise(weights: list[float]) -> list[float]:
     total = sum(weights)
     return [weight / total for weight in weights]
+
+
+def ruled_logits(
+    logits: list[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    bad_sequences: Sequence[Sequence[int]] = (),
+    stop_ids: Sequence[int] = (),
+) -> list[float]:
+    """What rules promise to make of logits behind a text, before temperature and filters."""
+    changed = [logit + params.logit_bias.get(t, 0.0) for t, logit in enumerate(logits)]
+    for token in {*prompt, *reply}:
+        factor = params.repetition_penalty
+        changed[token] = changed[token] / factor if changed[token] > 0 else changed[token] * factor
+    for token in set(reply):
+        changed[token] -= params.frequency_penalty * list(reply).count(token)
+        changed[token] -= params.presence_penalty
+    banned = {t for t in range(len(logits)) if t not in (params.allowed_token_ids or [t])}
+    banned |= set(stop_ids) if len(reply) < params.min_tokens else set()
+    for *beginning, last in bad_sequences:
+        if list(reply[len(reply) - len(beginning) :]) == beginning and len(reply) >= len(beginning):
+            banned.add(last)
+    return [-math.inf if token in banned else logit for token, logit in enumerate(changed)]

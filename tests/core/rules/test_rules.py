@@ -1,0 +1,140 @@
+"""Rules that look at the text: each against a slow reading of what it promises."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foredraft.core.errors import ConfigError, NonFiniteScoresError, NoTokenError
+from foredraft.core.params import SamplingParams
+from foredraft.core.rules import SamplingRules
+from foredraft.core.rules.book import RuleBook
+from tests.core.reference import reference_probs, ruled_logits
+
+VOCAB = 6
+STOPS = (4, 5)
+
+
+def encode(text: str) -> list[int]:
+    """Letters a to f; a space changes the first letter's id, as real tokenizers do."""
+    return [(ord(letter) - ord("a") + text.startswith(" ")) % VOCAB for letter in text.strip()]
+
+
+BOOK = RuleBook(VOCAB, encode)
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.sampled_from([0.5, 1.3, 4.0]),
+        "presence_penalty": st.sampled_from([-1.0, 0.7]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.4]),
+        "logit_bias": st.dictionaries(st.integers(0, 5), st.integers(-3, 3), max_size=3),
+        "allowed_token_ids": st.lists(st.integers(0, 5), min_size=1, max_size=5),
+        "bad_words": st.lists(st.sampled_from(["a", "ab", "bcd", "cc", "f"]), max_size=3),
+        "min_tokens": st.integers(0, 5),
+        "temperature": st.sampled_from([0.0, 0.5, 1.0]),
+        "top_k": st.integers(0, 4),
+        "top_p": st.sampled_from([0.5, 1.0]),
+    },
+)
+TOKENS = st.lists(st.integers(0, 5), max_size=6)
+LOGITS = st.lists(st.integers(-12, 12).map(lambda n: n / 4), min_size=VOCAB, max_size=VOCAB)
+
+
+@settings(max_examples=300, deadline=None)
+@given(OPTIONS, TOKENS, TOKENS, TOKENS, LOGITS)
+def test_the_law_is_what_the_documentation_says(
+    options: dict[str, Any],
+    prompt: list[int],
+    reply: list[int],
+    drafted: list[int],
+    logits: list[float],
+) -> None:
+    params = SamplingParams(**options)
+    bad = [encode(text) for word in params.bad_words for text in (word, f" {word}")]
+    changed = ruled_logits(logits, params, prompt, [*reply, *drafted], bad, STOPS)
+    rules = BOOK.rules(params, len(prompt), STOPS)
+    logits_V = torch.tensor(logits, dtype=torch.float64)
+    if max(changed) == -math.inf:
+        with pytest.raises(NoTokenError, match="leave no token after"):
+            rules.law(logits_V, [*prompt, *reply], drafted)
+        return
+    law = rules.law(logits_V, [*prompt, *reply], drafted)
+    expected = reference_probs(changed, params)
+    assert law.probs_V.tolist() == pytest.approx(expected, abs=1e-12)
+    permitted = [rules.permits(t, [*prompt, *reply], drafted) for t in range(VOCAB)]
+    assert permitted == [logit > -math.inf for logit in changed]
+    assert logits_V.tolist() == logits, "the model's own numbers are not written over"
+
+
+@given(TOKENS, TOKENS, TOKENS)
+def test_a_guess_counts_like_a_token(prompt: list[int], reply: list[int], more: list[int]) -> None:
+    """Bit by bit: else a text would depend on what was drafted."""
+    params = SamplingParams(
+        temperature=1.0,
+        repetition_penalty=1.3,
+        frequency_penalty=0.3,
+        presence_penalty=0.2,
+        logit_bias={1: 0.1},
+        bad_words=["ab"],
+    )
+    logits_V = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
+    drafted = BOOK.rules(params, len(prompt)).law(logits_V, [*prompt, *reply], more)
+    committed = BOOK.rules(params, len(prompt)).law(logits_V, [*prompt, *reply, *more])
+    assert torch.equal(drafted.logits_V, committed.logits_V)
+
+
+def test_counts_follow_a_text_that_grows() -> None:
+    params = SamplingParams(temperature=1.0, repetition_penalty=1.5, frequency_penalty=0.5)
+    rules, text = BOOK.rules(params, 2), [0, 1]
+    logits_V = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3))
+    for token in (1, 3, 3, 5, 0, 1):
+        text.append(token)
+        fresh = BOOK.rules(params, 2).law(logits_V, text, (2, 2))
+        assert torch.equal(rules.law(logits_V, text, (2, 2)).logits_V, fresh.logits_V)
+    shorter = BOOK.rules(params, 2).law(logits_V, text[:3])
+    assert torch.equal(rules.law(logits_V, text[:3]).logits_V, shorter.logits_V)
+
+
+def test_many_tokens_are_counted() -> None:
+    book, text = RuleBook(1000), [*range(500), *range(100, 300)]
+    params = SamplingParams(temperature=1.0, frequency_penalty=1.0, repetition_penalty=2.0)
+    law = book.rules(params, 0).law(torch.ones(1000), text)
+    expected = [0.5 - 1.0 - (100 <= token < 300) if token < 500 else 1.0 for token in range(1000)]
+    assert law.logits_V.tolist() == expected
+
+
+def test_a_request_without_rules_is_spared_them() -> None:
+    for params in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.5, min_tokens=3)):
+        assert isinstance(BOOK.rules(params), SamplingRules)
+    assert BOOK.rules(SamplingParams()).takes_best
+    assert not BOOK.rules(SamplingParams(logprobs=0)).takes_best
+
+
+def test_scores_that_are_not_finite_are_the_models_fault() -> None:
+    rules = BOOK.rules(SamplingParams(allowed_token_ids=[1]))
+    for bad in (math.nan, math.inf, -math.inf):
+        with pytest.raises(NonFiniteScoresError):
+            rules.law(torch.full((VOCAB,), bad), [0])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"logit_bias": {6: 1.0}}, "logit_bias names token 6; the vocabulary has 6"),
+        ({"allowed_token_ids": [1, 9]}, "allowed_token_ids names token 9"),
+        ({"stop_token_ids": [6]}, "stop_token_ids names token 6"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        BOOK.rules(SamplingParams(**options))
+
+
+def test_words_need_a_tokenizer() -> None:
+    with pytest.raises(ConfigError, match="bad_words need a tokenizer"):
+        RuleBook(VOCAB).rules(SamplingParams(bad_words="a"))
