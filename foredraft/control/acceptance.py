@@ -23,14 +23,14 @@ from foredraft.core.record import RowRecord
 Array: TypeAlias = npt.NDArray[Any]
 MOST_SLOTS = 32
 
-_REQUEST_MEMORY = 0.93
-"""What an observation of a request is still worth after the next: about the last 14 count."""
-_KIND_MEMORY = 0.99
-_KIND_WEIGHT = 3.0
+_REQUEST_MEMORY = 0.97
+"""What an observation of a request is still worth after the next: about the last 30 count."""
+_KIND_MEMORY = 0.995
+_KIND_WEIGHT = 8.0
 """Observations of its own after which a request counts more than its kind."""
-_FIRST_WEIGHT = 2.0
+_FIRST_WEIGHT = 4.0
 _FILLED = 0.6
-_FIRST_ACCEPTED, _FALLING = 0.7, 0.8
+_FIRST_ACCEPTED, _FALLING = 0.55, 0.75
 """Before anything is known: hopeful enough to try."""
 
 Kind: TypeAlias = tuple[int, str]

@@ -33,9 +33,15 @@ _MOST_NODES = 16, 4
 """Of one step: so many, and so many a row."""
 _MARGIN = 1.01
 """By how much drafting has to be better before it begins; once begun it has to be better at all."""
-_TRIAL_STEPS, _TRIAL_ROWS, _TRIAL_NODES = 6, 2, 4
+_STAKE = 0.4
+"""Of what may still be lost that one step may put at risk."""
+_TRIAL_STEPS, _TRIAL_ROWS = 6, 2
+_TRIALS = ((_TRIAL_ROWS, 4), (1, 4), (1, 2), (1, 1))
+"""Rows and nodes of each: the first that can be paid."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
-_LATER_HOPE = 0.6
+_LEAVING = 1.1
+"""How much better it has to go with another drafter before one is let go that cannot return."""
+_LATER_HOPE = 0.3
 """Of drafters behind the first, until something is known of them."""
 _USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
 """In plain steps, where nothing was measured: a usual CPU."""
@@ -73,6 +79,7 @@ class Plan:
         plain_ms, plain_rate: of plain decoding: a step, and committed tokens a millisecond.
         pooled: what is expected.
         price: of a row's nodes.
+        loss_ms: of a step in which nothing is accepted.
         is_trial: tried although it is not expected to pay.
     """
 
@@ -82,6 +89,7 @@ class Plan:
     plain_rate: float
     pooled: Pooled | None
     price: Price
+    loss_ms: float = 0.0
     is_trial: bool = False
 
 
@@ -120,7 +128,7 @@ class AdaptiveBudget:
         self._following: dict[int, str | None] = {}
         self._plan: Plan | None = None
         self._planned_for: tuple[int, ...] = ()
-        self._left = 0
+        self._left, self._every = 0, 1
         self._context = 64
         self._pause, self._rests_until, self._next_trial = _FIRST_PAUSE, _FIRST_PAUSE, 0
         self._counts = {"steps": 0, "drafting": 0, "trials": 0, "plans": 0}
@@ -146,10 +154,14 @@ class AdaptiveBudget:
             self._following.setdefault(row.request_id, None)
         asked = tuple(row.request_id for row in rows)
         self._left -= 1
-        if self._plan is None or asked != self._planned_for or self._left <= 0:
-            self._plan, self._planned_for = self._new_plan(rows), asked
-            self._left = _TRIAL_STEPS if self._plan.is_trial else _EVERY
         plan = self._plan
+        if plan is None or asked != self._planned_for or self._left <= 0 or not self._can_pay(plan):
+            plan = self._new_plan(rows)
+            self._every = min(2 * self._every, _EVERY) if plan.drafter else _EVERY
+            if self._plan is None or plan.drafter != self._plan.drafter:
+                self._every = 1
+            self._left = _TRIAL_STEPS if plan.is_trial else self._every
+            self._plan, self._planned_for = plan, asked
         return [self._allowance(row, plan) for row in rows]
 
     def observe(self, record: StepRecord) -> None:
@@ -217,58 +229,89 @@ class AdaptiveBudget:
         return Allowance(max(0, budget), plan.price, wanted)
 
     def _stays(self, name: str, plan: Plan) -> bool:
-        """Whether a drafter goes on following a row that drafts nothing for now."""
-        if plan.drafter is not None and not plan.is_trial:
-            return plan.drafter == name
-        drafter = self._drafters[name]
-        takes = self._times.step_ms(name, 0, len(self._following), plan.plain_ms)
-        return not drafter.joins_late and takes <= 0.5 * self.ledger.share * plan.plain_ms
+        """Whether a drafter goes on following a row that drafts nothing for now.
+
+        One that could come back at any time does not. One that could not stays as long as following
+        can be paid, unless another has taken its place.
+        """
+        if plan.drafter == name:
+            return True
+        if self._drafters[name].joins_late or (plan.drafter is not None and not plan.is_trial):
+            return False
+        return self._balance(plan.plain_ms) > 0.0
 
     def _new_plan(self, rows: Sequence[Request]) -> Plan:
         self._counts["plans"] += 1
         most = _MOST_NODES[0] + _MOST_NODES[1] * len(rows)
         prices = self._cost.with_nodes([(1, len(row.tokens)) for row in rows], most)
         plain = Plan(None, {}, prices[0], len(rows) / prices[0], None, LinearPrice(1.0))
-        found = [self._with_drafter(d, rows, prices, most) for d in self._drafters.values()]
+        found = [self._with_drafter(d, rows, prices) for d in self._drafters.values()]
         paying = [plan for plan in found if plan is not None]
         if not paying:
             return self._trial(rows, prices) or plain
         if self._plan is not None and self._plan.drafter is not None and not self._plan.is_trial:
             self._pause = _FIRST_PAUSE  # it has paid for longer than a trial
-        return max(paying, key=lambda plan: plan.pooled.rate if plan.pooled else 0.0)
+        return max(paying, key=self._weight)
+
+    def _weight(self, plan: Plan) -> float:
+        """What plans are compared by: the rate, less where a drafter is let go that stays away."""
+        assert plan.pooled is not None
+        leaves = any(
+            name not in (None, plan.drafter) and not self._drafters[name].joins_late
+            for name in self._following.values()
+            if name is not None
+        )
+        return plan.pooled.rate / (_LEAVING if leaves else 1.0)
 
     def _with_drafter(
-        self, drafter: LoadedDrafter, rows: Sequence[Request], prices: Sequence[float], most: int
+        self, drafter: LoadedDrafter, rows: Sequence[Request], prices: Sequence[float]
     ) -> Plan | None:
         """The best plan with this drafter; None if plain decoding is as good, or if a loss could
         not be paid.
+
+        Where it could not be paid for all rows it may be for some.
         """
         able = [row for row in rows if self._can_have(row, drafter)]
-        able = able[: max(_TRIAL_ROWS, 2 * self._times.most_rows(drafter.name))]
+        able = able[: max(1, 2 * self._times.most_rows(drafter.name))]
+        while able:
+            plan = self._with_drafter_for(able, drafter, rows, prices)
+            if plan is not None:
+                return plan
+            if self._asking_ms(drafter, rows, prices[0], len(able)) < self._stake(prices[0]):
+                return None
+            able = able[: len(able) // 2]
+        return None
+
+    def _with_drafter_for(
+        self,
+        able: Sequence[Request],
+        drafter: LoadedDrafter,
+        rows: Sequence[Request],
+        prices: Sequence[float],
+    ) -> Plan | None:
         pool = [
             PooledRow(
-                max(0, min(drafter.most_nodes, self._room(row), MOST_SLOTS)),
+                min(drafter.most_nodes, self._room(row), MOST_SLOTS),
                 self._acceptance.rates(drafter.name, row.request_id),
             )
             for row in able
         ]
-        balance = self._balance(prices[0])
         pooled = best_prefix(
             pool,
             len(rows),
             PriceList(tuple(prices)).between,
             partial(self._asking_ms, drafter, rows, prices[0]),
-            most_nodes=most,
-            most_ms=prices[0] + balance,
+            most_nodes=len(prices) - 1,
+            most_ms=prices[0] + self._stake(prices[0]),
         )
+        plain_rate = len(rows) / prices[0]
         drafts_now = self._plan is not None and self._plan.drafter == drafter.name
-        margin = 1.0 if drafts_now else _MARGIN
-        if not pooled.nodes or pooled.rate <= margin * len(rows) / prices[0]:
+        if not pooled.nodes or pooled.rate <= plain_rate * (1.0 if drafts_now else _MARGIN):
             return None
         budgets = {row.request_id: n for row, n in zip(able, pooled.budgets, strict=True) if n}
-        plain_rate = len(rows) / prices[0]
         price = _price(prices, len(rows), pooled.nodes)
-        return Plan(drafter.name, budgets, prices[0], plain_rate, pooled, price)
+        loss_ms = pooled.worst_ms - prices[0]
+        return Plan(drafter.name, budgets, prices[0], plain_rate, pooled, price, loss_ms)
 
     def _asking_ms(
         self, drafter: LoadedDrafter, rows: Sequence[Request], plain_ms: float, num_asked: int
@@ -292,17 +335,30 @@ class AdaptiveBudget:
         for _ in names:
             drafter = self._drafters[names[self._next_trial % len(names)]]
             self._next_trial += 1
-            able = [row for row in rows if self._can_have(row, drafter)][:_TRIAL_ROWS]
-            budgets = {row.request_id: min(_TRIAL_NODES, self._room(row)) for row in able}
-            budgets = {name: budget for name, budget in budgets.items() if budget > 0}
-            loss = self._asking_ms(drafter, rows, prices[0], len(budgets))
-            loss += prices[sum(budgets.values())] - prices[0]
-            if budgets and self.ledger.can_lose(_TRIAL_STEPS / 2 * loss, prices[0]):
-                self._counts["trials"] += 1
-                price = _price(prices, len(rows), sum(budgets.values()))
-                plain_rate = len(rows) / prices[0]
-                return Plan(drafter.name, budgets, prices[0], plain_rate, None, price, True)
+            for num_rows, num_nodes in _TRIALS:
+                found = self._trial_of(drafter, rows, prices, num_rows, num_nodes)
+                if found is not None:
+                    self._counts["trials"] += 1
+                    return found
         return None
+
+    def _trial_of(
+        self,
+        drafter: LoadedDrafter,
+        rows: Sequence[Request],
+        prices: Sequence[float],
+        num_rows: int,
+        num_nodes: int,
+    ) -> Plan | None:
+        able = [row for row in rows if self._can_have(row, drafter) and self._room(row)][:num_rows]
+        budgets = {row.request_id: min(num_nodes, self._room(row)) for row in able}
+        loss = self._asking_ms(drafter, rows, prices[0], len(budgets))
+        loss += prices[sum(budgets.values())] - prices[0]
+        if not budgets or not self.ledger.can_lose(_TRIAL_STEPS / 2 * loss, prices[0]):
+            return None
+        price = _price(prices, len(rows), sum(budgets.values()))
+        plain_rate = len(rows) / prices[0]
+        return Plan(drafter.name, budgets, prices[0], plain_rate, None, price, loss, True)
 
     def _best_for_new(self, params: SamplingParams, num_rows: int) -> str | None:
         """By requests like it, in a batch of rows like it."""
@@ -315,6 +371,9 @@ class AdaptiveBudget:
         for name in sorted(rates, key=lambda name: -rates[name]):
             same = sum(other == name for other in self._following.values())
             is_known = same < max(_TRIAL_ROWS, 2 * self._times.most_rows(name))
+            asking = self._times.step_ms(name, same + 1, same + 1, prices.ms(0))
+            if not self.ledger.can_lose(asking if self._is_measured else 0.0, prices.ms(0)):
+                continue  # it would follow and not get to draft
             if is_known and rates[name] > _MARGIN * num_rows / prices.ms(0):
                 return name
         return None
@@ -335,6 +394,13 @@ class AdaptiveBudget:
 
     def _can_have(self, row: Request, drafter: LoadedDrafter) -> bool:
         return drafter.joins_late or self._following.get(row.request_id) == drafter.name
+
+    def _can_pay(self, plan: Plan) -> bool:
+        return not plan.loss_ms or self.ledger.can_lose(plan.loss_ms, plan.plain_ms)
+
+    def _stake(self, plain_ms: float) -> float:
+        """Milliseconds that one step may put at risk."""
+        return _STAKE * self._balance(plain_ms)
 
     def _balance(self, plain_ms: float) -> float:
         self.ledger.can_lose(0.0, plain_ms)

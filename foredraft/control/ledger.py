@@ -1,11 +1,11 @@
 """Bounds what speculation can lose.
 
 Each step is booked with the time that it took and the time that its tokens would have taken without
-drafts. What may still be lost is a balance: it begins with the time of one plain step, grows by a
+drafts. What may still be lost is a balance: it begins with the time of 1.5 plain steps, grows by a
 small share of all plain time and by what drafts save, up to a limit, and shrinks by what they cost.
 A step may draft only if what it would lose with nothing accepted is there. So, whatever happens,
 
-    time spent <= (1 + share) * plain time + one plain step + what a step took beyond its forecast
+    time spent <= (1 + share) * plain time + 1.5 plain steps + what a step took beyond its forecast
 
 by the times that the cost model and the drafters' own clocks gave. Given those it is arithmetic,
 not chance. The limit keeps savings of long ago from paying for losses now.
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARE = 0.01
+SHARE = 0.005
 """Of all plain time that may be lost."""
-_FIRST_STEPS = 1.0
+_FIRST_STEPS = 1.5
 _MOST_STEPS = 8.0
 
 

@@ -10,7 +10,7 @@ nodes that it is expected to fill.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -38,6 +38,7 @@ class Pooled:
         nodes: how many are expected to be filled.
         accepted: how many are expected to be accepted.
         ms: what the step is expected to take.
+        worst_ms: what it takes if all slots are filled.
         rate: expected committed tokens a millisecond.
     """
 
@@ -45,6 +46,7 @@ class Pooled:
     nodes: float
     accepted: float
     ms: float
+    worst_ms: float
     rate: float
 
 
@@ -74,7 +76,7 @@ def best_prefix(
         step_ms: the forward with so many nodes.
         asking_ms: what the drafter takes for so many rows, rows that it only follows included.
         most_nodes: of all budgets together.
-        most_ms: that the step may take.
+        most_ms: that the step may take if all slots are filled.
     """
     pool = sorted(
         (segment for i, row in enumerate(rows) for segment in _segments(i, row)),
@@ -83,25 +85,26 @@ def best_prefix(
     budgets, asked, total = [0] * len(rows), 0, 0
     nodes = accepted = 0.0
     plain_ms = step_ms(0.0) + asking_ms(0)
-    best = Pooled((0,) * len(rows), 0.0, 0.0, plain_ms, num_plain / plain_ms)
-    taken = 0
+    nothing = (0,) * len(rows)
+    best, taken = Pooled(nothing, 0.0, 0.0, plain_ms, plain_ms, num_plain / plain_ms), 0
     for count, segment in enumerate(pool, start=1):
         asked += budgets[segment.row] == 0
         total += segment.end - budgets[segment.row]
         budgets[segment.row] = segment.end
         nodes, accepted = nodes + segment.nodes, accepted + segment.accepted
-        ms = step_ms(nodes) + asking_ms(asked)
-        if total > most_nodes or ms > most_ms:
+        asking = asking_ms(asked)
+        if total > most_nodes or step_ms(total) + asking > most_ms:
             break
+        ms = step_ms(nodes) + asking
         if (num_plain + accepted) / ms > best.rate:
-            best = Pooled((), nodes, accepted, ms, (num_plain + accepted) / ms)
-            taken = count
+            rate, worst_ms = (num_plain + accepted) / ms, step_ms(total) + asking
+            best, taken = Pooled((), nodes, accepted, ms, worst_ms, rate), count
     if not taken:
         return best
     final = [0] * len(rows)
     for segment in pool[:taken]:
         final[segment.row] = segment.end
-    return Pooled(tuple(final), best.nodes, best.accepted, best.ms, best.rate)
+    return replace(best, budgets=tuple(final))
 
 
 def _segments(index: int, row: PooledRow) -> list[_Segment]:

@@ -1,0 +1,138 @@
+"""Steps without an engine: made-up drafters on a made-up target, with times of a cost model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from foredraft.control.adaptive import AdaptiveBudget, Experience, LoadedDrafter
+from foredraft.core.cost import CostModel, Times
+from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.record import RowRecord, StepRecord, StepTimes
+from foredraft.core.request import Request
+from foredraft.core.tree import TokenTree
+from foredraft.core.verify import Verdict
+
+FLAT: Times = ((1, 10.0), (2, 10.1), (4, 10.6), (8, 11.5), (16, 18.0), (32, 30.0), (48, 43.0))
+"""Much like the default model's on two cores with AMX."""
+STEEP: Times = ((1, 10.0), (2, 15.0), (4, 25.0), (8, 45.0), (16, 85.0), (32, 165.0))
+"""Each token costs half a step: nothing but sure drafts pays."""
+
+
+@dataclass
+class MadeUp:
+    """A drafter.
+
+    Attributes:
+        accepts: the chance that a node is accepted after the one before, by request and number of
+            tokens committed so far.
+        draft_ms, learn_ms: of one row.
+        nodes: drafts so many where it may.
+    """
+
+    accepts: Callable[[int, int], float]
+    draft_ms: float = 0.0
+    learn_ms: float = 0.0
+    nodes: int = 16
+    joins_late: bool = True
+
+
+@dataclass
+class Simulation:
+    """Requests that come as others end, so many at once."""
+
+    drafters: Mapping[str, MadeUp]
+    times: Times = FLAT
+    seed: int = 0
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=96))
+    experience: Experience | None = None
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.cost = CostModel(self.times)
+        described = [LoadedDrafter(n, d.nodes, d.joins_late) for n, d in self.drafters.items()]
+        self.control = AdaptiveBudget(described, 4096, CostModel(self.times), self.experience)
+        self.rows: list[Request] = []
+        self.count = 0
+        self.at: dict[int, str | None] = {}
+        self.spent_ms = self.plain_ms = 0.0
+        self.worst_ms = 0.0
+        self.drafted = self.committed = self.num_steps = 0
+
+    def run(self, num_steps: int, concurrency: int) -> Simulation:
+        for _ in range(num_steps):
+            while len(self.rows) < concurrency:
+                self._add()
+            while len(self.rows) > concurrency:
+                self._end(self.rows[-1])
+            self._step()
+        return self
+
+    @property
+    def speedup(self) -> float:
+        return self.plain_ms / self.spent_ms
+
+    def _add(self) -> None:
+        row = Request(self.count, self.count, [1] * 32, 32, self.params, 0, num_cached=31)
+        self.at[row.request_id] = self.control.first(row.request_id, row.params)
+        self.rows.append(row)
+        self.count += 1
+
+    def _end(self, row: Request) -> None:
+        self.rows.remove(row)
+        self.control.end(row.request_id)
+
+    def _step(self) -> None:
+        records, drafting, following = [], 0.0, 0.0
+        for row, allowed in zip(self.rows, self.control.allow(self.rows), strict=True):
+            if allowed.drafter != "" and allowed.drafter != self.at[row.request_id]:
+                late = allowed.drafter is not None and self.drafters[allowed.drafter].joins_late
+                self.at[row.request_id] = allowed.drafter if late else None
+            name = self.at[row.request_id]
+            records.append(self._row(row, allowed.budget, name))
+            if name is not None:
+                drafting += self.drafters[name].draft_ms * (allowed.budget > 0)
+                following += self.drafters[name].learn_ms
+        sizes = [(record.num_tokens, record.context) for record in records]
+        forward = self.cost.ms(sizes)
+        record = StepRecord(tuple(records), StepTimes(drafting, forward, 0.0, following))
+        plain = self.cost.ms([(1, context) for _, context in sizes])
+        tokens = sum(len(each.committed) for each in records)
+        self.spent_ms += record.times.total_ms
+        self.plain_ms += plain * tokens / len(records)
+        self.worst_ms = max(self.worst_ms, record.times.total_ms - plain)
+        self.num_steps, self.committed = self.num_steps + 1, self.committed + tokens
+        self.control.observe(record)
+        for row in [*self.rows]:
+            if row.num_remaining <= 0:
+                self._end(row)
+
+    def _row(self, row: Request, budget: int, name: str | None) -> RowRecord:
+        proposal, path = NO_PROPOSAL, 0
+        if name is not None and budget:
+            drafter = self.drafters[name]
+            nodes = min(budget, drafter.nodes)
+            proposal = Proposal.chosen(TokenTree.chain([1] * nodes))
+            while path < nodes and self.random.random() < drafter.accepts(
+                row.request_id, len(row.tokens)
+            ):
+                path += 1
+        self.drafted += len(proposal.tree)
+        committed = (1,) * min(path + 1, row.num_remaining)
+        context = row.num_cached
+        row.tokens.extend(committed)
+        row.num_cached += len(committed)
+        return RowRecord(
+            *(row.request_id, context, 1, budget, proposal),
+            *(Verdict(tuple(range(path)), 1, "bonus"), committed, path, None),
+        )
+
+
+def constant(chance: float) -> Callable[[int, int], float]:
+    return lambda request_id, length: chance
+
+
+def loads(results: Sequence[Simulation]) -> list[float]:
+    return [round(each.speedup, 3) for each in results]
