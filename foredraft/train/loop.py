@@ -27,6 +27,7 @@ from foredraft.train.curves import Curves, Recent, draw_curves, read_curves
 from foredraft.train.learner import Learner
 from foredraft.train.optimiser import rate_share
 from foredraft.train.plan import Monitor, Result, Status, TrainPlan
+from foredraft.train.start import take_over
 from foredraft.train.state import Counters, load_state, save_state
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text, digest_of, frequent_tokens, usable
@@ -50,6 +51,7 @@ class Trainer:
         capture_root: where states of the target are kept.
         capture_bytes: at most so many.
         provenance: more about the data, for the card.
+        start_from: a head whose weights to begin with; None: the target's.
 
     Raises:
         ConfigError: texts, options or directory do not fit.
@@ -68,6 +70,7 @@ class Trainer:
         capture_root: Path,
         capture_bytes: float,
         provenance: Mapping[str, Any],
+        start_from: HeadModule | None = None,
     ) -> None:
         self._target, self._out, self._plan, self._monitor = target, out, plan, monitor
         self._pause, self._provenance = pause, provenance
@@ -80,7 +83,7 @@ class Trainer:
             "options": dict(options),
             "output_rows": plan.output_rows,
         }
-        self._learner = self._resume(kind, options)
+        self._learner = self._resume(kind, options, start_from)
         self._taps = self._learner.module.taps
         target.check_taps(self._taps)
         self._capture = Capture(target, self._texts, self._taps, capture_root, capture_bytes)
@@ -95,13 +98,21 @@ class Trainer:
         self._evaluation = self._evaluation_batches()
         self._acceptance: Acceptance | None = None
 
-    def _resume(self, kind: type[HeadModule], options: Mapping[str, Any]) -> Learner:
+    def _resume(
+        self,
+        kind: type[HeadModule],
+        options: Mapping[str, Any],
+        start_from: HeadModule | None,
+    ) -> Learner:
         """Where training was left, or a new head."""
         saved, shape = load_state(self._state_path, self._recipe), self._target.shape
         if saved is None:
             self.counters = Counters()
             rows = frequent_tokens(self._texts, self._plan.output_rows, shape.vocab_size)
-            return Learner(kind.start(self._target, rows, options), self._target, self._plan)
+            module = kind.start(self._target, rows, options)
+            if start_from is not None:
+                take_over(module, start_from)
+            return Learner(module, self._target, self._plan)
         self.counters = saved.counters
         self.counters.resumed += 1
         self.counters.evaluated = min(self.counters.evaluated, self._plan.done(self.counters))
