@@ -84,9 +84,7 @@ def create_app(
     return app
 
 
-def _add_middleware(
-    app: FastAPI, context: ServerContext, is_open: Callable[[str], bool]
-) -> None:
+def _add_middleware(app: FastAPI, context: ServerContext, is_open: Callable[[str], bool]) -> None:
     """What was added last sees a request first."""
     settings = context.settings
     app.add_middleware(BodyLimits, settings=settings)

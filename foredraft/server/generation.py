@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from foredraft.async_llm import AsyncLLM, EventStream
 from foredraft.core.params import SamplingParams
-from foredraft.engine.engine import Event
+from foredraft.engine.events import Event
 from foredraft.engine.row import GenerationResult
 from foredraft.server.errors import ApiError
 
@@ -50,18 +50,18 @@ class Generation:
         began: when it was opened, in seconds of `time.perf_counter`.
     """
 
-    def __init__(self, streams: Sequence[EventStream], prompt_sizes: Sequence[int]) -> None:
-        self._streams = streams
-        self.replies = [Reply(size) for size in prompt_sizes]
+    def __init__(self, streams: Sequence[EventStream], prompt_sizes: Sequence[int], n: int) -> None:
+        self._streams, self._n = streams, n
+        self.replies = [Reply(size) for size in prompt_sizes for _ in range(n)]
         self.began = time.perf_counter()
         self._error: ApiError | None = None
-        self._num_open = len(streams)
+        self._num_open = len(self.replies)
         self._arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
         if len(streams) > 1:
             self._pumps = [
-                asyncio.create_task(self._pump(index, stream))
-                for index, stream in enumerate(streams)
+                asyncio.create_task(self._pump(number, stream))
+                for number, stream in enumerate(streams)
             ]
 
     @classmethod
@@ -73,25 +73,20 @@ class Generation:
         tenant: str | None,
         priority: int,
     ) -> Generation:
-        """Submit all replies, or none.
+        """Submit all prompts, or none.
 
         Raises:
             QueueFullError, EngineStoppedError, PromptError, ConfigError: as `AsyncLLM.open`.
         """
         streams: list[EventStream] = []
-        sizes: list[int] = []
         try:
             for prompt in prompts:
-                for each in params.each():
-                    streams.append(
-                        await engine.open(prompt, each, tenant=tenant, priority=priority)
-                    )
-                    sizes.append(len(prompt))
+                streams.append(await engine.open(prompt, params, tenant=tenant, priority=priority))
         except BaseException:
             for stream in streams:
                 await stream.aclose()
             raise
-        return cls(streams, sizes)
+        return cls(streams, [len(prompt) for prompt in prompts], params.n)
 
     def __aiter__(self) -> Generation:
         return self
@@ -104,9 +99,10 @@ class Generation:
         """
         if not self._num_open:
             raise StopAsyncIteration
-        index, event = await self._next()
+        number, event = await self._next()
         if isinstance(event, Exception):
             raise event
+        index = number * self._n + event.index
         self.replies[index].add(event)
         if event.result is not None:
             self._num_open -= 1
@@ -129,17 +125,26 @@ class Generation:
     async def _next(self) -> tuple[int, Event | Exception]:
         if self._pumps:
             return await self._arrived.get()
-        return 0, await anext(self._streams[0])
+        try:
+            return 0, await anext(self._streams[0])
+        except StopAsyncIteration:
+            raise self._ended from None
 
-    async def _pump(self, index: int, stream: EventStream) -> None:
+    async def _pump(self, number: int, stream: EventStream) -> None:
         try:
             async for event in stream:
-                self._arrived.put_nowait((index, event))
+                self._arrived.put_nowait((number, event))
         except Exception as error:
-            self._arrived.put_nowait((index, error))
+            self._arrived.put_nowait((number, error))
+        if self._error is not None:
+            self._arrived.put_nowait((number, self._error))
+
+    @property
+    def _ended(self) -> ApiError:
+        return self._error or ApiError(503, "the reply was ended", code="cancelled")
 
     def _check(self, result: GenerationResult) -> None:
         if result.finish_reason == "cancelled":
-            raise self._error or ApiError(503, "the reply was ended", code="cancelled")
+            raise self._ended
         if result.finish_reason == "error":
             raise ApiError(500, f"the reply failed: {result.error}", code="generation_failed")

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from foredraft.engine.engine import Event
+from foredraft.engine.events import Event
 from foredraft.openai_fields import given, ignored
 from foredraft.server.asks import Ask, read_chat
 from foredraft.server.context import ServerContext

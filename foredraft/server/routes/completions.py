@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from foredraft.core.logprobs import TokenLogprobs
-from foredraft.engine.engine import Event
+from foredraft.engine.events import Event
 from foredraft.openai_fields import given, ignored
 from foredraft.server.asks import Ask, read_completion
 from foredraft.server.context import ServerContext
