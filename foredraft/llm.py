@@ -93,6 +93,7 @@ class LLM:
         model: str | PathLike[str] = DEFAULT_MODEL,
         *,
         progress: Progress | None = None,
+        trace: Trace | None = None,
         **options: Any,
     ) -> LLM:
         """Load a target, and a draft model if one is named.
@@ -100,6 +101,7 @@ class LLM:
         Args:
             model: a built-in name, a local directory, or a hub id.
             progress: told about downloads and conversions (`foredraft.models.progress.Progress`).
+            trace: told of every step.
             **options: fields of `LoadOptions`.
 
         Raises:
@@ -121,6 +123,7 @@ class LLM:
             cost=measure_cost(loaded.target, asked.max_batch_size) if weighs else None,
             plan=loaded.plan,
             draft_plan=draft.plan if draft else None,
+            trace=trace,
         )
 
     def with_drafter(

@@ -80,7 +80,7 @@ def _with(params: SamplingParams, **more: Any) -> SamplingParams:
 def _max_tokens(body: Body, default: int) -> int:
     for name in ("max_completion_tokens", "max_tokens"):
         if (value := given(body, name)) is not None:
-            return int(checked_int(name, value, low=1))
+            return checked_int(name, value, low=1)
     return default
 
 
@@ -88,9 +88,8 @@ def _seed(seed: object) -> int | None:
     """OpenAI's seeds are signed."""
     if seed is None:
         return None
-    return checked_int("seed", seed, low=-(2 ** (SEED_BITS - 1)), high=2**SEED_BITS - 1) % (
-        2**SEED_BITS
-    )
+    number = checked_int("seed", seed, low=-(2 ** (SEED_BITS - 1)), high=2**SEED_BITS - 1)
+    return number % (1 << SEED_BITS)
 
 
 def _logit_bias(biases: object) -> dict[int, float]:

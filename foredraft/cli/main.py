@@ -12,7 +12,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from foredraft.cli import bench, chat, demo, doctor, generate, index, trace, train, tune
+from foredraft.cli import (
+    bench,
+    chat,
+    demo,
+    doctor,
+    generate,
+    index,
+    serve,
+    trace,
+    train,
+    tune,
+)
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.version import __version__
 
@@ -39,7 +50,7 @@ def _root(
     """Exact speculative decoding: your model's own text, faster, with nothing changed."""
 
 
-for command in (generate.generate, chat.chat, doctor.doctor, demo.demo):
+for command in (generate.generate, chat.chat, serve.serve, doctor.doctor, demo.demo):
     app.command()(command)
 for group, name in (
     *((bench.app, "bench"), (index.app, "index"), (trace.app, "trace")),

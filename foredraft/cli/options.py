@@ -16,6 +16,7 @@ from foredraft.plan import BACKENDS, DEFAULT_MODEL, DEVICES, DTYPES, WEIGHTS, Lo
 
 if TYPE_CHECKING:
     from foredraft.core.params import SamplingParams
+    from foredraft.engine.engine import Trace
     from foredraft.llm import LLM
 
 _MODEL, _DRAFT, _SAMPLING = "Model", "Drafting", "Sampling"
@@ -242,11 +243,14 @@ def load_traced(options: LoadOptions, path: Path | None, **about: Any) -> Iterat
         yield llm
 
 
-def load_llm(options: LoadOptions, random_weights: str | None = None) -> LLM:
+def load_llm(
+    options: LoadOptions, random_weights: str | None = None, trace: Trace | None = None
+) -> LLM:
     """Load with a progress bar for whatever must be downloaded or converted first.
 
     Args:
         random_weights: the shape of a target to make up, instead of the model in ``options``.
+        trace: told of every step of a model that is loaded.
     """
     if random_weights:
         from foredraft.bench.random_model import random_llm
@@ -256,4 +260,4 @@ def load_llm(options: LoadOptions, random_weights: str | None = None) -> LLM:
     from foredraft.llm import LLM
 
     with RichProgress() as progress:
-        return LLM.load(**vars(options), progress=progress)
+        return LLM.load(**vars(options), progress=progress, trace=trace)

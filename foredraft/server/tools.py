@@ -41,6 +41,9 @@ class ToolUse:
         return Grammar.lark(f'start: "{CALL}\\n" call "\\n{END_CALL}"\ncall: %json {source}\n')
 
 
+NO_TOOLS = ToolUse()
+
+
 def read_tools(body: Body, takes_tools: bool) -> ToolUse:
     """The tools of a chat body.
 
@@ -58,7 +61,7 @@ def read_tools(body: Body, takes_tools: bool) -> ToolUse:
     names = tuple(map(_name, checked))
     forced = _forced(choice, names)
     if choice == "none" or not checked:
-        return ToolUse()
+        return NO_TOOLS
     if not takes_tools:
         raise FieldError(
             "tools",
@@ -72,7 +75,9 @@ def _checked(number: int, tool: object) -> Tool:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise FieldError("tools", f"tools[{number}] is of type {shown(kind)}; only function is known")
+        raise FieldError(
+            "tools", f"tools[{number}] is of type {shown(kind)}; only function is known"
+        )
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise FieldError("tools", f"tools[{number}].function needs a name: {shown(function)}")
     parameters = function.get("parameters")
@@ -94,7 +99,7 @@ def _forced(choice: object, names: Sequence[str]) -> tuple[str, ...]:
         wanted = list(names)
     elif isinstance(choice, Mapping) and choice.get("type") == "function":
         function = choice.get("function")
-        wanted = [function.get("name")] if isinstance(function, Mapping) else [None]
+        wanted = [str(function.get("name"))] if isinstance(function, Mapping) else []
     else:
         raise FieldError(
             "tool_choice",

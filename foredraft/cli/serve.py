@@ -1,0 +1,170 @@
+"""`foredraft serve`: the model behind OpenAI's and Anthropic's interfaces, and a page."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from foredraft.cli import options as o
+from foredraft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foredraft.server.context import ServerContext
+    from foredraft.server.settings import ServerSettings
+
+_SERVER, _ACCESS, _LIMITS = "Server", "Access", "Limits"
+
+
+def _option(panel: str, name: str, text: str) -> Any:
+    return typer.Option(name, help=text, rich_help_panel=panel)
+
+
+@o.with_option_objects
+def serve(
+    running: o.ModelOptions,
+    draft: o.DraftOptions,
+    host: Annotated[
+        str | None, _option(_SERVER, "--host", "Address to bind to; this machine only by default.")
+    ] = None,
+    port: Annotated[
+        int | None, _option(_SERVER, "--port", "Port; 8000 by default, 0 takes a free one.")
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        _option(_SERVER, "--served-model-name", "What clients call it; may be repeated."),
+    ] = None,
+    max_batch_size: Annotated[
+        int, _option(_SERVER, "--max-batch-size", "Most requests in one step.")
+    ] = 16,
+    api_key_file: Annotated[
+        Path | None,
+        _option(_ACCESS, "--api-key-file", "Keys, one a line; also FOREDRAFT_API_KEY."),
+    ] = None,
+    allow_no_key: Annotated[
+        bool, _option(_ACCESS, "--allow-no-key", "Serve other machines without any key.")
+    ] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        _option(_ACCESS, "--allowed-host", "A name the server goes by; may be repeated."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        _option(_ACCESS, "--cors-origin", "Web pages that may call it; may be repeated."),
+    ] = None,
+    ssl_certfile: Annotated[Path | None, _option(_ACCESS, "--ssl-certfile", "For https.")] = None,
+    ssl_keyfile: Annotated[Path | None, _option(_ACCESS, "--ssl-keyfile", "For https.")] = None,
+    max_waiting: Annotated[
+        int | None, _option(_LIMITS, "--max-waiting", "Requests that may wait; others get 429.")
+    ] = None,
+    request_timeout: Annotated[
+        float | None, _option(_LIMITS, "--request-timeout", "Seconds of a reply.")
+    ] = None,
+    drain_timeout: Annotated[
+        float | None, _option(_LIMITS, "--drain-timeout", "Seconds that replies have to end.")
+    ] = None,
+    request_metrics: Annotated[
+        str | None,
+        _option(
+            _SERVER,
+            "--per-request-spec-decode-metrics",
+            "What a reply says of speculation: none, summary or detailed.",
+        ),
+    ] = None,
+    share_between_keys: Annotated[
+        bool,
+        _option(_ACCESS, "--share-between-keys", "Text of one key may draft for another."),
+    ] = False,
+    log_requests: Annotated[
+        bool, _option(_SERVER, "--log-requests", "A line of JSON for each, without its text.")
+    ] = False,
+) -> None:
+    """Serve the model to OpenAI's and Anthropic's clients, and a page to look at it.
+
+    Whatever is not given here comes from the environment, as FOREDRAFT_PORT or
+    FOREDRAFT_MAX_BODY_BYTES do; docs/server.md lists all.
+
+    Examples:
+
+        foredraft serve
+
+        foredraft serve --model HuggingFaceTB/SmolLM2-360M-Instruct --port 8080
+
+        foredraft serve --host 0.0.0.0 --api-key-file keys.txt
+    """
+    settings = _settings(
+        host=host,
+        port=port,
+        served_model_names=tuple(served_model_name or ()) or None,
+        api_key_file=api_key_file,
+        allow_no_key=allow_no_key or None,
+        allowed_hosts=tuple(allowed_host or ()) or None,
+        cors_origins=tuple(cors_origin or ()) or None,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        max_waiting=max_waiting,
+        request_timeout=request_timeout,
+        drain_timeout=drain_timeout,
+        request_metrics=request_metrics,
+        share_between_keys=share_between_keys or None,
+    )
+    asked = o.load_options(running, draft, max_batch_size=max_batch_size)
+    if log_requests:
+        logging.getLogger("foredraft.server.access").setLevel(logging.INFO)
+    from foredraft.server.app import create_app
+    from foredraft.server.serving import new_server
+
+    def ended_or_ready(context: ServerContext) -> None:
+        if context.failure is not None:
+            server.should_exit = True
+            return
+        _greet(context, settings)
+
+    app = create_app(lambda feed: o.load_llm(asked, trace=feed), settings, ended_or_ready)
+    server = new_server(app)
+    server.run()
+    failure = app.state.context.failure
+    if failure is not None:
+        raise failure
+    if not server.started:
+        sys.exit(1)
+
+
+def _settings(**given: Any) -> ServerSettings:
+    """The settings of command line and environment.
+
+    Raises:
+        ConfigError: a value that cannot be used, or the packages are not installed.
+    """
+    try:
+        from pydantic import ValidationError
+
+        from foredraft.server.settings import ServerSettings
+    except ImportError as error:
+        raise ConfigError(
+            f"the server needs {error.name}, which is not here: pip install 'foredraft[server]'"
+        ) from error
+    try:
+        return ServerSettings(**{name: v for name, v in given.items() if v is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{where} is {first.get('input')!r:.100}: {first['msg'].lower()}"
+        raise ConfigError(problem) from None
+
+
+def _greet(context: ServerContext, settings: ServerSettings) -> None:
+    names, llm = context.model_names, context.llm
+    console = Console(stderr=True)
+    console.print(
+        f"Serving [bold]{names[0]}[/bold] with drafter {llm.drafter_name}", soft_wrap=True
+    )
+    console.print(f"  page       {settings.address}/", soft_wrap=True)
+    console.print(f"  OpenAI     {settings.address}/v1", soft_wrap=True)
+    console.print(f"  Anthropic  {settings.address}", soft_wrap=True)
+    if not context.keys:
+        console.print("  no API key is set: whoever can connect may use it", soft_wrap=True)

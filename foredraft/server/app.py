@@ -1,0 +1,99 @@
+"""The application: routes, middleware, and what they stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from foredraft.core.errors import ForedraftError
+from foredraft.server.access_log import AccessLog
+from foredraft.server.auth import Gate
+from foredraft.server.body_limits import BodyLimits
+from foredraft.server.context import Load, ServerContext
+from foredraft.server.errors import ApiError, answer
+from foredraft.server.mount import include_page
+from foredraft.server.routes import (
+    chat,
+    completions,
+    health,
+    messages,
+    metrics,
+    models,
+    responses,
+    tokenize,
+)
+from foredraft.server.settings import ServerSettings
+from foredraft.version import __version__
+
+_TITLE = "foredraft"
+_ROUTES = (chat, completions, responses, messages, models, tokenize, health, metrics)
+
+
+def create_app(
+    load: Load,
+    settings: ServerSettings | None = None,
+    when_loaded: Callable[[ServerContext], None] | None = None,
+) -> FastAPI:
+    """The server as an ASGI application. It answers while the model is loaded, with 503.
+
+    Args:
+        load: loads the model, on a thread of its own; it is given what to tell each step to.
+        settings: those of the environment when None.
+        when_loaded: told when that is done, or has failed (`ServerContext.failure`).
+
+    Raises:
+        ConfigError: keys that cannot be used.
+    """
+    context = ServerContext(settings or ServerSettings(), load)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async def start() -> None:
+            await context.start()
+            if when_loaded is not None:
+                when_loaded(context)
+
+        starting = asyncio.create_task(start())
+        try:
+            yield
+        finally:
+            await asyncio.wait((starting,))
+            await context.stop()
+
+    # Its own pages for documentation would load scripts from elsewhere.
+    app = FastAPI(
+        title=_TITLE,
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.context = context
+    for routes in _ROUTES:
+        app.include_router(routes.router)
+    is_of_page = include_page(app, context)
+    for kind in (ApiError, ForedraftError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+    _add_middleware(app, context, lambda path: path in health.OPEN_PATHS or is_of_page(path))
+    return app
+
+
+def _add_middleware(app: FastAPI, context: ServerContext, is_open: Callable[[str], bool]) -> None:
+    """What was added last sees a request first."""
+    settings = context.settings
+    app.add_middleware(BodyLimits, settings=settings)
+    app.add_middleware(Gate, keys=context.keys, settings=settings, is_open=is_open)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
+        )
+    app.add_middleware(AccessLog, metrics=context.metrics)

@@ -1,0 +1,71 @@
+"""A reply as a row of blocks, each of one kind, for dialects that open and close them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from foredraft.server.replies import Part
+
+BlockKind = Literal["text", "reasoning", "call"]
+Change = Literal["open", "delta", "close"]
+
+
+@dataclass
+class Block:
+    """One block.
+
+    Attributes:
+        number: from 0.
+        name: of the function that a call is for.
+        text: of the block so far; of a call its arguments.
+        key: which tool call it is.
+        id: names the block to clients.
+    """
+
+    kind: BlockKind
+    number: int
+    name: str = ""
+    text: str = ""
+    key: int = 0
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+
+
+class Blocks:
+    """Builds the blocks of one reply from its parts."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._is_open = False
+
+    def add(self, parts: Sequence[Part]) -> Iterator[tuple[Change, Block, str]]:
+        """What changes: a block opens, grows by a text, or closes."""
+        for part in parts:
+            kind: BlockKind = "call"
+            if part.kind == "content":
+                kind = "text"
+            elif part.kind == "reasoning":
+                kind = "reasoning"
+            block = self.all[-1] if self._is_open else None
+            if (
+                block is None
+                or part.kind == "call"
+                or (block.kind, block.key) != (kind, part.index)
+            ):
+                yield from self.close()
+                name = part.text if part.kind == "call" else ""
+                block = Block(kind, len(self.all), name, key=part.index)
+                self.all.append(block)
+                self._is_open = True
+                yield "open", block, ""
+            if part.kind != "call" and part.text:
+                block.text += part.text
+                yield "delta", block, part.text
+
+    def close(self) -> Iterator[tuple[Change, Block, str]]:
+        """The last block is over."""
+        if self._is_open:
+            self._is_open = False
+            yield "close", self.all[-1], ""

@@ -1,0 +1,223 @@
+"""What the routes share: the engine once it is there, who waits on it, and what they may do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cached_property
+
+from foredraft.async_llm import AsyncLLM
+from foredraft.core.params import SamplingParams
+from foredraft.llm import LLM
+from foredraft.models.tokenizer import Tokenizer
+from foredraft.plan import LoadOptions
+from foredraft.server.auth import ApiKeys
+from foredraft.server.errors import ApiError, unavailable
+from foredraft.server.generation import Generation
+from foredraft.server.metrics import Metrics
+from foredraft.server.replies import CALL, THINK
+from foredraft.server.settings import ServerSettings
+from foredraft.server.steps import StepFeed
+
+_log = logging.getLogger("foredraft.server")
+
+Load = Callable[[StepFeed], LLM]
+"""Loads the model, telling each step of its engine to the feed."""
+
+_USES_PREDICTIONS = ("prediction", "cascade")
+_DRAFTS_NOT = "none"
+
+
+class ServerContext:
+    """One running server.
+
+    Args:
+        settings: of the server.
+        load: what loads the model, on a thread of its own.
+
+    Attributes:
+        steps: where to watch the engine's steps.
+        metrics: what `/metrics` shows.
+        failure: why the model could not be loaded.
+    """
+
+    def __init__(self, settings: ServerSettings, load: Load) -> None:
+        self.settings, self._load = settings, load
+        self.keys = ApiKeys.of(settings)
+        self.steps = StepFeed()
+        self.metrics = Metrics()
+        self.steps.add(self.metrics.add_step)
+        self.created = int(time.time())
+        self.failure: BaseException | None = None
+        self._engine: AsyncLLM | None = None
+        self._for_predictions: AsyncLLM | None = None
+        self._is_draining = False
+        self._live: set[Generation] = set()
+        self._salt = hashlib.sha256(str(time.time_ns()).encode()).digest()
+
+    async def start(self) -> None:
+        """Load the model; `failure` says if that did not work."""
+        try:
+            llm = await asyncio.to_thread(self._load, self.steps)
+            self._engine = AsyncLLM(llm, max_waiting=self.settings.max_waiting)
+            self.metrics.watch(self._engine)
+        except Exception as error:
+            self.failure = error
+            _log.critical("the model could not be loaded: %s", error)
+
+    async def stop(self) -> None:
+        """End the engine's threads."""
+        for engine in (self._engine, self._for_predictions):
+            if engine is not None:
+                await engine.aclose(drain=False)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._engine is not None and not self._is_draining and self._engine.is_healthy
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a restart would help nothing."""
+        return self.failure is None and (self._engine is None or self._engine.is_healthy)
+
+    @property
+    def num_live(self) -> int:
+        """Requests under way."""
+        return len(self._live)
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine.
+
+        Raises:
+            ApiError: 503: it is still being loaded, or the server is ending.
+        """
+        if self._is_draining:
+            raise unavailable("the server is shutting down", "draining")
+        if self._engine is None:
+            raise unavailable("the model is still being loaded", "loading")
+        return self._engine
+
+    @property
+    def llm(self) -> LLM:
+        """The model with its drafter; raises as `engine`."""
+        return self.engine.llm
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises as `engine`."""
+        tokenizer = self.llm.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer here; send token ids")
+        return tokenizer
+
+    @cached_property
+    def model_names(self) -> tuple[str, ...]:
+        """What the model is called, its first name first."""
+        plan = self.llm.plan
+        return self.settings.served_model_names or (plan.name if plan else "foredraft",)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the chat template has a place for tools, and shows how a call is written."""
+        source = self.tokenizer.chat_template or ""
+        return CALL in source and re.search(r"\btools\b", source) is not None
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether replies may begin with thoughts."""
+        return THINK in (self.tokenizer.chat_template or "")
+
+    def check_model(self, name: object) -> str:
+        """The name to answer with.
+
+        Raises:
+            ApiError: 404: there is no such model here.
+        """
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ApiError(
+                404,
+                f"there is no model {name!r:.200} here; there is {', '.join(self.model_names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return str(name)
+
+    def tenant(self, key_id: str | None, salt: object) -> str | None:
+        """Whose state a request shares: that of its key and its salt."""
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise ApiError(400, "cache_salt must be text, and not empty", param="cache_salt")
+        owner = None if self.settings.share_between_keys else key_id
+        if owner is None and salt is None:
+            return None
+        text = f"{owner or ''}\0{salt or ''}"
+        return hashlib.sha256(self._salt + text.encode("utf-8", "replace")).hexdigest()[:32]
+
+    @contextlib.asynccontextmanager
+    async def generation(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        tenant: str | None,
+        priority: int = 0,
+    ) -> AsyncIterator[Generation]:
+        """Replies under way; on leaving, what is unfinished is ended.
+
+        Raises:
+            ApiError: 503 while the server cannot serve.
+            QueueFullError, PromptError, ConfigError: as `AsyncLLM.open`.
+        """
+        engine = await self._engine_for(params)
+        generation = await Generation.open(engine, prompts, params, tenant, priority)
+        late = ApiError(
+            408,
+            f"the reply was not over after {self.settings.request_timeout:g} seconds",
+            code="request_timeout",
+            headers={"x-should-retry": "false"},
+        )
+        loop, aborts = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        timer = loop.call_later(
+            self.settings.request_timeout,
+            lambda: aborts.add(loop.create_task(generation.abort(late))),
+        )
+        self._live.add(generation)
+        try:
+            yield generation
+        finally:
+            timer.cancel()
+            self._live.discard(generation)
+            await generation.aclose()
+            self.metrics.add_request(generation)
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait for those under way; in the end they are ended."""
+        self._is_draining = True
+        until = time.monotonic() + self.settings.drain_timeout
+        while self._live and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        error = unavailable("the server shut down before the reply was over", "draining")
+        for generation in [*self._live]:
+            await generation.abort(error)
+        last = time.monotonic() + 2.0
+        while self._live and time.monotonic() < last:
+            await asyncio.sleep(0.02)
+
+    async def _engine_for(self, params: SamplingParams) -> AsyncLLM:
+        """The engine whose drafter looks at what the request brings."""
+        engine, drafter = self.engine, self.llm.drafter_name
+        if params.prediction is None or drafter in _USES_PREDICTIONS or drafter == _DRAFTS_NOT:
+            return engine
+        if self._for_predictions is None:
+            options = LoadOptions(
+                drafter="prediction", max_batch_size=engine.llm.engine.max_batch_size
+            )
+            llm = engine.llm.with_drafter(options, trace=self.steps)
+            self._for_predictions = AsyncLLM(llm, max_waiting=self.settings.max_waiting)
+        return self._for_predictions

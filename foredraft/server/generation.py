@@ -1,0 +1,150 @@
+"""The replies of one HTTP request, under way on the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from foredraft.async_llm import AsyncLLM, EventStream
+from foredraft.core.params import SamplingParams
+from foredraft.engine.events import Event
+from foredraft.engine.row import GenerationResult
+from foredraft.server.errors import ApiError
+
+
+@dataclass
+class Reply:
+    """What is known of one reply so far.
+
+    Attributes:
+        num_prompt_tokens: of its prompt.
+        num_tokens: committed by now.
+        accepted: draft tokens accepted, by step.
+        arrived: when steps brought it something, in seconds of `time.perf_counter`.
+        result: at its end.
+    """
+
+    num_prompt_tokens: int
+    num_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)
+    result: GenerationResult | None = None
+
+    def add(self, event: Event) -> None:
+        if event.token_ids:
+            self.num_tokens += len(event.token_ids)
+            self.accepted.append(event.num_accepted)
+            self.arrived.append(time.perf_counter())
+        self.result = event.result
+
+
+class Generation:
+    """Events of several replies in the order they come. Made by `open`.
+
+    Whoever reads it must close it. Closing ends what is unfinished within one step.
+
+    Attributes:
+        replies: by index: prompts one after the other, n to each.
+        began: when it was opened, in seconds of `time.perf_counter`.
+    """
+
+    def __init__(self, streams: Sequence[EventStream], prompt_sizes: Sequence[int], n: int) -> None:
+        self._streams, self._n = streams, n
+        self.replies = [Reply(size) for size in prompt_sizes for _ in range(n)]
+        self.began = time.perf_counter()
+        self._error: ApiError | None = None
+        self._num_open = len(self.replies)
+        self._arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+        self._pumps: list[asyncio.Task[None]] = []
+        if len(streams) > 1:
+            self._pumps = [
+                asyncio.create_task(self._pump(number, stream))
+                for number, stream in enumerate(streams)
+            ]
+
+    @classmethod
+    async def open(
+        cls,
+        engine: AsyncLLM,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        tenant: str | None,
+        priority: int,
+    ) -> Generation:
+        """Submit all prompts, or none.
+
+        Raises:
+            QueueFullError, EngineStoppedError, PromptError, ConfigError: as `AsyncLLM.open`.
+        """
+        streams: list[EventStream] = []
+        try:
+            for prompt in prompts:
+                streams.append(await engine.open(prompt, params, tenant=tenant, priority=priority))
+        except BaseException:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return cls(streams, [len(prompt) for prompt in prompts], params.n)
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> tuple[int, Event]:
+        """The next event, and of which reply.
+
+        Raises:
+            ApiError: a reply failed, or was ended by somebody else.
+        """
+        if not self._num_open:
+            raise StopAsyncIteration
+        number, event = await self._next()
+        if isinstance(event, Exception):
+            raise event
+        index = number * self._n + event.index
+        self.replies[index].add(event)
+        if event.result is not None:
+            self._num_open -= 1
+            self._check(event.result)
+        return index, event
+
+    async def aclose(self) -> None:
+        """End what is unfinished. Never waits."""
+        for pump in self._pumps:
+            pump.cancel()
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def abort(self, error: ApiError) -> None:
+        """End it for another reason than the client's; its reader is told ``error``."""
+        self._error = self._error or error
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def _next(self) -> tuple[int, Event | Exception]:
+        if self._pumps:
+            return await self._arrived.get()
+        try:
+            return 0, await anext(self._streams[0])
+        except StopAsyncIteration:
+            raise self._ended from None
+
+    async def _pump(self, number: int, stream: EventStream) -> None:
+        try:
+            async for event in stream:
+                self._arrived.put_nowait((number, event))
+        except Exception as error:
+            self._arrived.put_nowait((number, error))
+        if self._error is not None:
+            self._arrived.put_nowait((number, self._error))
+
+    @property
+    def _ended(self) -> ApiError:
+        return self._error or ApiError(503, "the reply was ended", code="cancelled")
+
+    def _check(self, result: GenerationResult) -> None:
+        if result.finish_reason == "cancelled":
+            raise self._ended
+        if result.finish_reason == "error":
+            raise ApiError(500, f"the reply failed: {result.error}", code="generation_failed")

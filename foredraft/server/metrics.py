@@ -1,0 +1,159 @@
+"""What `/metrics` shows, under the names that operators already graph for vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from foredraft.async_llm import AsyncLLM
+from foredraft.core.cost import CostModel
+from foredraft.core.record import RowRecord, StepRecord
+
+if TYPE_CHECKING:
+    from foredraft.server.generation import Generation
+
+_PREFIX = "foredraft"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_BETWEEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+_PARTS = ("draft", "score", "verify", "learn")
+
+
+class Metrics:
+    """Counters of one server, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._drafts = self._counter("spec_decode_num_drafts", "Steps of a request with a draft.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self._by_position = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their position in the draft.",
+            "position",
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        self._cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
+        self._cache_hits = self._counter("prefix_cache_hits", "Prompt tokens that were cached.")
+        self._finished = self._counter(
+            "request_success", "Replies that are over, by their reason.", "finished_reason"
+        )
+        self._aborted = self._counter("request_aborted", "Replies ended before they were over.")
+        self._responses = self._counter("http_responses", "Answers.", "route", "status")
+        self._times = self._counter("step_time_seconds", "Time of steps, by part.", "part")
+        self._steps = self._counter("engine_steps", "Steps of the engine.")
+        self._saved = self._gauge(
+            "estimated_time_saved_seconds",
+            "Time that plain decoding would have taken for the same tokens, less the time taken; "
+            "negative while speculation costs more than it gives.",
+        )
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request to its first token.", _SECONDS
+        )
+        self._between = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a reply, on average.", _BETWEEN
+        )
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "From a request to the end of its reply.", _SECONDS
+        )
+        self._prompt_sizes = self._histogram(
+            "request_prompt_tokens", "Tokens of a prompt.", _TOKENS
+        )
+        self._reply_sizes = self._histogram(
+            "request_generation_tokens", "Tokens of a reply.", _TOKENS
+        )
+        self._positions: dict[int, Counter] = {}
+        self._parts = {part: self._times.labels(part) for part in _PARTS}
+        self._cost: CostModel | None = None
+
+    def watch(self, engine: AsyncLLM) -> None:
+        """Show the gauges of an engine, read when somebody looks."""
+
+        def cache_usage() -> float:
+            stats = engine.stats()
+            held, free = stats.cache_tokens or 0, stats.cache_free_tokens
+            return held / (held + free) if free is not None and held + free else 0.0
+
+        gauges = {
+            "num_requests_running": (
+                "Requests in the batch.",
+                lambda: engine.stats().running,
+            ),
+            "num_requests_waiting": ("Requests that wait.", lambda: engine.stats().waiting),
+            "num_preemptions": (
+                "Requests that gave their place in the cache to another, in all.",
+                lambda: engine.stats().preemptions,
+            ),
+            "kv_cache_tokens": ("Tokens in the cache.", lambda: engine.stats().cache_tokens or 0),
+            "kv_cache_usage_perc": ("Share of the cache in use.", cache_usage),
+        }
+        for name, (text, read) in gauges.items():
+            self._gauge(name, text).set_function(read)
+        self._cost = engine.llm.cost
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def add_step(self, record: StepRecord) -> None:
+        """Count a step. Called on the engine's thread."""
+        self._steps.inc()
+        times = record.times
+        for part, ms in zip(
+            _PARTS, (times.draft_ms, times.score_ms, times.verify_ms, times.learn_ms), strict=True
+        ):
+            self._parts[part].inc(ms / 1000)
+        for row in record.rows:
+            if len(row.proposal.tree):
+                self._add_draft(row)
+        if self._cost is not None and record.is_decoding and record.rows:
+            plain = self._cost.ms([(1, row.context) for row in record.rows])
+            per_row = sum(len(row.committed) for row in record.rows) / len(record.rows)
+            self._saved.inc((per_row * plain - times.total_ms) / 1000)
+
+    def add_request(self, generation: Generation) -> None:
+        """Count the replies of a request that is over, or was ended."""
+        for reply in generation.replies:
+            self._prompt_tokens.inc(reply.num_prompt_tokens)
+            self._generated.inc(reply.num_tokens)
+            self._prompt_sizes.observe(reply.num_prompt_tokens)
+            self._reply_sizes.observe(reply.num_tokens)
+            if reply.arrived:
+                self._first_token.observe(reply.arrived[0] - generation.began)
+                self._add_gaps(reply.arrived, reply.num_tokens)
+            if reply.result is None:
+                self._aborted.inc()
+                continue
+            self._cache_queries.inc(reply.num_prompt_tokens)
+            self._cache_hits.inc(reply.result.num_cached_tokens)
+            self._finished.labels(reply.result.finish_reason).inc()
+            if reply.arrived:
+                self._whole.observe(reply.arrived[-1] - generation.began)
+
+    def add_response(self, route: str, status: int) -> None:
+        """Count an answer."""
+        self._responses.labels(route, str(status)).inc()
+
+    def _add_draft(self, row: RowRecord) -> None:
+        self._drafts.inc()
+        self._drafted.inc(len(row.proposal.tree))
+        self._accepted.inc(row.num_accepted)
+        for position in range(row.num_accepted):
+            if position not in self._positions:
+                self._positions[position] = self._by_position.labels(str(position))
+            self._positions[position].inc()
+
+    def _add_gaps(self, arrived: list[float], num_tokens: int) -> None:
+        if num_tokens > 1 and len(arrived) > 1:
+            self._between.observe((arrived[-1] - arrived[0]) / (num_tokens - 1))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{_PREFIX}:{name}", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"{_PREFIX}:{name}", text, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"{_PREFIX}:{name}", text, buckets=buckets, registry=self._registry)

@@ -1,0 +1,114 @@
+"""A server over a model of tables, in this process and on a port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.models.tokenizer import Tokenizer
+from foredraft.plan import LoadOptions
+from foredraft.server.app import create_app
+from foredraft.server.context import ServerContext
+from foredraft.server.serving import GracefulServer, new_server
+from foredraft.server.settings import ServerSettings
+from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools, called as <tool_call>{...}</tool_call>:"
+    "{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass
+class Running:
+    """A server that runs."""
+
+    url: str
+    context: ServerContext
+    server: GracefulServer
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20, **options)
+
+    def is_idle(self) -> bool:
+        stats = self.context.engine.stats()
+        return not (stats.running or stats.waiting or self.context.num_live)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("server") / "tiny"
+    save_tokenizer(directory, TOOL_TEMPLATE)
+    return directory
+
+
+@contextmanager
+def running(load: Callable[..., LLM], **settings: Any) -> Iterator[Running]:
+    """A server on a free port, on a thread of its own, until it is left."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    loaded = threading.Event()
+    chosen = ServerSettings(port=port, **{"drain_timeout": 1.0, "ping_interval": 0.2} | settings)
+    app = create_app(load, chosen, lambda _: loaded.set())
+    server = new_server(app)
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(server.serve())
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert loaded.wait(20)
+    while not server.started:
+        threading.Event().wait(0.01)
+    try:
+        yield Running(chosen.address, app.state.context, server, loop, thread)
+    finally:
+        if thread.is_alive():
+            loop.call_soon_threadsafe(server.end)
+            thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def load(tokenizer_directory: Path) -> Callable[..., LLM]:
+    """Loads a model of random tables with a drafter that copies."""
+
+    def load(trace: Any, **options: Any) -> LLM:
+        target = TableModel.random(VOCAB_SIZE, seed=5, order=1, sharpness=6.0)
+        asked = LoadOptions(**{"drafter": "suffix", "max_batch_size": 4} | options)
+        return LLM(target, Tokenizer(tokenizer_directory), asked, trace=trace)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def shared(load: Callable[..., LLM]) -> Iterator[Running]:
+    with running(load, served_model_names=("tiny", "other")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(shared: Running) -> Iterator[httpx.Client]:
+    with shared.client() as client:
+        yield client

@@ -1,0 +1,30 @@
+"""A model that replies with a text that was written beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.models.tokenizer import Tokenizer
+from foredraft.plan import LoadOptions
+from tests.models.checkpoints import VOCAB_SIZE
+
+
+def replying(tokenizer: Tokenizer, text: str, **options: Any) -> Callable[..., LLM]:
+    """Loads a model that replies to any conversation with ``text``."""
+    script = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_ids[0]]
+    begin = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+
+    def conditional(context: tuple[int, ...]) -> list[float]:
+        starts = [i for i, token in enumerate(context) if token == begin[0]]
+        written = len(context) - (starts[-1] if starts else 0) - len(begin)
+        token = script[min(max(written, 0), len(script) - 1)]
+        return [1.0 if each == token else 1e-9 for each in range(VOCAB_SIZE)]
+
+    def load(trace: Any) -> LLM:
+        target = TableModel(VOCAB_SIZE, conditional)
+        return LLM(target, tokenizer, LoadOptions(**{"drafter": "suffix"} | options), trace=trace)
+
+    return load

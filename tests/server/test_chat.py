@@ -1,0 +1,169 @@
+"""`/v1/chat/completions`: whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from foredraft.core.params import SamplingParams
+from tests.server.conftest import Running
+from tests.server.events import data_of
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "Where is the ferry?"}]
+BODY: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 24, "seed": 7, "ignore_eos": True}
+
+
+def text_of(chunks: list[Any], index: int = 0) -> str:
+    choices = [c for chunk in chunks[:-1] for c in chunk["choices"] if c["index"] == index]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def test_the_reply_is_the_engines_own(client: httpx.Client, shared: Running) -> None:
+    params = SamplingParams(max_tokens=24, seed=7, temperature=1.0, ignore_eos=True)
+    expected = shared.context.llm.chat(MESSAGES, params)
+    answer = client.post(PATH, json=BODY).json()
+    choice = answer["choices"][0]
+    assert choice["message"]["content"] == expected.text
+    assert (choice["finish_reason"], choice["index"]) == ("length", 0)
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "tiny"
+    assert answer["usage"]["completion_tokens"] == 24
+    assert answer["usage"]["prompt_tokens"] == expected.num_prompt_tokens
+    assert "cached_tokens" in answer["usage"]["prompt_tokens_details"]
+
+
+def test_a_stream_adds_up_to_the_whole(client: httpx.Client) -> None:
+    whole = client.post(PATH, json=BODY).json()["choices"][0]["message"]["content"]
+    chunks = data_of(client.post(PATH, json=BODY | {"stream": True}))
+    assert text_of(chunks) == whole
+    assert chunks[-1] == "[DONE]"
+
+
+def test_the_shape_of_a_stream(client: httpx.Client) -> None:
+    body = BODY | {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, done = data_of(client.post(PATH, json=body))
+    assert done == "[DONE]"
+    assert {(c["id"], c["created"], c["model"], c["object"]) for c in chunks} == {
+        (chunks[0]["id"], chunks[0]["created"], "tiny", "chat.completion.chunk")
+    }
+    *parts, finish, usage = chunks
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all("role" not in part["choices"][0]["delta"] for part in parts[1:])
+    assert all(part["choices"][0]["finish_reason"] is None for part in parts)
+    assert all("usage" not in part for part in [*parts, finish])
+    assert finish["choices"][0] | {"logprobs": None} == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 24
+
+
+def test_an_event_a_step(client: httpx.Client) -> None:
+    body = BODY | {"stream": True, "temperature": 0, "max_tokens": 200}
+    chunks = data_of(client.post(PATH, json=body | {"stream_options": {"include_usage": True}}))
+    speculation = chunks[-2]["metrics"]["speculative_decoding"]
+    assert speculation["num_accepted_draft_tokens"] > 50
+    assert len(chunks) <= speculation["num_spec_steps"] + 4
+
+
+def test_usage_as_it_goes(client: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = data_of(client.post(PATH, json=BODY | {"stream": True, "stream_options": options}))
+    counts = [c["usage"]["completion_tokens"] for c in chunks[1:-1]]
+    assert counts == sorted(counts)
+    assert counts[-1] == 24
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_replies_have_seeds_of_their_own(client: httpx.Client, stream: bool) -> None:
+    alone = [
+        client.post(PATH, json=BODY | {"seed": 7 + i}).json()["choices"][0]["message"]["content"]
+        for i in range(3)
+    ]
+    response = client.post(PATH, json=BODY | {"n": 3, "stream": stream})
+    if stream:
+        chunks = data_of(response)
+        assert [text_of(chunks, index) for index in range(3)] == alone
+    else:
+        choices = response.json()["choices"]
+        assert [choice["message"]["content"] for choice in choices] == alone
+        assert response.json()["usage"]["completion_tokens"] == 72
+
+
+def test_a_stop_string_cuts_text_and_stream_alike(client: httpx.Client) -> None:
+    whole = client.post(PATH, json=BODY).json()["choices"][0]["message"]["content"]
+    stop = next(c for c in whole[3:] if c not in whole[:3] and c.isprintable())
+    body = BODY | {"stop": [stop]}
+    choice = client.post(PATH, json=body).json()["choices"][0]
+    assert choice["message"]["content"] == whole[: whole.index(stop)]
+    assert choice["finish_reason"] == "stop"
+    assert text_of(data_of(client.post(PATH, json=body | {"stream": True}))) == (
+        whole[: whole.index(stop)]
+    )
+
+
+def test_what_speculation_did_is_told(client: httpx.Client) -> None:
+    answer = client.post(PATH, json=BODY | {"temperature": 0, "max_tokens": 100}).json()
+    told = answer["metrics"]["speculative_decoding"]
+    assert told["num_spec_steps"] == sum(told["acceptance_histogram"])
+    accepted = sum(i * count for i, count in enumerate(told["acceptance_histogram"]))
+    assert accepted == told["num_accepted_draft_tokens"] == 100 - told["num_spec_steps"]
+    assert told["mean_acceptance_length"] == pytest.approx(100 / told["num_spec_steps"])
+    several = client.post(PATH, json=BODY | {"n": 2}).json()
+    assert "metrics" not in several
+
+
+def test_a_prediction_is_drafted_from_and_counted(client: httpx.Client, shared: Running) -> None:
+    plain = client.post(PATH, json=BODY).json()
+    text = plain["choices"][0]["message"]["content"]
+    assert "completion_tokens_details" not in plain["usage"]
+    body = BODY | {"prediction": {"type": "content", "content": text + " and more"}}
+    answer = client.post(PATH, json=body).json()
+    assert answer["choices"][0]["message"]["content"] == text
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 0
+    assert details["rejected_prediction_tokens"] > 0
+
+
+def test_parts_of_text_are_text(client: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "Where is "}, {"type": "text", "text": "the ferry?"}]
+    asked = BODY | {"messages": [{"role": "user", "content": parts}]}
+    assert client.post(PATH, json=asked).json()["choices"] == (
+        client.post(PATH, json=BODY).json()["choices"]
+    )
+
+
+def test_the_developer_is_the_system(client: httpx.Client) -> None:
+    counts = [
+        client.post("/tokenize", json={"messages": [{"role": role, "content": "Be brief."}]}).json()
+        for role in ("system", "developer")
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_hints_and_unknown_fields_are_named(client: httpx.Client) -> None:
+    response = client.post(PATH, json=BODY | {"user": "me", "wibble": 1, "verbosity": "low"})
+    assert response.status_code == 200
+    assert response.headers["x-foredraft-ignored"] == "user, verbosity, wibble"
+
+
+def test_logprobs_of_each_token(client: httpx.Client) -> None:
+    body = BODY | {"logprobs": True, "top_logprobs": 2}
+    entries = client.post(PATH, json=body).json()["choices"][0]["logprobs"]["content"]
+    assert len(entries) == 24
+    assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2 for entry in entries)
+    chunks = data_of(client.post(PATH, json=body | {"stream": True}))
+    streamed = [
+        each
+        for chunk in chunks[:-1]
+        for choice in chunk["choices"]
+        if choice["logprobs"]
+        for each in choice["logprobs"]["content"]
+    ]
+    assert streamed == entries
