@@ -36,7 +36,7 @@ export class Dials {
     clear(this.tiles);
     this.alarm.hidden = true;
     if (steps.length && getInfo()) {
-      this.tiles.append(perStep(steps, told), times(told), depths(told), choices(steps), this.#ledger(steps));
+      this.tiles.append(perStep(steps, told), times(told), depths(told), choices(steps, told), this.#ledger(steps), forwards());
     }
     this.#curve();
   }
@@ -54,7 +54,7 @@ export class Dials {
     }
     const values = line.map(([, y]) => y);
     const frame = new Frame(300, 110, [1, Math.max(2, steps.length)], [Math.min(0, ...values), Math.max(0.1, ...values)], `Seconds saved so far: ${number(balance / 1000)}`);
-    frame.axes(ticks([1, steps.length]), ticks([frame.ys[0], frame.ys[1]].filter((v, i, a) => a.indexOf(v) === i), (v) => number(v, 1)), "steps").level(0).line(line, "machine");
+    frame.axes(ticks([1, steps.length]), ticks([frame.ys[0], frame.ys[1]].filter((v, i, a) => a.indexOf(v) === i), (v) => number(Math.abs(v) < 0.05 ? 0 : v, 1)), "steps").level(0).line(line, "machine");
     return tile("Ledger: time saved", h("p", { class: "big" }, `${number(balance / 1000)}`, h("small", {}, "s against plain decoding")), frame.svg);
   }
 
@@ -66,7 +66,7 @@ export class Dials {
     const points = (f) => Array.from({ length: 50 }, (_, i) => [i / 50, f(i / 50)]);
     const machine = points((a) => onMachine(a, k, info.curve, draftMs));
     const most = Math.min(k + 1, Math.max(2, textbook(0.98, k)));
-    const frame = new Frame(640, 210, [0, 1], [0, most], `Expected speed-up with ${k} draft tokens`);
+    const frame = new Frame(900, 220, [0, 1], [0, most], `Expected speed-up with ${k} draft tokens`);
     frame.axes(ticks([0, 0.25, 0.5, 0.75, 1], percent), ticks([1, Math.round(most / 2), Math.round(most)].filter((v, i, a) => a.indexOf(v) === i), (v) => `${v}×`), "a guess is right").level(1)
       .line(points((a) => textbook(a, k)), "book").line(machine, "machine");
     const rate = told.byDepth.length ? told.byDepth.reduce((sum, d) => sum + d.rate * d.count, 0) / told.byDepth.reduce((sum, d) => sum + d.count, 0) : null;
@@ -103,12 +103,19 @@ function depths(told) {
   return tile("Right, if all before was right", frame.svg);
 }
 
-function choices(steps) {
+function choices(steps, told) {
   const sizes = steps.map((step) => step.row.draft.tokens.length), last = steps.at(-1).row;
   const most = Math.max(4, ...sizes);
   const counts = Array.from({ length: most + 1 }, (_, n) => sizes.filter((size) => size === n).length);
   const frame = new Frame(300, 90, [-0.5, most + 0.5], [0, Math.max(...counts)], "How many steps drafted how many tokens");
   counts.forEach((count, n) => frame.bar(n, count, Math.min(22, 240 / (most + 1)), n ? "" : "soft"));
   frame.axes(ticks([0, Math.round(most / 2), most]), [], "tokens drafted in a step");
-  return tile("The controller's choice", h("p", { class: "big" }, last.draft.tokens.length, h("small", {}, `drafted in the last step, ${last.budget} allowed`)), frame.svg);
+  return tile("The controller's choice", h("p", { class: "big" }, number(told.drafted / steps.length, 1), h("small", {}, `drafted a step; ${last.draft.tokens.length} of ${last.budget} allowed in the last`)), frame.svg);
+}
+
+function forwards() {
+  const { curve } = getInfo(), one = msOf(curve, 1), eight = msOf(curve, 8);
+  const frame = new Frame(300, 90, [0, 17], [0, curve.at(-1)[1] * 1.1], "Milliseconds of a forward by its tokens");
+  frame.axes(ticks([1, 8, 17]), ticks([one], (v) => number(v, 0)), "tokens in one forward").line(curve, "machine");
+  return tile("A forward here", h("p", { class: "big" }, `${number(eight / one, 2)}×`, h("small", {}, "the time for 8 tokens that 1 takes")), frame.svg);
 }

@@ -67,7 +67,7 @@ export class MadeText {
     const step = this.steps.push(event) - 1;
     event.row.committed.forEach((committed, index) => {
       const { by, author } = origin(event.row, index);
-      const token = h("span", { class: "token new", "data-by": by, "data-author": author, "data-step": step, "data-index": index }, committed.text);
+      const token = h("span", { class: "token new", "data-by": by, "data-author": author, "data-blank": !committed.text.trim(), "data-step": step, "data-index": index }, committed.text);
       this.tokens.push(token);
       this.ghost.before(token);
     });

@@ -8,7 +8,8 @@ export function treePicture(row) {
   const children = new Map([[-1, []]]);
   draft.parents.forEach((parent, node) => { children.set(node, []); children.get(parent).push(node); });
   const texts = draft.texts.map((text) => shown(text).slice(0, 14));
-  const width = (node) => (node < 0 ? 34 : Math.max(50, 20 + 7.4 * texts[node].length));
+  const figures = draft.tokens.map((token, node) => said(row, token, node));
+  const width = (node) => (node < 0 ? 34 : Math.max(48, 18 + 7.2 * texts[node].length, 14 + 5.3 * figures[node].length));
   const at = new Map();
   let line = 0;
   const place = (node, x) => {
@@ -34,13 +35,16 @@ export function treePicture(row) {
     const kind = node < 0 ? "root" : `${path.includes(node) ? "yes" : ""} ${isCopy ? "copy" : ""}`;
     const group = s("g", { class: `node ${kind}` }, s("rect", { x, y: y(node), width: width(node), height: HEIGHT }),
       s("text", { x: x + width(node) / 2, y: y(node) + (node < 0 ? 20 : 14), "text-anchor": "middle" }, node < 0 ? "…" : texts[node]));
-    if (node >= 0) {
-      const target = draft.target_probs?.[node];
-      const guess = draft.draft_probs?.[node] ?? draft.chances?.[node];
-      const said = [guess == null ? null : percent(guess), target == null ? null : percent(target)].filter(Boolean).join(" → ");
-      group.append(s("text", { class: "p", x: x + width(node) / 2, y: y(node) + 26, "text-anchor": "middle" }, said));
-    }
+    if (node >= 0) group.append(s("text", { class: "p", x: x + width(node) / 2, y: y(node) + 26, "text-anchor": "middle" }, figures[node]));
     picture.append(group);
   }
   return picture;
+}
+
+// What the drafter gave a node, and what the model alone gives its token there.
+function said(row, token, node) {
+  const guess = row.draft.draft_probs?.[node] ?? row.draft.chances?.[node];
+  const law = row.why?.laws.find((found) => found.node === row.draft.parents[node]);
+  const target = law?.candidates.find((c) => c.token === token)?.model_prob;
+  return [guess, target].filter((p) => p != null).map(percent).join(" → ");
 }

@@ -82,7 +82,7 @@ function draftSection(row) {
   const count = row.draft.tokens.length;
   return h("section", {}, h("h3", {}, `The draft: ${count} ${count === 1 ? "token" : "tokens"} of ${row.budget} allowed, ${row.num_accepted} accepted`),
     h("div", { class: "tree-scroll", tabindex: 0, "aria-label": "The drafted tree" }, treePicture(row)),
-    h("p", { class: "note" }, `Small figures: ${said} → the target's probability.`, row.draft.authors?.includes("copy") ? " Dashed: copied from earlier text." : ""));
+    h("p", { class: "note" }, `Small figures: ${said} → the model's own probability.`, row.draft.authors?.includes("copy") ? " Dashed: copied from earlier text." : ""));
 }
 
 function targetSection(law, row) {

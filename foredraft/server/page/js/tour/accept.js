@@ -40,7 +40,7 @@ export function accept() {
     for (let i = 0; i < n; i++) { const drawn = speculate(P, q, box.checked); counts[drawn.token]++; accepted += drawn.accepted; }
     const worst = Math.max(...counts.map((count, i) => Math.abs(count / n - P[i])));
     show(h("p", {}, h("b", {}, `${percent(accepted / n)} accepted`), ` (the overlap is ${percent(overlap(P, q))}). `, worst > 0.02 ? h("span", { class: "bad" }, `The text is another: off by ${percent(worst)} somewhere.`) : "What came out has the model's own distribution."),
-      h("div", { class: "rows" }, WORDS.map((text, i) => h("div", { class: "row" }, h("span", { class: "name" }, text), h("span", { class: "bar two" }, h("i", { vars: { "--of": P[i] } }), h("i", { vars: { "--of": counts[i] / n } })), h("span", {}, `${percent(P[i])} → ${percent(counts[i] / n)}`)))));
+      h("div", { class: "rows" }, WORDS.map((text, i) => h("div", { class: "row pair" }, h("span", { class: "name" }, text), h("span", { class: "bar two" }, h("i", { vars: { "--of": P[i] } }), h("i", { vars: { "--of": counts[i] / n } })), h("span", {}, `${percent(P[i])} → ${percent(counts[i] / n)}`)))));
   }, "Draw");
   return part({
     count: "3 of 6", title: "Refuse just often enough, then draw from what is left.", picture: svg, draw, experiment: trial.element,

@@ -31,7 +31,7 @@ export function limits() {
     show(h("p", {}, "…"));
     const lanes = await collect({ messages: user("Invent ten unusual names for a ship."), lanes: [{ drafter: "none" }, { drafter, num_draft_tokens: count.value }], temperature: temperature.value, seed: 3, max_tokens: 64 }, signal);
     const [plain, fast] = lanes.map(({ end }) => end), times = fast.tokens_per_s / plain.tokens_per_s;
-    show(h("p", {}, h("b", { class: times < 1 ? "bad" : "" }, `${number(times)}×`), ` with ${drafter}: ${fast.stats.accepted} of ${fast.stats.drafted} guesses right. `, times < 1 ? "Speculation costs you here." : "It still pays."),
+    show(h("p", {}, h("b", { class: times < 1 ? "bad" : "" }, `${number(times)}×`), ` with ${drafter}: ${fast.stats.accepted} of ${fast.stats.drafted} guesses right. `, times < 0.97 ? "Speculation costs you here." : times < 1.1 ? "No gain to speak of." : "It still pays."),
       h("p", { class: "note" }, plain.sha256 === fast.sha256 ? "The text is the same in any case." : "The texts differ."));
   });
   return part({
