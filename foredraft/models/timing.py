@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from itertools import accumulate
+from statistics import median
 
 from foredraft.cache.base import Cache
 from foredraft.cache.kv import KVCache
@@ -57,6 +58,18 @@ def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
     rising = accumulate((best[context, size] for size in sizes), max)
     times = tuple(zip(sizes, rising, strict=True))
     return CostModel(times, _attention(best, context), context)
+
+
+def forward_ms(target: Target, num_tokens: int, rounds: int = 5) -> float:
+    """Milliseconds of one forward of so many tokens, the median of a few; nothing is kept of it."""
+    cache = target.cache
+    slot = cache.allocate()
+    try:
+        target.score([ScoreRow(slot, [0] * _CONTEXT)])
+        cache.keep(slot, _CONTEXT, ())
+        return median(_forward_ms(target, slot, num_tokens) for _ in range(rounds))
+    finally:
+        cache.free(slot)
 
 
 def _fits_a_long_context(cache: Cache, slot: int) -> bool:

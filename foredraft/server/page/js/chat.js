@@ -1,0 +1,119 @@
+// The chat: a conversation whose replies show how they were made.
+import { choice, h, number, slider } from "./dom.js";
+import { run } from "./api.js";
+import { legend, MadeText, PACES, Player } from "./text.js";
+import { getInfo, record } from "./store.js";
+
+const IDEAS = [
+  ["Edit code", "Rename the variable total to result and keep everything else:\n\ndef mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)"],
+  ["Repeat with a change", "Rewrite this in the past tense: The old mill stands by the river. Every morning she opens the mill, sweeps the floor of the mill and sells flour to the town."],
+  ["Explain", "Explain in a few sentences why the sky is blue."],
+];
+
+export class Chat {
+  constructor() {
+    this.messages = [];
+    this.pace = choice("Pace", PACES, "slow", () => this.player?.step());
+    this.temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0, show: (x) => number(x, 1) });
+    this.input = h("textarea", { rows: 1, placeholder: "Say something", "aria-label": "Message", onkeydown: (e) => this.#key(e) });
+    this.send = h("button", { class: "button main send", type: "submit", "aria-label": "Send" }, arrow());
+    this.turns = h("div", { class: "turns", "aria-live": "off" });
+    this.hello = h("section", { class: "hello" }, h("h1", {}, "Watch a language model write ahead of itself."),
+      h("p", {}, "A small drafter guesses the next words, the model checks all of them in one pass, and the text is exactly what the model alone would have written. Click any word to see why it is there."),
+      h("div", { class: "chips" }, IDEAS.map(([title, text]) => h("button", { class: "chip", type: "button", onclick: () => this.ask(text) }, title))), legend());
+    const form = h("form", { class: "composer", onsubmit: (e) => { e.preventDefault(); this.submit(); } },
+      h("div", { class: "box" }, this.input, this.send),
+      h("div", { class: "settings" }, this.temperature.field, h("span", { class: "field" }, "Pace", this.pace.element, this.stepHint = h("span", { hidden: true }, "press →")),
+        h("button", { class: "chip", type: "button", onclick: () => this.reset() }, "New conversation")));
+    this.element = h("div", { class: "chat" }, this.hello, this.turns, form);
+    this.turns.hidden = true;
+    document.addEventListener("keydown", (e) => { if (e.key === "ArrowRight" && e.target === document.body) this.player?.step(); });
+  }
+
+  submit() {
+    if (this.abort) { this.abort.abort(); return; }
+    const text = this.input.value.trim();
+    if (!text) return;
+    this.input.value = "";
+    this.ask(text);
+  }
+
+  reset() {
+    this.abort?.abort();
+    this.messages = [];
+    this.turns.replaceChildren();
+    this.turns.hidden = true;
+    this.hello.hidden = false;
+    this.input.focus();
+  }
+
+  async ask(text) {
+    if (this.abort) return;
+    this.hello.hidden = true;
+    this.turns.hidden = false;
+    this.messages.push({ role: "user", content: text });
+    const made = new MadeText();
+    const facts = h("p", { class: "facts", role: "status" });
+    this.turns.append(h("p", { class: "turn user" }, text), h("article", { class: "turn reply" }, made.element, facts));
+    const player = this.player = new Player(made, () => this.pace.value);
+    player.waiting = (is) => { this.stepHint.hidden = !is; };
+    made.onAdd = () => this.#follow(made.element);
+    const playing = player.run();
+    this.#running(new AbortController());
+    let end = null;
+    try {
+      for await (const event of run(this.#request(), this.abort.signal)) {
+        if (event.type === "step") { record(event); player.push(event); } else end = event;
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") facts.append(h("span", { class: "bad" }, error.message));
+      player.queue.length = 0;
+    }
+    player.finish();
+    await playing;
+    this.messages.push({ role: "assistant", content: end?.text ?? made.tokens.map((t) => t.textContent).join("") });
+    if (end) facts.append(...tell(end));
+    this.#running(null);
+    this.#follow(facts);
+  }
+
+  #request() {
+    const temperature = this.temperature.value;
+    return { messages: this.messages.slice(-16), temperature, seed: Math.floor(Math.random() * 1e9), max_tokens: Math.min(256, getInfo()?.max_tokens ?? 256) };
+  }
+
+  #running(abort) {
+    this.abort = abort;
+    this.send.setAttribute("aria-label", abort ? "Stop" : "Send");
+    this.send.replaceChildren(abort ? square() : arrow());
+    document.body.classList.toggle("running", Boolean(abort));
+  }
+
+  #follow(element) {
+    const below = element.getBoundingClientRect().bottom - (innerHeight - 150);
+    if (below > 0 && below < 400) scrollBy({ top: below });
+  }
+
+  #key(event) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); this.submit(); }
+  }
+}
+
+function tell(end) {
+  const { stats } = end;
+  const fact = (value, words) => h("span", {}, h("b", {}, value), ` ${words}`);
+  return [fact(stats.committed, "tokens"), fact(stats.steps, stats.steps === 1 ? "step" : "steps"), fact(number(stats.steps ? stats.committed / stats.steps : 0), "committed a step"),
+    fact(`${stats.accepted} of ${stats.drafted}`, "drafted tokens accepted"), fact(number(end.tokens_per_s, 1), "tokens/s")];
+}
+
+function icon(path) {
+  const parsed = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  parsed.setAttribute("viewBox", "0 0 16 16");
+  parsed.setAttribute("aria-hidden", "true");
+  const line = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  line.setAttribute("d", path);
+  parsed.append(line);
+  return parsed;
+}
+const arrow = () => icon("M8 13V3M3.500 7.500 8 3l4.500 4.500");
+const square = () => icon("M4 4h8v8H4z");

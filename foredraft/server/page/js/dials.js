@@ -1,0 +1,121 @@
+// Dials: what speculation does here, counted over what was run since the page was opened.
+import { clear, h, number, percent, slider } from "./dom.js";
+import { Frame, ticks } from "./charts.js";
+import { all, getInfo, listen, summary, total } from "./store.js";
+import { msOf, onMachine, textbook } from "./theory.js";
+
+const RECENT = 60;
+
+export class Dials {
+  constructor() {
+    this.alarm = h("div", { class: "alarm", role: "alert", hidden: true });
+    this.tiles = h("div", { class: "tiles" });
+    this.empty = h("p", { class: "empty" }, "Nothing has been run yet. ", h("a", { href: "#chat" }, "Say something"), ", or ", h("a", { href: "#race" }, "start a race"), ".");
+    this.k = slider("Draft tokens", { min: 1, max: 16, value: 4, moved: () => this.#curve() });
+    this.curveAt = h("div", {});
+    this.element = h("div", { class: "dials" },
+      h("section", { class: "lead" }, h("h1", {}, "What speculation does here"), h("p", {}, "Counted over the steps of this tab's chats and races.")),
+      this.alarm, this.empty, this.tiles,
+      h("section", { class: "tiles" }, h("article", { class: "tile wide" }, h("h2", {}, "Expected speed-up against how often a guess is right"),
+        h("p", { class: "note" }, "Dashed: the textbook, where scoring several tokens costs what scoring one does. Solid: the same with the times that this machine took for forwards of several tokens, and with what drafting took."),
+        this.k.field, this.curveAt)));
+    this.pending = false;
+    listen(() => this.#soon());
+    this.update();
+  }
+
+  #soon() {
+    if (this.pending || !this.element.isConnected) return;
+    this.pending = true;
+    setTimeout(() => { this.pending = false; this.update(); }, 250);
+  }
+
+  update() {
+    const steps = all(), told = summary(steps);
+    this.empty.hidden = steps.length > 0;
+    clear(this.tiles);
+    this.alarm.hidden = true;
+    if (steps.length && getInfo()) {
+      this.tiles.append(perStep(steps, told), times(told), depths(told), choices(steps, told), this.#ledger(steps), forwards());
+    }
+    this.#curve();
+  }
+
+  // What the same tokens would have taken one at a time, by the measured time of a plain forward.
+  #ledger(steps) {
+    const plainMs = msOf(getInfo().curve, 1);
+    let balance = 0;
+    const line = steps.map((step, i) => [i + 1, (balance += step.row.committed.length * plainMs - total(step.times)) / 1000]);
+    const recent = steps.slice(-RECENT);
+    const lately = recent.reduce((sum, step) => sum + step.row.committed.length * plainMs - total(step.times), 0);
+    if (recent.length >= 12 && lately < 0) {
+      this.alarm.hidden = false;
+      this.alarm.textContent = `Speculation is costing you here: ${number(-lately / 1000, 2)} s in the last ${recent.length} steps, by the time that plain steps were measured to take.`;
+    }
+    const values = line.map(([, y]) => y);
+    const frame = new Frame(300, 110, [1, Math.max(2, steps.length)], [Math.min(0, ...values), Math.max(0.1, ...values)], `Seconds saved so far: ${number(balance / 1000)}`);
+    frame.axes(ticks([1, steps.length]), ticks([frame.ys[0], frame.ys[1]].filter((v, i, a) => a.indexOf(v) === i), (v) => number(Math.abs(v) < 0.05 ? 0 : v, 1)), "steps").level(0).line(line, "machine");
+    return tile("Ledger: time saved", h("p", { class: "big" }, `${number(balance / 1000)}`, h("small", {}, "s against plain decoding")), frame.svg);
+  }
+
+  #curve() {
+    const info = getInfo();
+    if (!info) return;
+    const k = this.k.value, steps = all(), told = summary(steps);
+    const draftMs = steps.length ? told.draftMs / steps.length : 0;
+    const points = (f) => Array.from({ length: 50 }, (_, i) => [i / 50, f(i / 50)]);
+    const machine = points((a) => onMachine(a, k, info.curve, draftMs));
+    const most = Math.min(k + 1, Math.max(2, textbook(0.98, k)));
+    const frame = new Frame(900, 220, [0, 1], [0, most], `Expected speed-up with ${k} draft tokens`);
+    frame.axes(ticks([0, 0.25, 0.5, 0.75, 1], percent), ticks([1, Math.round(most / 2), Math.round(most)].filter((v, i, a) => a.indexOf(v) === i), (v) => `${v}×`), "a guess is right").level(1)
+      .line(points((a) => textbook(a, k)), "book").line(machine, "machine");
+    const rate = told.byDepth.length ? told.byDepth.reduce((sum, d) => sum + d.rate * d.count, 0) / told.byDepth.reduce((sum, d) => sum + d.count, 0) : null;
+    if (rate != null) frame.dot(Math.min(rate, 0.98), onMachine(Math.min(rate, 0.98), k, info.curve, draftMs), `here: ${percent(rate)}`);
+    const even = machine.find(([, speed]) => speed >= 1);
+    clear(this.curveAt).append(frame.svg, h("p", { class: "note" }, even && even[0] > 0 ? `With ${k} draft tokens this machine breaks even where ${percent(even[0])} of guesses are right.` : even ? `With ${k} draft tokens nearly every guess that is right is gain here.` : `With ${k} draft tokens this machine never gains: scoring them costs too much.`));
+  }
+}
+
+const tile = (title, ...children) => h("article", { class: "tile" }, h("h2", {}, title), children);
+
+function perStep(steps, told) {
+  const recent = steps.slice(-RECENT);
+  const most = Math.max(2, ...recent.map((step) => step.row.committed.length));
+  const frame = new Frame(300, 70, [0, Math.max(1, recent.length)], [0, most], "Tokens committed in each of the last steps");
+  recent.forEach((step, i) => frame.bar(i + 0.5, step.row.committed.length, Math.max(2, 240 / recent.length), step.row.num_accepted ? "" : "soft"));
+  frame.axes([], ticks([most]), `last ${recent.length} steps`);
+  return tile("Committed per step", h("p", { class: "big" }, number(told.perStep), h("small", {}, `${told.accepted} of ${told.drafted} drafted accepted`)), frame.svg);
+}
+
+function times(told) {
+  const parts = [["draft", "draft", told.draftMs], ["score", "verify (the target's forward)", told.scoreMs], ["other", "other", told.otherMs]];
+  const each = (ms) => number(ms / told.committed, 2);
+  return tile("Milliseconds a token", h("p", { class: "big" }, each(told.draftMs + told.scoreMs + told.otherMs), h("small", {}, "ms")),
+    h("div", { class: "stack" }, parts.map(([kind, , ms]) => h("i", { class: kind, vars: { "--of": ms } }))),
+    h("p", { class: "keys" }, parts.map(([kind, name, ms]) => h("span", {}, h("i", { class: kind }), `${name} `, h("b", {}, each(ms))))));
+}
+
+function depths(told) {
+  const found = told.byDepth.slice(0, 8);
+  const frame = new Frame(300, 110, [0, Math.max(4, found.length)], [0, 1], "How often a draft is right, by depth");
+  found.forEach(({ depth, rate, count }) => frame.bar(depth - 0.5, rate, 22, count < 5 ? "soft" : "", percent(rate)));
+  frame.axes(found.map(({ depth }) => [depth - 0.5, depth]), [], "place in the draft");
+  return tile("Right, if all before was right", frame.svg);
+}
+
+function choices(steps, told) {
+  const sizes = steps.map((step) => step.row.draft.tokens.length), last = steps.at(-1).row;
+  const most = Math.max(4, ...sizes);
+  const counts = Array.from({ length: most + 1 }, (_, n) => sizes.filter((size) => size === n).length);
+  const frame = new Frame(300, 90, [-0.5, most + 0.5], [0, Math.max(...counts)], "How many steps drafted how many tokens");
+  counts.forEach((count, n) => frame.bar(n, count, Math.min(22, 240 / (most + 1)), n ? "" : "soft"));
+  frame.axes(ticks([0, Math.round(most / 2), most]), [], "tokens drafted in a step");
+  return tile("The controller's choice", h("p", { class: "big" }, number(told.drafted / steps.length, 1), h("small", {}, `drafted a step; ${last.draft.tokens.length} of ${last.budget} allowed in the last`)), frame.svg);
+}
+
+function forwards() {
+  const { curve } = getInfo(), one = msOf(curve, 1), eight = msOf(curve, 8);
+  const frame = new Frame(300, 90, [0, 17], [0, curve.at(-1)[1] * 1.1], "Milliseconds of a forward by its tokens");
+  frame.axes(ticks([1, 8, 17]), ticks([one], (v) => number(v, 0)), "tokens in one forward").line(curve, "machine");
+  return tile("A forward here", h("p", { class: "big" }, `${number(eight / one, 2)}×`, h("small", {}, "the time for 8 tokens that 1 takes")), frame.svg);
+}

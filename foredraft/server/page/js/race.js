@@ -1,0 +1,109 @@
+// The race: one prompt and seed, plain and speculative, on one clock; two equal hashes at the end.
+import { h, number, slider } from "./dom.js";
+import { run } from "./api.js";
+import { legend, MadeText } from "./text.js";
+import { getInfo, record } from "./store.js";
+
+export const PROMPTS = [
+  ["Edit code", "Rename the variable total to result and keep everything else:\n\ndef mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)"],
+  ["Summarise", "Summarise in two sentences, in the words of the text: The old mill stands by the river where the road bends. For two hundred years the mill ground the grain of the valley. When the railway came, grain went to the city, and the mill stood still. Now the old mill by the river is a museum."],
+  ["Open chat", "Tell me a short story about a lighthouse keeper."],
+];
+
+class Lane {
+  constructor(title, isFast) {
+    this.made = new MadeText({ label: `${title}: text; arrow keys choose a token, Enter asks why` });
+    this.clock = h("span", { class: "clock" }, "0.00 s");
+    this.bar = h("i", {});
+    this.facts = h("dl", {});
+    this.element = h("article", { class: `lane ${isFast ? "fast" : "plainly"}` }, h("header", {}, h("h2", {}, title), this.clock), h("div", { class: "track" }, this.bar), this.made.element, this.facts);
+    this.clockMs = 0;
+    this.tokens = 0;
+    this.steps = 0;
+  }
+
+  step(event, mostTokens) {
+    this.clockMs = event.clock_ms;
+    this.tokens += event.row.committed.length;
+    this.steps += event.row.committed.length ? 1 : 0;
+    this.made.ghost.replaceChildren();
+    this.made.add(event);
+    this.clock.textContent = `${number(this.clockMs / 1000)} s`;
+    this.bar.style.setProperty("--done", Math.min(1, this.tokens / mostTokens));
+    this.made.element.scrollTop = this.made.element.scrollHeight;
+  }
+
+  end(event) {
+    this.result = event;
+    this.made.end();
+    this.bar.style.setProperty("--done", 1);
+    const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
+    this.facts.append(fact("tokens", event.num_tokens), fact("forwards", event.stats.steps), fact("tokens a forward", number(event.stats.committed / Math.max(1, event.stats.steps))), fact("tokens/s", number(event.tokens_per_s, 1)));
+  }
+}
+
+export class Race {
+  constructor() {
+    this.prompt = PROMPTS[0][1];
+    this.chips = PROMPTS.map(([title, text], i) => h("button", { class: "chip", type: "button", "aria-pressed": String(i === 0), onclick: () => this.#choose(i, text) }, title));
+    this.temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0, show: (x) => number(x, 1) });
+    this.seed = h("input", { type: "number", min: 0, max: 999999, value: 7, "aria-label": "Seed" });
+    this.go = h("button", { class: "button main", type: "button", onclick: () => (this.abort ? this.abort.abort() : this.start()) }, "Start the race");
+    this.lanesAt = h("div", { class: "lanes" });
+    this.finish = h("div", { role: "status" });
+    this.element = h("div", { class: "race" },
+      h("section", { class: "lead" }, h("h1", {}, "Same prompt, same seed, same text. One of them sooner."),
+        h("p", {}, "Both lanes really run, now, on this machine. They take turns, and each clock counts its own lane's steps alone, so neither slows the other down.")),
+      h("div", { class: "starter" }, h("div", { class: "chips", role: "group", "aria-label": "Prompt" }, this.chips), this.temperature.field, h("label", { class: "field" }, "Seed", this.seed), this.go),
+      this.lanesAt, this.finish, legend());
+    this.#lanes();
+  }
+
+  #choose(index, text) {
+    this.prompt = text;
+    this.chips.forEach((chip, i) => chip.setAttribute("aria-pressed", String(i === index)));
+  }
+
+  #lanes() {
+    this.lanes = [new Lane("Plain", false), new Lane(`Speculative: ${getInfo()?.drafter ?? "…"}`, true)];
+    this.lanesAt.replaceChildren(...this.lanes.map((lane) => lane.element));
+    this.finish.replaceChildren();
+  }
+
+  async start() {
+    this.#lanes();
+    const mostTokens = 120;
+    const request = { messages: [{ role: "user", content: this.prompt }], lanes: [{ drafter: "none" }, {}], temperature: this.temperature.value, seed: Number(this.seed.value) || 0, max_tokens: mostTokens };
+    this.abort = new AbortController();
+    this.go.textContent = "Stop";
+    try {
+      for await (const event of run(request, this.abort.signal)) {
+        const lane = this.lanes[event.lane];
+        if (event.type === "end") lane.end(event);
+        else {
+          if (event.lane === 1) record(event);
+          lane.step(event, mostTokens);
+        }
+        if (event.type === "step") await new Promise(requestAnimationFrame);
+      }
+      this.#over();
+    } catch (error) {
+      if (error.name !== "AbortError") this.finish.replaceChildren(h("p", { class: "bad" }, error.message));
+      this.lanes.forEach((lane) => lane.made.end());
+    }
+    this.abort = null;
+    this.go.textContent = "Race again";
+  }
+
+  #over() {
+    const [plain, fast] = this.lanes.map((lane) => lane.result);
+    const times = fast.tokens_per_s && plain.tokens_per_s ? fast.tokens_per_s / plain.tokens_per_s : 1;
+    const same = plain.sha256 === fast.sha256;
+    this.lanes[times >= 1 ? 1 : 0].element.classList.add("won");
+    this.finish.replaceChildren(h("div", { class: "finish" },
+      h("p", { class: "times" }, `${number(times, 2)}×`),
+      h("p", { class: "note" }, times >= 1 ? "tokens per second after the first step, speculative over plain" : "Speculation cost more than it gave here: this text repeats little, or the drafter was wrong too often."),
+      h("div", { class: "hashes" }, h("p", { class: same ? "same" : "differ" }, same ? "The same text, byte for byte" : "The texts differ"),
+        h("p", { class: "mono", "data-lane": "plain" }, plain.sha256), h("p", { class: "mono", "data-lane": "speculative" }, fast.sha256))));
+  }
+}

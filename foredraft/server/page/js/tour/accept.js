@@ -1,0 +1,53 @@
+// Part 3: the acceptance test and the residual.
+import { h, number, percent, s, slider } from "../dom.js";
+import { normalised, overlap, residual, speculate } from "../theory.js";
+import { experiment, part } from "./part.js";
+
+const WORDS = ["river", "sea", "road", "hill", "town"];
+const P = [0.42, 0.1, 0.26, 0.14, 0.08], FAR = [0.12, 0.46, 0.08, 0.06, 0.28];
+const mix = (far) => normalised(P.map((p, i) => (1 - far) * p + far * FAR[i]));
+const TOP = 190, SCALE = 300;
+
+function picture() {
+  const q = mix(0.75), left = residual(P, q);
+  const group = s("g", { class: "bars" });
+  const bar = (kind, x, w) => { const r = s("rect", { class: kind, x, width: w, y: TOP, height: 0, rx: 3 }); group.append(r); return r; };
+  const rects = WORDS.map((_, i) => ({ p: bar("p", 86 * i + 6, 28), q: bar("q", 86 * i + 38, 28), o: bar("overlap", 86 * i + 6, 28), r: bar("rest", 86 * i + 6, 28) }));
+  const said = s("text", { class: "said", x: 0, y: 14 });
+  const labels = WORDS.map((text, i) => s("text", { x: 86 * i + 36, y: TOP + 18, "text-anchor": "middle" }, text));
+  const svg = s("svg", { viewBox: "0 -4 430 220", role: "img", "aria-label": "Target and draft probabilities, their overlap and the residual" }, group, labels, said);
+  const set = (rect, base, value) => { rect.setAttribute("y", base - value * SCALE); rect.setAttribute("height", Math.max(0, value * SCALE)); };
+  const draw = (t) => {
+    WORDS.forEach((_, i) => {
+      const least = Math.min(P[i], q[i]);
+      set(rects[i].p, TOP, t < 0.75 ? P[i] : 0);
+      set(rects[i].q, TOP, t > 0.2 && t < 0.75 ? q[i] : 0);
+      set(rects[i].o, TOP, t > 0.42 && t < 0.75 ? least : 0);
+      set(rects[i].r, t < 0.75 ? TOP - least * SCALE : TOP, t > 0.58 ? (t < 0.75 ? P[i] - least : left[i]) : 0);
+    });
+    said.textContent = t < 0.2 ? "What the model would say next." : t < 0.42 ? "What the drafter draws from (violet)." : t < 0.58 ? `Where they overlap, a guess is accepted: ${percent(overlap(P, q))}.` : t < 0.75 ? "What the draft cannot cover (orange) …" : "… made to sum to 1: the residual.";
+  };
+  return { svg, draw };
+}
+
+export function accept() {
+  const { svg, draw } = picture();
+  const far = slider("Drafter's error", { min: 0, max: 1, step: 0.05, value: 0.75, show: (x) => number(x, 2), told: () => trial.start() });
+  const box = h("input", { type: "checkbox", onchange: () => trial.start() });
+  const trial = experiment("10,000 draws", [far.field, h("label", { class: "field" }, box, "forget the residual")], async (show) => {
+    const q = mix(far.value), counts = WORDS.map(() => 0), n = 10000;
+    let accepted = 0;
+    for (let i = 0; i < n; i++) { const drawn = speculate(P, q, box.checked); counts[drawn.token]++; accepted += drawn.accepted; }
+    const worst = Math.max(...counts.map((count, i) => Math.abs(count / n - P[i])));
+    show(h("p", {}, h("b", {}, `${percent(accepted / n)} accepted`), ` (the overlap is ${percent(overlap(P, q))}). `, worst > 0.02 ? h("span", { class: "bad" }, `The text is another: off by ${percent(worst)} somewhere.`) : "What came out has the model's own distribution."),
+      h("div", { class: "rows" }, WORDS.map((text, i) => h("div", { class: "row pair" }, h("span", { class: "name" }, text), h("span", { class: "bar two" }, h("i", { vars: { "--of": P[i] } }), h("i", { vars: { "--of": counts[i] / n } })), h("span", {}, `${percent(P[i])} → ${percent(counts[i] / n)}`)))));
+  }, "Draw");
+  return part({
+    count: "3 of 6", title: "Refuse just often enough, then draw from what is left.", picture: svg, draw, experiment: trial.element,
+    words: ["At temperature 0 the test is equality. With chance involved, a drafted token x that the drafter drew with q(x) is accepted with probability min(1, p(x)/q(x)): where the draft claims more than the model would give, some is refused.",
+      "What was refused is made up for by drawing from the residual, the part of p that the draft did not cover. The two parts add up to p, exactly, for any draft. Forget the residual, and the text is subtly another; some well-known programs have shipped that."],
+    question: { text: "The drafter drew “sea” with q = 0.5, and the model gives it p = 0.3. How likely is it accepted?", right: 1,
+      answers: ["30 %", "60 %", "50 %", "Always"],
+      because: "p/q = 0.6. Drawn half of the time and kept in six of ten cases, “sea” comes out with 0.5 × 0.6 = 0.3: just what the model gives it. Tokens that the draft gave too little come from the residual." },
+  });
+}

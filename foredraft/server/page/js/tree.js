@@ -1,0 +1,50 @@
+// A drafted tree, left to right: what was accepted is drawn strong, the likeliest line on top.
+import { percent, s, shown } from "./dom.js";
+
+const ROW = 46, GAP = 26, HEIGHT = 32;
+
+export function treePicture(row) {
+  const { draft, path } = row;
+  const children = new Map([[-1, []]]);
+  draft.parents.forEach((parent, node) => { children.set(node, []); children.get(parent).push(node); });
+  const texts = draft.texts.map((text) => shown(text).slice(0, 14));
+  const figures = draft.tokens.map((token, node) => said(row, token, node));
+  const width = (node) => (node < 0 ? 34 : Math.max(48, 18 + 7.2 * texts[node].length, 14 + 5.3 * figures[node].length));
+  const at = new Map();
+  let line = 0;
+  const place = (node, x) => {
+    const here = { x, y: line };
+    at.set(node, here);
+    // The accepted child goes first, so that what became text is one straight line.
+    const below = [...children.get(node)].sort((a, b) => path.includes(b) - path.includes(a) || a - b);
+    below.forEach((child, i) => { if (i) line += 1; place(child, x + width(node) + GAP); });
+  };
+  place(-1, 1);
+  const y = (node) => 2 + at.get(node).y * ROW;
+  const right = Math.max(...[...at].map(([node, { x }]) => x + width(node))) + 2;
+  const picture = s("svg", { class: "tree", viewBox: `0 0 ${right} ${(line + 1) * ROW}`, role: "img", "aria-label": `A draft of ${draft.tokens.length} tokens, ${path.length} accepted` });
+  picture.style.minWidth = `${Math.min(right, 900) * 0.8}px`;
+  picture.style.maxWidth = `${right * 1.15}px`;
+  draft.parents.forEach((parent, node) => {
+    const from = at.get(parent).x + width(parent), to = at.get(node).x;
+    const a = y(parent) + HEIGHT / 2, b = y(node) + HEIGHT / 2;
+    picture.append(s("path", { class: path.includes(node) ? "yes" : "", d: `M${from} ${a} C${from + 14} ${a} ${to - 14} ${b} ${to} ${b}` }));
+  });
+  for (const [node, { x }] of at) {
+    const isCopy = node >= 0 && draft.authors?.[node] === "copy";
+    const kind = node < 0 ? "root" : `${path.includes(node) ? "yes" : ""} ${isCopy ? "copy" : ""}`;
+    const group = s("g", { class: `node ${kind}` }, s("rect", { x, y: y(node), width: width(node), height: HEIGHT }),
+      s("text", { x: x + width(node) / 2, y: y(node) + (node < 0 ? 20 : 14), "text-anchor": "middle" }, node < 0 ? "…" : texts[node]));
+    if (node >= 0) group.append(s("text", { class: "p", x: x + width(node) / 2, y: y(node) + 26, "text-anchor": "middle" }, figures[node]));
+    picture.append(group);
+  }
+  return picture;
+}
+
+// What the drafter gave a node, and what the model alone gives its token there.
+function said(row, token, node) {
+  const guess = row.draft.draft_probs?.[node] ?? row.draft.chances?.[node];
+  const law = row.why?.laws.find((found) => found.node === row.draft.parents[node]);
+  const target = law?.candidates.find((c) => c.token === token)?.model_prob;
+  return [guess, target].filter((p) => p != null).map(percent).join(" → ");
+}

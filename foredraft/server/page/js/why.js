@@ -1,0 +1,158 @@
+// Why this token? The draft, what the target thought, the test with its numbers, the residual.
+import { clear, h, number, percent, shown } from "./dom.js";
+import { treePicture } from "./tree.js";
+import { origin } from "./text.js";
+
+const panel = document.getElementById("why");
+let before = null;
+
+export function closeWhy() {
+  if (panel.hidden) return;
+  panel.hidden = true;
+  document.body.classList.remove("asking");
+  document.querySelectorAll(".token.picked").forEach((token) => token.classList.remove("picked"));
+  before?.focus?.({ preventScroll: true });
+}
+
+// Explain one committed token of a step; `move(by)` goes to its neighbours.
+export function openWhy(event, index, { step, move }) {
+  const { row } = event;
+  if (panel.hidden) before = document.activeElement;
+  const { by, author } = origin(row, index);
+  const committed = row.committed[index];
+  const node = index === 0 ? -1 : row.path[index - 1];
+  const law = row.why?.laws.find((found) => found.node === node);
+  clear(panel).append(
+    header(committed, by, author, row.position + index, step, move),
+    h("p", { class: "say" }, ...sentence(row, index, by, law)),
+    row.draft.tokens.length ? draftSection(row) : null,
+    law ? targetSection(law, row) : null,
+    testSection(row, index, law),
+    residualSection(row, index, by, law),
+    timesSection(event),
+  );
+  panel.hidden = false;
+  panel.scrollTop = 0;
+  document.body.classList.add("asking");
+}
+
+const WORDS = { draft: "drafted and accepted", copy: "copied from earlier text, and accepted", correction: "a correction", bonus: "a bonus token", plain: "the target's own" };
+
+function header(committed, by, author, position, step, move) {
+  const kind = author === "copy" ? "copy" : by;
+  return h("div", { class: "head" },
+    h("div", {}, h("p", { class: "word" }, `“${committed.text.trim() || shown(committed.text)}”`),
+      h("p", { class: `kind ${kind}` }, WORDS[kind]),
+      h("p", { class: "note" }, `step ${step}, position ${position}`)),
+    h("nav", {},
+      h("button", { class: "icon-button", type: "button", "aria-label": "Token before", onclick: () => move(-1) }, "←"),
+      h("button", { class: "icon-button", type: "button", "aria-label": "Token after", onclick: () => move(1) }, "→"),
+      h("button", { class: "icon-button", type: "button", "aria-label": "Close", onclick: closeWhy }, "✕")));
+}
+
+const quoted = (text) => h("b", {}, `“${text.trim() || shown(text)}”`);
+
+function sentence(row, index, by, law) {
+  const word = quoted(row.committed[index].text);
+  const prob = law?.candidates.find((c) => c.token === row.committed[index].token)?.model_prob;
+  const odds = prob == null ? "" : ` (${percent(prob)} by the model alone)`;
+  const rejected = index < row.draft.tokens.length ? rivals(row, index) : [];
+  switch (by) {
+    case "draft": return row.why?.rule === "target-only"
+      ? ["The drafter had guessed ", word, ". In the same forward the target drew its own token here", odds, ", and it was the same: nothing had to be computed again."]
+      : ["The drafter had drawn ", word, ", and the ratio test accepted it", odds, "."];
+    case "correction": return ["The draft offered ", ...list(rejected), ". The target ", row.why?.rule === "target-only" ? "drew " : "refused, and what replaced it was drawn from the residual: ", word, odds, ". Plain decoding would have written just this."];
+    case "bonus": return ["Everything drafted up to here was right, and the forward that checked it already knew what follows: ", word, odds, ". It came for free."];
+    default: return ["Nothing was drafted here, so this was a plain step: one forward, one token."];
+  }
+}
+
+function rivals(row, index) {
+  const parent = index === 0 ? -1 : row.path[index - 1];
+  return row.draft.parents.flatMap((p, node) => (p === parent ? [row.draft.texts[node]] : []));
+}
+
+function list(texts) {
+  const few = texts.slice(0, 3).flatMap((text, i) => [i ? ", " : "", quoted(text)]);
+  return texts.length > 3 ? [...few, ` and ${texts.length - 3} more`] : few;
+}
+
+function draftSection(row) {
+  const said = row.draft.draft_probs ? "drafted with" : "drafter's estimate";
+  const count = row.draft.tokens.length;
+  return h("section", {}, h("h3", {}, `The draft: ${count} ${count === 1 ? "token" : "tokens"} of ${row.budget} allowed, ${row.num_accepted} accepted`),
+    h("div", { class: "tree-scroll", tabindex: 0, "aria-label": "The drafted tree" }, treePicture(row)),
+    h("p", { class: "note" }, `Small figures: ${said} → the model's own probability.`, row.draft.authors?.includes("copy") ? " Dashed: copied from earlier text." : ""));
+}
+
+function targetSection(law, row) {
+  const drafted = new Set(row.draft.tokens.filter((_, node) => row.draft.parents[node] === law.node));
+  const hasDraft = law.candidates.some((c) => c.draft_prob != null);
+  return h("section", {}, h("h3", {}, hasDraft ? "Target and draft (lower bar) at this place" : "What the target thought at this place"),
+    h("div", { class: "rows" }, law.candidates.slice(0, 8).map((c) => h("div", { class: `row ${c.token === law.taken ? "taken" : ""}` },
+      h("span", { class: `name ${drafted.has(c.token) ? "drafted" : ""}` }, shown(c.text)),
+      h("span", { class: `bar ${hasDraft ? "two" : ""}` }, h("i", { vars: { "--of": c.model_prob } }), hasDraft ? h("i", { vars: { "--of": c.draft_prob ?? 0 } }) : null),
+      h("span", {}, percent(c.model_prob))))),
+    h("p", { class: "note" }, "Probabilities of the model at temperature 1. ◦ was in the draft."));
+}
+
+function testSection(row, index, law) {
+  const why = row.why;
+  if (!why) return null;
+  if (why.rule !== "target-only") return ratioTest(row);
+  if (why.temperature === 0) {
+    const best = law?.candidates[0];
+    return h("section", {}, h("h3", {}, "The test"), h("p", {}, "At temperature 0 the target takes its likeliest token",
+      best ? [", ", quoted(best.text)] : null, ". A drafted token is accepted if it is that one, and only then."));
+  }
+  return law ? noiseTest(law, why) : null;
+}
+
+function noiseTest(law, why) {
+  const found = law.candidates.filter((c) => c.noise != null && c.target_prob > 0)
+    .map((c) => ({ ...c, sum: Math.log(c.target_prob) + c.noise })).sort((a, b) => b.sum - a.sum).slice(0, 6);
+  return h("section", {}, h("h3", {}, "The test"),
+    h("p", {}, "Each token has its own noise at this position, fixed by the seed. The largest sum is what the target draws; a drafted token is accepted if it is that one."),
+    h("table", {}, h("thead", {}, h("tr", {}, ["token", "log p", "noise", "sum"].map((t) => h("th", { scope: "col" }, t)))),
+      h("tbody", {}, found.map((c) => h("tr", { class: c.token === law.taken ? "taken" : "" },
+        h("td", {}, shown(c.text)), h("td", {}, number(Math.log(c.target_prob))), h("td", {}, number(c.noise)), h("td", {}, number(c.sum)))))),
+    h("p", { class: "note" }, `Temperature ${number(why.temperature, 1)}, seed ${why.seed}. Plain decoding uses the same noise, so it writes the same text.`));
+}
+
+function ratioTest(row) {
+  return h("section", {}, h("h3", {}, `The test (${row.why.rule} verification)`),
+    h("p", {}, "Longest first: a prefix of the draft is kept if a uniform number falls below its probability."),
+    row.why.decisions.map((made) => h("div", { class: `coin ${made.accepted ? "yes" : ""}` },
+      h("span", {}, "up to ", quoted(row.draft.texts[made.node]), `: ${number(made.uniform, 3)} ${made.accepted ? "<" : "≥"} ${number(made.probability, 3)}, ${made.accepted ? "accepted" : "refused"}`),
+      h("span", { class: "rule" }, h("i", { vars: { "--of": made.probability } }), h("b", { vars: { "--u": made.uniform } })))));
+}
+
+function residualSection(row, index, by, law) {
+  const isLast = index === row.path.length;
+  if (row.why?.residual && isLast) {
+    return bars(by === "correction" ? "The residual it was redrawn from" : "What it was drawn from", row.why.residual.map((r) => [r.text, r.prob, r.token === row.committed[index].token]),
+      "What is left of the target's probability where the draft had claimed too much, made to sum to 1.");
+  }
+  if (by !== "correction" || !law) return null;
+  const parent = law.node;
+  const drafted = new Set(row.draft.tokens.filter((_, node) => row.draft.parents[node] === parent));
+  const field = row.why.temperature === 0 ? "model_prob" : "target_prob";
+  const claimed = law.candidates.filter((c) => drafted.has(c.token)).reduce((sum, c) => sum + c[field], 0);
+  if (claimed >= 1) return null;
+  const left = law.candidates.filter((c) => !drafted.has(c.token)).map((c) => [c.text, c[field] / (1 - claimed), c.token === law.taken]);
+  return bars("The residual", left.slice(0, 6), "The target's distribution without the drafted tokens, made to sum to 1: what a correction is a draw from, once the draft was wrong.");
+}
+
+function bars(title, rows, note) {
+  return h("section", {}, h("h3", {}, title), h("div", { class: "rows" }, rows.map(([text, prob, taken]) => h("div", { class: `row ${taken ? "taken" : ""}` },
+    h("span", { class: "name" }, shown(text)), h("span", { class: "bar" }, h("i", { vars: { "--of": Math.min(1, prob) } })), h("span", {}, percent(prob))))),
+    h("p", { class: "note" }, note));
+}
+
+function timesSection({ times }) {
+  const parts = [["draft", times.draft_ms], ["score", times.score_ms], ["other", times.verify_ms + times.learn_ms]];
+  return h("section", {}, h("h3", {}, "This step took"), h("div", { class: "stack" }, parts.map(([name, ms]) => h("i", { class: name, vars: { "--of": ms } }))),
+    h("p", { class: "keys" }, parts.map(([name, ms]) => h("span", {}, h("i", { class: name }), `${name === "score" ? "verify" : name} `, h("b", {}, `${number(ms, 1)} ms`)))));
+}
+
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") closeWhy(); });

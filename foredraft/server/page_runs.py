@@ -1,0 +1,271 @@
+"""What the page runs: one lane or several on the loaded target, each step told with its reasons.
+
+Lanes take turns. The one whose clock is behind makes the next step, and a clock counts its own
+lane's steps alone: so two lanes race on one machine without slowing each other down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from foredraft.core.errors import ConfigError, unknown
+from foredraft.core.params import SamplingParams
+from foredraft.drafters import drafter_spec
+from foredraft.engine.row import GenerationResult
+from foredraft.llm import LLM
+from foredraft.models.timing import forward_ms, measure_cost
+from foredraft.plan import LoadOptions
+from foredraft.trace.format import Row, Step, Times
+from foredraft.trace.record import Tracer
+
+MAX_TOKENS = 512
+MAX_DRAFT_TOKENS = 32
+MAX_LANES = 3
+_MAX_LLMS = 6
+_CURVE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 17)
+_WITHOUT_TRAINING = ("none", "suffix", "ngram", "token_recycling", "lookahead")
+
+Text = Annotated[str, Field(max_length=20_000)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Message(_Body):
+    """Of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Text
+
+
+class LaneSpec(_Body):
+    """How one lane drafts.
+
+    Attributes:
+        drafter: a name of `Lanes.drafters`; None is the one the server was started with.
+        num_draft_tokens: most a step; None is the drafter's own.
+    """
+
+    drafter: Annotated[str, Field(max_length=40)] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
+
+
+class RunBody(_Body):
+    """What the page asks to run: a conversation in one lane, or the same in several."""
+
+    messages: Annotated[tuple[Message, ...], Field(min_length=1, max_length=64)]
+    lanes: Annotated[tuple[LaneSpec, ...], Field(min_length=1, max_length=MAX_LANES)] = (
+        LaneSpec(),
+    )
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
+    seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 160
+    coupling: Literal["seeded", "drawn"] = "seeded"
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            coupling=self.coupling,
+        )
+
+
+class Lanes:
+    """Engines of the page's own on the loaded target; the least recently used one goes.
+
+    Args:
+        llm: what the server serves.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._made: OrderedDict[LaneSpec, _Watched] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """What a lane may draft with: the server's own, and those that need nothing."""
+        own = self._llm.drafter_name
+        heads = ("eagle",) if own == "blend" and not self._options.drafter_options else ()
+        return tuple(dict.fromkeys((own, *heads, *_WITHOUT_TRAINING)))
+
+    def get(self, spec: LaneSpec) -> _Watched:
+        """The engine for a lane.
+
+        Raises:
+            ConfigError: there is no such drafter for it.
+        """
+        name = spec.drafter or self._llm.drafter_name
+        if name not in self.drafters:
+            raise unknown("drafter", name, self.drafters)
+        spec = spec.model_copy(update={"drafter": name})
+        with self._lock:
+            if spec not in self._made:
+                self._made[spec] = _Watched(self._llm, self._options_for(spec))
+                if len(self._made) > _MAX_LLMS:
+                    self._made.popitem(last=False)
+            self._made.move_to_end(spec)
+            return self._made[spec]
+
+    def info(self) -> dict[str, Any]:
+        """What runs here, and what a forward of n tokens costs."""
+        llm = self._llm
+        with llm.engine.lock:
+            cost = llm.cost or measure_cost(llm.target)
+        plan = llm.plan
+        name = llm.drafter_name
+        return {
+            "model": plan.name if plan else "model",
+            "number_format": plan.number_format if plan else "",
+            "decoder": plan.decoder if plan else "",
+            "device": plan.device if plan else "cpu",
+            "drafter": name,
+            "drafters": self.drafters,
+            "num_draft_tokens": drafter_spec(name).num_draft_tokens,
+            "curve": [(n, round(ms, 3)) for n, ms in cost.times(_CURVE, 128)],
+            "vocab_size": llm.target.vocab_size,
+            "max_tokens": MAX_TOKENS,
+            "max_draft_tokens": MAX_DRAFT_TOKENS,
+        }
+
+    def forward_ms(self, num_tokens: int) -> float:
+        """Times a forward of so many tokens, now."""
+        with self._llm.engine.lock:
+            return forward_ms(self._llm.target, num_tokens)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation's ids; one message as plain text where the model has no template.
+
+        Raises:
+            ConfigError: the model has neither tokenizer nor template, or the template refuses it.
+        """
+        tokenizer = self._llm.tokenizer
+        if tokenizer is None:
+            raise ConfigError("this model has no tokenizer here")
+        if tokenizer.chat_template is None:
+            return tokenizer.encode(messages[-1].content)
+        return tokenizer.encode_chat([m.model_dump() for m in messages])
+
+    @property
+    def _options(self) -> LoadOptions:
+        llm = self._llm
+        return LoadOptions(
+            drafter=llm.drafter_name,
+            drafter_options=llm.drafter_context.options,
+            draft_model=llm.draft_plan.name if llm.draft_plan else None,
+        )
+
+    def _options_for(self, spec: LaneSpec) -> LoadOptions:
+        if spec.drafter == self._llm.drafter_name:
+            return LoadOptions(**vars(self._options) | {"num_draft_tokens": spec.num_draft_tokens})
+        assert spec.drafter is not None
+        return LoadOptions(drafter=spec.drafter, num_draft_tokens=spec.num_draft_tokens)
+
+
+class _Watched:
+    """An LLM of a lane, and the steps of each of its requests, to be taken."""
+
+    def __init__(self, llm: LLM, options: LoadOptions) -> None:
+        self._steps: dict[int, deque[tuple[Times, Row]]] = {}
+        self.llm = llm.with_drafter(options, trace=Tracer(self._keep, llm.tokenizer))
+
+    def _keep(self, step: Step) -> None:
+        for row in step.rows:
+            self._steps.setdefault(row.request_id, deque(maxlen=64)).append((step.times, row))
+
+    def take(self, request_id: int) -> Iterator[tuple[Times, Row]]:
+        """What a request's steps were since the last time."""
+        steps = self._steps.get(request_id, deque())
+        while steps:
+            yield steps.popleft()
+
+    def forget(self, request_id: int) -> None:
+        self._steps.pop(request_id, None)
+
+
+class _Lane:
+    """One lane of a run.
+
+    Attributes:
+        clock_ms: what its steps took.
+        is_over: whether its text is finished.
+    """
+
+    def __init__(self, number: int, watched: _Watched, prompt: list[int], body: RunBody) -> None:
+        self._number, self._watched = number, watched
+        self._events = watched.llm.stream(prompt, body.params())
+        self._request_id: int | None = None
+        self.clock_ms, self._first_ms, self._num_first = 0.0, 0.0, 0
+        self.is_over = False
+
+    def advance(self) -> Iterator[dict[str, Any]]:
+        """One step, as events of the page."""
+        event = next(self._events)
+        self._request_id = event.request_id
+        for times, row in self._watched.take(event.request_id):
+            self.clock_ms += times.total_ms
+            if row.committed and not self._num_first:
+                self._first_ms, self._num_first = self.clock_ms, len(row.committed)
+            yield self._told("step", times=_plain(times), row=row.model_dump(mode="json"))
+        if event.result is not None:
+            self.is_over = True
+            yield self._end(event.result)
+
+    def close(self) -> None:
+        """End it, wherever it is."""
+        self._events.close()  # type: ignore[attr-defined]
+        if self._request_id is not None:
+            self._watched.forget(self._request_id)
+
+    def _end(self, result: GenerationResult) -> dict[str, Any]:
+        decode_ms = self.clock_ms - self._first_ms
+        num_decoded = len(result.token_ids) - self._num_first
+        return self._told(
+            "end",
+            text=result.text,
+            sha256=hashlib.sha256(result.text.encode()).hexdigest(),
+            finish_reason=result.finish_reason,
+            error=result.error,
+            num_tokens=len(result.token_ids),
+            num_prompt_tokens=result.num_prompt_tokens,
+            seed=result.seed,
+            stats=asdict(result.stats),
+            tokens_per_s=round(1e3 * num_decoded / decode_ms, 2) if decode_ms > 0.0 else 0.0,
+        )
+
+    def _told(self, kind: str, **more: Any) -> dict[str, Any]:
+        return {"type": kind, "lane": self._number, "clock_ms": round(self.clock_ms, 3), **more}
+
+
+def run_lanes(lanes: Lanes, body: RunBody) -> Iterator[dict[str, Any]]:
+    """Run a page's request; events by step, and one at each lane's end.
+
+    Nothing runs before the first event is asked for; closing it early ends all lanes.
+
+    Raises:
+        ConfigError, PromptError: what was asked for cannot be run.
+    """
+    prompt = lanes.encode(body.messages)
+    return _run([_Lane(i, lanes.get(s), prompt, body) for i, s in enumerate(body.lanes)])
+
+
+def _run(running: list[_Lane]) -> Iterator[dict[str, Any]]:
+    try:
+        while left := [lane for lane in running if not lane.is_over]:
+            yield from min(left, key=lambda lane: lane.clock_ms).advance()
+    finally:
+        for lane in running:
+            lane.close()
+
+
+def _plain(times: Times) -> dict[str, float]:
+    return times.model_dump()
