@@ -215,8 +215,11 @@ class BlockTables:
         self._adopt(slot, blocks)
         return length
 
-    def name(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
-        """Let others share the slot's blocks as far as they hold ``tokens``, its first entries."""
+    def name(self, slot: int, owner: bytes, tokens: Sequence[int]) -> list[int]:
+        """Let others share the slot's blocks as far as they hold ``tokens``, its first entries.
+
+        Returns the blocks that hold them from now on, to be touched when the slot is closed.
+        """
         table, size, before, named = self._tables[slot], self.block_size, owner, list[int]()
         for place in range(-(-len(tokens) // size)):
             text = tokens[place * size : (place + 1) * size]
@@ -225,7 +228,11 @@ class BlockTables:
                 self.pool.forget(shorter)
             before = node.name
             named.append(node.block)
-        self._index.touch(named)
+        return named
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """These blocks of one text were wanted just now; see `PrefixIndex.touch`."""
+        self._index.touch(blocks)
 
     def forget(self) -> None:
         """Free all cached blocks."""

@@ -139,9 +139,9 @@ class PrefixIndex:
         for node in listed:
             parent = self._full.get(node.before)
             if parent is not None and parent.block in order:
-                assert order.get(node.block, len(order)) < order[parent.block], (
-                    "beginning goes first"
-                )
+                # A block in use may stand behind an unused one: a fork goes on with its own copy
+                # of the beginning when the slot that it came from has left its text.
+                assert order.get(node.block, -1) < order[parent.block], "beginning goes first"
 
     def _nearest(self, before: bytes, text: tuple[int, ...]) -> tuple[list[int], int]:
         """The block behind ``before`` that shares most with ``text``, and how much."""

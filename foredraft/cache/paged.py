@@ -145,8 +145,9 @@ class PagedCache:
             raise ValueError(
                 f"slot {slot} counts {self._lengths[slot]} entries, not those of {len(tokens)}"
             )
-        self.tables.name(slot, owner, tokens)
+        named = self.tables.name(slot, owner, tokens)
         self.free(slot)
+        self.tables.touch(named)  # its own, and those of others that hold the same
 
     def free(self, slot: int) -> None:
         self._lengths.close(slot)

@@ -1,0 +1,204 @@
+"""Whatever is done to a cache of blocks in whatever order, it holds what plain lists would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+
+from foredraft.cache.base import KVShape
+from foredraft.cache.kv import KVCache
+from foredraft.cache.paged import PagedCache
+from foredraft.cache.prefix import PrefixCache
+from foredraft.core.errors import CacheFullError
+from foredraft.models.table import TokenCache
+from tests.cache.test_kv import SHAPE, entries_of, tokens_of
+
+BLOCK = 4
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+"""Of two kinds only: texts often begin alike."""
+
+
+class Machine(RuleBasedStateMachine):
+    """Slots, what they should hold, and a drafter's layers beside them that hold the same."""
+
+    slots = Bundle("slots")
+
+    def new_cache(self, max_tokens: int) -> PagedCache:
+        return TokenCache(max_tokens=max_tokens, block_size=BLOCK)
+
+    def put(self, slot: int, tokens: Sequence[int]) -> None:
+        assert isinstance(self.cache, TokenCache)
+        self.cache.write(slot, tokens)
+
+    def read(self, slot: int) -> list[int]:
+        assert isinstance(self.cache, TokenCache)
+        return list(self.cache.context(slot))
+
+    @initialize(max_tokens=st.sampled_from([24, 40, 400]), look_ahead=st.integers(0, 1))
+    def begin(self, max_tokens: int, look_ahead: int) -> None:
+        self.cache = self.new_cache(max_tokens)
+        self.layers = self.cache.add_layers(KVShape(1, 1, 1), torch.float32)
+        self.look_ahead = look_ahead
+        self.prefixes = {
+            True: PrefixCache(self.cache, (self.layers,), look_ahead),
+            False: PrefixCache(self.cache),
+        }
+        self.lists: dict[int, list[int]] = {}
+        self.owners: dict[int, tuple[bool, str | None]] = {}
+        self.known: dict[tuple[bool, str | None], list[list[int]]] = {}
+
+    @rule(target=slots)
+    def allocate(self) -> int:
+        slot = self.cache.allocate()
+        assert slot not in self.lists
+        self.lists[slot] = []
+        return slot
+
+    @rule(
+        target=slots,
+        text=TOKENS,
+        salt=st.sampled_from([None, "a"]),
+        with_layers=st.booleans(),
+    )
+    def open(self, text: list[int], salt: str | None, with_layers: bool) -> int:
+        owner = (with_layers, salt)
+        slot, num_cached = self.prefixes[with_layers].open(text, salt)
+        assert num_cached < len(text)
+        found = [
+            known for known in self.known.get(owner, []) if known[:num_cached] == text[:num_cached]
+        ]
+        assert found or not num_cached, "nobody of this owner has left such a text"
+        self.lists[slot], self.owners[slot] = text[:num_cached], owner
+        if with_layers:
+            assert self.layers.covered(slot) == num_cached
+        return slot
+
+    @rule(
+        slot=slots,
+        pending=st.lists(st.integers(0, 1), max_size=9),
+        nodes=st.lists(st.integers(2, 9), max_size=5),
+        data=st.data(),
+    )
+    def forward(self, slot: int, pending: list[int], nodes: list[int], data: st.DataObject) -> None:
+        try:
+            self.cache.reserve(slot, len(pending) + len(nodes))
+        except CacheFullError:
+            usage = self.cache.usage
+            assert usage.available < len(pending) + len(nodes) + 2 * BLOCK
+            return
+        self.put(slot, [*pending, *nodes])
+        chosen = data.draw(st.sets(st.sampled_from(range(len(nodes)))) if nodes else st.just(set()))
+        path = sorted(chosen)
+        self.cache.keep(slot, len(pending), path)
+        self.lists[slot] += [*pending, *(nodes[node] for node in path)]
+
+    @rule(slot=slots, guesses=st.integers(0, 3))
+    def follow(self, slot: int, guesses: int) -> None:
+        """The drafter writes what it lacks, and some guesses behind."""
+        start = self.layers.covered(slot)
+        values = [*self.lists[slot][start:], *([-1] * guesses)]
+        state = torch.tensor(values, dtype=torch.float32).view(1, -1, 1)
+        try:
+            self.layers.write(0, slot, start, state, -state)
+        except CacheFullError:
+            return
+        self.layers.truncate(slot, len(self.lists[slot]))
+
+    @rule(slot=slots, data=st.data())
+    def truncate(self, slot: int, data: st.DataObject) -> None:
+        length = data.draw(st.integers(0, len(self.lists[slot])))
+        self.cache.truncate(slot, length)
+        del self.lists[slot][length:]
+
+    @rule(target=slots, slot=slots)
+    def fork(self, slot: int) -> int:
+        copy = self.cache.fork(slot)
+        self.lists[copy] = list(self.lists[slot])
+        return copy
+
+    @rule(slot=consumes(slots))
+    def free(self, slot: int) -> None:
+        self.cache.free(slot)
+        self.forget(slot)
+
+    @rule(slot=consumes(slots), is_sound=st.sampled_from([True, True, True, False]))
+    def release(self, slot: int, is_sound: bool) -> None:
+        with_layers, salt = self.owners.get(slot, (False, None))
+        text = self.lists[slot]
+        if slot in self.owners and is_sound:
+            self.known.setdefault((with_layers, salt), []).append(list(text))
+        self.prefixes[with_layers].release(slot, [*text, 1], is_sound)
+        self.forget(slot)
+
+    @rule()
+    def give_up_what_is_cached(self) -> None:
+        self.prefixes[True].clear()
+        assert self.cache.usage.cached == 0
+
+    def forget(self, slot: int) -> None:
+        del self.lists[slot]
+        self.owners.pop(slot, None)
+
+    @invariant()
+    def the_accounts_are_right(self) -> None:
+        self.cache.check()
+        usage = self.cache.usage
+        assert usage.used + usage.cached + usage.free == usage.total
+        assert sorted(self.cache.slots) == sorted(self.lists)
+        if not self.lists:
+            assert usage.used == 0
+
+    @invariant()
+    def all_slots_hold_what_lists_would(self) -> None:
+        for slot, expected in self.lists.items():
+            assert self.cache.length(slot) == len(expected)
+            assert self.read(slot) == expected
+            covered = self.layers.covered(slot)
+            assert covered <= len(expected)
+            states, values = self.layers.read(0, slot, covered)
+            assert states.flatten().tolist() == expected[:covered]
+            assert torch.equal(values, -states)
+
+
+class TensorMachine(Machine):
+    """The same with keys and values."""
+
+    def new_cache(self, max_tokens: int) -> PagedCache:
+        memory = max_tokens * (SHAPE.bytes_per_token(torch.float32) + 8)
+        return KVCache(SHAPE, torch.float32, "cpu", 4096, memory, BLOCK)
+
+    def put(self, slot: int, tokens: Sequence[int]) -> None:
+        assert isinstance(self.cache, KVCache)
+        self.cache.will_write(slot, len(tokens))
+        first, table = self.cache.length(slot), self.cache.table(slot)
+        for layer, keys_HTD in enumerate(entries_of(tokens)):
+            if tokens:
+                self.cache.store.put(layer, table, first, keys_HTD, -keys_HTD)
+
+    def read(self, slot: int) -> list[int]:
+        assert isinstance(self.cache, KVCache)
+        store, table, end = self.cache.store, self.cache.table(slot), self.cache.length(slot)
+        if not end:
+            return []
+        layers = [store.get(layer, table, end) for layer in range(SHAPE.num_layers)]
+        keys, values = (torch.stack(part) for part in zip(*layers, strict=True))
+        return tokens_of(keys, values)
+
+
+@pytest.mark.parametrize("machine", [Machine, TensorMachine])
+def test_any_course_of_events(machine: type[Machine]) -> None:
+    case = machine.TestCase
+    case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    case().runTest()
