@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from foredraft.cli import bench, chat, demo, doctor, generate, index, trace, train, tune
+from foredraft.cli.run_batch import run_batch_file
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.version import __version__
 
@@ -41,6 +42,7 @@ def _root(
 
 for command in (generate.generate, chat.chat, doctor.doctor, demo.demo):
     app.command()(command)
+app.command("run-batch")(run_batch_file)
 for group, name in (
     *((bench.app, "bench"), (index.app, "index"), (trace.app, "trace")),
     *((train.app, "train"), (tune.app, "tune")),
