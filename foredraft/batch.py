@@ -2,8 +2,8 @@
 
 A line of the input is ``{"custom_id": …, "method": "POST", "url": "/v1/chat/completions", "body":
 {…}}``. A line of the output is ``{"id": …, "custom_id": …, "response": {"status_code": …,
-"request_id": …, "body": {…}}, "error": null}``. Answers are appended as they come, in any order. One
-that is in the output is not asked for again.
+"request_id": …, "body": {…}}, "error": null}``. Answers are appended as they come, in any order.
+One that is in the output is not asked for again.
 """
 
 from __future__ import annotations

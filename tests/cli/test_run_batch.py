@@ -11,7 +11,7 @@ import pytest
 from foredraft import LLM, SamplingParams
 from tests.cli.conftest import Run
 
-pytest.importorskip("fastapi")
+pytest.importorskip("foredraft.server.app")
 
 PROMPTS = ["The ferry", "A draft is", "Straße"]
 
