@@ -39,6 +39,7 @@ LAYERS = {
     "llm": 8,
     "measure": 8,
     "async_llm": 9,
+    "batch": 9,
     "custom_generation": 9,
     "trace": 9,
     "server": 10,

@@ -24,6 +24,7 @@ from foredraft.cli import (
     train,
     tune,
 )
+from foredraft.cli.run_batch import run_batch_file
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.version import __version__
 
@@ -52,6 +53,7 @@ def _root(
 
 for command in (generate.generate, chat.chat, serve.serve, doctor.doctor, demo.demo):
     app.command()(command)
+app.command("run-batch")(run_batch_file)
 for group, name in (
     *((bench.app, "bench"), (index.app, "index"), (trace.app, "trace")),
     *((train.app, "train"), (tune.app, "tune")),

@@ -1,0 +1,236 @@
+"""Files of requests in OpenAI's batch format: what is in them, and what has been answered already.
+
+A line of the input is ``{"custom_id": …, "method": "POST", "url": "/v1/chat/completions", "body":
+{…}}``. A line of the output is ``{"id": …, "custom_id": …, "response": {"status_code": …,
+"request_id": …, "body": {…}}, "error": null}``. Answers are appended as they come, in any order.
+One that is in the output is not asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from foredraft.core.checks import shown
+from foredraft.core.errors import ConfigError, unknown
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""What may be asked for."""
+
+_MAX_PROBLEMS = 5
+_BEGINNING = b'{"id": "batch_req_'
+"""Of each answer."""
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """One line of the input."""
+
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for one request.
+
+    Attributes:
+        status: of HTTP; 200 is well.
+        body: as the server would send it.
+    """
+
+    status: int
+    body: Mapping[str, Any]
+
+
+Ask = Callable[[BatchRequest], Awaitable[Answer]]
+
+
+def read_requests(path: Path) -> Iterator[BatchRequest]:
+    """The requests of a file that `check_requests` has found well, one at a time."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _parse(number, line)
+
+
+def check_requests(path: Path) -> list[str]:
+    """The ids of all requests, in order. Nothing is asked before the whole file is well.
+
+    Raises:
+        ConfigError: lines that are no requests, or two with one id; the first few are named.
+    """
+    ids: dict[str, int] = {}
+    problems: list[str] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                custom_id = _parse(number, line).custom_id
+                if custom_id in ids:
+                    raise ConfigError(
+                        f"line {number}: custom_id {custom_id!r} is that of line {ids[custom_id]}"
+                    )
+                ids[custom_id] = number
+            except ConfigError as error:
+                problems.append(str(error))
+    if problems:
+        more = len(problems) - _MAX_PROBLEMS
+        named = "\n  ".join(problems[:_MAX_PROBLEMS] + [f"and {more} more"] * (more > 0))
+        raise ConfigError(f"{path} is no batch of requests; nothing was asked:\n  {named}")
+    return list(ids)
+
+
+def _parse(number: int, line: bytes) -> BatchRequest:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"line {number} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"line {number} must be a JSON object, not {shown(value)}")
+    custom_id, url, body = (value.get(name) for name in ("custom_id", "url", "body"))
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ConfigError(f"line {number}: custom_id must be text, not {shown(custom_id)}")
+    if value.get("method", "POST") != "POST":
+        raise ConfigError(f"line {number}: method must be POST, not {shown(value['method'])}")
+    if url not in URLS:
+        raise ConfigError(f"line {number}: {unknown('url', str(url), URLS)}")
+    if not isinstance(body, dict):
+        raise ConfigError(f"line {number}: body must be an object, not {shown(body)}")
+    if body.get("stream"):
+        raise ConfigError(f"line {number}: stream is of no use in a file; leave it out")
+    return BatchRequest(custom_id, url, body)
+
+
+class AnswerFile:
+    """The output, to which answers are appended whole.
+
+    What an interrupted run has left is kept, but for a line that was not finished.
+
+    Args:
+        path: is made if it is not there.
+
+    Attributes:
+        answered: ids that it holds an answer to.
+
+    Raises:
+        ConfigError: it holds something else than answers.
+        OSError: it cannot be read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.answered: set[str] = set()
+        end = 0
+        if path.exists():
+            with path.open("rb") as file:
+                end = self._read(path, file)
+        self._file = path.open("ab")
+        self._file.truncate(end)
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def add(self, request: BatchRequest, answer: Answer) -> None:
+        """Append an answer; it is whole in the file, or not there."""
+        request_id = str(answer.body.get("id") or f"batch_{request.custom_id}")
+        value = {
+            "id": f"batch_req_{request.custom_id}",
+            "custom_id": request.custom_id,
+            "response": {
+                "status_code": answer.status,
+                "request_id": request_id,
+                "body": answer.body,
+            },
+            "error": None,
+        }
+        line = json.dumps(value, ensure_ascii=False) + "\n"
+        self._file.write(line.encode("utf-8", "replace"))
+        self._file.flush()
+        self.answered.add(request.custom_id)
+
+    def _read(self, path: Path, file: BinaryIO) -> int:
+        """Note what is there; returns where the last whole line ends."""
+        end = 0
+        for number, line in enumerate(file, start=1):
+            is_ours = line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
+            if is_ours and not line.endswith(b"\n"):
+                break  # cut off when it was written
+            try:
+                self.answered.add(json.loads(line)["custom_id"])
+            except (ValueError, LookupError, TypeError):
+                raise ConfigError(
+                    f"line {number} of {path} is no answer of a batch: give another --output, or "
+                    "move the file away"
+                ) from None
+            end += len(line)
+        return end
+
+
+@dataclass
+class BatchSummary:
+    """What a run came to.
+
+    Attributes:
+        answered: requests that got a reply.
+        failed: requests that were refused or went wrong; their answers say why.
+        skipped: requests that had been answered before.
+        prompt_tokens: of the requests answered now.
+        completion_tokens: likewise.
+    """
+
+    answered: int = 0
+    failed: int = 0
+    skipped: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, answer: Answer) -> None:
+        if answer.status == 200:
+            self.answered += 1
+        else:
+            self.failed += 1
+        usage = answer.body.get("usage") or {}
+        self.prompt_tokens += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+        self.completion_tokens += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+
+
+async def run_batch(
+    path: Path,
+    answers: AnswerFile,
+    ask: Ask,
+    concurrency: int,
+    told: Callable[[BatchSummary], object] = lambda summary: None,
+) -> BatchSummary:
+    """Ask for everything that is not answered yet, several requests at a time.
+
+    Args:
+        ask: gets an answer; what it raises ends the run.
+        concurrency: most requests under way.
+        told: of each answer, when it has been written.
+    """
+    summary = BatchSummary()
+    requests = read_requests(path)
+
+    async def work() -> None:
+        for request in requests:
+            if request.custom_id in answers.answered:
+                summary.skipped += 1
+                continue
+            answer = await ask(request)
+            answers.add(request, answer)
+            summary.add(answer)
+            told(summary)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(work())
+    return summary

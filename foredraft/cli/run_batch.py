@@ -1,0 +1,135 @@
+"""`foredraft run-batch`: a file of requests in OpenAI's batch format, answered offline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from foredraft.batch import (
+    Answer,
+    AnswerFile,
+    BatchRequest,
+    BatchSummary,
+    check_requests,
+    run_batch,
+)
+from foredraft.cli import options as o
+from foredraft.cli.progress import progress_bar
+from foredraft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+
+
+@o.with_option_objects
+def run_batch_file(
+    file: Annotated[Path, typer.Argument(help="Requests, one JSON object a line.")],
+    running: o.ModelOptions,
+    draft: o.DraftOptions,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Answers; FILE with .out.jsonl when not given."),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Most requests at a time, and in one step.")
+    ] = 16,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What requests may call the model; may be repeated."),
+    ] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format.
+
+    Each line names a custom_id, a url (/v1/chat/completions, /v1/completions or /v1/responses) and
+    a body; answers are what `foredraft serve` would send. They are written as they come.
+    Interrupted, the same command goes on where it was: what is in the output is not asked again.
+
+    The exit status is 1 when a request failed; its answer says why.
+
+    Examples:
+
+        foredraft run-batch requests.jsonl
+
+        foredraft run-batch requests.jsonl -o answers.jsonl --concurrency 32 --json
+    """
+    output = output or file.with_name(f"{file.stem}.out.jsonl")
+    if output.resolve() == file.resolve():
+        raise ConfigError("requests and answers cannot be the same file")
+    ids = check_requests(file)
+    with AnswerFile(output) as answers:
+        missing = sum(custom_id not in answers.answered for custom_id in ids)
+        summary, seconds = BatchSummary(skipped=len(ids)), 0.0
+        if missing:
+            asked = o.load_options(running, draft, max_batch_size=concurrency)
+            _require_server()
+            llm = o.load_llm(asked)
+            start = time.perf_counter()
+            with progress_bar(missing) as advance:
+
+                def told(so_far: BatchSummary) -> None:
+                    rate = so_far.completion_tokens / (time.perf_counter() - start)
+                    advance(f"{rate:.0f} tokens/s")
+
+                run = _run(llm, tuple(served_model_name or ()), file, answers, concurrency, told)
+                try:
+                    summary = asyncio.run(run)
+                except KeyboardInterrupt:
+                    done = len(answers.answered)
+                    _say(f"{done} of {len(ids)} answered; the same command goes on from there")
+                    raise
+            seconds = time.perf_counter() - start
+    _report(summary, seconds, output, as_json)
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+async def _run(
+    llm: LLM,
+    names: tuple[str, ...],
+    file: Path,
+    answers: AnswerFile,
+    concurrency: int,
+    told: Any,
+) -> BatchSummary:
+    from foredraft.server.in_process import in_process, local_settings
+
+    async with in_process(llm, local_settings(served_model_names=names)) as server:
+
+        async def ask(request: BatchRequest) -> Answer:
+            return Answer(*await server.post(request.url, request.body))
+
+        return await run_batch(file, answers, ask, concurrency, told)
+
+
+def _require_server() -> None:
+    """Before a model is loaded."""
+    try:
+        import foredraft.server.in_process  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"run-batch needs {error.name}, which is not here: pip install 'foredraft[server]'"
+        ) from error
+
+
+def _report(summary: BatchSummary, seconds: float, output: Path, as_json: bool) -> None:
+    rate = summary.completion_tokens / seconds if seconds else 0.0
+    if as_json:
+        figures = {"seconds": round(seconds, 2), "tokens_per_second": round(rate, 1)}
+        typer.echo(json.dumps(asdict(summary) | figures | {"output": str(output)}))
+        return
+    _say(
+        f"{summary.answered} answered, {summary.failed} failed, {summary.skipped} answered before; "
+        f"{summary.completion_tokens} tokens in {seconds:.1f} s ({rate:.0f} a second): {output}"
+    )
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)
