@@ -20,7 +20,7 @@ from foredraft.core.verify import Verdict, verify
 from foredraft.core.verify.evidence import Evidence
 from foredraft.drafters.base import DraftRow
 from foredraft.engine.detokenize import TextAssembler
-from foredraft.engine.fetch import FetchedRow
+from foredraft.engine.fetch import FetchedRow, RowKey
 from foredraft.models.base import ScoreRow
 
 _log = logging.getLogger("foredraft")
@@ -111,6 +111,10 @@ class Row:
         return len(self.request.tokens) - self.request.num_cached
 
     @property
+    def key(self) -> RowKey:
+        return RowKey(self.request.seed, len(self.request.tokens))
+
+    @property
     def is_over(self) -> bool:
         return self.request.finish_reason is not None
 
@@ -131,7 +135,7 @@ class Row:
     def verify(self, proposal: Proposal, scores: FetchedRow) -> Verdict:
         """Accept what the target would have written itself; by the row's own rules and noise."""
         request, num_tokens = self.request, len(self.request.tokens)
-        choices = KeyedVerifyChoices(request.seed, num_tokens)
+        choices = KeyedVerifyChoices(request.seed, num_tokens, scores.drawn)
         if self.keeps_evidence:
             laws = _RowLaws(proposal, scores, self.rules, tuple(request.tokens))
             evidence = Evidence(laws, choices, request.seed, num_tokens)

@@ -127,7 +127,9 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def _param_of(message: str) -> str | None:
     """Messages of checks begin with the field's name."""
-    found = re.match(r"([a-z][a-z_]*[a-z])\b(?= (is|must|holds|names|strings|cannot)|\[|:| \()", message)
+    found = re.match(
+        r"([a-z][a-z_]*[a-z])\b(?= (is|must|holds|names|strings|cannot)|\[|:| \()", message
+    )
     return found[1] if found and found[1] not in ("the", "a", "it") else None
 
 

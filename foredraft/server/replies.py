@@ -12,7 +12,8 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 _HEAD = re.compile(
-    r'[\s,\[}]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*', re.DOTALL
+    r'[\s,\[}]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*',
+    re.DOTALL,
 )
 
 
@@ -134,8 +135,11 @@ class ReplyParser:
             inside, self._waiting = self._waiting[:at], self._waiting[at + len(mark) :]
             return inside, True
         held = next(
-            (n for n in range(min(len(mark) - 1, len(self._waiting)), 0, -1)
-             if mark.startswith(self._waiting[-n:])),
+            (
+                n
+                for n in range(min(len(mark) - 1, len(self._waiting)), 0, -1)
+                if mark.startswith(self._waiting[-n:])
+            ),
             0,
         )
         end = len(self._waiting) - held

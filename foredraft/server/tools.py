@@ -72,7 +72,9 @@ def _checked(number: int, tool: object) -> Tool:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise FieldError("tools", f"tools[{number}] is of type {shown(kind)}; only function is known")
+        raise FieldError(
+            "tools", f"tools[{number}] is of type {shown(kind)}; only function is known"
+        )
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise FieldError("tools", f"tools[{number}].function needs a name: {shown(function)}")
     parameters = function.get("parameters")
