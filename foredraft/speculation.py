@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from foredraft.control.adaptive import AdaptiveBudget, Experience, LoadedDrafter
+from foredraft.control.adaptive import AdaptiveBudget, Experience
 from foredraft.control.base import Controller
 from foredraft.control.fixed import FixedBudget
+from foredraft.control.planner import LoadedDrafter
 from foredraft.core.cost import CostModel
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import Drafter, DrafterContext

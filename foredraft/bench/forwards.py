@@ -6,6 +6,7 @@ import statistics
 import time
 
 from foredraft.bench.step import Size, TargetStepper
+from foredraft.cache.base import Cache
 from foredraft.models.base import Target
 
 
@@ -45,3 +46,20 @@ class ForwardTimes:
             "all_rows_ms": many,
             "gain": self._sizes[1].rows * one / many,
         }
+
+
+def grow_cache(cache: Cache, num_slots: int, num_entries: int) -> None:
+    """Let a cache have room for so many slots of so many entries, so that it need not grow later.
+
+    Whoever happens to be the one it grows for would have to wait.
+    """
+    slots = []
+    try:
+        for _ in range(num_slots):
+            slots.append(cache.allocate())
+            cache.reserve(slots[-1], num_entries)
+    except (MemoryError, ValueError):
+        pass  # a cache with a limit: it holds what it can
+    finally:
+        for slot in slots:
+            cache.free(slot)

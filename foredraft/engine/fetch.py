@@ -10,14 +10,30 @@ Shape legend: N positions whose logits are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from foredraft.core.noise import draw_rows
 from foredraft.core.rules import Rules
+from foredraft.core.rules.base import only_scale
 from foredraft.core.sampling import Law, check_finite
+from foredraft.core.tree import ROOT
 from foredraft.models.base import Scores
+
+
+class RowKey(NamedTuple):
+    """What a row draws its next token with.
+
+    Attributes:
+        seed: of the request.
+        position: of the token.
+    """
+
+    seed: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -25,13 +41,17 @@ class FetchedRow:
     """One row's scores.
 
     Attributes:
-        logits_NV: after the last token read (row 0) and after each node; on the host unless
-            ``best`` is there.
+        logits: after the last token read (number 0) and after each node, [V] each; on the host
+            unless ``best`` is there.
         best: the likeliest token and its logit at each position, where nothing else is needed.
+        root: the law after the last token read, where it is known already.
+        drawn: the token drawn from it.
     """
 
-    logits_NV: Tensor
+    logits: Sequence[Tensor]
     best: Sequence[tuple[int, float]] | None = None
+    root: Law | None = None
+    drawn: int | None = None
 
     def law(self, node: int, rules: Rules, text: Sequence[int], drafted: Sequence[int]) -> Law:
         """The target's law after ``node``.
@@ -40,7 +60,9 @@ class FetchedRow:
             NonFiniteScoresError: its logits are not finite.
             ForedraftError: the rules allow no token.
         """
-        logits_V = self.logits_NV[node + 1]
+        if node == ROOT and self.root is not None:
+            return self.root
+        logits_V = self.logits[node + 1]
         if self.best is None:
             return rules.law(logits_V, text, drafted)
         token, logit = self.best[node + 1]
@@ -48,15 +70,23 @@ class FetchedRow:
         return Law(logits_V, None, token)
 
 
-def fetch(scores: Scores, rules: Sequence[Rules]) -> list[FetchedRow]:
+def fetch(
+    scores: Scores, rules: Sequence[Rules], keys: Sequence[RowKey] | None = None
+) -> list[FetchedRow]:
     """Each row's scores as its rules need them.
 
-    On CPU everything is on the host already, and only what verification reaches is looked at.
+    On CPU everything is on the host already. What all rows need, their next token, is drawn for all
+    of them in one call where rules are simple; beyond that only what verification reaches is
+    looked at.
+
+    Args:
+        keys: one a row; None: nothing is drawn ahead.
     """
     logits_NV = scores.logits_NV
-    rows = [FetchedRow(logits_NV[span.start : span.stop]) for span in scores.heads]
+    each = logits_NV.unbind()
+    rows = [FetchedRow(each[span.start : span.stop]) for span in scores.heads]
     if is_on_host(logits_NV):
-        return rows
+        return rows if keys is None else _drawn_ahead(rows, scores, rules, keys)
     greedy = [i for i, rule in enumerate(rules) if rule.takes_best and scores.heads[i]]
     others = [i for i in range(len(rows)) if i not in greedy and scores.heads[i]]
     if greedy:
@@ -64,12 +94,33 @@ def fetch(scores: Scores, rules: Sequence[Rules]) -> list[FetchedRow]:
         found = torch.stack((best_N.double(), largest_N.double()), 1).tolist()  # one transfer
         pairs = iter([(int(token), logit) for token, logit in found])
         for i in greedy:
-            rows[i] = FetchedRow(rows[i].logits_NV, [next(pairs) for _ in scores.heads[i]])
+            rows[i] = FetchedRow(rows[i].logits, [next(pairs) for _ in scores.heads[i]])
     if others:
         here_NV = _joined(logits_NV, scores, others).cpu()  # one transfer
         sizes = [len(scores.heads[i]) for i in others]
         for i, part_NV in zip(others, torch.split(here_NV, sizes), strict=True):
-            rows[i] = FetchedRow(part_NV)
+            rows[i] = FetchedRow(part_NV.unbind())
+    return rows
+
+
+def _drawn_ahead(
+    rows: list[FetchedRow], scores: Scores, rules: Sequence[Rules], keys: Sequence[RowKey]
+) -> list[FetchedRow]:
+    scales = [
+        only_scale(rule) if span else None for rule, span in zip(rules, scores.heads, strict=True)
+    ]
+    simple = [(i, scale) for i, scale in enumerate(scales) if scale is not None]
+    draws = draw_rows(
+        scores.logits_NV,
+        [scores.heads[i].start for i, _ in simple],
+        [keys[i].seed for i, _ in simple],
+        [keys[i].position for i, _ in simple],
+        [scale for _, scale in simple],
+    )
+    for (i, scale), draw in zip(simple, draws, strict=True):
+        if draw is not None:  # else it is looked at alone, and found out what is wrong
+            law = Law(rows[i].logits[0], scale or None, draw.best)
+            rows[i] = replace(rows[i], root=law, drawn=draw.token)
     return rows
 
 

@@ -21,7 +21,7 @@ from foredraft.core.verify import Verdict, verify
 from foredraft.core.verify.evidence import Evidence
 from foredraft.drafters.base import DraftRow
 from foredraft.engine.detokenize import TextAssembler
-from foredraft.engine.fetch import FetchedRow
+from foredraft.engine.fetch import FetchedRow, RowKey
 from foredraft.engine.prompt_logprobs import PromptLogprobs
 from foredraft.models.base import ScoreRow
 
@@ -130,6 +130,10 @@ class Row:
         return self.prompt_logprobs.num_readable(self.request.num_cached, self.num_pending)
 
     @property
+    def key(self) -> RowKey:
+        return RowKey(self.request.seed, len(self.request.tokens))
+
+    @property
     def is_over(self) -> bool:
         return self.request.finish_reason is not None
 
@@ -161,7 +165,7 @@ class Row:
 
     def _decide(self, proposal: Proposal, scores: FetchedRow) -> Verdict:
         request, num_tokens = self.request, len(self.request.tokens)
-        choices = KeyedVerifyChoices(request.seed, num_tokens)
+        choices = KeyedVerifyChoices(request.seed, num_tokens, scores.drawn)
         if self.keeps_evidence:
             laws = _RowLaws(proposal, scores, self.rules, tuple(request.tokens))
             evidence = Evidence(laws, choices, request.seed, num_tokens)

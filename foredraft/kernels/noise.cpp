@@ -178,9 +178,21 @@ class Row {
     group_max_.resize(num_groups_);
   }
 
-  // False if the largest logit is not a finite number, or a logit is NaN.
-  bool find(Best& best) {
-    if (!find_maxima()) return false;
+  // The first of the largest logits; -1 if it is not a finite number, or a logit is NaN.
+  int64_t find_largest() {
+    if (!find_maxima()) return -1;
+    const int64_t first = std::max_element(group_max_.begin(), group_max_.end()) - group_max_.begin();
+    const Logit* logits = group_logits(first);
+    return first * kGroup + (std::find(logits, logits + kGroup, group_max_[first]) - logits);
+  }
+
+  double largest() const { return base_; }
+
+  // False where there is no largest logit (see there).
+  bool find(Best& best) { return find_maxima() && find_known(best); }
+
+  // The same after `find_largest`.
+  bool find_known(Best& best) const {
     const int64_t first = std::max_element(group_max_.begin(), group_max_.end()) - group_max_.begin();
     visit(first, best);  // likely to hold the winner
     for (int64_t group = 0; group < num_groups_; ++group)
@@ -263,6 +275,26 @@ struct ForedraftNoiseRow {
   double scale;
 };
 
+}  // extern "C"
+
+namespace {
+
+template <class Logit>
+void draw_row(const Logit* logits, int64_t vocab, const ForedraftNoiseRow& key, int64_t* token,
+              int64_t* best, double* most) {
+  Row row(logits, vocab, Key{key.seed, key.position}, key.scale);
+  *token = *best = row.find_largest();
+  *most = row.largest();
+  if (*best < 0 || key.scale == 0) return;
+  double score;
+  Best drawn(1, token, &score);
+  row.find_known(drawn);
+}
+
+}  // namespace
+
+extern "C" {
+
 // The K best tokens of each row, best first; the number of rows done, which is smaller than N when
 // the next one has no finite largest logit. tokens and scores are [N, K], found [N].
 __attribute__((visibility("default"))) int64_t foredraft_gumbel_top(
@@ -280,6 +312,21 @@ __attribute__((visibility("default"))) int64_t foredraft_gumbel_top(
     found[n] = best.found();
   }
   return num_rows;
+}
+
+// Of each of `count` rows the token drawn (the likeliest where the scale is 0), the likeliest, and
+// its logit; tokens are -1 where there is none.
+__attribute__((visibility("default"))) void foredraft_draw_rows(
+    const void* logits, int64_t is_double, int64_t vocab, int64_t count, const int64_t* rows,
+    const ForedraftNoiseRow* keys, int64_t* tokens, int64_t* best, double* most) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (is_double)
+      draw_row(static_cast<const double*>(logits) + rows[i] * vocab, vocab, keys[i], tokens + i,
+               best + i, most + i);
+    else
+      draw_row(static_cast<const float*>(logits) + rows[i] * vocab, vocab, keys[i], tokens + i,
+               best + i, most + i);
+  }
 }
 
 // The noise of each of `count` tokens.

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from foredraft.control.adaptive import AdaptiveBudget, Experience, LoadedDrafter
+from foredraft.control.adaptive import AdaptiveBudget, Experience
+from foredraft.control.planner import LoadedDrafter
 from foredraft.core.cost import CostModel, Times
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal

@@ -145,7 +145,7 @@ def test_a_mixed_batch_takes_two(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(counts) == 2
 
 
-@pytest.mark.parametrize("params", [GREEDY, WARM, DRAWN], ids=["greedy", "warm", "drawn"])
+@pytest.mark.parametrize("params", [GREEDY, FILTERED, DRAWN], ids=["greedy", "filtered", "drawn"])
 def test_without_the_fetch_there_are_many(
     params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from foredraft.plan import LoadOptions
 
 _BASELINE, _WRONG = "none", "wrong"
+_MOST_DRAFTED = 64
 PEERS = ("llama-cpp", "llama-cpp-bf16", "llama-cpp-q8_0", "llama-cpp-q4_1")
 
 
@@ -107,11 +108,13 @@ def _serve(
     advance: Callable[[str], None],
 ) -> tuple[list[ServingFigure], dict[str, Any]]:
     """All contenders under one load, and what its forwards take."""
-    from foredraft.bench.forwards import ForwardTimes
+    from foredraft.bench.forwards import ForwardTimes, grow_cache
     from foredraft.bench.serving import figure, serve
 
     results: dict[str, list[Served]] = {contender.name: [] for contender in contenders}
     context = sum(map(len, load.prompts)) // len(load.prompts) + load.params.max_tokens // 2
+    most = max(map(len, load.prompts)) + load.params.max_tokens + _MOST_DRAFTED
+    grow_cache(llm.target.cache, (len(contenders) + 1) * load.concurrency, most)
     with ForwardTimes(llm.target, load.concurrency, context) as forwards:
         for number in range(rounds):
             turn = number % len(contenders)

@@ -14,6 +14,9 @@ from torch import Tensor
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import Law, law_of
 
+_COLDEST = 1e-30
+"""Colder laws scale by what the dtype can hold (`law_of`)."""
+
 
 class Rules(Protocol):
     """From logits to a law. A function of its arguments: it is asked about guesses, too."""
@@ -83,3 +86,18 @@ class SamplingRules(TextlessRules):
 
     def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
         return law_of(logits_V, self.params)
+
+
+def only_scale(rules: Rules) -> float | None:
+    """What logits are multiplied with where the law is nothing else: 0 puts all on the largest.
+
+    Such laws need no look at a row of their own: see `foredraft.core.noise.draw_rows`. None: there
+    is more to it.
+    """
+    if not isinstance(rules, SamplingRules):
+        return None
+    params = rules.params
+    if params.temperature == 0.0:
+        return 0.0
+    filters = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
+    return None if filters or params.temperature < _COLDEST else 1.0 / params.temperature

@@ -1,0 +1,322 @@
+"""Plans: which drafter, which rows, how many nodes; and when to try what does not seem to pay.
+
+docs/control.md has the whole story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from foredraft.control.acceptance import MOST_SLOTS, Acceptance, Kind, kind_of
+from foredraft.control.ledger import Ledger
+from foredraft.control.pooled import Pooled, PooledRow, best_prefix
+from foredraft.control.times import DraftTimes
+from foredraft.core.cost import CostModel, LinearPrice, Price, PriceList
+from foredraft.core.params import SamplingParams
+from foredraft.core.request import Request
+
+Following = Mapping[int, str | None]
+"""Who follows each request; None: nobody."""
+
+_MOST_NODES = 16, 4
+"""Of one step: so many, and so many a row."""
+_MARGIN = 1.01
+"""By how much drafting has to be better before it begins; once begun it has to be better at all."""
+_STAKE = 0.4
+"""Of what may still be lost that one step may put at risk."""
+TRIAL_STEPS, _TRIAL_ROWS = 6, 2
+_TRIALS = ((_TRIAL_ROWS, 4), (1, 4), (1, 2), (1, 1))
+"""Rows and nodes of each: the first that can be paid."""
+FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
+_MOST_ROWS = 1 << 20
+_LEAVING = 1.1
+"""How much better it has to go with another drafter before one is let go that cannot return."""
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """One of the drafters that the controller chooses from.
+
+    Attributes:
+        most_nodes: that it may draft for a row.
+        joins_late: whether it can begin in the middle of a text.
+    """
+
+    name: str
+    most_nodes: int
+    joins_late: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the next few steps draft.
+
+    Attributes:
+        drafter: for all rows that can have it; None: plain decoding.
+        budgets: by request; others draft nothing.
+        plain_ms, plain_rate: of plain decoding: a step, and committed tokens a millisecond.
+        pooled: what is expected.
+        price: of a row's nodes.
+        loss_ms: of a step in which nothing is accepted.
+        is_trial: tried although it is not expected to pay.
+    """
+
+    drafter: str | None
+    budgets: Mapping[int, int]
+    plain_ms: float
+    plain_rate: float
+    pooled: Pooled | None
+    price: Price
+    loss_ms: float = 0.0
+    is_trial: bool = False
+
+
+class Planner:
+    """Makes plans.
+
+    Args:
+        drafters: to choose from.
+        max_context: most tokens a row of the target may hold.
+        cost: of steps.
+        times: of drafters; None: not to be had, and left out.
+        acceptance: of what they draft.
+        ledger: what may be lost.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[LoadedDrafter],
+        max_context: int,
+        cost: CostModel,
+        times: DraftTimes | None,
+        acceptance: Acceptance,
+        ledger: Ledger,
+    ) -> None:
+        self.drafters = {drafter.name: drafter for drafter in drafters}
+        self._max_context, self._cost, self._times = max_context, cost, times
+        self._acceptance, self._ledger = acceptance, ledger
+        self._following: Following = {}
+        self._pause, self._rests_until, self._next_trial = FIRST_PAUSE, FIRST_PAUSE, 0
+        self.num_trials = 0
+
+    def plan(
+        self, rows: Sequence[Request], following: Following, current: Plan | None, num_steps: int
+    ) -> Plan:
+        """The plan for the next few steps.
+
+        Args:
+            rows: of the batch.
+            following: who follows them.
+            current: the plan so far.
+            num_steps: how many steps have been run.
+        """
+        self._following = following
+        most = _MOST_NODES[0] + _MOST_NODES[1] * len(rows)
+        prices = self._cost.with_nodes([(1, len(row.tokens)) for row in rows], most)
+        plain = Plan(None, {}, prices[0], len(rows) / prices[0], None, LinearPrice(1.0))
+        found = [self._with_drafter(d, rows, prices, current) for d in self.drafters.values()]
+        paying = [plan for plan in found if plan is not None]
+        if not paying:
+            return self._trial(rows, prices, current, num_steps) or plain
+        if current is not None and current.drafter is not None and not current.is_trial:
+            self._pause = FIRST_PAUSE  # it has paid for longer than a trial
+        return max(paying, key=self._weight)
+
+    def _weight(self, plan: Plan) -> float:
+        """What plans are compared by: the rate, less where a drafter is let go that stays away."""
+        assert plan.pooled is not None
+        leaves = any(
+            name not in (None, plan.drafter) and not self.drafters[name].joins_late
+            for name in self._following.values()
+            if name is not None
+        )
+        return plan.pooled.rate / (_LEAVING if leaves else 1.0)
+
+    def _with_drafter(
+        self,
+        drafter: LoadedDrafter,
+        rows: Sequence[Request],
+        prices: Sequence[float],
+        current: Plan | None,
+    ) -> Plan | None:
+        """The best plan with this drafter; None if plain decoding is as good, or if a loss could
+        not be paid.
+
+        Where it could not be paid for all rows it may be for some.
+        """
+        able = [row for row in rows if self._can_have(row, drafter)]
+        able = able[: max(1, 2 * self._most_rows(drafter.name))]
+        while able:
+            plan = self._with_drafter_for(able, drafter, rows, prices, current)
+            if plan is not None:
+                return plan
+            if self._asking_ms(drafter, rows, prices[0], len(able)) < self._stake(prices[0]):
+                return None
+            able = able[: len(able) // 2]
+        return None
+
+    def _with_drafter_for(
+        self,
+        able: Sequence[Request],
+        drafter: LoadedDrafter,
+        rows: Sequence[Request],
+        prices: Sequence[float],
+        current: Plan | None,
+    ) -> Plan | None:
+        pool = [
+            PooledRow(
+                min(drafter.most_nodes, self.room(row), MOST_SLOTS),
+                self._acceptance.rates(drafter.name, row.request_id),
+            )
+            for row in able
+        ]
+        pooled = best_prefix(
+            pool,
+            len(rows),
+            PriceList(tuple(prices)).between,
+            partial(self._asking_ms, drafter, rows, prices[0]),
+            most_nodes=len(prices) - 1,
+            most_ms=prices[0] + self._stake(prices[0]),
+        )
+        plain_rate = len(rows) / prices[0]
+        drafts_now = current is not None and current.drafter == drafter.name
+        if not pooled.nodes or pooled.rate <= plain_rate * (1.0 if drafts_now else _MARGIN):
+            return None
+        budgets = {row.request_id: n for row, n in zip(able, pooled.budgets, strict=True) if n}
+        price = _price(prices, len(rows), pooled.nodes)
+        loss_ms = pooled.worst_ms - prices[0]
+        return Plan(drafter.name, budgets, prices[0], plain_rate, pooled, price, loss_ms)
+
+    def _asking_ms(
+        self, drafter: LoadedDrafter, rows: Sequence[Request], plain_ms: float, num_asked: int
+    ) -> float:
+        if not num_asked:
+            return 0.0
+        now = sum(self._following.get(row.request_id) == drafter.name for row in rows)
+        return self._drafter_ms(drafter.name, num_asked, max(now, num_asked), plain_ms)
+
+    def _drafter_ms(self, name: str, num_asked: int, num_following: int, plain_ms: float) -> float:
+        if self._times is None:
+            return 0.0
+        return self._times.step_ms(name, num_asked, num_following, plain_ms)
+
+    def _most_rows(self, name: str) -> int:
+        """That it is known to draft for at once."""
+        return _MOST_ROWS if self._times is None else self._times.most_rows(name)
+
+    def _trial(
+        self,
+        rows: Sequence[Request],
+        prices: Sequence[float],
+        current: Plan | None,
+        num_steps: int,
+    ) -> Plan | None:
+        """A few rows draft a little, if the pause is over and the loss can be paid."""
+        if current is not None and current.drafter is not None:  # it has just stopped
+            if current.is_trial:
+                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._rests_until = num_steps + self._pause
+        if num_steps < self._rests_until:
+            return None
+        self._rests_until = num_steps + self._pause
+        names = [*self.drafters]
+        for _ in names:
+            drafter = self.drafters[names[self._next_trial % len(names)]]
+            self._next_trial += 1
+            for num_rows, num_nodes in _TRIALS:
+                found = self._trial_of(drafter, rows, prices, num_rows, num_nodes)
+                if found is not None:
+                    self.num_trials += 1
+                    return found
+        return None
+
+    def _trial_of(
+        self,
+        drafter: LoadedDrafter,
+        rows: Sequence[Request],
+        prices: Sequence[float],
+        num_rows: int,
+        num_nodes: int,
+    ) -> Plan | None:
+        able = [row for row in rows if self._can_have(row, drafter) and self.room(row)][:num_rows]
+        budgets = {row.request_id: min(num_nodes, self.room(row)) for row in able}
+        loss = self._asking_ms(drafter, rows, prices[0], len(budgets))
+        loss += prices[sum(budgets.values())] - prices[0]
+        if not budgets or not self._ledger.can_lose(TRIAL_STEPS / 2 * loss, prices[0]):
+            return None
+        price = _price(prices, len(rows), sum(budgets.values()))
+        plain_rate = len(rows) / prices[0]
+        return Plan(drafter.name, budgets, prices[0], plain_rate, None, price, loss, True)
+
+    def best_for_new(
+        self, params: SamplingParams, following: Following, context: int
+    ) -> str | None:
+        """Who is to follow a new request: by requests like it, in a batch of rows like it.
+
+        A drafter that cannot join later is tried with few requests until it is known what it takes.
+
+        Args:
+            following: who follows the others.
+            context: tokens in the cache of a usual row.
+        """
+        num_rows = len(following) + 1
+        most = _MOST_NODES[0] + _MOST_NODES[1] * num_rows
+        prices = PriceList(self._cost.with_nodes([(1, context)] * num_rows, most))
+        rates = {
+            drafter.name: self._rate_for_new(drafter, kind_of(params), num_rows, prices)
+            for drafter in self.drafters.values()
+        }
+        for name in sorted(rates, key=lambda name: -rates[name]):
+            same = sum(other == name for other in following.values())
+            is_known = same < max(_TRIAL_ROWS, 2 * self._most_rows(name))
+            asking = self._drafter_ms(name, same + 1, same + 1, prices.ms(0))
+            if not self._ledger.can_lose(asking, prices.ms(0)):
+                continue  # it would follow and not get to draft
+            if is_known and rates[name] > _MARGIN * num_rows / prices.ms(0):
+                return name
+        return None
+
+    def _rate_for_new(
+        self, drafter: LoadedDrafter, kind: Kind, num_rows: int, prices: PriceList
+    ) -> float:
+        """The best rate of so many rows that draft alike."""
+        rates_2K = self._acceptance.kind_rates(drafter.name, kind)[:, : drafter.most_nodes]
+        totals: list[tuple[float, float]] = [(n, a) for n, a in rates_2K.cumsum(1).T.tolist()]
+        asking = self._drafter_ms(drafter.name, num_rows, num_rows, prices.ms(0))
+        return max(
+            num_rows * (1.0 + accepted) / (prices.between(num_rows * nodes) + asking)
+            for nodes, accepted in totals
+        )
+
+    def _can_have(self, row: Request, drafter: LoadedDrafter) -> bool:
+        return drafter.joins_late or self._following.get(row.request_id) == drafter.name
+
+    def can_pay(self, plan: Plan) -> bool:
+        """Whether another step of a plan may be lost."""
+        return not plan.loss_ms or self._ledger.can_lose(plan.loss_ms, plan.plain_ms)
+
+    def _stake(self, plain_ms: float) -> float:
+        """Milliseconds that one step may put at risk."""
+        return _STAKE * self.balance(plain_ms)
+
+    def balance(self, plain_ms: float) -> float:
+        """Milliseconds that may still be lost."""
+        self._ledger.can_lose(0.0, plain_ms)
+        assert self._ledger.balance_ms is not None
+        return self._ledger.balance_ms
+
+    def room(self, row: Request) -> int:
+        """Most nodes that a row may draft."""
+        # The last token a step commits is the target's own, so one fewer can be drafted.
+        return max(0, min(row.num_remaining - 1, self._max_context - len(row.tokens)))
+
+
+def _price(prices: Sequence[float], num_rows: int, num_nodes: float) -> Price:
+    """Of one row's nodes, in the batch as it is going to be: an average node of it."""
+    if num_rows == 1:
+        return PriceList(tuple(prices))
+    nodes = max(1, round(num_nodes))
+    node_ms = (prices[min(nodes, len(prices) - 1)] - prices[0]) / nodes
+    return LinearPrice(num_rows * node_ms / prices[0])

@@ -1,0 +1,177 @@
+"""The adaptive controller in a simulator: what it gains, and what it can lose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foredraft.control.adaptive import AdaptiveBudget, Experience
+from foredraft.control.base import Allowance
+from foredraft.control.ledger import SHARE
+from foredraft.control.planner import LoadedDrafter
+from foredraft.core.cost import CostModel, Times
+from foredraft.core.params import SamplingParams
+from foredraft.core.request import Request
+from tests.control.simulator import FLAT, STEEP, MadeUp, Simulation, constant
+
+LOADS = (1, 2, 4, 8, 16)
+
+
+def best_fixed(accepts: float, times: Times, load: int, row_ms: float = 0.0) -> float:
+    """The speed-up of the best number of nodes, the same for all rows and steps."""
+    cost, found = CostModel(times), [1.0]
+    plain = cost.ms([(1, 64)] * load)
+    for nodes in range(1, 17):
+        tokens = 1.0 + sum(accepts**depth for depth in range(1, nodes + 1))
+        found.append(plain * tokens / (cost.ms([(1 + nodes, 64)] * load) + row_ms * load))
+    return max(found)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("times", [FLAT, STEEP], ids=["flat", "steep"])
+@pytest.mark.parametrize("row_ms", [0.0, 0.5])
+def test_a_drafter_that_is_always_wrong_costs_next_to_nothing(
+    times: Times, load: int, row_ms: float
+) -> None:
+    wrong = MadeUp(constant(0.0), row_ms, row_ms / 4)
+    assert Simulation({"wrong": wrong}, times).run(100, load).speedup > 0.97
+    assert Simulation({"wrong": wrong}, times).run(600, load).speedup > 0.985
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("accepts", [0.5, 0.8])
+def test_a_good_one_gains_nearly_what_the_best_budget_gains(accepts: float, load: int) -> None:
+    drafter = MadeUp(constant(accepts), 0.1, 0.02)
+    done = Simulation({"good": drafter}, seed=load).run(800, load)
+    best = best_fixed(accepts, FLAT, load, 0.12)
+    assert done.speedup > max(0.985, 1.0 + 0.8 * (best - 1.0) - 0.02)
+
+
+def test_the_budget_follows_the_load() -> None:
+    experience, drafted = Experience(), []
+    for load in LOADS:
+        done = Simulation({"good": MadeUp(constant(0.6))}, experience=experience).run(300, load)
+        drafted.append(done.drafted / done.num_steps / load)
+    assert drafted == sorted(drafted, reverse=True)
+    assert drafted[0] > 3.0
+    assert drafted[-1] < 0.5
+
+
+def test_one_that_turns_bad_is_left_and_one_that_turns_good_comes_back() -> None:
+    simulation = Simulation(
+        {"moody": MadeUp(lambda request_id, length: 0.8 * (request_id % 4 < 2))}
+    )
+    simulation.params = SamplingParams(max_tokens=400)
+    assert simulation.run(3000, 1).speedup > 1.5
+
+
+def test_what_joins_late_gives_way_to_what_pays_more() -> None:
+    drafters = {
+        "head": MadeUp(constant(0.7), 1.0, 0.2, joins_late=False),
+        "copy": MadeUp(constant(0.1)),
+    }
+    alone = Simulation(drafters).run(400, 1)
+    assert {*alone.at.values()} == {"head"}
+    assert alone.speedup > 1.4
+    crowd = Simulation(drafters).run(400, 16)
+    assert crowd.speedup > 0.98
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    rates=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6),
+    draft_ms=st.floats(0.0, 3.0),
+    loads=st.lists(st.integers(1, 16), min_size=1, max_size=4),
+    steep=st.booleans(),
+    joins_late=st.booleans(),
+)
+def test_the_loss_is_bounded_whatever_is_accepted(
+    seed: int,
+    rates: list[float],
+    draft_ms: float,
+    loads: list[int],
+    steep: bool,
+    joins_late: bool,
+) -> None:
+    """By a share of plain time, the first steps, and what drafters took beyond what was known."""
+    drafter = MadeUp(
+        lambda request_id, length: rates[(request_id + length // 16) % len(rates)],
+        draft_ms,
+        draft_ms / 5,
+        joins_late=joins_late,
+    )
+    simulation = Simulation({"any": drafter}, STEEP if steep else FLAT, seed)
+    for load in loads:
+        simulation.run(120, load)
+        plain = simulation.cost.ms([(1, 100)] * max(loads))
+        unforeseen = 1.2 * draft_ms * max(loads) + 0.02 * simulation.plain_ms
+        loss = simulation.spent_ms - simulation.plain_ms
+        assert loss <= SHARE * simulation.plain_ms + 1.6 * plain + unforeseen
+        ledger = simulation.control.ledger
+        assert ledger.spent_ms == pytest.approx(simulation.spent_ms, rel=0.05)
+
+
+def test_it_is_a_function_of_the_records() -> None:
+    """The same steps give the same budgets: nothing is drawn, and no clock is read."""
+
+    def run() -> tuple[int, float]:
+        done = Simulation({"any": MadeUp(constant(0.5), 0.3)}, seed=3).run(300, 4)
+        return done.drafted, done.spent_ms
+
+    assert run() == run()
+
+
+def test_budgets_do_not_depend_on_what_is_drafted_under_them() -> None:
+    """Non-anticipation: two runs that differ in the tokens drafted from a step on have had the
+    same budgets up to that step, and have the same one in it."""
+    same, other = _budgets(40), _budgets(40, other_from=40)
+    assert same == other
+    assert _budgets(60) != _budgets(60, other_from=40)  # later ones may follow what came of it
+
+
+def _budgets(num_steps: int, other_from: int | None = None) -> list[tuple[int, ...]]:
+    """Of each step, and of the one after; from a step on drafts fare otherwise."""
+    simulation = Simulation({"any": MadeUp(constant(0.6))}, seed=5)
+    seen: list[tuple[int, ...]] = []
+    allow = simulation.control.allow
+
+    def spy(rows: Sequence[Request]) -> list[Allowance]:
+        found = allow(rows)
+        seen.append(tuple(allowance.budget for allowance in found))
+        return found
+
+    simulation.control.allow = spy  # type: ignore[method-assign]
+    for step in range(num_steps + 1):
+        if step == other_from:
+            simulation.random = random.Random(99)
+        simulation.run(1, 2)
+    return seen
+
+
+def test_constrained_requests_teach_nobody_but_themselves() -> None:
+    experience = Experience()
+    bent = SamplingParams(max_tokens=96, repetition_penalty=1.3)
+    Simulation({"a": MadeUp(constant(0.0))}, params=bent, experience=experience).run(60, 2)
+    assert not experience.lessons
+    plain = replace(bent, repetition_penalty=1.0)
+    Simulation({"a": MadeUp(constant(0.0))}, params=plain, experience=experience).run(60, 2)
+    assert experience.lessons
+
+
+def test_without_measured_times_it_goes_by_a_usual_machine() -> None:
+    control = AdaptiveBudget([LoadedDrafter("a", 8, True)], 100)
+    row = Request(0, 0, [1] * 10, 5, SamplingParams(max_tokens=50), 0, num_cached=9)
+    assert control.first(0, row.params) == "a"
+    (allowance,) = control.allow([row])
+    assert 0 < allowance.budget <= 8
+    assert control.allow([]) == []
+    row.tokens += [1] * 44
+    assert control.allow([row])[0].budget == 0
+    control.end(0)
+    assert control.report()["steps"] == 0

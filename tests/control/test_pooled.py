@@ -1,0 +1,98 @@
+"""One pool of slots, the likeliest first."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from foredraft.control.acceptance import SlotCounts, is_constrained, kind_of
+from foredraft.control.ledger import Ledger
+from foredraft.control.pooled import PooledRow, best_prefix
+from foredraft.control.times import DraftTimes
+from foredraft.core.params import SamplingParams
+
+
+def row(*chances: float) -> PooledRow:
+    """Slots that are always filled, accepted with these chances."""
+    return PooledRow(len(chances), np.array([[1.0] * len(chances), chances]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_the_best_of_all_budgets(seed: int) -> None:
+    """Where later slots of a row are never likelier than earlier ones, and times never fall."""
+    draw = random.Random(seed)
+    rows = [row(*sorted((draw.random() for _ in range(3)), reverse=True)) for _ in range(3)]
+    slope = draw.choice([0.02, 0.1, 0.3])
+
+    def step_ms(nodes: float) -> float:
+        return 1.0 + slope * nodes
+
+    best = best_prefix(rows, 3, step_ms, lambda asked: 0.0, most_nodes=9)
+    rates = [
+        (3 + sum(sum(r.rates_2K[1][:n]) for r, n in zip(rows, budgets, strict=True)))
+        / step_ms(sum(budgets))
+        for budgets in itertools.product(range(4), repeat=3)
+    ]
+    assert best.rate == pytest.approx(max(rates))
+
+
+def test_a_slot_behind_an_unlikely_one_comes_with_it_or_not_at_all() -> None:
+    best = best_prefix([row(0.1, 0.9)], 1, lambda n: 1.0 + 0.3 * n, lambda asked: 0.0, most_nodes=9)
+    assert best.budgets == (2,)
+    best = best_prefix([row(0.1, 0.3)], 1, lambda n: 1.0 + 0.3 * n, lambda asked: 0.0, most_nodes=9)
+    assert best.budgets == (0,)
+
+
+def test_limits_hold() -> None:
+    rows = [row(*(0.9 - 0.01 * slot for slot in range(8)))] * 4
+    free = best_prefix(rows, 4, lambda n: 1.0 + 0.01 * n, lambda asked: 0.0, most_nodes=16)
+    assert sum(free.budgets) == 16
+    paid = best_prefix(
+        rows, 4, lambda n: 1.0 + 0.01 * n, lambda asked: 0.0, most_nodes=99, most_ms=1.055
+    )
+    assert sum(paid.budgets) == 5
+    assert paid.worst_ms <= 1.055
+    dear = best_prefix(rows, 4, lambda n: 1.0 + 0.01 * n, lambda asked: 9.0 * asked, most_nodes=99)
+    assert sum(dear.budgets) == 0
+
+
+def test_slots_are_counted_where_they_were_allowed() -> None:
+    counts = SlotCounts(memory=1.0)
+    counts.counts[:, :2] = [[10.0, 10.0], [8.0, 4.0], [6.0, 1.0]]
+    rates_2K = counts.rates(np.zeros((2, counts.counts.shape[1])), weight=1e-9)
+    assert rates_2K[:, :2] == pytest.approx(np.array([[0.8, 0.4], [0.6, 0.1]]))
+
+
+def test_requests_that_are_bent_are_known() -> None:
+    assert not is_constrained(SamplingParams(temperature=0.7, top_p=0.9, stop=("x",)))
+    for bent in ({"logit_bias": {1: 2.0}}, {"presence_penalty": 0.5}, {"allowed_token_ids": (1,)}):
+        assert is_constrained(SamplingParams.of(**bent))
+    assert kind_of(SamplingParams()) != kind_of(SamplingParams(temperature=1.0))
+
+
+def test_times_go_by_the_nearest_number_of_rows() -> None:
+    times = DraftTimes()
+    assert times.step_ms("a", 2, 2, 10.0) > 0.0
+    times.observe("a", 1, 2.0, 1, 0.5)
+    times.observe("a", 16, 16.0, 16, 1.6)
+    assert times.step_ms("a", 1, 1, 10.0) == pytest.approx(2.5)
+    assert times.step_ms("a", 16, 16, 10.0) == pytest.approx(17.6)
+    assert times.step_ms("a", 0, 1, 10.0) == pytest.approx(0.5)
+    assert times.most_rows("a") == 16
+    times.observe("a", 1, 400.0, 1, 0.5)  # a hiccup
+    assert times.step_ms("a", 1, 1, 10.0) < 4.0
+
+
+def test_a_ledger_opens_with_little_and_is_limited() -> None:
+    ledger = Ledger(share=0.01)
+    assert ledger.can_lose(15.0, 10.0)
+    assert not ledger.can_lose(15.1, 10.0)
+    ledger.book(25.0, 10.0, 10.0)
+    assert not ledger.can_lose(0.2, 10.0)
+    for _ in range(1000):
+        ledger.book(5.0, 10.0, 10.0)
+    assert ledger.balance_ms == pytest.approx(80.0)
+    assert ledger.saved_ms == pytest.approx(4985.0)
