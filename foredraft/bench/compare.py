@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from foredraft.bench.contenders import Contender, ContenderRun
 from foredraft.bench.prompts import BenchPrompt
+from foredraft.bench.trial_log import Runs, TrialLog
 from foredraft.core.params import SamplingParams
 
 _T = TypeVar("_T")
@@ -32,6 +33,7 @@ def run_trials(
     params: SamplingParams,
     temperatures: Sequence[float],
     advance: Callable[[str], None],
+    log: TrialLog | None = None,
 ) -> list[Trial]:
     """Every contender on every prompt, in rotating order, one after the other.
 
@@ -40,16 +42,25 @@ def run_trials(
         prompts: each with its token ids.
         params: shared by all; the temperature is replaced.
         advance: told what has just been run.
+        log: knows what was run before, and keeps what is run now.
     """
     trials: list[Trial] = []
     for temperature in temperatures:
         at = replace(params, temperature=temperature)
         for number, (prompt, ids) in enumerate(prompts):
-            runs: dict[str, ContenderRun] = {}
+            runs = None if log is None else log.find(prompt.id, temperature)
             start = number % len(contenders)
-            for contender in (*contenders[start:], *contenders[:start]):
-                runs[contender.name] = contender.run(ids, at)
-                advance(f"{prompt.category}: {contender.name}")
+            turns = (*contenders[start:], *contenders[:start])
+            if runs is None:
+                runs = Runs()
+                for contender in turns:
+                    runs[contender.name] = contender.run(ids, at)
+                    advance(f"{prompt.category}: {contender.name}")
+                if log is not None:
+                    log.add(prompt.id, temperature, runs)
+            else:
+                for contender in turns:
+                    advance(f"{prompt.category}: {contender.name}")
             baseline = runs[contenders[0].name].token_ids
             trials += [
                 Trial(prompt, c.name, temperature, runs[c.name], runs[c.name].token_ids == baseline)
@@ -144,6 +155,62 @@ def _macro(rows: Sequence[Summary]) -> Summary:
     for name in ("num_prompts", "num_different"):
         values[name] = sum(getattr(row, name) for row in rows)
     return replace(rows[0], category="macro", **values)
+
+
+@dataclass(frozen=True)
+class Overall:
+    """One contender in a line.
+
+    Attributes:
+        speedup: mean over categories of the decoding speed-up.
+        worst: the least of them, and its ``worst_category``.
+        tokens_per_s: mean over categories.
+        over_peers: that, over the fastest peer's without lookup; None: there is none.
+        committed_per_step: mean over categories.
+        accepted_per_step: likewise.
+    """
+
+    contender: str
+    temperature: float
+    num_prompts: int
+    speedup: float
+    worst: float
+    worst_category: str
+    tokens_per_s: float
+    over_peers: float | None
+    committed_per_step: float
+    accepted_per_step: float
+    num_different: int
+
+
+def overall(rows: Sequence[Summary], peers: Sequence[str] = ()) -> list[Overall]:
+    """A line for each contender and temperature, from `summaries`.
+
+    Args:
+        peers: names of contenders that are others' plain decoding.
+    """
+    found = []
+    for macro in (row for row in rows if row.category == "macro"):
+        same = [r for r in rows if r.temperature == macro.temperature]
+        mine = [r for r in same if r.contender == macro.contender and r.category != "macro"]
+        worst = min(mine, key=lambda row: row.speedup)
+        theirs = [r.tokens_per_s for r in same if r.contender in peers and r.category == "macro"]
+        found.append(
+            Overall(
+                macro.contender,
+                macro.temperature,
+                macro.num_prompts,
+                macro.speedup,
+                worst.speedup,
+                worst.category,
+                macro.tokens_per_s,
+                macro.tokens_per_s / max(theirs) if theirs else None,
+                macro.committed_per_step,
+                macro.accepted_per_step,
+                macro.num_different,
+            )
+        )
+    return found
 
 
 def _speed(run: ContenderRun) -> float:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from foredraft.bench.compare import run_trials, summaries
+from foredraft.bench.compare import overall, run_trials, summaries
 from foredraft.bench.contenders import ContenderRun
 from foredraft.bench.prompts import BenchPrompt
+from foredraft.bench.trial_log import TrialLog
+from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.request import SpeculationStats
 
@@ -54,3 +57,36 @@ def test_the_order_of_contenders_rotates() -> None:
     contenders = [Fixed(name, 1.0, (1, 2), order) for name in ("none", "x")]
     run_trials(contenders, PROMPTS[:2], SamplingParams(), [0.0], lambda text: None)
     assert order == ["none", "x", "x", "none"]
+
+
+def test_one_line_a_contender() -> None:
+    text = tuple(range(10))
+    contenders = [Fixed(name, s, text, []) for name, s in (("none", 2.0), ("fast", 1.0))]
+    peer = Fixed("peer", 3.0, text, [])
+    trials = run_trials([*contenders, peer], PROMPTS, SamplingParams(), [0.0], lambda text: None)
+    lines = {line.contender: line for line in overall(summaries(trials, "none"), ["peer"])}
+    assert lines["fast"].speedup == lines["fast"].worst == pytest.approx(2.0)
+    assert lines["fast"].over_peers == pytest.approx(3.0)
+    assert lines["fast"].num_prompts == 4
+
+
+def test_a_comparison_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    path, compared = tmp_path / "runs.jsonl", {"contenders": ["none", "x"]}
+    order: list[str] = []
+
+    def run(num: int) -> None:
+        contenders = [Fixed(name, 1.0, (1, 2), order) for name in ("none", "x")]
+        log = TrialLog(path, compared)
+        trials = run_trials(
+            contenders, PROMPTS[:num], SamplingParams(), [0.0], lambda text: None, log
+        )
+        assert [t.run.token_ids for t in trials] == [(1, 2)] * 2 * num
+        assert all(t.run.stats and t.run.stats.accepted == 4 for t in trials)
+
+    run(2)
+    path.write_text(path.read_text() + '{"prompt": "2", "tempe')  # killed while it wrote
+    run(4)
+    assert order == ["none", "x", "x", "none", "none", "x", "x", "none"]
+    assert len(TrialLog(path, compared)) == 4
+    with pytest.raises(ConfigError, match="contenders differ"):
+        TrialLog(path, {"contenders": ["none", "y"]})

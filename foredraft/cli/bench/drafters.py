@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,9 +15,10 @@ from foredraft.cli.progress import progress_bar
 from foredraft.core.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
-    from foredraft.bench.compare import Summary, Trial
+    from foredraft.bench.compare import Overall, Summary, Trial
     from foredraft.bench.contenders import Contender
-    from foredraft.core.params import Coupling
+    from foredraft.bench.trial_log import TrialLog
+    from foredraft.core.params import Coupling, SamplingParams
     from foredraft.llm import LLM
     from foredraft.plan import LoadOptions
 
@@ -26,6 +28,7 @@ COUPLINGS: dict[str, tuple[Coupling, ...]] = {
     "both": ("seeded", "drawn"),
 }
 PEERS = ("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram")
+_PLAIN_PEERS = ("transformers", "llama.cpp")
 
 Temperatures = Annotated[str, typer.Option("--temperature", help="One or more, with commas.")]
 Couplings = Annotated[str, typer.Option("--coupling", help=f"{', '.join(COUPLINGS)}.")]
@@ -57,11 +60,17 @@ def drafters(
     noisy_draft_model: NoisyDraftModel = None,
     num_draft_tokens: o.NumDraftTokens = None,
     temperature: Temperatures = "0",
+    top_p: o.TopP = 1.0,
+    top_k: o.TopK = 0,
     coupling: Couplings = "seeded",
     max_tokens: o.MaxTokens = 128,
     seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
     random_weights: o.RandomWeights = None,
     json_file: o.JsonFile = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="Keep each run in this file as it is made, and go on from it."),
+    ] = None,
     plot: Annotated[str | None, typer.Option(help="Draw speed-ups into this PNG.")] = None,
 ) -> None:
     """Every drafter against plain decoding on the same prompts, by category.
@@ -92,8 +101,9 @@ def drafters(
     if noisy_draft_model is not None:
         add_noise(llm.drafter_context.draft_model, noisy_draft_model)
     contenders = _contenders(llm, asked, variants, COUPLINGS[coupling], peers)
-    params = SamplingParams.of(max_tokens=max_tokens, seed=seed)
-    trials = _run(llm, contenders, prompts, limit, params, at)
+    params = SamplingParams.of(max_tokens=max_tokens, seed=seed, top_p=top_p, top_k=top_k)
+    kept = None if log is None else _opened(log, llm, contenders, params, prompts)
+    trials = _run(llm, contenders, prompts, limit, params, at, kept)
     rows = summaries(trials, "none")
     _report(llm, rows, trials, seed, json_file, plot)
     if any(not t.identical and t.contender in variants for t in trials):
@@ -120,12 +130,16 @@ def _report(
     json_file: str | None,
     plot: str | None,
 ) -> None:
+    from foredraft.bench.compare import overall
     from foredraft.bench.plots import plot_speedups
     from foredraft.bench.report import write_json
 
-    _print_summaries(Console(highlight=False), rows)
+    console = Console(highlight=False)
+    _print_summaries(console, rows)
+    lines = overall(rows, _PLAIN_PEERS)
+    _print_overall(console, lines)
     if json_file:
-        write_json(json_file, _figures(llm, rows, trials), seed)
+        write_json(json_file, _figures(llm, lines, rows, trials), seed)
     if plot:
         plot_speedups(rows, plot)
 
@@ -208,6 +222,7 @@ def _run(
     limit: int | None,
     params: Any,
     temperatures: Sequence[float],
+    log: TrialLog | None,
 ) -> list[Trial]:
     from dataclasses import replace
 
@@ -227,7 +242,29 @@ def _run(
     for contender in contenders:  # the first forward of a process is slower
         contender.run(prompts[0][1][-16:], replace(params, max_tokens=4))
     with progress_bar(len(prompts) * len(contenders) * len(temperatures)) as advance:
-        return run_trials(contenders, prompts, params, temperatures, advance)
+        return run_trials(contenders, prompts, params, temperatures, advance, log)
+
+
+def _opened(
+    path: Path,
+    llm: LLM,
+    contenders: Sequence[Contender],
+    params: SamplingParams,
+    prompts: str | None,
+) -> TrialLog:
+    from foredraft.bench.trial_log import TrialLog
+    from foredraft.machine import describe_machine
+
+    plan, machine = llm.plan, describe_machine()
+    assert plan is not None
+    compared = {
+        "model": [plan.name, plan.dtype, plan.weights, plan.decoder],
+        "machine": [machine["cpu"], machine["threads"], machine.get("instructions")],
+        "contenders": [contender.name for contender in contenders],
+        "sampling": [params.max_tokens, params.seed, params.top_p, params.top_k],
+        "prompts": prompts,
+    }
+    return TrialLog(path, compared)
 
 
 def _print_summaries(console: Console, rows: Sequence[Summary]) -> None:
@@ -261,7 +298,24 @@ def _cells(row: Summary) -> tuple[str, ...]:
     )
 
 
-def _figures(llm: LLM, rows: Sequence[Summary], trials: Sequence[Trial]) -> dict[str, Any]:
+def _print_overall(console: Console, lines: Sequence[Overall]) -> None:
+    table = Table(title="all categories, each as heavy", title_justify="left", box=None,
+                  padding=(0, 1, 0, 0))  # fmt: skip
+    table.add_column("drafter")
+    for title in ("temperature", "tok/s", "speed-up", "worst", "committed/step", "over peers"):
+        table.add_column(title, justify="right")
+    for line in lines:
+        over = "" if line.over_peers is None else f"{line.over_peers:.2f}x"
+        worst = f"{line.worst:.2f}x ({line.worst_category})"
+        table.add_row(line.contender, f"{line.temperature:g}", f"{line.tokens_per_s:.1f}",
+                      f"{line.speedup:.2f}x", worst, f"{line.committed_per_step:.2f}",
+                      over)  # fmt: skip
+    console.print(table)
+
+
+def _figures(
+    llm: LLM, lines: Sequence[Overall], rows: Sequence[Summary], trials: Sequence[Trial]
+) -> dict[str, Any]:
     plan = llm.plan
     assert plan is not None
     return {
@@ -271,6 +325,7 @@ def _figures(llm: LLM, rows: Sequence[Summary], trials: Sequence[Trial]) -> dict
             "weights": plan.weights,
             "kernels": plan.decoder,
         },
+        "overall": [vars(line) for line in lines],
         "summaries": [vars(row) for row in rows],
         "trials": [
             {

@@ -12,7 +12,6 @@ D head size, S draft steps.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -29,8 +28,6 @@ from foredraft.drafters.common.head import (
 )
 from foredraft.drafters.common.llama_layer import LlamaLayer, RMSNorm
 from foredraft.models.base import ModelShape
-
-INIT = os.environ.get("INIT", "last")
 
 
 class EagleModule(HeadModule):
@@ -73,8 +70,7 @@ class EagleModule(HeadModule):
             module.output.weight.copy_(rows_RE)
             # Logits of about 1: a layer that knows nothing yet must not be sure of anything.
             module.norm.weight.fill_(1.0 / float(rows_RE.norm(dim=1).mean()))
-            if INIT == "last":
-                module.layer.load_state_dict(dict(source.layer(-1)))
+            module.layer.load_state_dict(dict(source.layer(-1)))
         return module
 
     @classmethod
