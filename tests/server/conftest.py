@@ -59,14 +59,19 @@ def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @contextmanager
 def running(load: Callable[..., LLM], **settings: Any) -> Iterator[Running]:
     """A server on a free port, on a thread of its own, until it is left."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     loaded = threading.Event()
-    chosen = ServerSettings(port=port, **{"drain_timeout": 1.0, "ping_interval": 0.2} | settings)
+    quick = {"port": free_port(), "drain_timeout": 1.0, "ping_interval": 0.2}
+    chosen = ServerSettings(**quick | settings)
     app = create_app(load, chosen, lambda _: loaded.set())
     server = new_server(app)
     loop = asyncio.new_event_loop()

@@ -103,8 +103,9 @@ def test_a_stop_string_cuts_text_and_stream_alike(client: httpx.Client) -> None:
     choice = client.post(PATH, json=body).json()["choices"][0]
     assert choice["message"]["content"] == whole[: whole.index(stop)]
     assert choice["finish_reason"] == "stop"
-    assert text_of(data_of(client.post(PATH, json=body | {"stream": True}))) == (
-        whole[: whole.index(stop)]
+    assert (
+        text_of(data_of(client.post(PATH, json=body | {"stream": True})))
+        == (whole[: whole.index(stop)])
     )
 
 
@@ -134,8 +135,9 @@ def test_a_prediction_is_drafted_from_and_counted(client: httpx.Client, shared: 
 def test_parts_of_text_are_text(client: httpx.Client) -> None:
     parts = [{"type": "text", "text": "Where is "}, {"type": "text", "text": "the ferry?"}]
     asked = BODY | {"messages": [{"role": "user", "content": parts}]}
-    assert client.post(PATH, json=asked).json()["choices"] == (
-        client.post(PATH, json=BODY).json()["choices"]
+    assert (
+        client.post(PATH, json=asked).json()["choices"]
+        == (client.post(PATH, json=BODY).json()["choices"])
     )
 
 

@@ -1,0 +1,120 @@
+"""Keys: who gets in, and what is kept apart."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from starlette.routing import Route
+
+from foredraft.core.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.server.auth import ApiKeys
+from foredraft.server.settings import ServerSettings
+from tests.server.conftest import Running, running
+
+KEYS = ["first-key-12345", "second-key-12345"]
+OPEN = {"/health", "/ready"}
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    load: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    path = tmp_path_factory.mktemp("keys") / "keys.txt"
+    path.write_text(f"# two of them\n{KEYS[0]}\n\n{KEYS[1]}\n")
+    with running(load, api_key_file=path) as server:
+        yield server
+
+
+def test_every_route_wants_a_key_but_health(guarded: Running) -> None:
+    app = guarded.server.config.app
+    assert isinstance(app, FastAPI)
+    paths = {route.path for route in app.routes if isinstance(route, Route)} | {"/nothing", "/x/.."}
+    with guarded.client() as client:
+        for path in sorted(paths):
+            for method in ("GET", "POST", "DELETE", "OPTIONS"):
+                status = client.request(method, path.replace("{model:path}", "x")).status_code
+                is_open = path in OPEN or path == "/" or path.startswith("/page/files/")
+                assert (status == 401) is not is_open, (method, path, status)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": f"Bearer {KEYS[0]}"},
+        {"authorization": f"bearer {KEYS[1]}"},
+        {"x-api-key": KEYS[1]},
+    ],
+)
+def test_a_key_opens(guarded: Running, headers: dict[str, str]) -> None:
+    with guarded.client(headers=headers) as client:
+        assert client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong-key-12345"},
+        {"authorization": f"Bearer {KEYS[0][:-1]}"},
+        {"authorization": f"Bearer {KEYS[0]}x"},
+        {"authorization": KEYS[0]},
+        {"authorization": f"Basic {KEYS[0]}"},
+        {"authorization": "Bearer"},
+        {"authorization": "Bearer # two of them"},
+        {"x-api-key": ""},
+    ],
+)
+def test_nothing_else_does(guarded: Running, headers: dict[str, str]) -> None:
+    with guarded.client(headers=headers) as client:
+        response = client.post("/v1/chat/completions", json={})
+    assert response.status_code == 401
+    assert response.json()["error"]["type"] == "authentication_error"
+    assert "key-12345" not in response.text
+
+
+def test_other_machines_need_a_key_unless_somebody_insists() -> None:
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        ApiKeys.of(ServerSettings(host="0.0.0.0"))
+    assert not ApiKeys.of(ServerSettings(host="0.0.0.0", allow_no_key=True))
+    assert not ApiKeys.of(ServerSettings())
+
+
+def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_API_KEY", "one-key-123, other-key-123")
+    keys = ApiKeys.of(ServerSettings())
+    assert keys.id_of("one-key-123") != keys.id_of("other-key-123")
+    assert keys.id_of("one-key-123,") is None
+    assert "one-key" not in repr(ServerSettings())
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "short\n", "with space 123\n"])
+def test_key_files_that_hold_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="key"):
+        ApiKeys.of(ServerSettings(api_key_file=path))
+
+
+def test_keys_and_salts_keep_state_apart(guarded: Running) -> None:
+    context = guarded.context
+    tenants = [context.tenant(key, salt) for key in ("a", "b", None) for salt in (None, "x", "y")]
+    assert len(set(tenants)) == len(tenants)
+    assert context.tenant(None, None) is None
+
+
+def test_logs_hold_neither_keys_nor_prompts(
+    guarded: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "foredraft")
+    body = {"messages": [{"role": "user", "content": "a ferry at night"}], "max_tokens": 2}
+    with guarded.client(headers={"authorization": f"Bearer {KEYS[0]}"}) as client:
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        client.get("/%0d%0aforged-line")
+    assert "/v1/chat/completions" in caplog.text
+    for text in ("ferry at night", KEYS[0], "forged-line"):
+        assert text not in caplog.text

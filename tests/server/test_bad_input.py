@@ -1,0 +1,229 @@
+"""What must be refused, by the classes of faults that other servers had (docs/server.md)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import Running
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "x"}]
+JSON = {"content-type": "application/json"}
+ROUTES = [CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"]
+
+
+def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["message"]
+    assert "Traceback" not in response.text
+    assert len(response.content) < 4000
+    return dict(error)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("body", [b"", b"{", b"null", b"[]", b'"x"', b"1", b"\xff\xfe", b'{"a":1'])
+def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: bytes) -> None:
+    refused(client.post(route, content=body, headers=JSON))
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        # numbers out of range, of the wrong type, or not finite
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"n": 16384}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": "9"}, "max_completion_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"stream": "yes"}, "stream"),
+        # ids outside the vocabulary, and too many of anything
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x" * 1025]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": [3]}, "stop"),
+        ({"bad_words": ["x"] * 5000}, "bad_words"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"messages": USER * 1025}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "x"}}] * 129}, "tools"),
+        # messages
+        ({"messages": []}, "messages"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": [{}]}, "messages"),
+        ({"messages": [{"role": "pirate", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        # media, and everything that would make the server ask somebody else
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": "http://x"}}],
+                    }
+                ]
+            },
+            "messages",
+        ),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"web_search_options": {}}, "web_search_options"),
+        # templates are programs
+        ({"chat_template": "{{ 7 * 7 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        # grammars
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs"),
+        ({"guided_regex": "(a+)+"}, "guided_regex"),
+        # what cannot be honoured is never ignored
+        ({"best_of": 3}, "best_of"),
+        ({"functions": []}, "functions"),
+        ({"store": True}, "store"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"echo": True}, "echo"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"priority": 1.5}, "priority"),
+        ({"prediction": {"type": "image"}}, "prediction"),
+    ],
+    ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else value,
+)
+def test_chat_names_what_it_refuses(client: httpx.Client, more: dict[str, Any], param: str) -> None:
+    body = {"messages": USER, "max_tokens": 2} | more
+    error = refused(client.post(CHAT, content=json.dumps(body), headers=JSON))
+    assert error["param"] == param
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 5000])
+def test_numbers_that_are_none(client: httpx.Client, value: str) -> None:
+    body = f'{{"messages": {json.dumps(USER)}, "temperature": {value}}}'
+    refused(client.post(CHAT, content=body, headers=JSON))
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [""], [[]], [1, "x"], [[1], "x"], [300], [-1], [2**70], {"a": 1}, 3, [True]]
+)
+def test_prompts_that_are_none(client: httpx.Client, prompt: Any) -> None:
+    refused(client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}))
+
+
+def test_many_prompts_times_many_replies(client: httpx.Client) -> None:
+    refused(client.post("/v1/completions", json={"prompt": ["x"] * 65}))
+    refused(client.post("/v1/completions", json={"prompt": ["x"] * 33, "n": 2}))
+
+
+def test_a_prompt_beyond_the_context(client: httpx.Client) -> None:
+    error = refused(client.post("/v1/completions", json={"prompt": [5] * 5000}))
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"a":'])
+def test_nesting_is_bounded_before_anything_is_parsed(client: httpx.Client, opening: str) -> None:
+    error = refused(client.post(CHAT, content=opening * 100_000, headers=JSON))
+    assert error["code"] == "too_deep"
+
+
+def test_brackets_in_texts_are_no_nesting(client: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": '[{"' * 200}], "max_tokens": 1}
+    assert client.post(CHAT, json=body).status_code == 200
+
+
+def test_schemas_are_bounded(client: httpx.Client) -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(40):
+        schema = {"type": "object", "properties": {"a": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    refused(client.post(CHAT, json={"messages": USER, "response_format": form}))
+
+
+def test_large_bodies_are_not_read(client: httpx.Client) -> None:
+    refused(client.post(CHAT, content=b" " * (5 << 20), headers=JSON), 413)
+
+    def chunks() -> Any:
+        for _ in range(80):
+            yield b" " * (1 << 16)
+
+    refused(client.post(CHAT, content=chunks(), headers=JSON), 413)
+
+
+def test_large_headers_are_refused(shared: Running) -> None:
+    with shared.client() as client:
+        try:
+            status = client.get("/health", headers={"x-long": "x" * 200_000}).status_code
+        except httpx.TransportError:  # cut off in the middle of them
+            status = 400
+    assert status == 400
+
+
+def test_a_web_page_cannot_send_what_it_likes(client: httpx.Client) -> None:
+    """A form or a fetch without leave may send these types, and no others."""
+    body = json.dumps({"messages": USER})
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        refused(client.post(CHAT, content=body, headers={"content-type": kind}), 415)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "", "a b", "x@localhost"]
+)
+def test_other_names_of_the_server_are_refused(client: httpx.Client, host: str) -> None:
+    response = client.get("/v1/models", headers={"host": host})
+    assert response.status_code in (400, 403)
+
+
+def test_its_own_names_are_not(client: httpx.Client) -> None:
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:9", "192.168.1.7"):
+        assert client.get("/v1/models", headers={"host": host}).status_code == 200
+
+
+def test_unknown_routes_and_methods(client: httpx.Client) -> None:
+    refused(client.get("/v1/nothing"), 404)
+    refused(client.get(CHAT), 405)
+    refused(client.delete("/v1/models"), 405)
+
+
+def test_no_route_administers_anything(client: httpx.Client) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    assert set(paths) == {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+        *("/v1/messages/count_tokens", "/v1/models", "/v1/models/{model}"),
+        *("/tokenize", "/detokenize", "/tokenizer_info"),
+        *("/health", "/ready", "/version", "/metrics"),
+    }
+    for path in ("/docs", "/redoc", "/invocations", "/pause", "/update_weights"):
+        assert client.get(path).status_code == 404
+
+
+def test_an_error_repeats_no_prompt(client: httpx.Client) -> None:
+    secret = "the secret of the ferry " * 500
+    body = {"messages": [{"role": "user", "content": secret}], "temperature": "hot"}
+    assert "secret" not in client.post(CHAT, json=body).text
+
+
+def test_the_server_lives_on(client: httpx.Client) -> None:
+    assert client.post(CHAT, json={"messages": USER, "max_tokens": 2}).status_code == 200

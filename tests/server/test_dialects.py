@@ -1,0 +1,273 @@
+"""Completions, responses and messages: whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from foredraft.core import params as sampling
+from foredraft.models.tokenizer import Tokenizer
+from tests.server.conftest import Running
+from tests.server.events import data_of, names_of
+
+USER = [{"role": "user", "content": "Where is the ferry?"}]
+COMMON: dict[str, Any] = {"seed": 7, "ignore_eos": True}
+
+
+def chat_text(client: httpx.Client, **more: Any) -> str:
+    body = {"messages": USER, "max_tokens": 20, **COMMON, **more}
+    return client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+
+
+# ------------------------------------------------------------------------------------- completions
+
+
+@pytest.fixture
+def tokenizer(shared: Running) -> Tokenizer:
+    return shared.context.tokenizer
+
+
+def test_prompts_in_every_form(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    texts = ["The ferry", "A draft"]
+    ids = [tokenizer.encode(text) for text in texts]
+
+    def replies(prompt: Any) -> list[str]:
+        body = {"prompt": prompt, "max_tokens": 8, **COMMON}
+        choices = client.post("/v1/completions", json=body).json()["choices"]
+        assert [choice["index"] for choice in choices] == list(range(len(choices)))
+        return [choice["text"] for choice in choices]
+
+    expected = [*replies(texts[0]), *replies(texts[1])]
+    assert replies(texts) == expected
+    assert replies(ids) == expected
+    assert replies(ids[0]) == expected[:1]
+
+
+def test_several_replies_to_several_prompts(client: httpx.Client) -> None:
+    body = {"prompt": ["The ferry", "A draft"], "n": 2, "max_tokens": 5, **COMMON}
+    answer = client.post("/v1/completions", json=body).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["completion_tokens"] == 20
+    single = {"prompt": "A draft", "max_tokens": 5, "seed": 8, "ignore_eos": True}
+    alone = client.post("/v1/completions", json=single).json()
+    assert answer["choices"][3]["text"] == alone["choices"][0]["text"]
+    chunks = data_of(client.post("/v1/completions", json=body | {"stream": True}))
+    for choice in answer["choices"]:
+        texts = [
+            each["text"]
+            for chunk in chunks[:-1]
+            for each in chunk["choices"]
+            if each["index"] == choice["index"]
+        ]
+        assert "".join(texts) == choice["text"]
+
+
+def test_sixteen_tokens_unless_told_otherwise(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "The", **COMMON}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["object"] == "text_completion"
+
+
+def test_echo(client: httpx.Client) -> None:
+    body = {"prompt": "The ferry", "max_tokens": 4, **COMMON}
+    plain = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    echoed = client.post("/v1/completions", json=body | {"echo": True}).json()
+    assert echoed["choices"][0]["text"] == "The ferry" + plain
+    chunks = data_of(client.post("/v1/completions", json=body | {"echo": True, "stream": True}))
+    streamed = "".join(c["text"] for chunk in chunks[:-1] for c in chunk["choices"])
+    assert streamed == "The ferry" + plain
+    nothing = client.post("/v1/completions", json=body | {"echo": True, "max_tokens": 0}).json()
+    assert nothing["choices"][0]["text"] == "The ferry"
+    assert nothing["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.skipif("logprobs" in getattr(sampling, "_UNREADY", ()), reason="not built yet")
+def test_prompts_are_scored(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("The ferry crosses")
+    body = {"prompt": [ids, ids[:3]], "echo": True, "logprobs": 1, "max_tokens": 1}
+    first, second = client.post("/v1/completions", json=body | {"temperature": 0}).json()["choices"]
+    assert len(first["logprobs"]["tokens"]) == len(ids) + 1
+    assert first["logprobs"]["token_logprobs"][0] is None
+    assert first["logprobs"]["top_logprobs"][0] is None
+    assert all(value <= 0 for value in first["logprobs"]["token_logprobs"][1:])
+    assert first["logprobs"]["token_logprobs"][1:3] == second["logprobs"]["token_logprobs"][1:3]
+    offsets = first["logprobs"]["text_offset"]
+    for token, offset in zip(first["logprobs"]["tokens"], offsets, strict=True):
+        assert first["text"][offset : offset + len(token)] == token
+
+
+# --------------------------------------------------------------------------------------- responses
+
+
+def test_a_response(client: httpx.Client) -> None:
+    body = {"input": "Where is the ferry?", "max_output_tokens": 20, **COMMON}
+    answer = client.post("/v1/responses", json=body).json()
+    assert answer["output"][0]["content"][0]["text"] == chat_text(client)
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert answer["usage"]["output_tokens"] == 20
+    assert answer["store"] is False
+
+
+def test_a_response_streamed(client: httpx.Client) -> None:
+    body = {"input": USER, "max_output_tokens": 20, "stream": True, **COMMON}
+    response = client.post("/v1/responses", json=body)
+    events = data_of(response)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    names = names_of(response)
+    assert names == [event["type"] for event in events]
+    assert names[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert names[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == chat_text(client)
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == chat_text(client)
+
+
+def test_agents_probe_and_bring_tools_that_nobody_knows(client: httpx.Client) -> None:
+    tools = [{"type": "web_search"}, {"type": "local_shell"}, {"type": "custom", "name": "x"}]
+    body = {"input": [], "max_output_tokens": 1, "tools": tools, "store": False}
+    more = {"include": ["reasoning.encrypted_content"], "reasoning": {"effort": "low"}}
+    response = client.post("/v1/responses", json=body | more)
+    assert response.status_code == 200, response.text
+    assert "reasoning" in response.headers["x-foredraft-ignored"]
+
+
+def test_a_conversation_of_items(client: httpx.Client) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": 1}'}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
+    items = [*USER, {"type": "reasoning", "summary": []}, call, result]
+    body = {"input": items, "instructions": "Be brief.", "max_output_tokens": 3, **COMMON}
+    assert client.post("/v1/responses", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+    ],
+)
+def test_what_needs_a_memory_is_refused(
+    client: httpx.Client, more: dict[str, Any], param: str
+) -> None:
+    response = client.post("/v1/responses", json={"input": "x"} | more)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+# ---------------------------------------------------------------------------------------- messages
+
+
+def test_a_message(client: httpx.Client) -> None:
+    body = {"messages": USER, "max_tokens": 20, **COMMON}
+    # Anthropic has no ignore_eos: the field is named as one without effect.
+    response = client.post("/v1/messages", json=body)
+    answer = response.json()
+    assert response.headers["x-foredraft-ignored"] == "ignore_eos"
+    assert (answer["type"], answer["role"]) == ("message", "assistant")
+    assert answer["stop_reason"] in ("max_tokens", "end_turn")
+    assert chat_text(client).startswith(answer["content"][0]["text"])
+    assert answer["usage"]["output_tokens"] <= 20
+
+
+def test_a_message_streamed(client: httpx.Client) -> None:
+    body = {"messages": USER, "max_tokens": 20, "seed": 7}
+    whole = client.post("/v1/messages", json=body).json()
+    response = client.post("/v1/messages", json=body | {"stream": True})
+    events, names = data_of(response), names_of(response)
+    assert names[0] == "message_start"
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    deltas = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
+    assert "".join(deltas) == whole["content"][0]["text"]
+    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    assert events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+def test_the_stop_sequence_is_named(client: httpx.Client) -> None:
+    body = {"messages": USER, "max_tokens": 20, "seed": 7}
+    text = client.post("/v1/messages", json=body).json()["content"][0]["text"]
+    stop = next(char for char in text[2:] if char.isprintable() and char not in text[:2])
+    answer = client.post("/v1/messages", json=body | {"stop_sequences": ["zzzz", stop]}).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
+
+
+def test_counting_includes_system_and_tools(client: httpx.Client) -> None:
+    tool = {"name": "look", "description": "Look out.", "input_schema": {"type": "object"}}
+    counts = [
+        client.post("/v1/messages/count_tokens", json={"messages": USER} | more).json()
+        for more in ({}, {"system": "Be brief."}, {"system": "Be brief.", "tools": [tool]})
+    ]
+    numbers = [count["input_tokens"] for count in counts]
+    assert numbers == sorted(set(numbers))
+
+
+def test_errors_have_anthropics_shape(client: httpx.Client) -> None:
+    image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+    for body in ({"messages": USER}, {"messages": image, "max_tokens": 1}):
+        response = client.post("/v1/messages", json=body)
+        assert response.status_code == 400
+        assert response.json()["type"] == "error"
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    missing = client.post("/v1/messages", json={"messages": USER, "max_tokens": 1, "model": "x"})
+    assert missing.status_code == 404
+    assert missing.json()["error"]["type"] == "not_found_error"
+
+
+# ------------------------------------------------------------------------------------------- others
+
+
+def test_models(client: httpx.Client) -> None:
+    listed = client.get("/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["tiny", "other"]
+    assert listed["models"] == listed["data"]
+    assert client.get("/v1/models/other").json()["id"] == "other"
+    assert client.get("/v1/models/gpt-5").status_code == 404
+
+
+def test_tokens_there_and_back(client: httpx.Client) -> None:
+    counted = client.post("/tokenize", json={"prompt": "Straße 東京", "return_token_strs": True})
+    answer = counted.json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {
+        "prompt": "Straße 東京"
+    }
+    assert client.get("/tokenizer_info").json()["eos_token"] == "<|im_end|>"
+
+
+def test_health(client: httpx.Client) -> None:
+    for path in ("/health", "/health?ready=1", "/ready"):
+        assert client.get(path).status_code == 200
+
+
+def test_metrics_have_the_names_that_operators_graph(client: httpx.Client) -> None:
+    chat_text(client, temperature=0, max_tokens=60)
+    text = client.get("/metrics").text
+    for name in (
+        "foredraft:spec_decode_num_drafts_total",
+        "foredraft:spec_decode_num_draft_tokens_total",
+        "foredraft:spec_decode_num_accepted_tokens_total",
+        'foredraft:spec_decode_num_accepted_tokens_per_pos_total{position="0"}',
+        'foredraft:step_time_seconds_total{part="verify"}',
+        "foredraft:num_requests_running",
+        "foredraft:num_requests_waiting",
+        "foredraft:kv_cache_usage_perc",
+        "foredraft:time_to_first_token_seconds_bucket",
+        "foredraft:estimated_time_saved_seconds",
+    ):
+        assert name in text, name

@@ -1,0 +1,187 @@
+"""Clients that leave, never read or come too late; loading and draining."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from foredraft.llm import LLM
+from tests.server.conftest import Running, free_port, running
+from tests.server.events import data_of
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "x"}]
+LONG: dict[str, Any] = {"messages": USER, "max_tokens": 4000, "ignore_eos": True, "seed": 1}
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def raw_request(server: Running, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request was sent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    content = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_request(shared: Running, stream: bool) -> None:
+    connection = raw_request(shared, LONG | {"stream": stream})
+    wait_until(lambda: shared.context.engine.stats().running > 0)
+    before = shared.context.engine.stats().committed
+    connection.close()
+    wait_until(shared.is_idle)
+    assert shared.context.engine.stats().committed - before < 3000
+
+
+def test_a_client_that_never_reads_is_cut_off(load: Callable[..., LLM]) -> None:
+    with running(load, send_timeout=0.3, max_batch_size=8) as server:
+        connections = []
+        for _ in range(2):
+            connection = raw_request(
+                server, LONG | {"stream": True, "n": 8, "logprobs": False, "seed": 2}
+            )
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connections.append(connection)
+        wait_until(lambda: server.context.engine.stats().running > 0)
+        wait_until(server.is_idle, 30)
+        for connection in connections:
+            connection.close()
+
+
+def test_headers_that_never_end(load: Callable[..., LLM]) -> None:
+    with running(load, header_timeout=0.3) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nx-slow: ")
+            connection.settimeout(5)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(100) == b""
+
+
+def test_a_body_that_never_ends(load: Callable[..., LLM]) -> None:
+    with running(load, body_timeout=0.3) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-length: 100\r\n\r\n"
+            connection.sendall(head.encode() + b"{")
+            connection.settimeout(5)
+            assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_a_full_queue_says_when_to_come_again(load: Callable[..., LLM]) -> None:
+    def small(trace: Any) -> LLM:
+        return load(trace, max_batch_size=1)
+
+    with running(small, max_waiting=1) as server, server.client() as client:
+        connections = [raw_request(server, LONG | {"stream": True}) for _ in range(2)]
+        wait_until(lambda: server.context.num_live == 2)
+        response = client.post(CHAT, json=LONG)
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["code"] == "queue_full"
+        for connection in connections:
+            connection.close()
+        wait_until(server.is_idle)
+        assert client.post(CHAT, json=LONG | {"max_tokens": 1}).status_code == 200
+
+
+def test_a_reply_that_takes_too_long_ends_with_an_error(load: Callable[..., LLM]) -> None:
+    with running(load, request_timeout=0.3) as server, server.client() as client:
+        events = data_of(client.post(CHAT, json=LONG | {"stream": True}))
+        assert events[-1]["error"]["code"] == "request_timeout"
+        whole = client.post(CHAT, json=LONG)
+        assert whole.status_code == 408
+        assert whole.headers["x-should-retry"] == "false"
+        wait_until(server.is_idle)
+
+
+def test_while_the_model_is_loaded(load: Callable[..., LLM]) -> None:
+    may_load, answers = threading.Event(), []
+
+    def slow(trace: Any) -> LLM:
+        may_load.wait(20)
+        return load(trace)
+
+    def ask(url: str) -> None:
+        with httpx.Client(base_url=url, timeout=20) as client:
+            answers.extend(
+                [
+                    client.get("/health").status_code,
+                    client.get("/ready").status_code,
+                    client.post(CHAT, json=LONG).status_code,
+                ]
+            )
+        may_load.set()
+
+    port = free_port()
+    asking = threading.Thread(target=lambda: (time.sleep(0.5), ask(f"http://127.0.0.1:{port}")))
+    asking.start()
+    with running(slow, port=port):
+        asking.join()
+    assert answers == [200, 503, 503]
+
+
+def test_draining_lets_replies_end_and_takes_no_more(load: Callable[..., LLM]) -> None:
+    with running(load, drain_timeout=20.0) as server, server.client() as client:
+        with client.stream("POST", CHAT, json=LONG | {"stream": True, "max_tokens": 1500}) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            server.loop.call_soon_threadsafe(server.server.end)
+            wait_until(lambda: not server.context.is_ready)
+            with server.client() as other:
+                assert other.get("/health").status_code == 200
+                assert other.get("/ready").status_code == 503
+                refused = other.post(CHAT, json=LONG)
+                assert refused.status_code == 503
+                assert refused.headers["retry-after"]
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        server.thread.join(20)
+        assert not server.thread.is_alive()
+
+
+def test_what_does_not_end_in_time_ends_with_an_error(load: Callable[..., LLM]) -> None:
+    with running(load, drain_timeout=0.2) as server, server.client() as client:
+        with client.stream("POST", CHAT, json=LONG | {"stream": True}) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            server.loop.call_soon_threadsafe(server.server.end)
+            last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+
+
+def test_silent_streams_are_kept_open(load: Callable[..., LLM]) -> None:
+    def small(trace: Any) -> LLM:
+        return load(trace, max_batch_size=1)
+
+    with running(small, ping_interval=0.05) as server, server.client() as client:
+        first = raw_request(server, LONG | {"stream": True})
+        wait_until(lambda: server.context.num_live == 1)
+        with client.stream("POST", CHAT, json=LONG | {"stream": True}) as waiting:
+            assert any(line.startswith(": ping") for line in waiting.iter_lines())
+        first.close()
+
+
+def test_a_model_that_cannot_be_loaded(load: Callable[..., LLM]) -> None:
+    def failing(trace: Any) -> LLM:
+        raise ValueError("no such weights")
+
+    with running(failing) as server, server.client() as client:
+        assert client.get("/health").status_code == 503
+        assert client.post(CHAT, json=LONG).status_code == 503
+        assert isinstance(server.context.failure, ValueError)

@@ -1,0 +1,121 @@
+"""Tools: shown to the model, read from its reply, streamed as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foredraft.models.tokenizer import Tokenizer
+from tests.server.conftest import running
+from tests.server.events import data_of
+from tests.server.scripted import replying
+
+USER = [{"role": "user", "content": "Weather?"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
+REPLY = (
+    'Let me see.\n<tool_call>\n{"name": "look", "arguments": {"at": "Köln {1}"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+)
+BODY: dict[str, Any] = {"messages": USER, "tools": [TOOL], "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(tokenizer_directory: Path) -> Iterator[httpx.Client]:
+    load = replying(Tokenizer(tokenizer_directory), REPLY)
+    with running(load) as server, server.client() as client:
+        yield client
+
+
+def test_calls_are_read_from_a_reply(client: httpx.Client) -> None:
+    choice = client.post("/v1/chat/completions", json=BODY).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] == "Let me see."
+    first, second = message["tool_calls"]
+    assert first["type"] == "function"
+    assert first["function"]["name"] == "look"
+    assert json.loads(first["function"]["arguments"]) == {"at": "Köln {1}"}
+    assert second["function"] == {"name": "look", "arguments": "{}"}
+    assert first["id"] != second["id"]
+
+
+def test_arguments_are_streamed(client: httpx.Client) -> None:
+    chunks = data_of(client.post("/v1/chat/completions", json=BODY | {"stream": True}))
+    deltas = [c["delta"] for chunk in chunks[:-1] for c in chunk["choices"]]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert sum("id" in call for call in calls) == 2
+    first = [call["function"]["arguments"] for call in calls if call["index"] == 0]
+    assert json.loads("".join(first)) == {"at": "Köln {1}"}
+    assert len([text for text in first if text]) > 1
+    assert "".join(delta.get("content", "") for delta in deltas) == "Let me see."
+    assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_one_call_where_one_is_asked_for(client: httpx.Client) -> None:
+    body = BODY | {"parallel_tool_calls": False}
+    message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert len(message["tool_calls"]) == 1
+
+
+def test_no_tools_no_calls(client: httpx.Client) -> None:
+    for more in ({"tool_choice": "none"}, {"tools": []}):
+        choice = client.post("/v1/chat/completions", json=BODY | more).json()["choices"][0]
+        assert "<tool_call>" in choice["message"]["content"]
+        assert "tool_calls" not in choice["message"]
+
+
+def test_tools_of_messages(client: httpx.Client) -> None:
+    tool = {"name": "look", "input_schema": TOOL["function"]["parameters"]}  # type: ignore[index]
+    body = {"messages": USER, "max_tokens": 200, "tools": [tool], "temperature": 0}
+    answer = client.post("/v1/messages", json=body).json()
+    assert answer["stop_reason"] == "tool_use"
+    kinds = [block["type"] for block in answer["content"]]
+    assert kinds == ["text", "tool_use", "tool_use"]
+    assert answer["content"][1]["input"] == {"at": "Köln {1}"}
+    events = data_of(client.post("/v1/messages", json=body | {"stream": True}))
+    begun = [e["content_block"] for e in events if e["type"] == "content_block_start"]
+    assert begun[1]["input"] == {}
+    partial = [
+        e["delta"]["partial_json"]
+        for e in events
+        if e["type"] == "content_block_delta" and e["index"] == 1
+    ]
+    assert json.loads("".join(partial)) == {"at": "Köln {1}"}
+
+
+def test_tools_of_responses(client: httpx.Client) -> None:
+    tool = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    body = {"input": "Weather?", "tools": [tool], "temperature": 0}
+    output = client.post("/v1/responses", json=body).json()["output"]
+    assert [item["type"] for item in output] == ["message", "function_call", "function_call"]
+    assert json.loads(output[1]["arguments"]) == {"at": "Köln {1}"}
+    events = data_of(client.post("/v1/responses", json=body | {"stream": True}))
+    done = [e for e in events if e["type"] == "response.function_call_arguments.done"]
+    assert json.loads(done[0]["arguments"]) == {"at": "Köln {1}"}
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "leap"}}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": 3}}]}, "tools"),
+    ],
+)
+def test_malformed_tools(client: httpx.Client, more: dict[str, Any], param: str) -> None:
+    response = client.post("/v1/chat/completions", json=BODY | more)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
