@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.server.page_routes import MAX_RUNS
-from foredraft.server.page_runs import LaneSpec, Lanes, Message, RunBody, run_lanes
+from foredraft.server.page_runs import Lanes, LaneSpec, Message, RunBody, run_lanes
 from foredraft.trace.format import Row
 from tests.page.conftest import page_app
 
