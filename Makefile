@@ -1,4 +1,5 @@
 # make demo   the main job on the real model        make test   the tests
+# make test-page: the page in headless Chromium (apt install chromium)
 # make test-all, make lint, make types, make example: what CI and contributors run besides
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make reference: write docs/reference from the docstrings, and docs/results.md from docs/results
@@ -14,10 +15,10 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types example reference heads heads-gpu clean
+.PHONY: help demo test test-page test-all lint types example reference heads heads-gpu clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,6s/^# //p' Makefile
 
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
@@ -25,6 +26,10 @@ demo: $(VENV)/.installed
 # Two processes of one thread each: threads of one would wait for those of the other.
 test: $(VENV)/.installed-dev example
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-page: $(VENV)/.installed-dev
+	$(PIP) --quiet --editable '.[server,test-page]'
+	$(BIN)/python -m pytest tests/page
 
 test-all: $(VENV)/.installed-dev example
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

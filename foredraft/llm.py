@@ -43,6 +43,7 @@ class LLM:
         draft_plan: how the draft model runs, if there is one.
         drafter_name: the drafter in use; with "auto" the best of those that are loaded.
         controller: decides how much is drafted, by which of them.
+        options: what was asked for.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class LLM:
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
         self._draft_model, self._draft_tokenizer = draft_model, draft_tokenizer
-        self.plan, self.draft_plan = plan, draft_plan
+        self.plan, self.draft_plan, self.options = plan, draft_plan, options
         self.drafter_name = resolve_drafter(options, draft_model is not None, target)
         self.drafter_context = DrafterContext(
             target, draft_model, options.drafter_options, tokenizer, draft_tokenizer

@@ -62,11 +62,11 @@ def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
 
 def forward_ms(target: Target, num_tokens: int, rounds: int = 5) -> float:
     """Milliseconds of one forward of so many tokens, the median of a few; nothing is kept of it."""
-    cache = target.cache
+    cache, context = target.cache, min(_CONTEXT, target.max_context // 2)
     slot = cache.allocate()
     try:
-        target.score([ScoreRow(slot, [0] * _CONTEXT)])
-        cache.keep(slot, _CONTEXT, ())
+        target.score([ScoreRow(slot, [0] * context)])
+        cache.keep(slot, context, ())
         return median(_forward_ms(target, slot, num_tokens) for _ in range(rounds))
     finally:
         cache.free(slot)

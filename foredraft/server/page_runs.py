@@ -10,11 +10,12 @@ import hashlib
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_spec
@@ -95,7 +96,7 @@ class Lanes:
     def drafters(self) -> tuple[str, ...]:
         """What a lane may draft with: the server's own, and those that need nothing."""
         own = self._llm.drafter_name
-        heads = ("eagle",) if own == "blend" and not self._options.drafter_options else ()
+        heads = ("eagle",) if own == "blend" and not self._llm.options.drafter_options else ()
         return tuple(dict.fromkeys((own, *heads, *_WITHOUT_TRAINING)))
 
     def get(self, spec: LaneSpec) -> _Watched:
@@ -155,18 +156,9 @@ class Lanes:
             return tokenizer.encode(messages[-1].content)
         return tokenizer.encode_chat([m.model_dump() for m in messages])
 
-    @property
-    def _options(self) -> LoadOptions:
-        llm = self._llm
-        return LoadOptions(
-            drafter=llm.drafter_name,
-            drafter_options=llm.drafter_context.options,
-            draft_model=llm.draft_plan.name if llm.draft_plan else None,
-        )
-
     def _options_for(self, spec: LaneSpec) -> LoadOptions:
         if spec.drafter == self._llm.drafter_name:
-            return LoadOptions(**vars(self._options) | {"num_draft_tokens": spec.num_draft_tokens})
+            return replace(self._llm.options, num_draft_tokens=spec.num_draft_tokens)
         assert spec.drafter is not None
         return LoadOptions(drafter=spec.drafter, num_draft_tokens=spec.num_draft_tokens)
 
@@ -181,6 +173,12 @@ class _Watched:
     def _keep(self, step: Step) -> None:
         for row in step.rows:
             self._steps.setdefault(row.request_id, deque(maxlen=64)).append((step.times, row))
+
+    @property
+    def controller(self) -> dict[str, Any] | None:
+        """What it would do next and what its ledger says; None for a fixed budget."""
+        controller = self.llm.controller
+        return controller.report() if isinstance(controller, AdaptiveBudget) else None
 
     def take(self, request_id: int) -> Iterator[tuple[Times, Row]]:
         """What a request's steps were since the last time."""
@@ -215,7 +213,8 @@ class _Lane:
             self.clock_ms += times.total_ms
             if row.committed and not self._num_first:
                 self._first_ms, self._num_first = self.clock_ms, len(row.committed)
-            yield self._told("step", times=_plain(times), row=row.model_dump(mode="json"))
+            told = {"times": times.model_dump(), "row": row.model_dump(mode="json")}
+            yield self._told("step", controller=self._watched.controller, **told)
         if event.result is not None:
             self.is_over = True
             yield self._end(event.result)
@@ -265,7 +264,3 @@ def _run(running: list[_Lane]) -> Iterator[dict[str, Any]]:
     finally:
         for lane in running:
             lane.close()
-
-
-def _plain(times: Times) -> dict[str, float]:
-    return times.model_dump()

@@ -55,7 +55,7 @@ export class Dials {
     const values = line.map(([, y]) => y);
     const frame = new Frame(300, 110, [1, Math.max(2, steps.length)], [Math.min(0, ...values), Math.max(0.1, ...values)], `Seconds saved so far: ${number(balance / 1000)}`);
     frame.axes(ticks([1, steps.length]), ticks([frame.ys[0], frame.ys[1]].filter((v, i, a) => a.indexOf(v) === i), (v) => number(Math.abs(v) < 0.05 ? 0 : v, 1)), "steps").level(0).line(line, "machine");
-    return tile("Ledger: time saved", h("p", { class: "big" }, `${number(balance / 1000)}`, h("small", {}, "s against plain decoding")), frame.svg);
+    return tile("Ledger: time saved", h("p", { class: "big" }, `${number(balance / 1000)}`, h("small", {}, "s against plain decoding")), ledgerNote(steps.at(-1).controller), frame.svg);
   }
 
   #curve() {
@@ -103,14 +103,23 @@ function depths(told) {
   return tile("Right, if all before was right", frame.svg);
 }
 
+// The controller's own book, which follows the machine from step to step.
+function ledgerNote(plan) {
+  if (!plan) return null;
+  const rest = plan.balance_ms == null ? "" : ` It may lose ${number(plan.balance_ms, 0)} ms more before it stops drafting.`;
+  return h("p", { class: "note" }, `The controller's ledger: ${percent(Math.abs(plan.saved))} ${plan.saved >= 0 ? "saved" : "lost"}.${rest}`);
+}
+
 function choices(steps, told) {
   const sizes = steps.map((step) => step.row.draft.tokens.length), last = steps.at(-1).row;
   const most = Math.max(4, ...sizes);
   const counts = Array.from({ length: most + 1 }, (_, n) => sizes.filter((size) => size === n).length);
+  const plan = steps.at(-1).controller;
   const frame = new Frame(300, 90, [-0.5, most + 0.5], [0, Math.max(...counts)], "How many steps drafted how many tokens");
   counts.forEach((count, n) => frame.bar(n, count, Math.min(22, 240 / (most + 1)), n ? "" : "soft"));
   frame.axes(ticks([0, Math.round(most / 2), most]), [], "tokens drafted in a step");
-  return tile("The controller's choice", h("p", { class: "big" }, number(told.drafted / steps.length, 1), h("small", {}, `drafted a step; ${last.draft.tokens.length} of ${last.budget} allowed in the last`)), frame.svg);
+  return tile("The controller's choice", h("p", { class: "big" }, number(told.drafted / steps.length, 1), h("small", {}, `drafted a step; ${last.draft.tokens.length} of ${last.budget} allowed in the last`)),
+    plan ? h("p", { class: "note" }, plan.drafter ? `Its plan now: ${plan.drafter}, up to ${plan.budget} tokens.` : "Its plan now: plain decoding, for nothing would pay.", ` ${plan.drafting} of ${plan.steps} steps drafted.`) : null, frame.svg);
 }
 
 function forwards() {

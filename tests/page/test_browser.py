@@ -1,0 +1,163 @@
+"""The page in headless Chromium on the default model (`make test-page`).
+
+Left out where Chromium or playwright is missing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from foredraft.llm import LLM
+from tests.page.conftest import page_app
+
+pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(600)]
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+if CHROMIUM is None:
+    pytest.skip("Chromium is not installed", allow_module_level=True)
+WAIT_MS = 120_000
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    import uvicorn
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = uvicorn.Config(page_app(LLM.load()), port=port, log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{port}/"
+    server.should_exit = True
+    thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=["desktop", "phone"])
+def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A page that fails the test for whatever its console complains about."""
+    size = {"desktop": (1280, 860), "phone": (390, 844)}[request.param]
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]}, reduced_motion="reduce"
+    )
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
+    yield page
+    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    context.close()
+    assert not complaints
+    assert wide <= 0, "the page scrolls sideways"
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("textarea", text)
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".turn.reply .facts b")
+
+
+def test_chat_shows_how_its_text_was_made_and_why(page: Any, address: str) -> None:
+    page.goto(address)
+    page.click("text=1×")
+    say(page, "Repeat after me, three times: the old mill by the river.")
+    made = {t.get_attribute("data-by") for t in page.query_selector_all(".turn .token")}
+    assert "draft" in made
+    assert made <= {"draft", "correction", "bonus", "plain"}
+    page.locator(".turn .token[data-by=draft]").first.click()
+    why = page.locator("#why")
+    why.wait_for(state="visible")
+    assert "accepted" in why.inner_text()
+    assert why.locator(".tree .node.yes").count() >= 1
+    word = why.locator(".word").inner_text()
+    page.click("#why >> [aria-label='Token after']")
+    assert why.locator(".note").first.inner_text() or why.locator(".word").inner_text() != word
+    page.keyboard.press("Escape")
+    why.wait_for(state="hidden")
+
+
+def test_tokens_are_reached_from_the_keyboard(page: Any, address: str) -> None:
+    page.goto(address)
+    page.click("text=1×")
+    say(page, "Name a river.")
+    page.focus(".made")
+    for key in ("ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    page.locator("#why").wait_for(state="visible")
+    assert page.locator(".token.picked").count() == 1
+
+
+def test_what_people_say_is_text_and_never_markup(page: Any, address: str) -> None:
+    page.goto(address)
+    page.click("text=1×")
+    say(page, "<img src=x onerror=alert(1)><b>bold</b> Say: <script>1</script>")
+    assert page.locator(".turn img, .turn b:not(.facts b), .turn script").count() == 0
+    assert "<img src=x" in page.inner_text(".turn.user")
+
+
+def test_the_race_ends_in_two_equal_hashes(page: Any, address: str) -> None:
+    page.goto(address + "#race")
+    page.click("text=Start the race")
+    page.wait_for_selector(".finish")
+    plain, fast = (
+        page.inner_text(f"[data-lane={lane}]").strip() for lane in ("plain", "speculative")
+    )
+    assert len(plain) == 64
+    assert plain == fast
+    texts = [lane.inner_text() for lane in page.locator(".lane .made").all()]
+    assert texts[0] == texts[1]
+    page.click("nav >> text=Dials")
+    assert page.locator(".tile .big").count() >= 5
+
+
+def test_the_tour_runs_its_parts_and_explains_its_answers(page: Any, address: str) -> None:
+    page.goto(address + "#tour")
+    parts = page.locator(".part")
+    assert parts.count() == 6
+    for i in range(6):
+        part = parts.nth(i)
+        part.scroll_into_view_if_needed()
+        part.locator(".try .button").click()
+        page.wait_for_function(
+            "i => { const box = document.querySelectorAll('.try')[i];"
+            " return !box.classList.contains('running') && box.querySelector('.result p'); }",
+            arg=i,
+        )
+        assert not part.locator(".result p.bad").count()
+        answers = part.locator(".question .chip")
+        for n in range(answers.count()):
+            if answers.nth(n).is_enabled():
+                answers.nth(n).click()
+        assert answers.locator("xpath=self::*[contains(@class, 'right')]").count() == 1
+        assert len(part.locator(".because").inner_text()) > 80
+    assert "Three times the same text" in parts.nth(3).inner_text()
+
+
+def test_light_and_dark_are_kept(page: Any, address: str) -> None:
+    page.goto(address)
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    after = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert before != after
+    page.reload()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == after

@@ -1,0 +1,133 @@
+"""The page's endpoints: what runs is what it says, and nothing else gets in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from foredraft.core.params import SamplingParams
+from foredraft.llm import LLM
+from foredraft.server.page_routes import MAX_RUNS
+from foredraft.server.page_runs import Lanes, LaneSpec, Message, RunBody, run_lanes
+from foredraft.trace.format import Row
+from tests.page.conftest import page_app
+
+ASKED = [{"role": "user", "content": "the ferry and the ferry"}]
+
+
+@pytest.fixture(scope="module")
+def client(tiny: LLM) -> Iterator[TestClient]:
+    with TestClient(page_app(tiny)) as client:
+        yield client
+
+
+def events(client: TestClient, **body: Any) -> list[dict[str, Any]]:
+    response = client.post("/page/run", json={"messages": ASKED, "max_tokens": 24, **body})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return [json.loads(part[6:]) for part in response.text.split("\n\n") if part]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+def test_a_run_tells_every_step_and_ends_with_the_text(
+    client: TestClient, tiny: LLM, temperature: float, coupling: str
+) -> None:
+    params = {"temperature": temperature, "coupling": coupling, "seed": 3}
+    *steps, end = events(client, **params)
+    [result] = tiny.generate(
+        [tiny.tokenizer.encode_chat(ASKED)],  # type: ignore[union-attr]
+        SamplingParams.of(max_tokens=24, **params),
+    )
+    rows = [Row.model_validate(step["row"]) for step in steps]
+    assert end["text"] == result.text
+    assert end["sha256"] == hashlib.sha256(result.text.encode()).hexdigest()
+    assert "".join(c.text for row in rows for c in row.committed) == result.text
+    assert [step["clock_ms"] for step in steps] == sorted(step["clock_ms"] for step in steps)
+    assert all(row.why for row in rows if row.kind)
+
+
+def test_lanes_race_on_one_clock_to_one_text(client: TestClient) -> None:
+    told = events(client, lanes=[{"drafter": "none"}, {}], temperature=1.0, seed=11)
+    ends = {event["lane"]: event for event in told if event["type"] == "end"}
+    assert ends[0]["sha256"] == ends[1]["sha256"]
+    clocks = {0: 0.0, 1: 0.0}
+    over: set[int] = set()
+    for event in told:
+        if event["type"] == "step":
+            other = 1 - event["lane"]
+            assert other in over or clocks[event["lane"]] <= clocks[other], "the one behind goes"
+            clocks[event["lane"]] = event["clock_ms"]
+        else:
+            over.add(event["lane"])
+
+
+def test_a_lane_drafts_with_what_was_asked_for(client: TestClient) -> None:
+    told = events(client, lanes=[{"drafter": "ngram", "num_draft_tokens": 2}])
+    sizes = [len(event["row"]["draft"]["tokens"]) for event in told if event["type"] == "step"]
+    assert max(sizes) == 2
+
+
+def test_info_says_what_runs_here(client: TestClient) -> None:
+    told = client.get("/page/info").json()
+    assert told["drafter"] == "suffix"
+    assert set(told["drafters"]) >= {"suffix", "none", "ngram"}
+    assert [n for n, _ in told["curve"]] == sorted(n for n, _ in told["curve"])
+    assert all(ms > 0 for _, ms in told["curve"])
+
+
+def test_a_forward_is_timed(client: TestClient) -> None:
+    assert client.post("/page/forward", json={"num_tokens": 8}).json()["ms"] > 0
+    assert client.post("/page/forward", json={"num_tokens": 10**6}).status_code == 422
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"messages": []},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": ASKED, "temperature": 9},
+        {"messages": ASKED, "max_tokens": 10**9},
+        {"messages": ASKED, "seed": -1},
+        {"messages": ASKED, "lanes": [{}] * 99},
+        {"messages": ASKED, "lanes": [{"drafter": "x" * 10**4}]},
+        {"messages": ASKED, "surprise": 1},
+        {"messages": [{"role": "user", "content": "x" * 10**5}]},
+    ],
+)
+def test_what_cannot_be_run_is_refused(client: TestClient, body: dict[str, Any]) -> None:
+    text = json.dumps(body)
+    headers = {"content-type": "application/json"}
+    assert client.post("/page/run", content=text, headers=headers).status_code == 422
+
+
+def test_an_unknown_drafter_is_named(client: TestClient) -> None:
+    answer = client.post("/page/run", json={"messages": ASKED, "lanes": [{"drafter": "sufix"}]})
+    assert answer.status_code == 400
+    assert "suffix" in answer.json()["detail"]
+
+
+def test_a_run_that_is_left_ends_and_frees_its_place(tiny: LLM) -> None:
+    lanes = Lanes(tiny)
+    asked = RunBody(messages=(Message(role="user", content="x"),), max_tokens=400)
+    for _ in range(MAX_RUNS + 2):
+        running = run_lanes(lanes, asked)
+        next(running)
+        running.close()  # type: ignore[attr-defined]
+    watched = lanes.get(LaneSpec())
+    assert not watched.llm.engine.has_work
+    assert not watched._steps
+
+
+def test_too_many_runs_at_once_are_told_to_wait(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.server.page_routes.MAX_RUNS", 0)
+    with TestClient(page_app(tiny)) as client:
+        answer = client.post("/page/run", json={"messages": ASKED})
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"]
