@@ -97,9 +97,13 @@ class PrefixIndex:
         self._unused.pop(block, None)
 
     def leave(self, block: int) -> None:
-        """No slot uses the block any more."""
+        """No slot uses the block any more. What it follows was wanted as lately."""
         self._unused[block] = None
         self._unused.move_to_end(block)
+        before = self._full.get(self._named[block].before)
+        while before is not None and before.block in self._unused:
+            self._unused.move_to_end(before.block)
+            before = self._full.get(before.before)
 
     def touch(self, blocks: Sequence[int]) -> None:
         """These blocks of one text, from its beginning on, were wanted just now."""

@@ -10,10 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     consumes,
     initialize,
     invariant,
+    multiple,
     rule,
 )
 
@@ -26,8 +28,12 @@ from foredraft.models.table import TokenCache
 from tests.cache.test_kv import SHAPE, entries_of, tokens_of
 
 BLOCK = 4
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
-"""Of two kinds only: texts often begin alike."""
+TEXTS = st.builds(
+    lambda length, rest: [*range(10, 10 + length), *rest],
+    st.integers(0, 14),
+    st.lists(st.integers(0, 1), min_size=1, max_size=3),
+)
+"""They often begin alike."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -68,8 +74,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         target=slots,
-        text=TOKENS,
-        salt=st.sampled_from([None, "a"]),
+        text=TEXTS,
+        salt=st.sampled_from([None, None, "a"]),
         with_layers=st.booleans(),
     )
     def open(self, text: list[int], salt: str | None, with_layers: bool) -> int:
@@ -86,12 +92,35 @@ class Machine(RuleBasedStateMachine):
         return slot
 
     @rule(
+        target=slots,
+        text=TEXTS,
+        salt=st.sampled_from([None, None, "a"]),
+        with_layers=st.booleans(),
+        stays=st.booleans(),
+    )
+    def serve(
+        self, text: list[int], salt: str | None, with_layers: bool, stays: bool
+    ) -> int | MultipleResults[int]:
+        """A request, from its prompt to its end."""
+        slot = self.open(text, salt, with_layers)
+        self.write(slot, text[len(self.lists[slot]) :], [], [])
+        self.follow(slot, 1)
+        if stays:
+            return slot
+        self.release(slot, True)
+        return multiple()
+
+    @rule(
         slot=slots,
         pending=st.lists(st.integers(0, 1), max_size=9),
         nodes=st.lists(st.integers(2, 9), max_size=5),
         data=st.data(),
     )
     def forward(self, slot: int, pending: list[int], nodes: list[int], data: st.DataObject) -> None:
+        chosen = data.draw(st.sets(st.sampled_from(range(len(nodes)))) if nodes else st.just(set()))
+        self.write(slot, pending, nodes, sorted(chosen))
+
+    def write(self, slot: int, pending: list[int], nodes: list[int], path: list[int]) -> None:
         try:
             self.cache.reserve(slot, len(pending) + len(nodes))
         except CacheFullError:
@@ -99,8 +128,6 @@ class Machine(RuleBasedStateMachine):
             assert usage.available < len(pending) + len(nodes) + 2 * BLOCK
             return
         self.put(slot, [*pending, *nodes])
-        chosen = data.draw(st.sets(st.sampled_from(range(len(nodes)))) if nodes else st.just(set()))
-        path = sorted(chosen)
         self.cache.keep(slot, len(pending), path)
         self.lists[slot] += [*pending, *(nodes[node] for node in path)]
 
@@ -200,5 +227,5 @@ class TensorMachine(Machine):
 @pytest.mark.parametrize("machine", [Machine, TensorMachine])
 def test_any_course_of_events(machine: type[Machine]) -> None:
     case = machine.TestCase
-    case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    case.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
     case().runTest()

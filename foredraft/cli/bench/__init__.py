@@ -6,6 +6,7 @@ import typer
 
 from foredraft.cli.bench.drafters import drafters
 from foredraft.cli.bench.memory import memory
+from foredraft.cli.bench.prefix import prefix
 from foredraft.cli.bench.quality import quality
 from foredraft.cli.bench.report import report
 from foredraft.cli.bench.serve_sim import serve_sim
@@ -23,5 +24,5 @@ def _alone(context: typer.Context) -> None:
         context.with_resource(measuring(lambda text: typer.echo(text, err=True)))
 
 
-for command in (drafters, step, serve_sim, quality, memory, report):
+for command in (drafters, step, serve_sim, prefix, quality, memory, report):
     app.command()(command)

@@ -1,0 +1,80 @@
+"""How much sooner a request starts whose text begins as an earlier one's did."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.llm import LLM
+
+_OWN_TOKENS = 20
+"""Of each prompt, behind what it shares."""
+
+
+@dataclass(frozen=True)
+class PrefixFigure:
+    """Times to the first token, in milliseconds; medians.
+
+    Attributes:
+        shared_tokens: that all prompts begin with.
+        cold_ms: of a prompt of which nothing is cached.
+        warm_ms: of one whose beginning is.
+        cached_tokens: what was found of it.
+        same_text: whether the replies are the same with and without what was cached.
+    """
+
+    shared_tokens: int
+    cold_ms: float
+    warm_ms: float
+    cached_tokens: int
+    same_text: bool
+
+    @property
+    def speedup(self) -> float:
+        return self.cold_ms / self.warm_ms
+
+
+def measure_prefix(llm: LLM, shared_tokens: int, rounds: int, seed: int = 0) -> PrefixFigure:
+    """Cold and warm requests in turns, each round with a prefix of its own.
+
+    Raises:
+        ConfigError: the context holds no such prompts, or prefix caching is off.
+    """
+    longest = llm.target.max_context - _OWN_TOKENS - 8
+    if shared_tokens > longest:
+        raise ConfigError(f"--shared is {shared_tokens}; this context has room for {longest}")
+    dice = random.Random(seed)
+    cold, warm, cached, same = list[float](), list[float](), 0, True
+    for _ in range(rounds + 1):  # the first one warms up
+        prefix = _tokens(llm, dice, shared_tokens)
+        first, second = ([*prefix, *_tokens(llm, dice, _OWN_TOKENS)] for _ in range(2))
+        cold.append(_first_token(llm, first)[0])
+        taken, reply, cached = _first_token(llm, second)
+        warm.append(taken)
+        llm.engine.prefixes.clear()
+        same &= reply == _first_token(llm, second)[1]
+        llm.engine.prefixes.clear()
+    if not cached:
+        raise ConfigError("nothing was found in the cache: leave prefix_caching on")
+    medians = (statistics.median(times[1:]) for times in (cold, warm))
+    return PrefixFigure(shared_tokens, *medians, cached, same)
+
+
+def _first_token(llm: LLM, prompt: list[int]) -> tuple[float, tuple[int, ...], int]:
+    """Milliseconds to the first token; the reply, and how much of the prompt was cached."""
+    params, taken = SamplingParams(max_tokens=8, ignore_eos=True), 0.0
+    started = time.perf_counter()
+    for event in llm.stream(prompt, params):
+        if event.token_ids and not taken:
+            taken = 1e3 * (time.perf_counter() - started)
+        if event.result is not None:
+            return taken, event.result.token_ids, event.result.num_cached_tokens
+    raise RuntimeError("a stream ended without a result; this is a bug of foredraft")
+
+
+def _tokens(llm: LLM, dice: random.Random, count: int) -> list[int]:
+    return [dice.randrange(5, llm.target.vocab_size) for _ in range(count)]
