@@ -37,7 +37,8 @@ def demo(
     from foredraft.core.params import SamplingParams
 
     params = SamplingParams.of(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    asked = o.load_options(running, draft, max_batch_size=1)
+    # Both are to read their prompts.
+    asked = o.load_options(running, draft, max_batch_size=1, prefix_caching=False)
     console = Console(highlight=False)
     speculative = o.load_llm(asked)
     plainly = replace(asked, drafter="none", draft_model=None, drafter_options={})

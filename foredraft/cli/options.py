@@ -47,6 +47,18 @@ Threads = Annotated[
 MaxContext = Annotated[
     int | None, _option(_MODEL, "--max-context", "Most tokens of prompt and reply together.")
 ]
+CacheMemory = Annotated[
+    str | None,
+    _option(_MODEL, "--cache-memory", "Most memory of the cache, such as 2GB; else a quarter."),
+]
+PrefixCaching = Annotated[
+    bool,
+    _option(
+        _MODEL,
+        "--prefix-caching/--no-prefix-caching",
+        "Do not read again what an earlier prompt began with, too.",
+    ),
+]
 Drafter = Annotated[
     str,
     _option(_DRAFT, "--drafter", "ngram, draft-model, none, any installed one, or auto."),
@@ -115,6 +127,8 @@ class ModelOptions:
     threads: Threads = None
     exact: Exact = False
     max_context: MaxContext = None
+    cache_memory: CacheMemory = None
+    prefix_caching: PrefixCaching = True
 
 
 @dataclass(frozen=True)

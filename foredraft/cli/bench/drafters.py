@@ -119,6 +119,7 @@ def _options(
         draft_model=draft_model,
         num_draft_tokens=num_draft_tokens,
         max_batch_size=1,
+        prefix_caching=False,  # all are to read their prompts
     )
 
 

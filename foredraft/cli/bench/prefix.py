@@ -22,7 +22,7 @@ def prefix(
     random_weights: o.RandomWeights = None,
     json_file: o.JsonFile = None,
 ) -> None:
-    """Time to the first token of a prompt that nobody has sent, and of one that shares its beginning.
+    """Time to the first token of a prompt nobody has sent, and of one that shares its beginning.
 
     Ends with status 1 if a reply is another one with the cache than without.
     """

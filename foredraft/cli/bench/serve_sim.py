@@ -70,7 +70,11 @@ def serve_sim(
     loads, at = _counts(concurrency), _numbers(temperature)
     peers = _peer_names(peer, at)
     asked = o.load_options(
-        running, drafter="auto", draft_model=draft_model, max_batch_size=max(loads)
+        running,
+        drafter="auto",
+        draft_model=draft_model,
+        max_batch_size=max(loads),
+        prefix_caching=False,  # all are to read their prompts
     )
     if random_weights and (peers or prompts):
         raise ConfigError("random weights have no tokenizer: leave out --peer and --prompts")
