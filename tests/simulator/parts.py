@@ -66,34 +66,19 @@ class SimTarget(TableModel):
 
 
 class SimCache(TokenCache):
-    """Memory for so many tokens in all, which is refused at times though there is some.
+    """Memory for so many tokens in all, which is refused at times though there is some."""
 
-    Attributes:
-        held: tokens that each slot has reserved.
-    """
-
-    def __init__(self, num_tokens: int | None, dice: Dice, failing: float) -> None:
-        super().__init__()
-        self.num_tokens, self._dice, self._failing = num_tokens, dice, failing
-        self.held: dict[int, int] = {}
+    def __init__(self, max_tokens: int | None, block_size: int, dice: Dice, failing: float) -> None:
+        super().__init__(max_tokens=max_tokens, block_size=block_size)
+        self._dice, self._failing = dice, failing
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        super().reserve(slot, num_tokens)
-        wanted = max(self.held.get(slot, 0), self.length(slot) + num_tokens)
         self._refuse_at_times()
-        if self.num_tokens is not None:
-            others = sum(held for other, held in self.held.items() if other != slot)
-            if others + wanted > self.num_tokens:
-                raise CacheFullError(f"injected: {others + wanted} of {self.num_tokens} tokens")
-        self.held[slot] = wanted
+        super().reserve(slot, num_tokens)
 
     def allocate(self) -> int:
         self._refuse_at_times()
         return super().allocate()
-
-    def free(self, slot: int) -> None:
-        super().free(slot)
-        self.held.pop(slot, None)
 
     def _refuse_at_times(self) -> None:
         if self._dice.happens(self._failing):

@@ -58,7 +58,7 @@ class Simulation:
         self.is_calm = calm
         self.target = SimTarget(self.model, dice, rate(0.05))
         self.memory = dice.choice([None, None, 40, 60, 100, 250])
-        self.cache = SimCache(self.memory, dice, rate(0.1))
+        self.cache = SimCache(self.memory, dice.choice([1, 2, 4, 16]), dice, rate(0.1))
         self.target.cache = self.cache
         self.drafter = self._new_drafter(rate(0.1), rate(0.1))
         self.engine = Engine(
@@ -69,6 +69,7 @@ class Simulation:
             max_step_tokens=dice.choice([1, 3, 8, 32]),
             eos_token_ids=(0,) if dice.happens(0.3) else (),
             trace=self._trace,
+            prefix_caching=dice.happens(0.7),
             clock=iter(range(1 << 60)).__next__,
             new_seed=lambda: dice.getrandbits(64),
         )
@@ -96,12 +97,12 @@ class Simulation:
             self.num_steps += 1
             self._check()
             assert self.num_steps <= _PATIENCE * (needed + 10), "somebody starves"
-        assert not self.cache.entries, "an idle engine holds slots"
-        assert not self.cache.held, "an idle engine holds memory"
+        assert not self.cache.slots, "an idle engine holds slots"
+        assert not self.cache.usage.used, "an idle engine holds memory beside its cache"
         assert not getattr(self.drafter, "followed", None), "a drafter follows what is over"
         assert not self.engine.has_work
-        for number in range(self.engine.stats().preemptions):
-            self._count("preemption", number >= 0)
+        self.seen["preemption"] = self.engine.stats().preemptions
+        self.seen["token from the cache"] = self.engine.prefixes.stats.cached_tokens
 
     def _new_drafter(self, failing: float, nonsense: float) -> Drafter:
         simulated = [SimDrafter(self.dice, failing, nonsense) for _ in range(3)]
@@ -112,6 +113,10 @@ class Simulation:
         """A random request; returns how many steps it needs alone at most."""
         dice = self.dice
         prompt = [dice.randrange(VOCAB_SIZE) for _ in range(dice.choice([1, 2, 5, 20, 35]))]
+        if self.asked and dice.happens(0.5):  # a conversation goes on, or begins like another
+            earlier = dice.choice([*self.asked.values()])
+            text = [*earlier.prompt, *earlier.token_ids]
+            prompt = text[: dice.randint(1, len(text))][:60] + prompt[:5]
         params = SamplingParams(
             temperature=dice.choice([0.0, 0.7, 1.0, 2.0]),
             top_k=dice.choice([0, 0, 3]),
@@ -165,30 +170,31 @@ class Simulation:
                 == row.request.tokens[: row.request.num_cached]
             )
         slots = [row.request.slot for row in scheduler.running]
-        assert sorted(slots) == sorted(cache.entries), "a slot belongs to one running row"
+        assert sorted(slots) == sorted(cache.slots), "a slot belongs to one running row"
         assert len(slots) <= self.engine.max_batch_size
         waiting: list[Row] = scheduler._waiting
         assert all(row.request.slot < 0 and not row.request.num_cached for row in waiting)
         assert {row.request_id for row in (*scheduler.running, *waiting)} == self.live
         orders = [[row.order for row in rows] for rows in (scheduler.running, waiting)]
         assert all(order == sorted(order) for order in orders)
-        if self.memory is not None:
-            assert sum(cache.held.values()) <= self.memory
+        cache.check()
+        assert self.memory is None or cache.usage.used + cache.usage.cached <= self.memory
         followed: set[int] = getattr(self.drafter, "followed", set())
         assert followed <= {row.request_id for row in scheduler.running}
 
     def _check_result(self, asked: Asked, result: GenerationResult) -> None:
         reason = result.finish_reason
-        self._count(reason, True)
+        self._count(reason)
         assert result.token_ids == asked.token_ids
         assert result.seed == asked.params.seed
         check_sums(result, sum(event.num_accepted for event in asked.events))
         alone = self._alone(asked)
         by_model = reason == "error" and "logits" in str(result.error)
         if reason == "error" and not by_model:
-            assert "injected" in str(result.error) or "Injected" in str(result.error), result.error
-            assert not self.is_calm or self.memory is not None
-            self._count("error by a fault", True)
+            by_memory = self.memory is not None and "no room for" in str(result.error)
+            assert by_memory or "njected" in str(result.error), result.error
+            assert by_memory or not self.is_calm
+            self._count("error by a fault")
         if asked.params.coupling == "drawn":
             return  # another text of the same distribution
         if reason in ("stop", "length") or by_model:
@@ -210,5 +216,5 @@ class Simulation:
         assert last.result is not None
         return last.result
 
-    def _count(self, name: str, happened: bool) -> None:
-        self.seen[name] = self.seen.get(name, 0) + happened
+    def _count(self, name: str) -> None:
+        self.seen[name] = self.seen.get(name, 0) + 1
