@@ -10,13 +10,13 @@ Shape legend: N positions whose logits are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foredraft.core.noise import draw_rows
+from foredraft.core.draws import Wanted, draw_rows
 from foredraft.core.rules import Rules
 from foredraft.core.rules.base import only_scale
 from foredraft.core.sampling import Law, check_finite
@@ -109,18 +109,12 @@ def _drawn_ahead(
     scales = [
         only_scale(rule) if span else None for rule, span in zip(rules, scores.heads, strict=True)
     ]
-    simple = [(i, scale) for i, scale in enumerate(scales) if scale is not None]
-    draws = draw_rows(
-        scores.logits_NV,
-        [scores.heads[i].start for i, _ in simple],
-        [keys[i].seed for i, _ in simple],
-        [keys[i].position for i, _ in simple],
-        [scale for _, scale in simple],
-    )
-    for (i, scale), draw in zip(simple, draws, strict=True):
+    simple = [i for i, scale in enumerate(scales) if scale is not None]
+    wanted = [Wanted(scores.heads[i].start, *keys[i], scales[i] or 0.0) for i in simple]
+    for i, draw in zip(simple, draw_rows(scores.logits_NV, wanted), strict=True):
         if draw is not None:  # else it is looked at alone, and found out what is wrong
-            law = Law(rows[i].logits[0], scale or None, draw.best)
-            rows[i] = replace(rows[i], root=law, drawn=draw.token)
+            law = Law(rows[i].logits[0], scales[i] or None, draw.best)
+            rows[i] = FetchedRow(rows[i].logits, None, law, draw.token)
     return rows
 
 
