@@ -76,8 +76,8 @@ def serve_sim(
         raise ConfigError("random weights have no tokenizer: leave out --peer and --prompts")
     llm = o.load_llm(asked, random_weights)
     ours = _contenders(llm, asked, [name.strip() for name in drafter.split(",")])
-    theirs = _peers(llm, peers, max(loads))
     ids = _prompts(llm, prompts, max(num, *loads), tokens)
+    theirs = _peers(llm, peers, max(loads), max(map(len, ids)) + tokens)
     figures, forwards = [], []
     total = sum(max(num, load) for load in loads) * len(at) * rounds * (len(ours) + len(theirs))
     with progress_bar(total) as advance:
@@ -199,7 +199,7 @@ def _factory(
     return make
 
 
-def _peers(llm: LLM, names: Sequence[str], most: int) -> list[Contender]:
+def _peers(llm: LLM, names: Sequence[str], most: int, tokens: int) -> list[Contender]:
     if not names:
         return []
     import torch
@@ -211,7 +211,7 @@ def _peers(llm: LLM, names: Sequence[str], most: int) -> list[Contender]:
     for name in names:
         kind = name.removeprefix("llama-cpp-")
         threads = torch.get_num_threads()
-        found.append(LlamaBatchContender(llm.plan.directory, kind, most, threads))
+        found.append(LlamaBatchContender(llm.plan.directory, kind, most, threads, tokens))
     return found
 
 
