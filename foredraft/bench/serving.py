@@ -217,7 +217,7 @@ class ServingFigure:
         first_s: to its first token, median.
         committed_per_step: of one row.
         drafted_per_step: of one row.
-        step_ms: of full steps that read no prompt, mean.
+        step_ms: of full steps that read no prompt, median.
         draft_ms, kernel_ms, python_ms: what it is made of.
         num_different: requests whose text differs from the baseline's.
     """
@@ -265,10 +265,10 @@ def figure(
         first_s=statistics.median(done.first_s for done in finished),
         committed_per_step=sum(step.committed for step in steps) / num_rows,
         drafted_per_step=sum(step.drafted for step in steps) / num_rows,
-        step_ms=_mean(full, "wall_ms"),
-        draft_ms=_mean(full, "draft_ms"),
-        kernel_ms=_mean(full, "kernel_ms"),
-        python_ms=_mean(full, "python_ms"),
+        step_ms=_median(full, "wall_ms"),
+        draft_ms=_median(full, "draft_ms"),
+        kernel_ms=_median(full, "kernel_ms"),
+        python_ms=_median(full, "python_ms"),
         num_different=sum(texts.get((i, d.number)) != d.token_ids for i, d in ours),
     )
 
@@ -281,6 +281,10 @@ def _speed(rounds: Sequence[Served]) -> float:
 
 def _mean(steps: Sequence[Step], name: str) -> float:
     return statistics.fmean(getattr(step, name) for step in steps) if steps else 0.0
+
+
+def _median(steps: Sequence[Step], name: str) -> float:
+    return statistics.median(getattr(step, name) for step in steps) if steps else 0.0
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

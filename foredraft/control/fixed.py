@@ -10,6 +10,8 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.record import StepRecord
 from foredraft.core.request import Request
 
+_NOTHING = Allowance(0)
+
 
 class FixedBudget:
     """``num_draft_tokens`` a step, less where max_tokens or the context leaves no room for them.
@@ -35,6 +37,8 @@ class FixedBudget:
         self._cost = cost
 
     def allow(self, rows: Sequence[Request]) -> list[Allowance]:
+        if not self.num_draft_tokens:
+            return [_NOTHING] * len(rows)
         return [
             Allowance(
                 max(0, min(self.num_draft_tokens, self._room(row))), self._price(row, len(rows))

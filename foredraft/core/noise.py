@@ -32,7 +32,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -101,48 +101,6 @@ def gumbel_top_rows(
     return [_numpy_top(logits_V, count, s, p, scale) for logits_V, s, p, scale in keys]
 
 
-class Draw(NamedTuple):
-    """What one row of logits gives: the token drawn, the likeliest one, and its logit."""
-
-    token: int
-    best: int
-    logit: float
-
-
-def draw_rows(
-    logits_NV: Tensor | Array,
-    rows: Sequence[int],
-    seeds: Sequence[int],
-    positions: Sequence[int],
-    scales: Sequence[float],
-) -> list[Draw | None]:
-    """`gumbel_argmax` of some rows in one call, each with its likeliest token beside it.
-
-    Args:
-        logits_NV: contiguous float32 or float64 on CPU.
-        rows: which of the N.
-        scales: 0 draws the likeliest token.
-
-    Returns:
-        A draw for each; None where the largest logit is not finite or one is NaN, and everywhere
-        without the compiled half: there is nothing to be gained without it.
-    """
-    library = _library()
-    logits_NV = _as_array(logits_NV)
-    if library is None or not logits_NV.flags.c_contiguous:
-        return [None] * len(rows)
-    count = len(rows)
-    keys = (_RowKey * count)(*zip(seeds, positions, scales, strict=True))
-    tokens, best = (ctypes.c_int64 * count)(), (ctypes.c_int64 * count)()
-    logits = (ctypes.c_double * count)()
-    library.foredraft_draw_rows(
-        *(logits_NV.ctypes.data, logits_NV.dtype == np.float64, logits_NV.shape[1]),
-        *(count, (ctypes.c_int64 * count)(*rows), keys, tokens, best, logits),
-    )
-    found = zip(tokens, best, logits, strict=True)
-    return [Draw(token, b, logit) if token >= 0 else None for token, b, logit in found]
-
-
 def gumbel_noise(tokens: Sequence[int], seed: int, position: int) -> list[float]:
     """The noise of each of ``tokens``, for drafters that weigh a few candidates."""
     _check_key(seed, position)
@@ -187,7 +145,7 @@ def _not_finite(logits_V: Array) -> ValueError:
 # ---- compiled -----------------------------------------------------------------------------------
 
 
-class _RowKey(ctypes.Structure):
+class NoiseRow(ctypes.Structure):
     """ForedraftNoiseRow in kernels/noise.cpp."""
 
     _fields_ = (
@@ -215,6 +173,11 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
+def compiled() -> ctypes.CDLL | None:
+    """The compiled half; None where there is none."""
+    return _library()
+
+
 def _compiled_top(
     library: ctypes.CDLL,
     logits_NV: Array,
@@ -225,7 +188,7 @@ def _compiled_top(
 ) -> list[Scored]:
     num_rows, vocab = logits_NV.shape
     count = min(count, vocab)
-    keys = (_RowKey * num_rows)(*zip(seeds, positions, scales, strict=True))
+    keys = (NoiseRow * num_rows)(*zip(seeds, positions, scales, strict=True))
     tokens = (ctypes.c_int64 * (num_rows * count))()
     scores = (ctypes.c_double * (num_rows * count))()
     found = (ctypes.c_int64 * num_rows)()

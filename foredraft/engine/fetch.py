@@ -10,13 +10,13 @@ Shape legend: N positions whose logits are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foredraft.core.noise import draw_rows
+from foredraft.core.draws import Wanted, draw_rows
 from foredraft.core.rules import Rules
 from foredraft.core.rules.base import only_scale
 from foredraft.core.sampling import Law, check_finite
@@ -41,14 +41,14 @@ class FetchedRow:
     """One row's scores.
 
     Attributes:
-        logits: after the last token read (number 0) and after each node, [V] each; on the host
+        logits_NV: after the last token read (number 0) and after each node, [V] each; on the host
             unless ``best`` is there.
         best: the likeliest token and its logit at each position, where nothing else is needed.
         root: the law after the last token read, where it is known already.
         drawn: the token drawn from it.
     """
 
-    logits: Sequence[Tensor]
+    logits_NV: Sequence[Tensor]
     best: Sequence[tuple[int, float]] | None = None
     root: Law | None = None
     drawn: int | None = None
@@ -62,7 +62,7 @@ class FetchedRow:
         """
         if node == ROOT and self.root is not None:
             return self.root
-        logits_V = self.logits[node + 1]
+        logits_V = self.logits_NV[node + 1]
         if self.best is None:
             return rules.law(logits_V, text, drafted)
         token, logit = self.best[node + 1]
@@ -94,7 +94,7 @@ def fetch(
         found = torch.stack((best_N.double(), largest_N.double()), 1).tolist()  # one transfer
         pairs = iter([(int(token), logit) for token, logit in found])
         for i in greedy:
-            rows[i] = FetchedRow(rows[i].logits, [next(pairs) for _ in scores.heads[i]])
+            rows[i] = FetchedRow(rows[i].logits_NV, [next(pairs) for _ in scores.heads[i]])
     if others:
         here_NV = _joined(logits_NV, scores, others).cpu()  # one transfer
         sizes = [len(scores.heads[i]) for i in others]
@@ -109,18 +109,12 @@ def _drawn_ahead(
     scales = [
         only_scale(rule) if span else None for rule, span in zip(rules, scores.heads, strict=True)
     ]
-    simple = [(i, scale) for i, scale in enumerate(scales) if scale is not None]
-    draws = draw_rows(
-        scores.logits_NV,
-        [scores.heads[i].start for i, _ in simple],
-        [keys[i].seed for i, _ in simple],
-        [keys[i].position for i, _ in simple],
-        [scale for _, scale in simple],
-    )
-    for (i, scale), draw in zip(simple, draws, strict=True):
+    simple = [i for i, scale in enumerate(scales) if scale is not None]
+    wanted = [Wanted(scores.heads[i].start, *keys[i], scales[i] or 0.0) for i in simple]
+    for i, draw in zip(simple, draw_rows(scores.logits_NV, wanted), strict=True):
         if draw is not None:  # else it is looked at alone, and found out what is wrong
-            law = Law(rows[i].logits[0], scale or None, draw.best)
-            rows[i] = replace(rows[i], root=law, drawn=draw.token)
+            law = Law(rows[i].logits_NV[0], scales[i] or None, draw.best)
+            rows[i] = FetchedRow(rows[i].logits_NV, None, law, draw.token)
     return rows
 
 

@@ -11,7 +11,14 @@ from torch import Tensor
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation, Switching
+from foredraft.drafters.base import (
+    BaseDrafter,
+    Drafter,
+    DraftRequest,
+    DraftRow,
+    Observation,
+    Switching,
+)
 from foredraft.models.base import Target
 
 _log = logging.getLogger("foredraft")
@@ -46,6 +53,7 @@ class GuardedDrafter:
         self.num_faults = 0
         self.layers, self.look_ahead = tuple(drafter.layers), drafter.look_ahead
         self._switch = drafter if isinstance(drafter, Switching) else None
+        self._observes = getattr(type(drafter), "observe", None) is not BaseDrafter.observe
 
     @property
     def taps(self) -> Sequence[int]:
@@ -59,7 +67,7 @@ class GuardedDrafter:
 
     def watches(self, request_id: int) -> bool:
         """Whether the drafter is to observe a request's steps."""
-        if request_id not in self._live:
+        if not self._observes or request_id not in self._live:
             return False
         return self._switch is None or self._switch.follower(request_id) is not None
 

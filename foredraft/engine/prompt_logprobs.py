@@ -10,7 +10,7 @@ Shape legend: N tokens of a chunk, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -49,7 +49,7 @@ class PromptLogprobs:
             return num_pending
         return min(_AT_ONCE, self._num_prompt - 1 - num_cached)
 
-    def take(self, logits_NV: Tensor, start: int, tokens: Sequence[int]) -> None:
+    def take(self, logits_NV: Iterable[Tensor], start: int, tokens: Sequence[int]) -> None:
         """A chunk has been read.
 
         Args:

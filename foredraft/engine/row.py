@@ -164,6 +164,8 @@ class Row:
         return verdict
 
     def _decide(self, proposal: Proposal, scores: FetchedRow) -> Verdict:
+        if scores.drawn is not None and not (proposal.tree.tokens or self.keeps_evidence):
+            return Verdict((), scores.drawn, "bonus")
         request, num_tokens = self.request, len(self.request.tokens)
         choices = KeyedVerifyChoices(request.seed, num_tokens, scores.drawn)
         if self.keeps_evidence:
@@ -273,8 +275,9 @@ class Turn:
     num_read: int
     may_draft: bool = True
 
-    @property
+    @cached_property
     def reads_all(self) -> bool:
+        """As the step found it."""
         return self.num_read == self.row.num_pending
 
     @property

@@ -165,6 +165,17 @@ SEPARATE int group_maxima(const Logit* __restrict logits, Logit* __restrict most
   return strange;
 }
 
+// The largest logit of a group; `strange` is set if there is a NaN.
+template <class Logit>
+SEPARATE Logit group_maximum(const Logit* __restrict logits, int* strange) {
+  Logit most[kColumns];
+  *strange |= group_maxima(logits, most);
+#pragma GCC unroll 6
+  for (int width = kColumns / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) most[i] = larger(most[i], most[width + i]);
+  return most[0];
+}
+
 // One row: its logits in groups of kGroup tokens, of which each column holds four.
 template <class Logit>
 class Row {
@@ -174,7 +185,6 @@ class Row {
     std::fill(rest_, rest_ + kGroup, -std::numeric_limits<Logit>::infinity());
     std::copy(logits + num_whole_ * kGroup, logits + vocab, rest_);
     num_groups_ = num_whole_ + (vocab % kGroup != 0);
-    column_max_.resize(num_groups_ * kColumns);
     group_max_.resize(num_groups_);
   }
 
@@ -207,7 +217,7 @@ class Row {
   const int64_t num_whole_;
   int64_t num_groups_;
   Logit rest_[kGroup];  // the last tokens, filled up with ones that cannot occur
-  std::vector<Logit> column_max_, group_max_;
+  std::vector<Logit> group_max_;
   double base_;
 
   const Logit* group_logits(int64_t group) const {
@@ -218,11 +228,8 @@ class Row {
 
   bool find_maxima() {
     int strange = 0;
-    for (int64_t group = 0; group < num_groups_; ++group) {
-      Logit* most = &column_max_[group * kColumns];
-      strange |= group_maxima(group_logits(group), most);
-      group_max_[group] = *std::max_element(most, most + kColumns);
-    }
+    for (int64_t group = 0; group < num_groups_; ++group)
+      group_max_[group] = group_maximum(group_logits(group), &strange);
     const Logit largest = *std::max_element(group_max_.begin(), group_max_.end());
     base_ = double(largest);
     return !strange && largest - largest == 0;
@@ -242,6 +249,8 @@ class Row {
     }
     int limit = 0;  // a larger byte cannot win, not even with the largest logit
     while (limit < 255 && most + kBounds.of[limit + 1] >= best.floor()) ++limit;
+    Logit column_max[kColumns];
+    group_maxima(group_logits(group), column_max);
     uint8_t hopeful[kColumns];
     for (int i = 0; i < kColumns; ++i) hopeful[i] = column_min[i] <= limit;
     for (int start = 0; start < kColumns; start += 8) {
@@ -249,7 +258,7 @@ class Row {
       std::memcpy(&eight, hopeful + start, sizeof eight);
       for (; eight; eight &= eight - 1) {
         const int i = start + __builtin_ctzll(eight) / 8;
-        if (scaled(column_max_[group * kColumns + i]) + kBounds.of[column_min[i]] >= best.floor())
+        if (scaled(column_max[i]) + kBounds.of[column_min[i]] >= best.floor())
           visit_column(group, i, coarse, best);
       }
     }
@@ -320,12 +329,13 @@ __attribute__((visibility("default"))) void foredraft_draw_rows(
     const void* logits, int64_t is_double, int64_t vocab, int64_t count, const int64_t* rows,
     const ForedraftNoiseRow* keys, int64_t* tokens, int64_t* best, double* most) {
   for (int64_t i = 0; i < count; ++i) {
+    const int64_t start = rows[i] * vocab;
     if (is_double)
-      draw_row(static_cast<const double*>(logits) + rows[i] * vocab, vocab, keys[i], tokens + i,
-               best + i, most + i);
+      draw_row(static_cast<const double*>(logits) + start, vocab, keys[i], tokens + i, best + i,
+               most + i);
     else
-      draw_row(static_cast<const float*>(logits) + rows[i] * vocab, vocab, keys[i], tokens + i,
-               best + i, most + i);
+      draw_row(static_cast<const float*>(logits) + start, vocab, keys[i], tokens + i, best + i,
+               most + i);
   }
 }
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from foredraft.core import noise
 from foredraft.core.noise import (
-    draw_rows,
     gumbel_argmax,
     gumbel_noise,
     gumbel_top,
@@ -386,30 +385,3 @@ def test_nothing_is_compiled_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(build, "load_library", refuse)
     assert runpy.run_path(str(noise.__file__))["gumbel_argmax"]
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("vocab", [1, 7, 255, 256, 257, 1000])
-def test_rows_drawn_together_are_drawn_as_each_alone(dtype: Any, vocab: int) -> None:
-    """Also where the likeliest token is taken, and where rows are left out."""
-    generator = np.random.default_rng(vocab)
-    logits_NV = generator.normal(0.0, 3.0, (6, vocab)).astype(dtype)
-    logits_NV[2] = 1.0  # of equal ones the first
-    rows, seeds, positions = [4, 0, 2, 5], [3, 1 << 63, 0, 9], [0, 17, 1 << 40, 5]
-    scales = [1.0, 0.0, 1.7, 0.0]
-    draws = draw_rows(logits_NV, rows, seeds, positions, scales)
-    if None in draws:
-        pytest.skip("there is no compiler here")
-    for draw, row, seed, position, scale in zip(draws, rows, seeds, positions, scales, strict=True):
-        assert draw is not None
-        logits_V = logits_NV[row]
-        assert (draw.best, draw.logit) == (int(logits_V.argmax()), float(logits_V.max()))
-        alone = gumbel_argmax(logits_V, seed, position, scale) if scale else draw.best
-        assert draw.token == alone
-
-
-def test_rows_that_are_not_finite_are_left_to_others() -> None:
-    logits_NV = np.zeros((4, 300), np.float32)
-    logits_NV[1, 5], logits_NV[2, 7], logits_NV[3] = np.nan, np.inf, -np.inf
-    draws = draw_rows(logits_NV, range(4), [0] * 4, [0] * 4, [1.0, 1.0, 0.0, 0.0])
-    assert draws[1:] == [None, None, None]

@@ -80,8 +80,8 @@ def serve_sim(
         raise ConfigError("random weights have no tokenizer: leave out --peer and --prompts")
     llm = o.load_llm(asked, random_weights)
     ours = _contenders(llm, asked, [name.strip() for name in drafter.split(",")])
-    theirs = _peers(llm, peers, max(loads))
     ids = _prompts(llm, prompts, max(num, *loads), tokens)
+    theirs = _peers(llm, peers, max(loads), max(map(len, ids)) + tokens)
     figures, forwards = [], []
     total = sum(max(num, load) for load in loads) * len(at) * rounds * (len(ours) + len(theirs))
     with progress_bar(total) as advance:
@@ -130,7 +130,7 @@ def _serve(
     found = [figure(name, load, served, results[_BASELINE]) for name, served in results.items()]
     plain = next(each for each in found if each.contender == _BASELINE)
     best = 1e3 * load.concurrency / times["all_rows_ms"]
-    reached = plain.decode_tokens_per_s / best
+    reached = times["all_rows_ms"] / plain.step_ms
     share = plain.python_ms / plain.step_ms
     return found, {
         "concurrency": load.concurrency,
@@ -203,7 +203,7 @@ def _factory(
     return make
 
 
-def _peers(llm: LLM, names: Sequence[str], most: int) -> list[Contender]:
+def _peers(llm: LLM, names: Sequence[str], most: int, tokens: int) -> list[Contender]:
     if not names:
         return []
     import torch
@@ -215,7 +215,7 @@ def _peers(llm: LLM, names: Sequence[str], most: int) -> list[Contender]:
     for name in names:
         kind = name.removeprefix("llama-cpp-")
         threads = torch.get_num_threads()
-        found.append(LlamaBatchContender(llm.plan.directory, kind, most, threads))
+        found.append(LlamaBatchContender(llm.plan.directory, kind, most, threads, tokens))
     return found
 
 

@@ -153,6 +153,9 @@ def plan_head(hidden_TE: Tensor, num_layers: int) -> ForwardPlan:
 
 def _add_row(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
     first, num_pending = len(plan), len(row.pending)
+    if num_pending == 1 and not row.tree.tokens:
+        _add_token(plan, row, start)
+        return
     root = start + num_pending  # entries from here on belong to tree nodes
     plan.token_ids.extend((*row.pending, *row.tree.tokens))
     plan.positions.extend(range(start, root))
@@ -169,3 +172,18 @@ def _add_row(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
         plan.heads.extend(range(first + num_pending - 1, len(plan)))
         heads = range(heads.start, len(plan.heads))
     plan.rows.append(RowSpan(row.slot, range(first, len(plan)), entries, heads))
+
+
+def _add_token(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
+    """A row that decodes and drafts nothing: most rows of a full batch."""
+    token, head = len(plan.token_ids), len(plan.heads)
+    plan.token_ids.append(row.pending[0])
+    plan.positions.append(start)
+    plan.prefixes.append(start + 1)
+    plan.extras.append(())
+    plan.entries.append(start)
+    plan.slots.append(row.slot)
+    if row.wants_logits:
+        plan.heads.append(token)
+    heads = range(head, len(plan.heads))
+    plan.rows.append(RowSpan(row.slot, range(token, token + 1), range(start, start + 1), heads))
