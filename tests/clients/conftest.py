@@ -1,0 +1,38 @@
+"""A server for real clients: a small model, which they cannot tell from a large one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.models.tokenizer import Tokenizer
+from foredraft.plan import LoadOptions
+from tests.clients.openai_exceptions import MODELS
+from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
+from tests.server.conftest import TOOL_TEMPLATE, Running, running
+
+NAMES = ("tiny", *MODELS)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("clients") / "tiny"
+    save_tokenizer(directory, TOOL_TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server(tokenizer_directory: Path) -> Iterator[Running]:
+    def load(trace: Any) -> LLM:
+        tables = TableModel.random(VOCAB_SIZE, seed=5, order=1, sharpness=6.0)
+        target = TableModel(VOCAB_SIZE, tables.probs, max_context=1024)
+        asked = LoadOptions(drafter="suffix", max_batch_size=8)
+        return LLM(target, Tokenizer(tokenizer_directory), asked, trace=trace)
+
+    with running(load, served_model_names=NAMES) as server:
+        yield server
