@@ -36,6 +36,7 @@ class Lane {
   end(event) {
     this.result = event;
     this.made.end();
+    this.made.element.scrollTop = 0;
     this.bar.style.setProperty("--done", 1);
     const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
     this.facts.append(fact("tokens", event.num_tokens), fact("forwards", event.stats.steps), fact("tokens a forward", number(event.stats.committed / Math.max(1, event.stats.steps))), fact("tokens/s", number(event.tokens_per_s, 1)));
