@@ -95,6 +95,7 @@ def _print_table(
         console.print(f"({how}; decoding only, after the first token)", style="dim")
     for prompt, plain, speculative in pairs:
         _print_proof(console, _TITLES[prompt.category], plain, speculative)
+    console.print("Watch it happen, and see why each word is there: [bold]foredraft serve[/bold]")
 
 
 def _print_proof(

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from foredraft.core.params import SamplingParams
     from foredraft.engine.engine import Trace
     from foredraft.llm import LLM
+    from foredraft.trace.files import TraceFile
+    from foredraft.trace.record import Tracer
 
 _MODEL, _DRAFT, _SAMPLING = "Model", "Drafting", "Sampling"
 
@@ -246,15 +248,21 @@ def load_traced(options: LoadOptions, path: Path | None, **about: Any) -> Iterat
     from foredraft.trace.files import TraceFile
 
     with TraceFile(path) as file:
-        loaded = load_llm(options)
-        llm = loaded.with_drafter(options, trace=file.tracer(loaded.tokenizer))
-        file.begin(
-            model=options.model,
-            drafter=llm.drafter_name,
-            num_draft_tokens=options.num_draft_tokens,
-            **about,
-        )
+        tracer = file.tracer()
+        llm = load_llm(options, trace=tracer)
+        begin_trace(file, tracer, llm, **about)
         yield llm
+
+
+def begin_trace(file: TraceFile, tracer: Tracer, llm: LLM, **about: Any) -> None:
+    """Write the first line, now that it is known what runs."""
+    tracer.read_with(llm.tokenizer)
+    file.begin(
+        model=llm.options.model,
+        drafter=llm.drafter_name,
+        num_draft_tokens=llm.options.num_draft_tokens,
+        **about,
+    )
 
 
 def load_llm(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +16,11 @@ from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foredraft.server.context import ServerContext
+    from foredraft.llm import LLM
+    from foredraft.plan import LoadOptions
+    from foredraft.server.context import Load, ServerContext
     from foredraft.server.settings import ServerSettings
+    from foredraft.server.steps import StepFeed
 
 _SERVER, _ACCESS, _LIMITS = "Server", "Access", "Limits"
 
@@ -82,6 +87,7 @@ def serve(
     log_requests: Annotated[
         bool, _option(_SERVER, "--log-requests", "A line of JSON for each, without its text.")
     ] = False,
+    trace: o.TraceTo = None,
 ) -> None:
     """Serve the model to OpenAI's and Anthropic's clients, and a page to look at it.
 
@@ -124,14 +130,36 @@ def serve(
             return
         _greet(context, settings)
 
-    app = create_app(lambda feed: o.load_llm(asked, trace=feed), settings, ended_or_ready)
-    server = new_server(app)
-    server.run()
+    with _traced(asked, trace) as load:
+        app = create_app(load, settings, ended_or_ready)
+        server = new_server(app)
+        server.run()
     failure = app.state.context.failure
     if failure is not None:
         raise failure
     if not server.started:
         sys.exit(1)
+
+
+@contextmanager
+def _traced(asked: LoadOptions, path: Path | None) -> Iterator[Load]:
+    """What loads the model; its steps are written to ``path``, if there is one."""
+    from foredraft.trace.files import TraceFile
+
+    with ExitStack() as stack:
+        file = stack.enter_context(TraceFile(path)) if path is not None else None
+
+        def load(feed: StepFeed) -> LLM:
+            if file is None:
+                return o.load_llm(asked, trace=feed)
+            tracer = file.tracer()
+            feed.wants_evidence = True
+            feed.add(tracer)
+            llm = o.load_llm(asked, trace=feed)
+            o.begin_trace(file, tracer, llm)
+            return llm
+
+        yield load
 
 
 def _settings(**given: Any) -> ServerSettings:

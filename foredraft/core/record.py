@@ -22,6 +22,7 @@ class RowRecord:
         committed: the tokens that were committed, in order.
         num_accepted: how many of them were drafted.
         finish_reason: why the request is over, or None.
+        drafter: of several that are loaded the one that drafted; None where there is no choice.
     """
 
     request_id: int
@@ -33,6 +34,7 @@ class RowRecord:
     committed: tuple[int, ...]
     num_accepted: int
     finish_reason: FinishReason | None
+    drafter: str | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -72,6 +72,7 @@ class Commit:
             committed=self.tokens,
             num_accepted=self.num_accepted,
             finish_reason=self.finish_reason,
+            drafter=allowance.drafter or None,
         )
 
 

@@ -51,7 +51,8 @@ class LaneSpec(_Body):
     """How one lane drafts.
 
     Attributes:
-        drafter: a name of `Lanes.drafters`; None is the one the server was started with.
+        drafter: a name of `Lanes.drafters`, which then drafts at every step; None does as the
+            server does, whose controller may choose among several, or none.
         num_draft_tokens: most a step; None is the drafter's own.
     """
 
@@ -105,10 +106,8 @@ class Lanes:
         Raises:
             ConfigError: there is no such drafter for it.
         """
-        name = spec.drafter or self._llm.drafter_name
-        if name not in self.drafters:
-            raise unknown("drafter", name, self.drafters)
-        spec = spec.model_copy(update={"drafter": name})
+        if spec.drafter is not None and spec.drafter not in self.drafters:
+            raise unknown("drafter", spec.drafter, self.drafters)
         with self._lock:
             if spec not in self._made:
                 self._made[spec] = _Watched(self._llm, self._options_for(spec))
@@ -157,10 +156,16 @@ class Lanes:
         return tokenizer.encode_chat([m.model_dump() for m in messages])
 
     def _options_for(self, spec: LaneSpec) -> LoadOptions:
+        asked = self._llm.options
+        if spec.drafter is None:
+            given = spec.num_draft_tokens
+            return asked if given is None else replace(asked, num_draft_tokens=given)
+        size = spec.num_draft_tokens
+        if size is None:
+            size = drafter_spec(spec.drafter).num_draft_tokens
         if spec.drafter == self._llm.drafter_name:
-            return replace(self._llm.options, num_draft_tokens=spec.num_draft_tokens)
-        assert spec.drafter is not None
-        return LoadOptions(drafter=spec.drafter, num_draft_tokens=spec.num_draft_tokens)
+            return replace(asked, num_draft_tokens=size)
+        return LoadOptions(drafter=spec.drafter, num_draft_tokens=size)
 
 
 class _Watched:
@@ -214,6 +219,7 @@ class _Lane:
             if row.committed and not self._num_first:
                 self._first_ms, self._num_first = self.clock_ms, len(row.committed)
             told = {"times": times.model_dump(), "row": row.model_dump(mode="json")}
+            told["row"]["drafter"] = row.drafter or self._watched.llm.drafter_name
             yield self._told("step", controller=self._watched.controller, **told)
         if event.result is not None:
             self.is_over = True

@@ -17,7 +17,12 @@ class StepFeed:
 
     Watchers are called on the engine's thread between two steps: they must be quick. One that
     raises is dropped.
+
+    Attributes:
+        wants_evidence: whether verdicts are to say what they were decided on (`Tracer`).
     """
+
+    wants_evidence = False
 
     def __init__(self) -> None:
         self._watchers: tuple[Watcher, ...] = ()

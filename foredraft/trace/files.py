@@ -46,7 +46,7 @@ class TraceFile:
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._write(Run(foredraft=__version__, started=started, **about))
 
-    def tracer(self, tokenizer: Decoding | None) -> Tracer:
+    def tracer(self, tokenizer: Decoding | None = None) -> Tracer:
         """What an engine is given to write here."""
         return Tracer(self._write, tokenizer)
 

@@ -125,6 +125,7 @@ class Row(_Line):
         kind: the verdict's; None after a chunk of a prompt.
         path: accepted nodes, in order.
         num_accepted: draft tokens committed.
+        drafter: who drafted, where several drafters are loaded; else the run's.
     """
 
     request_id: int
@@ -137,6 +138,7 @@ class Row(_Line):
     committed: tuple[Committed, ...]
     num_accepted: int
     finish_reason: str | None
+    drafter: str | None = None
     why: Why | None = None
 
 

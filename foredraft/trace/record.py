@@ -30,6 +30,10 @@ class Tracer:
         self._sink, self._texts = sink, TokenTexts(tokenizer)
         self._began, self._num_steps = time.perf_counter(), 0
 
+    def read_with(self, tokenizer: Decoding | None) -> None:
+        """Take texts from this tokenizer from now on, where it was not there at the beginning."""
+        self._texts = TokenTexts(tokenizer)
+
     def __call__(self, record: StepRecord) -> None:
         at_ms = 1e3 * (time.perf_counter() - self._began)
         step = f.Step.model_construct(
@@ -59,6 +63,7 @@ class Tracer:
             committed=tuple(self._committed(row)),
             num_accepted=row.num_accepted,
             finish_reason=row.finish_reason,
+            drafter=row.drafter,
             why=told,
         )
         if row.finish_reason:

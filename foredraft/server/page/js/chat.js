@@ -1,5 +1,6 @@
 // The chat: a conversation whose replies show how they were made.
 import { choice, h, number, slider } from "./dom.js";
+import { drafterChoice, laneOf } from "./drafters.js";
 import { run } from "./api.js";
 import { legend, MadeText, PACES, Player } from "./text.js";
 import { getInfo, record } from "./store.js";
@@ -15,6 +16,7 @@ export class Chat {
     this.messages = [];
     this.pace = choice("Pace", PACES, "slow", () => this.player?.step());
     this.temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0, show: (x) => number(x, 1) });
+    this.drafter = drafterChoice();
     this.input = h("textarea", { rows: 1, placeholder: "Say something", "aria-label": "Message", onkeydown: (e) => this.#key(e) });
     this.send = h("button", { class: "button main send", type: "submit", "aria-label": "Send" }, arrow());
     this.turns = h("div", { class: "turns", "aria-live": "off" });
@@ -23,8 +25,8 @@ export class Chat {
       h("div", { class: "chips" }, IDEAS.map(([title, text]) => h("button", { class: "chip", type: "button", onclick: () => this.ask(text) }, title))), legend());
     const form = h("form", { class: "composer", onsubmit: (e) => { e.preventDefault(); this.submit(); } },
       h("div", { class: "box" }, this.input, this.send),
-      h("div", { class: "settings" }, this.temperature.field, h("span", { class: "field" }, "Pace", this.pace.element, this.stepHint = h("span", { hidden: true }, "press →")),
-        h("button", { class: "chip", type: "button", onclick: () => this.reset() }, "New conversation")));
+      h("div", { class: "settings" }, this.temperature.field, h("label", { class: "field" }, "Drafter", this.drafter), h("span", { class: "field" }, "Pace", this.pace.element, this.stepHint = h("span", { hidden: true }, "press →")),
+        h("button", { class: "chip", type: "button", onclick: () => this.reset() }, "New chat")));
     this.element = h("div", { class: "chat" }, this.hello, this.turns, form);
     this.turns.hidden = true;
     document.addEventListener("keydown", (e) => { if (e.key === "ArrowRight" && e.target === document.body) this.player?.step(); });
@@ -79,7 +81,7 @@ export class Chat {
 
   #request() {
     const temperature = this.temperature.value;
-    return { messages: this.messages.slice(-16), temperature, seed: Math.floor(Math.random() * 1e9), max_tokens: Math.min(256, getInfo()?.max_tokens ?? 256) };
+    return { messages: this.messages.slice(-16), lanes: [laneOf(this.drafter)], temperature, seed: Math.floor(Math.random() * 1e9), max_tokens: Math.min(256, getInfo()?.max_tokens ?? 256) };
   }
 
   #running(abort) {

@@ -111,14 +111,14 @@ function ledgerNote(plan) {
 }
 
 function choices(steps, told) {
-  const sizes = steps.map((step) => step.row.draft.tokens.length), last = steps.at(-1).row;
+  const sizes = steps.map((step) => step.row.draft.tokens.length);
   const most = Math.max(4, ...sizes);
   const counts = Array.from({ length: most + 1 }, (_, n) => sizes.filter((size) => size === n).length);
   const plan = steps.at(-1).controller;
   const frame = new Frame(300, 90, [-0.5, most + 0.5], [0, Math.max(...counts)], "How many steps drafted how many tokens");
   counts.forEach((count, n) => frame.bar(n, count, Math.min(22, 240 / (most + 1)), n ? "" : "soft"));
   frame.axes(ticks([0, Math.round(most / 2), most]), [], "tokens drafted in a step");
-  return tile("The controller's choice", h("p", { class: "big" }, number(told.drafted / steps.length, 1), h("small", {}, `drafted a step; ${last.draft.tokens.length} of ${last.budget} allowed in the last`)),
+  return tile("The controller's choice", h("p", { class: "big" }, number(told.drafted / steps.length, 1), h("small", {}, `drafted a step`)),
     plan ? h("p", { class: "note" }, plan.drafter ? `Its plan now: ${plan.drafter}, up to ${plan.budget} tokens.` : "Its plan now: plain decoding, for nothing would pay.", ` ${plan.drafting} of ${plan.steps} steps drafted.`) : null, frame.svg);
 }
 
@@ -126,5 +126,5 @@ function forwards() {
   const { curve } = getInfo(), one = msOf(curve, 1), eight = msOf(curve, 8);
   const frame = new Frame(300, 90, [0, 17], [0, curve.at(-1)[1] * 1.1], "Milliseconds of a forward by its tokens");
   frame.axes(ticks([1, 8, 17]), ticks([one], (v) => number(v, 0)), "tokens in one forward").line(curve, "machine");
-  return tile("A forward here", h("p", { class: "big" }, `${number(eight / one, 2)}×`, h("small", {}, "the time for 8 tokens that 1 takes")), frame.svg);
+  return tile("A forward here", h("p", { class: "big" }, `${number(eight / one, 2)}×`, h("small", {}, "for 8 tokens against one")), frame.svg);
 }

@@ -1,4 +1,5 @@
 // The race: one prompt and seed, plain and speculative, on one clock; two equal hashes at the end.
+import { drafterChoice, laneOf } from "./drafters.js";
 import { h, number, slider } from "./dom.js";
 import { run } from "./api.js";
 import { legend, MadeText } from "./text.js";
@@ -36,6 +37,7 @@ class Lane {
   end(event) {
     this.result = event;
     this.made.end();
+    this.made.element.scrollTop = 0;
     this.bar.style.setProperty("--done", 1);
     const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
     this.facts.append(fact("tokens", event.num_tokens), fact("forwards", event.stats.steps), fact("tokens a forward", number(event.stats.committed / Math.max(1, event.stats.steps))), fact("tokens/s", number(event.tokens_per_s, 1)));
@@ -47,6 +49,7 @@ export class Race {
     this.prompt = PROMPTS[0][1];
     this.chips = PROMPTS.map(([title, text], i) => h("button", { class: "chip", type: "button", "aria-pressed": String(i === 0), onclick: () => this.#choose(i, text) }, title));
     this.temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0, show: (x) => number(x, 1) });
+    this.drafter = drafterChoice(getInfo()?.drafter);
     this.seed = h("input", { type: "number", min: 0, max: 999999, value: 7, "aria-label": "Seed" });
     this.go = h("button", { class: "button main", type: "button", onclick: () => (this.abort ? this.abort.abort() : this.start()) }, "Start the race");
     this.lanesAt = h("div", { class: "lanes" });
@@ -54,7 +57,7 @@ export class Race {
     this.element = h("div", { class: "race" },
       h("section", { class: "lead" }, h("h1", {}, "Same prompt, same seed, same text. One of them sooner."),
         h("p", {}, "Both lanes really run, now, on this machine. They take turns, and each clock counts its own lane's steps alone, so neither slows the other down.")),
-      h("div", { class: "starter" }, h("div", { class: "chips", role: "group", "aria-label": "Prompt" }, this.chips), this.temperature.field, h("label", { class: "field" }, "Seed", this.seed), this.go),
+      h("div", { class: "starter" }, h("div", { class: "chips", role: "group", "aria-label": "Prompt" }, this.chips), h("label", { class: "field" }, "Drafter", this.drafter), this.temperature.field, h("label", { class: "field" }, "Seed", this.seed), this.go),
       this.lanesAt, this.finish, legend());
     this.#lanes();
   }
@@ -65,7 +68,7 @@ export class Race {
   }
 
   #lanes() {
-    this.lanes = [new Lane("Plain", false), new Lane(`Speculative: ${getInfo()?.drafter ?? "…"}`, true)];
+    this.lanes = [new Lane("Plain", false), new Lane(`Speculative: ${this.drafter.value || "as served"}`, true)];
     this.lanesAt.replaceChildren(...this.lanes.map((lane) => lane.element));
     this.finish.replaceChildren();
   }
@@ -73,7 +76,7 @@ export class Race {
   async start() {
     this.#lanes();
     const mostTokens = 120;
-    const request = { messages: [{ role: "user", content: this.prompt }], lanes: [{ drafter: "none" }, {}], temperature: this.temperature.value, seed: Number(this.seed.value) || 0, max_tokens: mostTokens };
+    const request = { messages: [{ role: "user", content: this.prompt }], lanes: [{ drafter: "none" }, laneOf(this.drafter)], temperature: this.temperature.value, seed: Number(this.seed.value) || 0, max_tokens: mostTokens };
     this.abort = new AbortController();
     this.go.textContent = "Stop";
     try {
@@ -102,7 +105,7 @@ export class Race {
     this.lanes[times >= 1 ? 1 : 0].element.classList.add("won");
     this.finish.replaceChildren(h("div", { class: "finish" },
       h("p", { class: "times" }, `${number(times, 2)}×`),
-      h("p", { class: "note" }, times >= 1 ? "tokens per second after the first step, speculative over plain" : "Speculation cost more than it gave here: this text repeats little, or the drafter was wrong too often."),
+      h("p", { class: "note" }, times >= 1 ? "tokens per second after the first step, speculative over plain" : !fast.stats.drafted ? "The controller found that drafting would not pay now, and drafted nothing." : "Speculation cost more than it gave here: this text repeats little, or the drafter was wrong too often."),
       h("div", { class: "hashes" }, h("p", { class: same ? "same" : "differ" }, same ? "The same text, byte for byte" : "The texts differ"),
         h("p", { class: "mono", "data-lane": "plain" }, plain.sha256), h("p", { class: "mono", "data-lane": "speculative" }, fast.sha256))));
   }

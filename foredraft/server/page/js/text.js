@@ -7,10 +7,15 @@ export const PACES = [["real", "1×"], ["slow", "slow"], ["step", "step"]];
 const SLOW = 15;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
+const COPYING = new Set(["suffix", "ngram", "prediction", "retrieval"]);
+
+// Whether a node was copied from earlier text: by its author where a draft has several, else by its drafter.
+export const isCopy = (row, node) => (row.draft.authors ? row.draft.authors[node] === "copy" : COPYING.has(row.drafter));
+
 // Who a committed token is from, as class and word: "plain" where nothing had been drafted.
 export function origin(row, index) {
   const { by } = row.committed[index];
-  if (by === "draft") return { by, author: row.draft.authors?.[row.path[index]] === "copy" ? "copy" : "head" };
+  if (by === "draft") return { by, author: isCopy(row, row.path[index]) ? "copy" : "head" };
   return { by: row.draft.tokens.length ? by : "plain", author: null };
 }
 

@@ -1,5 +1,6 @@
 // A drafted tree, left to right: what was accepted is drawn strong, the likeliest line on top.
 import { percent, s, shown } from "./dom.js";
+import { isCopy } from "./text.js";
 
 const ROW = 46, GAP = 26, HEIGHT = 32;
 
@@ -31,8 +32,7 @@ export function treePicture(row) {
     picture.append(s("path", { class: path.includes(node) ? "yes" : "", d: `M${from} ${a} C${from + 14} ${a} ${to - 14} ${b} ${to} ${b}` }));
   });
   for (const [node, { x }] of at) {
-    const isCopy = node >= 0 && draft.authors?.[node] === "copy";
-    const kind = node < 0 ? "root" : `${path.includes(node) ? "yes" : ""} ${isCopy ? "copy" : ""}`;
+    const kind = node < 0 ? "root" : `${path.includes(node) ? "yes" : ""} ${isCopy(row, node) ? "copy" : ""}`;
     const group = s("g", { class: `node ${kind}` }, s("rect", { x, y: y(node), width: width(node), height: HEIGHT }),
       s("text", { x: x + width(node) / 2, y: y(node) + (node < 0 ? 20 : 14), "text-anchor": "middle" }, node < 0 ? "…" : texts[node]));
     if (node >= 0) group.append(s("text", { class: "p", x: x + width(node) / 2, y: y(node) + 26, "text-anchor": "middle" }, figures[node]));

@@ -1,7 +1,7 @@
 // Why this token? The draft, what the target thought, the test with its numbers, the residual.
 import { clear, h, number, percent, shown } from "./dom.js";
 import { treePicture } from "./tree.js";
-import { origin } from "./text.js";
+import { isCopy, origin } from "./text.js";
 
 const panel = document.getElementById("why");
 let before = null;
@@ -78,11 +78,11 @@ function list(texts) {
 }
 
 function draftSection(row) {
-  const said = row.draft.draft_probs ? "drafted with" : "drafter's estimate";
+  const said = row.draft.draft_probs ? "drafted with → " : row.draft.chances ? "drafter's estimate → " : "";
   const count = row.draft.tokens.length;
   return h("section", {}, h("h3", {}, `The draft: ${count} ${count === 1 ? "token" : "tokens"} of ${row.budget} allowed, ${row.num_accepted} accepted`),
     h("div", { class: "tree-scroll", tabindex: 0, "aria-label": "The drafted tree" }, treePicture(row)),
-    h("p", { class: "note" }, `Small figures: ${said} → the model's own probability.`, row.draft.authors?.includes("copy") ? " Dashed: copied from earlier text." : ""));
+    h("p", { class: "note" }, `Drafted by ${row.drafter}. Small figures: ${said}the model's own probability.`, row.draft.tokens.some((_, node) => isCopy(row, node)) ? " Dashed: copied from earlier text." : ""));
 }
 
 function targetSection(law, row) {

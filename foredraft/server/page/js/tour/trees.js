@@ -27,7 +27,7 @@ export function trees() {
   const { svg, draw } = picture();
   const temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0, show: (x) => number(x, 1), told: () => trial.start() });
   const trial = experiment("Trees of the live model", temperature.field, async (show, signal) => {
-    const [lane] = await collect({ messages: user("Explain in two sentences how a mill grinds grain."), lanes: [{}], temperature: temperature.value, max_tokens: 48 }, signal);
+    const [lane] = await collect({ messages: user("Explain in two sentences how a mill grinds grain."), lanes: [{ drafter: getInfo()?.drafter }], temperature: temperature.value, max_tokens: 48 }, signal);
     const steps = lane.steps.filter((step) => step.row.draft.tokens.length > 1);
     if (!steps.length) { show(h("p", {}, "This run drafted no trees.")); return; }
     const best = steps.reduce((a, b) => (b.row.num_accepted > a.row.num_accepted ? b : a));
