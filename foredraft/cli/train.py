@@ -99,12 +99,17 @@ def _train_command(kind: str) -> Callable[..., None]:
         out: Out,
         target: Target = DEFAULT_MODEL,
         device: o.Device = "auto",
+        start_from: Annotated[
+            Path | None,
+            typer.Option(help="A trained head of this kind to begin with, instead of nothing."),
+        ] = None,
         option: Annotated[
             list[str] | None, typer.Option(help="NAME=VALUE of this kind; may be repeated.")
         ] = None,
     ) -> None:
         """Train a head; the same command goes on where it was left."""
-        _train(kind, target, device, data, plan, out, o.parse_drafter_options(option or ()))
+        options = o.parse_drafter_options(option or ())
+        _train(kind, target, device, data, plan, out, options, start_from)
 
     command.__doc__ = f"Train a drafter of kind {kind}. The same command goes on where it was left."
     return command
@@ -173,9 +178,10 @@ def _train(
     plan: PlanOptions,
     out: Path,
     options: dict[str, Any],
+    start_from: Path | None,
 ) -> None:
     from foredraft.cli.training_display import TrainingDisplay
-    from foredraft.drafters.common.head_files import identify
+    from foredraft.drafters.common.head_files import identify, load_head
     from foredraft.paths import cache_root
     from foredraft.timing_lock import Heed
     from foredraft.train.kinds import checked_options, module_class
@@ -190,6 +196,7 @@ def _train(
     identity = _identity(llm, identify)
     assert llm.tokenizer is not None
     known = TrainingTarget(llm.target, identity.name, identity.tokenizer)
+    older = None if start_from is None else load_head(start_from, module, identity)
     console = Console(stderr=True, highlight=False)
     with settled(), Heed() as pause, TrainingDisplay(console) as display:
         texts = _texts(data, out, llm, identity, display, pause)
@@ -207,6 +214,7 @@ def _train(
             cache_root() / "captures",
             data.capture_gb * 1e9,
             {"data": data.data or ["self"], "command": _command()},
+            older,
         )
         result = trainer.run()
     done = f"{result.tokens} tokens, {result.seconds / 60:.1f} minutes of learning"

@@ -25,9 +25,13 @@ from foredraft.core.noise import gumbel_argmax, gumbel_noise, gumbel_top
 from foredraft.core.rng import Purpose, keyed_uniform
 from foredraft.core.sampling import Law, draw_token
 
-_TRUST = 1.4
+TRUST = 1.4
 """How fast the chance of a choice falls with its distance from the best perturbed score. Fitted to
-accepted shares by distance; it weighs nodes against time and touches no token."""
+accepted shares by distance, of draft models; it weighs nodes against time, and touches no
+token."""
+
+_LOOKED_AT = 12
+"""Of the best scores, so many say together how sure the first ones are."""
 
 _TILT = 0.35
 """How much the noise says about a token of which only its share in many places is known. A copy
@@ -49,15 +53,18 @@ class Choice(NamedTuple):
 class SharedChoices(Protocol):
     """What a drafter of a seeded request chooses with: the noise of the target's own draw."""
 
-    def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
+    def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
         """The ``count`` tokens that a target with this law would likeliest draw, likeliest first.
 
         Args:
             law: the drafter's own, of the token ``depth`` places after the last committed one.
+            trust: how much a better score says, for drafters that are better or worse than most.
         """
         ...
 
-    def among(self, candidates: Sequence[Choice], depth: int, count: int = 1) -> list[Choice]:
+    def among(
+        self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
+    ) -> list[Choice]:
         """`best` for a law of which only the likeliest tokens are known.
 
         It misses a token that the target draws from the rest, and takes a small part of the time
@@ -118,16 +125,19 @@ class KeyedSharedChoices:
     num_tokens: int
     temperature: float
 
-    def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
+    def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
         if law.scale is None:
             return _likeliest(law, count)
-        # One more than asked for: what comes behind the last one says how sure it is.
-        scored = gumbel_top(law.logits_V, count + 1, self.seed, self._at(depth), law.scale)
-        chances = _softmax([_TRUST * score for _, score in scored])
+        # More than asked for: what comes behind the last one says how sure it is.
+        wanted = max(count + 1, _LOOKED_AT)
+        scored = gumbel_top(law.logits_V, wanted, self.seed, self._at(depth), law.scale)
+        chances = _softmax([trust * score for _, score in scored])
         pairs = zip(scored, chances, strict=True)
         return [Choice(token, chance) for (token, _), chance in pairs][:count]
 
-    def among(self, candidates: Sequence[Choice], depth: int, count: int = 1) -> list[Choice]:
+    def among(
+        self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
+    ) -> list[Choice]:
         if self.temperature == 0.0 or not candidates:
             return list(candidates[:count])
         noise = gumbel_noise([c.token for c in candidates], self.seed, self._at(depth))
@@ -137,12 +147,12 @@ class KeyedSharedChoices:
                 for c, g in zip(candidates, noise, strict=True)
             ),
             reverse=True,
-        )[: count + 1]
+        )[: max(count + 1, _LOOKED_AT)]
         # The best of the unnamed tokens is Gumbel around the log of their mass: the chance that
         # it stays below the best named score is known.
         unnamed = max(0.0, 1.0 - sum(c.chance for c in candidates))
         named_wins = math.exp(-unnamed * math.exp(-scored[0][0]))
-        chances = _softmax([_TRUST * score for score, _ in scored])
+        chances = _softmax([trust * score for score, _ in scored])
         pairs = zip(scored, chances, strict=True)
         return [Choice(token, named_wins * chance) for (_, token), chance in pairs][:count]
 
@@ -166,10 +176,12 @@ class KeyedSharedChoices:
 class LikeliestChoices:
     """`SharedChoices` without noise: the tokens that are likeliest before anything is drawn."""
 
-    def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
+    def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
         return _likeliest(law, count)
 
-    def among(self, candidates: Sequence[Choice], depth: int, count: int = 1) -> list[Choice]:
+    def among(
+        self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
+    ) -> list[Choice]:
         return list(candidates[:count])
 
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
@@ -232,4 +244,5 @@ def _likeliest(law: Law, count: int) -> list[Choice]:
 def _softmax(scores: Sequence[float]) -> list[float]:
     best = max(scores)
     weights = [math.exp(score - best) for score in scores]
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]

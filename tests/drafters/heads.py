@@ -134,11 +134,13 @@ class Forced:
     num_tokens: int
     seen: dict[int, Tensor] = field(default_factory=dict)
 
-    def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
+    def best(self, law: Law, depth: int, count: int = 1, trust: float = 1.0) -> list[Choice]:
         self.seen[depth + 1] = law.logits_V.clone()
         return [Choice(self.text[self.num_tokens + depth], 0.99)]
 
-    def among(self, candidates: Sequence[Choice], depth: int, count: int = 1) -> list[Choice]:
+    def among(
+        self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = 1.0
+    ) -> list[Choice]:
         raise AssertionError("rules of a text are asked for whole laws")
 
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:

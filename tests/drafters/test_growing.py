@@ -38,12 +38,13 @@ def test_a_round_scores_the_likeliest_nodes_and_hangs_below_them() -> None:
     growth = Growth(row(8), LIMITS)
     growth.hang(ROOT, [Choice(10, 0.6), Choice(11, 0.3), Choice(12, 0.1)])
     nodes = growth.next_round()
-    assert [growth.drafted(node) for node in nodes] == [(10,), (11,)]  # a third was not hung
-    growth.hang(nodes[0], [Choice(20, 0.9)])
+    assert [growth.drafted(node) for node in nodes] == [(10,), (11,)]
+    growth.hang(nodes[0], [Choice(20, 0.9), Choice(22, 0.06), Choice(23, 0.03)])
     growth.hang(nodes[1], [Choice(21, 0.1)])
     tree = growth.build().tree
-    assert tree.tokens == (10, 20, 11, 21)
-    assert tree.parents == (ROOT, 0, ROOT, 2)
+    # Two below a node, so 23 was not hung; below the root twice as many.
+    assert tree.tokens == (10, 20, 11, 12, 22, 21)
+    assert tree.parents == (ROOT, 0, ROOT, ROOT, 0, 2)
 
 
 def test_the_budget_keeps_the_likeliest() -> None:

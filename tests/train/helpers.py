@@ -147,6 +147,7 @@ def trainer_of(
     options: Mapping[str, Any] | None = None,
     capture_bytes: float = 1e9,
     kind: type[HeadModule] = LinearHead,
+    start_from: HeadModule | None = None,
 ) -> Trainer:
     return Trainer(
         kind,
@@ -160,6 +161,7 @@ def trainer_of(
         out.parent / "captures",
         capture_bytes,
         {"data": "rules"},
+        start_from,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from foredraft.drafters.common.head import Prediction, TextBatch
 from foredraft.drafters.common.head_files import load_head
 from foredraft.models.table import TableModel
 from foredraft.train.curves import draw_curves, read_curves
+from foredraft.train.start import take_over
 from foredraft.train.target import TrainingTarget
 from tests.train.helpers import LinearHead, Watch, plan_of, some_texts, train, trainer_of
 
@@ -123,6 +125,34 @@ def test_what_is_kept_is_measured_again(target: TrainingTarget, tmp_path: Path) 
     trainer.counters.best = 99.0
     trainer.run()
     assert 1.0 <= trainer.counters.best < 4.0
+
+
+def test_a_head_starts_from_what_another_has_learnt(target: TrainingTarget, tmp_path: Path) -> None:
+    train(target, tmp_path / "old", plan=plan_of(output_rows=50))
+    older = load_head(tmp_path / "old", LinearHead, target.identity)
+    trainer = trainer_of(target, tmp_path / "new", plan=plan_of(output_rows=80), start_from=older)
+    newer = trainer._learner.module
+    assert isinstance(newer, LinearHead)
+    assert torch.equal(newer.joins[0].weight, older.joins[0].weight)
+    assert older.output_ids_R is not None
+    assert newer.output_ids_R is not None
+    rows = {int(token): row for row, token in enumerate(newer.output_ids_R)}
+    for row, token in enumerate(older.output_ids_R.tolist()):
+        if token in rows:
+            assert torch.equal(newer.output.weight[rows[token]], older.output.weight[row])
+    fresh = set(rows) - set(older.output_ids_R.tolist())
+    assert fresh
+    token = min(fresh)
+    assert torch.equal(newer.output.weight[rows[token]], target.head_rows(torch.tensor([token]))[0])
+
+
+def test_heads_of_other_sizes_are_no_start(target: TrainingTarget) -> None:
+    shape = target.shape
+    with pytest.raises(ConfigError, match=r"is \[.*train with its options"):
+        take_over(
+            LinearHead(replace(shape, hidden_size=8), 5, 0),
+            LinearHead(replace(shape, hidden_size=4), 5, 0),
+        )
 
 
 def test_acceptance_does_not_depend_on_batches(target: TrainingTarget, tmp_path: Path) -> None:

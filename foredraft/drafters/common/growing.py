@@ -17,7 +17,7 @@ from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.common.price import Worth
+from foredraft.drafters.common.price import KnownPrice, Worth
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class GrowthLimits:
     Attributes:
         max_depth: tokens from the root to a leaf.
         width: nodes that one round scores.
-        branching: tokens hung below one node.
+        branching: tokens hung below one node; below the root twice as many, for they were found
+            before the round began.
         round_cost: time of a round, in plain steps.
     """
 
@@ -37,7 +38,7 @@ class GrowthLimits:
     round_cost: float = 0.06
 
 
-_SURE = 0.8
+SURE = 0.8
 """From this chance on a copy is followed without asking the head, which takes time."""
 _LEAST = 0.04
 """Nodes that are less likely are not looked below."""
@@ -108,13 +109,17 @@ class Growth:
     _nodes: list[_Node] = field(default_factory=list)
     _open: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        price = KnownPrice.of(self.row.price, self.row.budget)
+        self._worth = Worth(price, self.limits.round_cost * price.ms(0))
+
     def hang(self, node: int, choices: Sequence[Choice], is_copy: bool = False) -> None:
         """Hang the likeliest tokens below a node (or `ROOT`)."""
         chance = 1.0
         drafted: tuple[int, ...] = ()
         if node != ROOT:
             chance, drafted = self._nodes[node].chance, self._nodes[node].drafted
-        for choice in choices[: self.limits.branching]:
+        for choice in choices[: self.num_below(node)]:
             below = (*drafted, choice.token)
             self._open.append(len(self._nodes))
             self._nodes.append(
@@ -133,10 +138,15 @@ class Growth:
         bound = sum(self._nodes[n].chance for n in best)
         if not best or len(self.scored) + len(best) > self.row.budget:
             return []
-        if not self._worth().is_worth_a_forward(self._values(), bound, self.num_rounds):
+        if not self._worth.is_worth_a_forward(self._values(), bound, self.num_rounds):
             return []
         self._score(best)
         return best
+
+    def num_below(self, node: int) -> int:
+        """How many tokens may hang below a node (or `ROOT`)."""
+        branching = self.limits.branching
+        return 2 * branching if node == ROOT and branching > 1 else branching
 
     def drafted(self, node: int) -> tuple[int, ...]:
         """The tokens from the root to a node."""
@@ -168,7 +178,7 @@ class Growth:
         """The nodes that are worth their time."""
         self._follow_guide()
         values = self._values()
-        size = self._worth().best_num_nodes(values, self.num_rounds)
+        size = self._worth.best_num_nodes(values, self.num_rounds)
         # No child is likelier than its parent, and of equal ones the parent was there first.
         kept = sorted(range(len(self._nodes)), key=lambda n: -self._nodes[n].chance)[:size]
         numbers = {ROOT: ROOT} | {node: number for number, node in enumerate(kept)}
@@ -199,7 +209,7 @@ class Growth:
         if len(found.drafted) >= self.limits.max_depth or found.chance < _LEAST:
             return False
         copied = self.copied(node)
-        return not copied or copied[0].chance < _SURE
+        return not copied or copied[0].chance < SURE
 
     def _where(self, node: int) -> Any:
         assert self.guide is not None
@@ -223,7 +233,3 @@ class Growth:
     def _values(self) -> list[float]:
         """The chances of the likeliest nodes, as many as may be drafted."""
         return sorted((n.chance for n in self._nodes), reverse=True)[: self.row.budget]
-
-    def _worth(self) -> Worth:
-        price = self.row.price
-        return Worth(price, self.limits.round_cost * price.ms(0))

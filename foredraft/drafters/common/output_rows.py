@@ -14,6 +14,7 @@ from torch import Tensor
 from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import SamplingRules
+from foredraft.core.sampling import Law
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.common.candidates import Candidates
 
@@ -21,6 +22,10 @@ _CANDIDATES = 64
 """Of each node, when noise is to choose among them: what lies beyond is rarely drawn."""
 
 _COPIED_WEIGHT = 0.35
+
+HEAD_TRUST = 0.7
+"""A head's scores say less than a draft model's (`foredraft.core.choices.TRUST`). Fitted to the log
+loss of its choices at temperatures 0.7 and 1."""
 
 
 class OutputRows:
@@ -70,6 +75,13 @@ class OutputRows:
             ]
         is_greedy = params.temperature == 0.0
         scale = 1.0 if is_greedy else 1.0 / max(params.temperature, 1e-3)
+        assert not isinstance(row.choices, DrawnChoices)
+        if not is_greedy and not _has_filter(params):
+            laws = self._laws(logits_NR, scale, copied)
+            return [
+                row.choices.best(law, len(guesses), count, HEAD_TRUST)
+                for law, guesses in zip(laws, drafted, strict=True)
+            ]
         wanted = count if is_greedy else _CANDIDATES
         likeliest = self._candidates.likeliest(logits_NR, wanted, scale)
         found = []
@@ -78,9 +90,25 @@ class OutputRows:
                 candidates = blended(candidates, copied[node])
             if not is_greedy:
                 candidates = _filtered(candidates, params)
-            assert not isinstance(row.choices, DrawnChoices)
-            found.append(row.choices.among(candidates, len(guesses), count))
+            found.append(row.choices.among(candidates, len(guesses), count, HEAD_TRUST))
         return found
+
+    def _laws(
+        self, logits_NR: Tensor, scale: float, copied: Sequence[Sequence[Choice]]
+    ) -> list[Law]:
+        """Of all tokens, since noise may choose any of them; copied ones as in `blended`."""
+        laws = []
+        for node, logits_R in enumerate(logits_NR.float().cpu()):
+            logits_V = logits_R.clone() if self._all else self.spread(logits_R)
+            if copied and copied[node]:
+                # As if the head had said so: with z the log of its total, p = exp(scale * l - z).
+                z = float((logits_R * scale).logsumexp(0))
+                for token, chance in copied[node]:
+                    own = (1.0 - _COPIED_WEIGHT) * math.exp(float(logits_V[token]) * scale - z)
+                    odds = (own + _COPIED_WEIGHT * chance) / (1.0 - _COPIED_WEIGHT)
+                    logits_V[token] = (math.log(max(odds, 1e-12)) + z) / scale
+            laws.append(Law(logits_V, scale, 0))
+        return laws
 
 
 def blended(learned: Sequence[Choice], copied: Sequence[Choice]) -> list[Choice]:
@@ -95,9 +123,13 @@ def blended(learned: Sequence[Choice], copied: Sequence[Choice]) -> list[Choice]
     return [Choice(*pair) for pair in sorted(chances.items(), key=lambda pair: -pair[1])]
 
 
+def _has_filter(params: SamplingParams) -> bool:
+    return params.top_p < 1.0 or params.min_p > 0.0 or params.top_k > 0
+
+
 def _filtered(candidates: list[Choice], params: SamplingParams) -> list[Choice]:
     """What top-k, top-p and min-p leave of candidates in falling order, renormalised."""
-    if params.top_p == 1.0 and params.min_p == 0.0 and params.top_k <= 0:
+    if not _has_filter(params):
         return candidates
     if params.top_k > 0:
         candidates = candidates[: params.top_k]

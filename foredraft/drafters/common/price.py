@@ -27,6 +27,24 @@ def asked_price(context: DrafterContext) -> Price | None:
 
 
 @dataclass(frozen=True)
+class KnownPrice:
+    """A `Price` that was asked once for every number of nodes up to a budget.
+
+    Attributes:
+        by_nodes: milliseconds, beginning with no node.
+    """
+
+    by_nodes: tuple[float, ...]
+
+    @classmethod
+    def of(cls, price: Price, budget: int) -> KnownPrice:
+        return cls(tuple(price.ms(num_nodes) for num_nodes in range(budget + 1)))
+
+    def ms(self, num_nodes: int) -> float:
+        return self.by_nodes[num_nodes]
+
+
+@dataclass(frozen=True)
 class Worth:
     """Weighs nodes and draft forwards against their time.
 

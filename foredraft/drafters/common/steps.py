@@ -240,6 +240,7 @@ class _Tree:
         growth = self.growth
         drafted = [growth.drafted(node) if node != ROOT else () for node in nodes]
         copied = [growth.copied(node) for node in nodes] if growth.guide else ()
-        found = rows.choices(growth.row, logits_NR, drafted, growth.limits.branching, copied)
+        count = max(map(growth.num_below, nodes))
+        found = rows.choices(growth.row, logits_NR, drafted, count, copied)
         for node, choices in zip(nodes, found, strict=True):
             growth.hang(node, choices)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from foredraft.cache.base import Cache
-from foredraft.core.choices import Choice, DrawnChoices, SharedChoices
+from foredraft.core.choices import TRUST, Choice, DrawnChoices, SharedChoices
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.proposal import NO_PROPOSAL, Proposal, Renaming
 from foredraft.core.rules import SamplingRules
@@ -103,15 +103,17 @@ class _RenamedChoices:
     choices: SharedChoices
     renaming: Renaming
 
-    def best(self, law: Law, depth: int, count: int = 1) -> list[Choice]:
+    def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
         old_S, new_S = self.renaming.ids_S
         logits_V = law.logits_V.new_full((self.renaming.vocab_size,), -math.inf)
         logits_V[new_S] = law.logits_V[old_S]
         renamed = Law(logits_V, law.scale, int(logits_V.argmax()))
-        return self._back(self.choices.best(renamed, depth, count))
+        return self._back(self.choices.best(renamed, depth, count, trust))
 
-    def among(self, candidates: Sequence[Choice], depth: int, count: int = 1) -> list[Choice]:
-        return self._back(self.choices.among(self._renamed(candidates), depth, count))
+    def among(
+        self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
+    ) -> list[Choice]:
+        return self._back(self.choices.among(self._renamed(candidates), depth, count, trust))
 
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
         return self._back(self.choices.weigh(self._renamed(candidates), depth))
