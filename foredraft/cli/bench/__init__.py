@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from foredraft.cli.bench.drafters import drafters
+from foredraft.cli.bench.grammar import grammar
 from foredraft.cli.bench.memory import memory
 from foredraft.cli.bench.quality import quality
 from foredraft.cli.bench.report import report
@@ -23,5 +24,5 @@ def _alone(context: typer.Context) -> None:
         context.with_resource(measuring(lambda text: typer.echo(text, err=True)))
 
 
-for command in (drafters, step, serve_sim, quality, memory, report):
+for command in (drafters, step, serve_sim, grammar, quality, memory, report):
     app.command()(command)
