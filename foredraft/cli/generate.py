@@ -42,6 +42,14 @@ def generate(
             rich_help_panel="Drafting",
         ),
     ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs",
+            help="With --json: log probabilities, and this many likeliest tokens at each place.",
+            rich_help_panel="Sampling",
+        ),
+    ] = None,
     as_json: o.Json = False,
     trace: o.TraceTo = None,
 ) -> None:
@@ -58,11 +66,15 @@ def generate(
 
         foredraft generate - --drafter none --json < prompt.txt
 
+        foredraft generate --chat "Describe a baker as JSON." --json-schema person.json
+
         foredraft generate --chat "Rename total to result: …" --prediction code.py
     """
     if prediction is not None:
         draft = _draft_with_prediction(draft)
-    params = sampling.params(prediction=_read_prediction(prediction, prompt))
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs are numbers to be read by programs; add --json")
+    params = sampling.params(prediction=_read_prediction(prediction, prompt), logprobs=logprobs)
     asked = o.load_options(running, draft, max_batch_size=1)
     text = _read_input("the prompt") if prompt == "-" else prompt
     about = {name: value for name, value in vars(sampling).items() if value is not None}
@@ -192,6 +204,7 @@ def _report(llm: LLM, run: MeasuredRun, prompt: str) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "error": result.error,
         "seed": result.seed,
+        **({} if result.logprobs is None else {"logprobs": [vars(p) for p in result.logprobs]}),
         "stats": stats_dict(result.stats),
         "first_token_s": round(run.first_event_s, 4),
         "total_s": round(run.total_s, 4),

@@ -94,6 +94,27 @@ MaxTokens = Annotated[int, _option(_SAMPLING, "--max-tokens", "Most tokens to ge
 Stop = Annotated[
     list[str] | None, _option(_SAMPLING, "--stop", "Text that ends the reply; may be repeated.")
 ]
+RepetitionPenalty = Annotated[
+    float, _option(_SAMPLING, "--repetition-penalty", "Above 1: less of what is there already.")
+]
+PresencePenalty = Annotated[
+    float, _option(_SAMPLING, "--presence-penalty", "Off the logits of tokens in the reply.")
+]
+FrequencyPenalty = Annotated[
+    float, _option(_SAMPLING, "--frequency-penalty", "Likewise, for each time they are in it.")
+]
+MinTokens = Annotated[
+    int, _option(_SAMPLING, "--min-tokens", "Nothing ends the reply before it has so many.")
+]
+JsonSchema = Annotated[
+    str | None, _option(_SAMPLING, "--json-schema", "The reply is JSON by the schema in this file.")
+]
+Regex = Annotated[
+    str | None, _option(_SAMPLING, "--regex", "The reply matches this regular expression.")
+]
+Choices = Annotated[
+    list[str] | None, _option(_SAMPLING, "--choice", "The reply is one of these; to be repeated.")
+]
 Coupling = Annotated[
     str,
     _option(_SAMPLING, "--coupling", "seeded, or drawn: the same distribution, another text."),
@@ -155,6 +176,13 @@ class SamplingOptions:
     max_tokens: MaxTokens = 256
     stop: Stop = None
     coupling: Coupling = "seeded"
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: PresencePenalty = 0.0
+    frequency_penalty: FrequencyPenalty = 0.0
+    min_tokens: MinTokens = 0
+    json_schema: JsonSchema = None
+    regex: Regex = None
+    choice: Choices = None
 
     def params(self, **more: Any) -> SamplingParams:
         """The request that these options describe.
@@ -162,9 +190,13 @@ class SamplingOptions:
         Raises:
             ConfigError: a value that cannot be used.
         """
+        from foredraft.cli.grammar import one_grammar
         from foredraft.core.params import SamplingParams
 
-        return SamplingParams.of(**vars(self) | {"stop": tuple(self.stop or ())} | more)
+        given = vars(self) | {"stop": tuple(self.stop or ())}
+        names = ("json_schema", "regex", "choice")
+        given["grammar"] = one_grammar(**{name: given.pop(name) for name in names})
+        return SamplingParams.of(**given | more)
 
 
 def with_option_objects(command: Callable[..., None]) -> Callable[..., None]:

@@ -44,9 +44,20 @@ SAMPLING_VALUES = [
     ("--stop", "", "non-empty"),
     ("--stop", "a" * 70000, "stop holds"),
     ("--coupling", "seded", "did you mean 'seeded'"),
+    ("--repetition-penalty", "0", "repetition_penalty is 0"),
+    ("--presence-penalty", "3", "presence_penalty is 3"),
+    ("--frequency-penalty", "nan", "frequency_penalty must be a finite number"),
+    ("--min-tokens", "9999", "min_tokens is 9999"),
+    ("--json-schema", "/no/such/schema.json", "cannot be read"),
+    ("--choice", "", "empty text"),
 ]
 COMMANDS = {
-    ("generate", "Hi"): [*MODEL_VALUES, *DRAFT_VALUES, *SAMPLING_VALUES],
+    ("generate", "Hi"): [
+        *MODEL_VALUES,
+        *DRAFT_VALUES,
+        *SAMPLING_VALUES,
+        ("--logprobs", "2", "add --json"),
+    ],
     ("chat",): [*MODEL_VALUES, *DRAFT_VALUES, *SAMPLING_VALUES],
     ("doctor",): [
         *MODEL_VALUES,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -78,6 +79,20 @@ def test_the_engine_keeps_the_law(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ANY_COUPLING)
 def test_the_engine_keeps_the_law_of_seeded_requests(name: str) -> None:
     assert_exact(world("random", 3), DRAFTERS[name], SEEDED)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.5, "frequency_penalty": 0.6, "presence_penalty": -0.4},
+    "bias": {"logit_bias": {0: 0.8, 2: -0.5}, "top_k": 2},
+    "allowed": {"allowed_token_ids": [0, 2], "frequency_penalty": 1.0, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_engine_keeps_the_law_under_rules(name: str, rules: str) -> None:
+    """Also with a draft distribution that knows nothing of them: it is only accepted less."""
+    assert_exact(world("random", 3), DRAFTERS[name], replace(DRAWN, **RULES[rules]))
 
 
 @pytest.mark.parametrize("name", ["draft model", "draft tree", "best-first tree"])

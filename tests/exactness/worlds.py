@@ -19,7 +19,7 @@ from foredraft.core.sampling import logits_to_probs
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.table import TableModel
-from tests.core.reference import reference_probs
+from tests.core.reference import reference_probs, ruled_logits
 from tests.exactness.ledger import Law
 
 Tokens = tuple[int, ...]
@@ -135,7 +135,8 @@ def target_law(
         for text, weight in texts.items():
             probs = world.target_table((*prompt, *text))
             logits = [math.log(p) if p else -math.inf for p in probs]
-            for token, p in enumerate(reference_probs(logits, params)):
+            ruled = ruled_logits(logits, params, prompt, text)
+            for token, p in enumerate(reference_probs(ruled, params)):
                 if p:
                     longer[*text, token] = weight * p
         texts = longer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from foredraft.cli.bench.drafters import drafters
+from foredraft.cli.bench.grammar import grammar
 from foredraft.cli.bench.memory import memory
 from foredraft.cli.bench.prefix import prefix
 from foredraft.cli.bench.quality import quality
@@ -24,5 +25,5 @@ def _alone(context: typer.Context) -> None:
         context.with_resource(measuring(lambda text: typer.echo(text, err=True)))
 
 
-for command in (drafters, step, serve_sim, prefix, quality, memory, report):
+for command in (drafters, step, serve_sim, prefix, grammar, quality, memory, report):
     app.command()(command)
