@@ -14,7 +14,7 @@ import torch
 
 from foredraft.core.errors import ConfigError, VocabularyMismatchError
 from foredraft.drafters import check_options, drafter_spec, needs_draft_model
-from foredraft.drafters.common.shipped import shipped_head
+from foredraft.drafters.common.shipped import shipped_head, shipped_head_of_files
 from foredraft.models.base import Target
 from foredraft.models.progress import Progress
 from foredraft.models.safety import Checkpoint
@@ -149,20 +149,26 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     return decoders[name]
 
 
-def _without_draft_model(target: Target | None) -> str:
-    if target is not None and shipped_head("eagle", target):
-        return "blend"
-    return "suffix"
+def _without_draft_model(target: Target | ModelPlan | None) -> str:
+    if isinstance(target, ModelPlan):
+        files = target.checkpoint if target.backend == "native" else None
+        head = files and shipped_head_of_files("eagle", files)
+    else:
+        head = target and shipped_head("eagle", target)
+    return "blend" if head else "suffix"
 
 
 def resolve_drafter(
-    options: LoadOptions, has_draft_model: bool | None = None, target: Target | None = None
+    options: LoadOptions,
+    has_draft_model: bool | None = None,
+    target: Target | ModelPlan | None = None,
 ) -> str:
     """The registered name behind ``options.drafter``; "auto" is the best that is there.
 
     Args:
         has_draft_model: None goes by whether ``options`` names one.
-        target: tells whether a trained head comes with the package; None: nothing is known yet.
+        target: itself or its plan, which tell whether a trained head comes with the package; None:
+            nothing is known yet.
 
     Raises:
         ConfigError: no such drafter or option of it, no draft model where one is needed, or one

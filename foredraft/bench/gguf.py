@@ -10,7 +10,7 @@ from typing import Any
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.models.native.config import DecoderConfig, read_config
 
-QUANTISATIONS = ("bf16", "q8_0", "q4_0", "q4_1")
+QUANTISATIONS = ("bf16", "q8_0", "q4_1", "q4_0")
 
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",

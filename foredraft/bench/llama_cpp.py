@@ -22,7 +22,7 @@ def open_llama(
     """The checkpoint as a ``Llama``; the GGUF file is made here and read into memory.
 
     Args:
-        quantisation: "bf16", "q8_0" or "q4_0".
+        quantisation: one of `gguf.QUANTISATIONS`, of all matrices.
         context: most tokens.
         options: further ones of ``Llama``.
 
@@ -68,12 +68,13 @@ class LlamaCppStepper:
 
 
 class LlamaCppContender:
-    """Greedy generation of llama.cpp, from bfloat16 weights. See `contenders.Contender`.
+    """Greedy generation of llama.cpp. See `contenders.Contender`.
 
     Args:
         max_context: most tokens of prompt and reply.
         stop_ids: tokens that end the reply.
         lookup: with its prompt lookup, which drafts 10 tokens.
+        quantisation: of its weights; see `open_llama`.
     """
 
     def __init__(
@@ -83,15 +84,16 @@ class LlamaCppContender:
         threads: int,
         stop_ids: Collection[int],
         lookup: bool = False,
+        quantisation: str = "bf16",
     ) -> None:
-        self.name = "llama.cpp" + (" ngram" if lookup else "")
+        self.name = f"llama.cpp {quantisation}" + (" ngram" if lookup else "")
         self._stop_ids = frozenset(stop_ids)
         options: dict[str, Any] = {}
         if lookup:
             from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
             options = {"draft_model": LlamaPromptLookupDecoding(), "logits_all": True}
-        self._llama = open_llama(directory, "bf16", max_context, threads, **options)
+        self._llama = open_llama(directory, quantisation, max_context, threads, **options)
 
     def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
         self._llama.reset()

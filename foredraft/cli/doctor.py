@@ -47,13 +47,14 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     from foredraft.loading import plan_models, resolve_drafter
     from foredraft.machine import describe_machine
 
-    name = resolve_drafter(options)
-    spec = drafter_spec(name)
+    resolve_drafter(options)  # says what is wrong before anything is downloaded
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     budget = options.num_draft_tokens
     with RichProgress() as progress:
         plan, draft_plan = plan_models(options, progress)
+    name = resolve_drafter(options, target=plan)
+    spec = drafter_spec(name)
     plans = {"target": plan} | ({"draft model": draft_plan} if draft_plan else {})
     return {
         "machine": describe_machine(),

@@ -132,6 +132,14 @@ TraceTo = Annotated[
     Path | None,
     typer.Option("--trace", help="Write what each step did to this file; see `foredraft trace`."),
 ]
+InstructionSets = Annotated[
+    str | None,
+    typer.Option("--isa", help="Instruction sets with commas, or all that this machine runs."),
+]
+Formats = Annotated[
+    str | None,
+    typer.Option(help="Several of --weights, with commas: each is loaded and timed."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 JsonFile = Annotated[
     str | None, typer.Option("--json", help="Also write all figures to this file.")
@@ -235,6 +243,11 @@ def _fields_as_parameters(group: type[Any]) -> list[Parameter]:
         Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
         for f in fields(group)
     ]
+
+
+def format_names(asked: str | None) -> list[str]:
+    """The formats of --formats; none if it was not given."""
+    return [name.strip() for name in asked.split(",")] if asked else []
 
 
 def load_options(*groups: ModelOptions | DraftOptions, **more: Any) -> LoadOptions:

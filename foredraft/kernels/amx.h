@@ -1,7 +1,8 @@
 // Tiles: AMX multiplies up to 16 rows with 16 columns in one instruction.
 //
-// A tile is up to 16 rows of 64 bytes; the fewer rows are multiplied, the less it costs. sums[m][n] += the products of row m of one tile with column n
-// of another, whose rows hold what belongs together (2 bfloat16, 4 bytes) side by side for every n.
+// A tile is up to 16 rows of 64 bytes; the fewer rows are multiplied, the less it costs. sums[m][n] +=
+// the products of row m of one tile with column n of another, whose rows hold what belongs together
+// (2 bfloat16, 4 bytes) side by side for every n.
 // On other CPUs the tests run the same code with FOREDRAFT_EMULATE_TILES: plain C++ that rounds as
 // the instruction does.
 #pragma once
@@ -23,9 +24,10 @@ constexpr int kTileRows = 16;
 constexpr int64_t kTileRowBytes = 64;
 constexpr int64_t kTileBytes = kTileRows * kTileRowBytes;
 
-// How many rows each tile has.
+// How many rows each tile has, and how many bytes a row of it.
 struct TileShape {
   uint8_t rows[8];
+  uint8_t bytes[8] = {64, 64, 64, 64, 64, 64, 64, 64};
 };
 
 // What the instruction computes: float32 multiply-adds, rounded to nearest even, where subnormal
@@ -52,7 +54,16 @@ inline void emulated_tile_product(int M, const bf16* rows, const bf16* columns, 
     }
 }
 
-#if defined(__AMX_BF16__)
+// sums[M, 16] += rows[M, quads of digits] . columns[quads of unsigned bytes, 16]; exact
+inline void emulated_byte_product(int M, int quads, const int8_t* rows, const uint8_t* columns,
+                                  int32_t* sums) {
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < 16; ++n)
+      for (int k = 0; k < 4 * quads; ++k)
+        sums[16 * m + n] += rows[kTileRowBytes * m + k] * columns[64 * (k / 4) + 4 * n + k % 4];
+}
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 
 constexpr bool kTiles = true;
 
@@ -76,7 +87,7 @@ class TileSession {
     config.palette = 1;
     for (int tile = 0; tile < 8; ++tile) {
       config.rows[tile] = shape.rows[tile];
-      config.bytes[tile] = kTileRowBytes;
+      config.bytes[tile] = shape.bytes[tile];
     }
     asm volatile("ldtilecfg %0" ::"m"(config));
   }
@@ -108,6 +119,12 @@ struct Tiles {
   void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kColumns));
   }
+
+  // The same in whole numbers: signed bytes in rows, unsigned ones in columns.
+  template <int kSums, int kRows, int kColumns>
+  void multiply_bytes() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kColumns));
+  }
 };
 
 #elif defined(FOREDRAFT_EMULATE_TILES)
@@ -131,14 +148,14 @@ class Tiles {
   void load(const void* source, int64_t stride) {
     for (int64_t row = 0; row < shape_.rows[kTile]; ++row)
       std::memcpy(tiles_[kTile] + row * kTileRowBytes,
-                  static_cast<const char*>(source) + row * stride, kTileRowBytes);
+                  static_cast<const char*>(source) + row * stride, shape_.bytes[kTile]);
   }
 
   template <int kTile>
   void store(void* target, int64_t stride) {
     for (int64_t row = 0; row < shape_.rows[kTile]; ++row)
       std::memcpy(static_cast<char*>(target) + row * stride, tiles_[kTile] + row * kTileRowBytes,
-                  kTileRowBytes);
+                  shape_.bytes[kTile]);
   }
 
   template <int kSums, int kRows, int kColumns>
@@ -146,6 +163,14 @@ class Tiles {
     emulated_tile_product(shape_.rows[kRows], reinterpret_cast<const bf16*>(tiles_[kRows]),
                           reinterpret_cast<const bf16*>(tiles_[kColumns]),
                           reinterpret_cast<float*>(tiles_[kSums]));
+  }
+
+  template <int kSums, int kRows, int kColumns>
+  void multiply_bytes() {
+    emulated_byte_product(shape_.rows[kRows], shape_.rows[kColumns],
+                          reinterpret_cast<const int8_t*>(tiles_[kRows]),
+                          reinterpret_cast<const uint8_t*>(tiles_[kColumns]),
+                          reinterpret_cast<int32_t*>(tiles_[kSums]));
   }
 
  private:
@@ -169,6 +194,7 @@ struct Tiles {
   template <int kTile> void load(const void*, int64_t) {}
   template <int kTile> void store(void*, int64_t) {}
   template <int kSums, int kRows, int kColumns> void multiply() {}
+  template <int kSums, int kRows, int kColumns> void multiply_bytes() {}
 };
 
 #endif

@@ -22,7 +22,8 @@
 
 namespace foredraft {
 
-#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD) || defined(FOREDRAFT_DIGITS)
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD) || defined(FOREDRAFT_DIGITS) || \
+    defined(FOREDRAFT_EMULATE_TILES)
 #define DIGITS 1
 #else
 #define DIGITS 0
@@ -164,6 +165,16 @@ inline Ints rounded(Vec x) {
   return (Ints)(x + magic) - (Ints)magic;
 }
 
+// The lower halves of two vectors' lanes.
+template <int... kIndex>
+inline Shorts even_halves(Ints a, Ints b, std::integer_sequence<int, kIndex...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector((Shorts)a, (Shorts)b, (2 * kIndex)...);
+#else
+  return __builtin_shuffle((Shorts)a, (Shorts)b, Shorts{(2 * kIndex)...});
+#endif
+}
+
 // kPair whole numbers as int16 in their natural order. They come in the lane order of a type.
 inline void store_shorts(int16_t* target, Ints first, Ints second, const bf16*) {
   const Ints words = (second << 16) | (first & 0xffff);
@@ -171,19 +182,30 @@ inline void store_shorts(int16_t* target, Ints first, Ints second, const bf16*) 
 }
 
 inline void store_shorts(int16_t* target, Ints first, Ints second, const float*) {
-  const Halves low = __builtin_convertvector(first, Halves);
-  const Halves high = __builtin_convertvector(second, Halves);
-  std::memcpy(target, &low, sizeof low);
-  std::memcpy(target + kLanes, &high, sizeof high);
+  const Shorts numbers = even_halves(first, second, std::make_integer_sequence<int, kPair>{});
+  std::memcpy(target, &numbers, sizeof numbers);  // at once: what reads them is as wide
+}
+
+// The numbers of a block, added up lane by lane. Sums stay below 2^24, so floats hold them.
+inline Vec sums_of_block(const int16_t* numbers) {
+  Ints sums{};
+  UNROLL for (int i = 0; i < kScaleInputs; i += kPair) {
+    const Ints pairs = load_ints(numbers + i);
+    sums += ((pairs << 16) >> 16) + (pairs >> 16);
+  }
+  return __builtin_convertvector(sums, Vec);
 }
 
 // A chunk of whole numbers as the instructions take it.
 inline void store_chunk(const int16_t* numbers, int8_t* target) {
   if constexpr (kDigits) {
-    for (int i = 0; i < kChunkInputs; ++i) {
-      const int high = (numbers[i] + 128) >> 8;
-      target[i] = int8_t(high);
-      target[kChunkInputs + i] = int8_t(numbers[i] - high * 256);
+    typedef int8_t Digits __attribute__((vector_size(kPair)));
+    UNROLL for (int i = 0; i < kChunkInputs; i += kPair) {
+      const Shorts number = (Shorts)load_ints(numbers + i), high = (number + 128) >> 8;
+      const Digits first = __builtin_convertvector(high, Digits);
+      const Digits second = __builtin_convertvector(number - (high << 8), Digits);
+      std::memcpy(target + i, &first, sizeof first);
+      std::memcpy(target + kChunkInputs + i, &second, sizeof second);
     }
   } else {
     for (int i = 0; i < kChunkInputs; i += kQuad) {

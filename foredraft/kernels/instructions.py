@@ -7,11 +7,12 @@ that switches its macro on.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +67,8 @@ INSTRUCTION_SETS = (
         "amx",
         "AVX-512 with integer dot products, and AMX tiles",
         _X86,
-        (*_AVX512, "avx512_vnni", "amx_tile", "amx_bf16"),
-        (*_AVX512_FLAGS, "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
+        (*_AVX512, "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+        (*_AVX512_FLAGS, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     ),
     InstructionSet(
         "bf16dot",
@@ -113,7 +114,6 @@ INSTRUCTION_SETS = (
 """The best first."""
 
 _BEYOND = {
-    "amx_int8": "AMX-INT8",
     "avx512_fp16": "AVX512-FP16",
     "i8mm": "I8MM",
     "sve": "SVE",
@@ -175,6 +175,20 @@ def choose(
     near = difflib.get_close_matches(asked, [*known, OFF], 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise KernelUnavailable(f"{SWITCH} is {asked!r}{hint} (here it may be: {here}, {OFF})")
+
+
+@contextlib.contextmanager
+def switched_to(name: str) -> Iterator[None]:
+    """Kernels that are loaded meanwhile are of this instruction set."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before
 
 
 def beyond(

@@ -32,7 +32,7 @@ struct Bits8 {
   static constexpr int64_t kHeadBytes = kScalesBytes;
   static constexpr int64_t kChunkBytes = kHeadBytes + kGroupRows * kChunkInputs;
   static constexpr int kQuads = 1;  // of a word
-  static constexpr bool kHasMinima = false;
+  static constexpr bool kHasMinima = false, kUnpacks = false;
 
   static Ints quad(Ints words, int) { return words; }
   // What is kept of the sum of a token's block.
@@ -46,7 +46,7 @@ struct Bits4 {
   static constexpr int64_t kHeadBytes = 2 * kScalesBytes;
   static constexpr int64_t kChunkBytes = kHeadBytes + kGroupRows * kChunkInputs / 2;
   static constexpr int kQuads = 2;
-  static constexpr bool kHasMinima = true;
+  static constexpr bool kHasMinima = true, kUnpacks = true;
 
   static Ints quad(Ints words, int which) { return (words >> (4 * which)) & 0x0f0f0f0f; }
   static int32_t kept(int32_t sum) {
@@ -56,6 +56,17 @@ struct Bits4 {
     return bits;
   }
   static Ints start(const int32_t*) { return Ints{}; }
+  // A block's weights as [8 quads, 16 rows, 4 inputs], a byte each.
+  static void unpack(const uint8_t* words, uint8_t* unpacked) {
+    constexpr int64_t kVec = sizeof(Ints), kRow = kQuad * kGroupRows, kPairs = kScaleInputs / kQuad / 2;
+    UNROLL for (int64_t pair = 0; pair < kPairs; ++pair)
+      UNROLL for (int64_t i = 0; i < kRow; i += kVec) {
+        const Ints both = load_ints(words + pair * kRow + i);
+        const Ints first = quad(both, 0), second = quad(both, 1);
+        std::memcpy(unpacked + 2 * pair * kRow + i, &first, kVec);
+        std::memcpy(unpacked + (2 * pair + 1) * kRow + i, &second, kVec);
+      }
+  }
 };
 
 // Blocks that fit the registers: groups of rows, tokens, and for each of both a sum.
@@ -123,11 +134,9 @@ struct PackedInputs {
 
   void put_chunk(const int16_t* numbers, int64_t chunk, int64_t token) const {
     store_chunk(numbers, data + (chunk * num_tokens + token) * kTokenBytes);
-    for (int64_t block = 0; block < 2; ++block) {
-      int32_t sum = 0;
-      for (int64_t i = 0; i < kScaleInputs; ++i) sum += numbers[block * kScaleInputs + i];
-      kept[(2 * chunk + block) * num_tokens + token] = Format::kept(sum);
-    }
+    const Quad sums = sum_lanes(sums_of_block(numbers), sums_of_block(numbers + kScaleInputs), Vec{}, Vec{});
+    for (int block = 0; block < 2; ++block)
+      kept[(2 * chunk + block) * num_tokens + token] = Format::kept(int32_t(sums[block]));
   }
 };
 
@@ -194,6 +203,23 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
     UNROLL for (int v = 0; v < V; ++v) store(values + (t * V + v) * kLanes, total[v][t]);
 }
 
+// Hands out values[(t - base) * G * kGroupRows + r] of some tokens and up to G groups of rows.
+template <int G, class Put>
+inline void put_block(const float* values, int64_t base, Range tokens, const float* scales, int64_t row,
+                      int64_t num_rows, const Put& put) {
+  constexpr int64_t kRows = G * kGroupRows;
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+    const float* const found = values + (t - base) * kRows;
+    const float scale = scales[t];
+    const auto put_row = [&](int64_t r) INLINE { put(t, row + r, found[r] * scale); };
+    if (num_rows == kRows) {  // a loop that becomes a few vectors
+      _Pragma("GCC ivdep") for (int64_t r = 0; r < kRows; ++r) put_row(r);
+    } else {
+      for (int64_t r = 0; r < num_rows; ++r) put_row(r);
+    }
+  }
+}
+
 // So many groups of weight rows from `row` against tokens [first, stop).
 template <int G, class Format, class Put>
 inline void some_groups(const PackedMatrix<Format>& weights, int64_t row, int64_t num_rows,
@@ -215,25 +241,15 @@ inline void some_groups(const PackedMatrix<Format>& weights, int64_t row, int64_
     case 7: product(std::integral_constant<int, 7>{}); break;
     default: product(std::integral_constant<int, 8>{}); break;
   }
-  constexpr int64_t kRows = G * kGroupRows;
-  for (int64_t t = first; t < stop; ++t) {
-    const float* const found = values + (t - first) * kRows;
-    const float scale = x.scales[t];
-    const auto put_row = [&](int64_t r) INLINE { put(t, row + r, found[r] * scale); };
-    if (num_rows == kRows) {  // a loop that becomes a few vectors
-      _Pragma("GCC ivdep") for (int64_t r = 0; r < kRows; ++r) put_row(r);
-    } else {
-      for (int64_t r = 0; r < num_rows; ++r) put_row(r);
-    }
-  }
+  put_block<G>(values, first, {first, stop}, x.scales, row, num_rows, put);
 }
 
 // Weight rows `rows`, which begin with a group, against all tokens. As many bytes at `ahead` are
 // prefetched meanwhile.
 template <class Format, class Put>
-inline void all_tokens(const PackedMatrix<Format>& weights, Range rows, const PackedInputs<Format>& x,
-                       int64_t num_tokens, const void* ahead, const Put& put) {
-  if (!num_tokens) return;
+inline void all_tokens_in_vectors(const PackedMatrix<Format>& weights, Range rows,
+                                  const PackedInputs<Format>& x, int64_t num_tokens,
+                                  const void* ahead, const Put& put) {
   const int64_t rounds = (num_tokens + kPackedBlockTokens - 1) / kPackedBlockTokens;
   const int64_t bytes_ahead = static_cast<const uint8_t*>(ahead) - weights.group(rows.begin);
   const auto product = [&](auto groups, int64_t row) {
@@ -255,11 +271,6 @@ inline void all_tokens(const PackedMatrix<Format>& weights, Range rows, const Pa
     in_blocks(std::integral_constant<int, 2>{});
   }
   in_blocks(std::integral_constant<int, 1>{});
-}
-
-template <class Format>
-inline int64_t panel_rows(const PackedMatrix<Format>&, int64_t) {
-  return kMostGroups * kGroupRows;
 }
 
 }  // namespace foredraft

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "int8.h"
+#include "int8_tiles.h"
 #include "interface.h"
 #include "matmul.h"
 #include "simd.h"
@@ -45,7 +45,9 @@ struct Packed {
   using Inputs = PackedInputs<Format>;
   using Head = Packed<Bits8>;
   using Order = float;
-  using Session = Plain<float>::Session;
+  struct Session : TileSession {
+    explicit Session(int64_t num_tokens) : TileSession(digit_tile_shape(num_tokens)) {}
+  };
   static constexpr int64_t kShareRows = kGroupRows;
   static constexpr bool kPrepares = true;
 

@@ -18,6 +18,7 @@
 #include <cstdint>
 
 #include "amx.h"
+#include "each.h"
 #include "groups.h"
 #include "matmul.h"
 #include "simd.h"
@@ -126,17 +127,6 @@ struct TileInputs {
     return load(pair + first * kLanes);
   }
 };
-
-template <int kCount, class Work, int... kIndex>
-inline void each(const Work& work, std::integer_sequence<int, kIndex...>) {
-  (work(std::integral_constant<int, kIndex>{}), ...);
-}
-
-// Calls work(0) to work(kCount - 1) with numbers that the compiler knows.
-template <int kCount, class Work>
-INLINE inline void each(const Work& work) {
-  each<kCount>(work, std::make_integer_sequence<int, kCount>{});
-}
 
 // sums[b * 16 + t][g * 16 + r]: row r of group g, token t of block b of the pass. As many bytes at
 // `ahead` are pulled towards the core meanwhile, at the pace of loads: in bursts that takes a

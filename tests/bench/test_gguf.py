@@ -19,7 +19,7 @@ def test_a_file_is_written_and_smaller_formats_are_smaller(
     path = tmp_path / "model.gguf"
     write_gguf(tmp_path / "model", path, quantisation)
     assert path.read_bytes()[:4] == b"GGUF"
-    bits = {"bf16": 16.0, "q8_0": 8.5, "q4_0": 4.5}[quantisation]
+    bits = {"bf16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5}[quantisation]
     weights = sum(p.numel() for p in model.parameters()) * bits / 8
     assert weights < path.stat().st_size < weights + 64_000
 
@@ -28,5 +28,5 @@ def test_other_families_and_formats_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "model", NATIVE_CONFIGS["qwen2"]())
     with pytest.raises(ConfigError, match="only llama"):
         write_gguf(tmp_path / "model", tmp_path / "out.gguf", "bf16")
-    with pytest.raises(ConfigError, match="did you mean 'q4_0'"):
+    with pytest.raises(ConfigError, match="did you mean 'q4_[01]'"):
         write_gguf(tmp_path / "model", tmp_path / "out.gguf", "q4")

@@ -97,6 +97,45 @@ def test_step_times_target_and_drafter(bench: Run, tmp_path: Path) -> None:
     assert names == {"target", "suffix (draft)", "transformers"}
 
 
+def test_step_walks_instruction_sets_formats_and_contexts(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "step", "--isa", "portable", "--formats", "auto,int8", "--tokens", "1,2", "--context",
+        "16,32", "--rounds", "1", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    names = {figure["name"] for figure in json.loads(path.read_text())["figures"]}
+    assert names == {
+        f"portable {format} at {context}" for format in ("auto", "int8") for context in (16, 32)
+    }
+    wrong = bench("step", "--isa", "avx1024").exception
+    assert isinstance(wrong, ConfigError)
+    assert "portable" in str(wrong)
+
+
+def test_prompts_are_timed_until_their_first_token(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ("--lengths", "8,20", "--formats", "auto,int8", "--rounds", "2")
+    result = bench("prompts", *options, "--json", str(path))
+    assert result.exit_code == 0, result.exception
+    figures = json.loads(path.read_text())["figures"]
+    found = [(figure["name"], figure["tokens"]) for figure in figures]
+    assert found == [(name, n) for name in ("auto", "int8") for n in (8, 20)]
+    for option, value in (("--against", "llama.cpp-q9"), ("--lengths", "1"), ("--lengths", "x")):
+        assert isinstance(bench("prompts", option, value).exception, ConfigError)
+
+
+def test_busy_times_each_number_of_threads(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ("--neighbours", "0,1", "--tokens", "16", "--rounds", "1")
+    result = bench("busy", *options, "--json", str(path))
+    assert result.exit_code == 0, result.exception
+    figures = json.loads(path.read_text())["figures"]
+    assert {figure["neighbours"] for figure in figures} == {0, 1}
+    assert {"own threads", "1 threads"} <= {figure["name"] for figure in figures}
+    assert isinstance(bench("busy", "--neighbours", "-1").exception, ConfigError)
+
+
 def test_drafters_run_on_random_weights(bench: Run, tmp_path: Path, tiny_shape: None) -> None:
     path = tmp_path / "out.json"
     result = bench(

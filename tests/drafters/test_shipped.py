@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from foredraft.drafters.common.head_files import identify, read_info
-from foredraft.drafters.common.shipped import SHIPPED, shipped_head
+from foredraft.drafters.common.shipped import SHIPPED, shipped_head, shipped_head_of_files
 from foredraft.loading import resolve_drafter
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.store import resolve_model
 from foredraft.models.table import TableModel
-from foredraft.plan import DEFAULT_MODEL, LoadOptions
+from foredraft.plan import DEFAULT_MODEL, LoadOptions, plan_model
 from tests.drafters.heads import tiny_target
 
 
@@ -21,6 +23,16 @@ def test_the_built_in_model_has_one() -> None:
     assert found is not None
     assert read_info(found).target.fingerprint == identify(target).fingerprint
     assert resolve_drafter(LoadOptions(), False, target) == "blend"
+
+
+@pytest.mark.real_model
+def test_the_files_of_a_target_tell_as_much() -> None:
+    plan = plan_model(DEFAULT_MODEL, LoadOptions(), "cpu")
+    assert plan.checkpoint is not None
+    found = shipped_head_of_files("eagle", plan.checkpoint)
+    assert found == shipped_head("eagle", NativeTarget.load(resolve_model(DEFAULT_MODEL)))
+    assert resolve_drafter(LoadOptions(), False, plan) == "blend"
+    assert resolve_drafter(LoadOptions(), False, replace(plan, backend="hf")) == "suffix"
 
 
 def test_other_targets_have_none() -> None:

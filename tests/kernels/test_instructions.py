@@ -75,6 +75,7 @@ def test_flags_ask_for_no_more_than_the_cpu_was_checked_for() -> None:
         "avxvnni": "avx_vnni",
         "amx-tile": "amx_tile",
         "amx-bf16": "amx_bf16",
+        "amx-int8": "amx_int8",
     }
     for one in INSTRUCTION_SETS:
         if "x86_64" not in one.machines:
@@ -85,6 +86,6 @@ def test_flags_ask_for_no_more_than_the_cpu_was_checked_for() -> None:
 
 def test_beyond_names_what_is_not_used() -> None:
     here = available("x86_64", frozenset(ZEN4))
-    features = frozenset(ZEN4 | {"amx_int8"})
-    assert beyond(here[0], here, features) == ["AMX-INT8"]
-    assert beyond(here[2], here, features) == ["bf16dot", "vnni", "AMX-INT8"]
+    features = frozenset(ZEN4 | {"avx512_fp16"})
+    assert beyond(here[0], here, features) == ["AVX512-FP16"]
+    assert beyond(here[2], here, features) == ["bf16dot", "vnni", "AVX512-FP16"]

@@ -15,6 +15,9 @@ SANITIZERS = ("asan", "ubsan")
 CORE = "tree_node or rows_of_a_batch or kept_path or (chunks and 33) or growing or taps or forked"
 """Every way to lay out a forward; each test runs in all formats."""
 
+PRODUCTS = "tiles and (130 or company or one_tile) or extreme"
+"""Tiles and the plain C++ that stands for them."""
+
 OVERFLOW = """
 #include <cstdint>
 extern "C" __attribute__((visibility("default")))
@@ -53,15 +56,26 @@ def _runtime(compiler: str, name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_kernel_stays_within_its_memory(sanitized: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    tests = [str(ROOT / "tests/models/test_fused.py"), "-k", CORE]
+@pytest.mark.parametrize(
+    ("library", "tests", "which"),
+    [
+        ("decoder", "tests/models/test_fused.py", CORE),
+        ("products", "tests/kernels/test_products.py", PRODUCTS),
+        ("heads", "tests/models/test_head.py", ""),
+        ("noise", "tests/core/test_noise.py", ""),
+    ],
+)
+def test_kernels_stay_within_their_memory(
+    sanitized: dict[str, str], library: str, tests: str, which: str
+) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n0"]
+    command += ["-m", "not slow", str(ROOT / tests), *(("-k", which) if which else ())]
     done = subprocess.run(
-        [*command, *tests], env=sanitized, cwd=ROOT, capture_output=True, text=True, check=False
+        command, env=sanitized, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     assert " skipped" not in done.stdout
-    assert list((Path(sanitized["FOREDRAFT_CACHE"]) / "kernels").glob("decoder-*.so"))
+    assert list((Path(sanitized["FOREDRAFT_CACHE"]) / "kernels").glob(f"{library}-*.so"))
 
 
 @pytest.mark.slow

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import typer
 
+from foredraft.cli.bench.busy import busy
 from foredraft.cli.bench.drafters import drafters
 from foredraft.cli.bench.grammar import grammar
 from foredraft.cli.bench.memory import memory
 from foredraft.cli.bench.prefix import prefix
+from foredraft.cli.bench.prompts import prompts
 from foredraft.cli.bench.quality import quality
 from foredraft.cli.bench.report import report
 from foredraft.cli.bench.serve_sim import serve_sim
@@ -25,5 +27,9 @@ def _alone(context: typer.Context) -> None:
         context.with_resource(measuring(lambda text: typer.echo(text, err=True)))
 
 
-for command in (drafters, step, serve_sim, prefix, grammar, quality, memory, report):
+COMMANDS = (
+    *(drafters, step, prompts, busy, serve_sim),
+    *(prefix, grammar, quality, memory, report),
+)
+for command in COMMANDS:
     app.command()(command)

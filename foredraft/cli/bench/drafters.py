@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foredraft.cli import options as o
+from foredraft.cli.bench.llama import LLAMA_PEERS
 from foredraft.cli.progress import progress_bar
 from foredraft.core.errors import ConfigError, unknown
 
@@ -27,8 +28,11 @@ COUPLINGS: dict[str, tuple[Coupling, ...]] = {
     "drawn": ("drawn",),
     "both": ("seeded", "drawn"),
 }
-PEERS = ("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram")
-_PLAIN_PEERS = ("transformers", "llama.cpp")
+PEERS = (
+    *("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram"),
+    *LLAMA_PEERS,
+)
+_PLAIN_PEERS = ("transformers", "llama.cpp", *LLAMA_PEERS)
 
 Temperatures = Annotated[str, typer.Option("--temperature", help="One or more, with commas.")]
 Couplings = Annotated[str, typer.Option("--coupling", help=f"{', '.join(COUPLINGS)}.")]
@@ -211,7 +215,10 @@ def _peer(llm: LLM, name: str) -> Contender:
     looks_up = name.endswith("-ngram")
     if name.startswith("llama.cpp"):
         stop_ids, threads = tokenizer.eos_token_ids, torch.get_num_threads()
-        return LlamaCppContender(plan.directory, plan.max_context, threads, stop_ids, looks_up)
+        kind = "bf16" if looks_up else name.removeprefix("llama.cpp").lstrip("-") or "bf16"
+        return LlamaCppContender(
+            plan.directory, plan.max_context, threads, stop_ids, looks_up, kind
+        )
     dtype, assistant = getattr(torch, plan.dtype), "ngram" if looks_up else None
     return TransformersContender(plan.directory, dtype, plan.device, assistant)
 

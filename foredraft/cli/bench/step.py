@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,16 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from foredraft.cli import options as o
+from foredraft.cli.bench.llama import LLAMA_PEERS
 from foredraft.cli.progress import progress_bar
 from foredraft.core.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
     from foredraft.bench.floor import Machine
     from foredraft.bench.step import Size, StepFigure, Stepper
+    from foredraft.bench.variants import Variant
     from foredraft.llm import LLM
 
-_QUANTISED = ("bf16", "q8_0", "q4_0")
-PEERS = ("transformers", "llama.cpp", *(f"llama.cpp-{kind}" for kind in _QUANTISED))
+PEERS = ("transformers", "llama.cpp", *LLAMA_PEERS)
 
 
 @o.with_option_objects
@@ -29,7 +30,9 @@ def step(
         str, typer.Option(help="Tokens of a row in one forward, with commas.")
     ] = "1,2,4,8,16,32",
     rows: Annotated[str, typer.Option(help="Rows of the batch, with commas.")] = "1",
-    context: Annotated[int, typer.Option(min=1, help="Tokens already in the cache.")] = 256,
+    context: Annotated[str, typer.Option(help="Tokens already in the cache, with commas.")] = "256",
+    isa: o.InstructionSets = None,
+    formats: o.Formats = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 15,
     against: Annotated[
         str | None, typer.Option(help=f"Peers with commas: {', '.join(PEERS)}.")
@@ -49,8 +52,10 @@ def step(
     from foredraft.bench.plots import plot_steps
     from foredraft.bench.report import check_outputs, write_json
     from foredraft.bench.step import Size, time_steps
+    from foredraft.bench.variants import load_variants
 
     check_outputs(json_file, plot)
+    contexts = _counts("--context", context)
     sizes = [Size(r, n) for r in _counts("--rows", rows) for n in _counts("--tokens", tokens)]
     peers = _peer_names(against)
     asked = o.load_options(
@@ -64,28 +69,31 @@ def step(
             f"--against {','.join(peers)} needs a checkpoint that peers can load; leave it out "
             "with --random-weights"
         )
-    llm = o.load_llm(asked, random_weights)
+    variants = load_variants(
+        asked, lambda options: o.load_llm(options, random_weights), isa, o.format_names(formats)
+    )
+    llm = variants[0].llm
     import torch
 
     assert llm.plan is not None
     machine = measure_machine(llm.plan.device, getattr(torch, llm.plan.dtype))
-    steppers = _steppers(llm, context, sizes, peers)
+    steppers = _steppers(variants, contexts, sizes, peers)
     with progress_bar(rounds + 1) as advance:
         figures = time_steps(steppers, sizes, rounds, lambda: advance("timing"))
-    _print_figures(Console(highlight=False), llm, machine, figures)
+    floors = {variant.name: _floors(variant.llm, machine, sizes) for variant in variants}
+    _print_figures(Console(highlight=False), llm, machine, figures, floors)
     if json_file:
-        floors = {str(n): _floor(llm, machine, n) for n in {s.rows * s.tokens for s in sizes}}
         report = {
             "model": llm.plan.name,
             "weights": llm.plan.weights,
-            "context": context,
+            "context": contexts[0] if len(contexts) == 1 else contexts,
             "machine_rates": vars(machine),
-            "floor_ms": floors,
+            "floor_ms": {str(n): ms for n, ms in floors[variants[0].name].items()},
             "figures": [figure.as_dict() for figure in figures],
         }
         write_json(json_file, report, 0)
     if plot:
-        plot_steps(figures, {s.tokens: _floor(llm, machine, s.tokens) for s in sizes}, plot)
+        plot_steps(figures, floors[variants[0].name], plot)
 
 
 def _counts(name: str, text: str) -> list[int]:
@@ -104,11 +112,16 @@ def _peer_names(against: str | None) -> list[str]:
     for name in (part.strip() for part in against.split(",")) if against else ():
         if name not in PEERS:
             raise unknown("peer", name, PEERS)
-        names += [f"llama.cpp-{kind}" for kind in _QUANTISED] if name == "llama.cpp" else [name]
+        names += LLAMA_PEERS if name == "llama.cpp" else [name]
     return names
 
 
-def _steppers(llm: LLM, context: int, sizes: Sequence[Size], peers: Sequence[str]) -> list[Stepper]:
+def _steppers(
+    variants: Sequence[Variant],
+    contexts: Sequence[int],
+    sizes: Sequence[Size],
+    peers: Sequence[str],
+) -> list[Stepper]:
     import torch
 
     from foredraft.bench.llama_cpp import LlamaCppStepper
@@ -116,13 +129,18 @@ def _steppers(llm: LLM, context: int, sizes: Sequence[Size], peers: Sequence[str
     from foredraft.bench.transformers_peer import TransformersStepper
     from foredraft.drafters import build_drafter
 
+    max_rows = max(size.rows for size in sizes)
+    found: list[Stepper] = []
+    for context in contexts:
+        behind = f" at {context}" if len(contexts) > 1 else ""
+        for one in variants:
+            phases = getattr(getattr(one.llm.target, "decoder", None), "phase_seconds", None)
+            name = one.name + behind
+            found.append(TargetStepper(name, one.llm.target, context, max_rows, phases))
+    llm, context = variants[0].llm, contexts[0]
     plan = llm.plan
     assert plan is not None
-    decoder = getattr(llm.target, "decoder", None)
-    phases = getattr(decoder, "phase_seconds", None)
-    max_rows = max(size.rows for size in sizes)
-    found: list[Stepper] = [TargetStepper("target", llm.target, context, max_rows, phases)]
-    if llm.drafter_name != "none":
+    if llm.drafter_name != "none" and len(variants) == 1:
         drafter = build_drafter(llm.drafter_name, llm.drafter_context)
         found.append(DrafterStepper(llm.drafter_name, drafter, llm.target, context))
     for peer in peers:
@@ -135,16 +153,22 @@ def _steppers(llm: LLM, context: int, sizes: Sequence[Size], peers: Sequence[str
     return found
 
 
-def _floor(llm: LLM, machine: Machine, num_tokens: int) -> float:
+def _floors(llm: LLM, machine: Machine, sizes: Sequence[Size]) -> dict[int, float]:
+    """By tokens of a forward: all weights read once, or all products."""
     plan = llm.plan
     assert plan is not None
     # Integer products run at a rate of their own, which nothing here measures.
     num_parameters = 0 if plan.weight_bits else plan.num_parameters
-    return machine.floor_ms(plan.read_bytes, num_parameters, num_tokens)
+    counts = sorted({size.rows * size.tokens for size in sizes})
+    return {n: machine.floor_ms(plan.read_bytes, num_parameters, n) for n in counts}
 
 
 def _print_figures(
-    console: Console, llm: LLM, machine: Machine, figures: Sequence[StepFigure]
+    console: Console,
+    llm: LLM,
+    machine: Machine,
+    figures: Sequence[StepFigure],
+    floors: Mapping[str, Mapping[int, float]],
 ) -> None:
     plan = llm.plan
     assert plan is not None
@@ -162,14 +186,14 @@ def _print_figures(
     ones = {(f.name, f.size.rows): f.median_ms() for f in figures if f.size.tokens == 1}
     for figure in figures:
         one = ones.get((figure.name, figure.size.rows))
-        floor = _floor(llm, machine, figure.size.rows * figure.size.tokens)
+        floor = floors.get(figure.name.partition(" at ")[0], {})
         table.add_row(
             figure.name,
             str(figure.size.rows),
             str(figure.size.tokens),
             f"{figure.median_ms():.2f}",
             f"{figure.median_ms() / one:.2f}x" if one else "",
-            f"{floor:.2f}" if figure.name == "target" else "",
+            f"{floor[figure.size.rows * figure.size.tokens]:.2f}" if floor else "",
             *(f"{figure.median_ms(part):.2f}" if part in figure.parts else "" for part in parts),
         )
     console.print(table)

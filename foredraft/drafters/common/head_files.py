@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -107,12 +107,21 @@ def identify(
         )
     parts, vocab = cast(PartsTarget, target).parts, target.vocab_size
     layers = target.capabilities.taps
-    sizes = (vocab, parts.hidden_size, len(layers))
-    ids = torch.arange(0, vocab, max(1, vocab // _SAMPLED_ROWS))
-    rows = parts.embed(ids).to(torch.bfloat16).cpu().contiguous().view(torch.int16)
-    digest = hashlib.sha256(repr(sizes).encode() + rows.numpy().tobytes()).hexdigest()[:16]
+    digest = fingerprint((vocab, parts.hidden_size, len(layers)), parts.embed)
     described = f"a target of {len(layers)} layers, {parts.hidden_size} wide, {vocab} tokens"
     return TargetIdentity(name or described, digest, tokenizer)
+
+
+def fingerprint(sizes: tuple[int, int, int], embed: Callable[[Tensor], Tensor]) -> str:
+    """Of a target.
+
+    Args:
+        sizes: of vocabulary and hidden states, and how many layers.
+        embed: the embeddings [N, E] of some ids [N].
+    """
+    ids = torch.arange(0, sizes[0], max(1, sizes[0] // _SAMPLED_ROWS))
+    rows = embed(ids).to(torch.bfloat16).cpu().contiguous().view(torch.int16)
+    return hashlib.sha256(repr(sizes).encode() + rows.numpy().tobytes()).hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------------------ saving

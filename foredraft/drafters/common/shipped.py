@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from foredraft.drafters.common.head_files import META, identify
+import torch
+from safetensors import safe_open
+
+from foredraft.drafters.common.head_files import META, fingerprint, identify
 from foredraft.models.base import Target
+from foredraft.models.safety import Checkpoint
 
 SHIPPED = Path(__file__).parents[2] / "heads"
+_EMBEDDINGS = "model.embed_tokens.weight"
 
 
 def shipped_head(kind: str, target: Target, shipped: Path = SHIPPED) -> Path | None:
@@ -19,7 +24,24 @@ def shipped_head(kind: str, target: Target, shipped: Path = SHIPPED) -> Path | N
     """
     if not target.capabilities.parts:
         return None
-    fingerprint = identify(target).fingerprint
+    return _of_fingerprint(kind, identify(target).fingerprint, shipped)
+
+
+def shipped_head_of_files(
+    kind: str, checkpoint: Checkpoint, shipped: Path = SHIPPED
+) -> Path | None:
+    """The same, told from the target's files: reads a few rows of its embeddings."""
+    stored = checkpoint.tensors.get(_EMBEDDINGS)
+    if stored is None or len(stored.shape) != 2:
+        return None
+    with safe_open(str(stored.file), framework="pt") as file:
+        rows = file.get_slice(_EMBEDDINGS)
+        sizes = (*stored.shape, int(checkpoint.config.get("num_hidden_layers", 0)))
+        found = fingerprint(sizes, lambda ids: torch.cat([rows[i : i + 1] for i in ids.tolist()]))
+    return _of_fingerprint(kind, found, shipped)
+
+
+def _of_fingerprint(kind: str, fingerprint: str, shipped: Path) -> Path | None:
     for path in sorted(shipped.glob(f"*/*/{META}")):
         said = json.loads(path.read_text())
         if said["kind"] == kind and said["target"]["fingerprint"] == fingerprint:

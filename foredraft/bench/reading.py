@@ -1,0 +1,58 @@
+"""How long a prompt takes until its first token: ours in each format of weights, and peers."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foredraft.bench.contenders import Contender
+from foredraft.core.params import SamplingParams
+
+
+@dataclass
+class ReadingFigure:
+    """Seconds until the first token of prompts of one length."""
+
+    name: str
+    length: int
+    samples: list[float] = field(default_factory=list)
+
+    def median_ms(self) -> float:
+        return 1e3 * statistics.median(self.samples)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "tokens": self.length,
+            "median_ms": self.median_ms(),
+            "min_ms": 1e3 * min(self.samples),
+        }
+
+
+def time_reading(
+    contenders: Sequence[Contender],
+    lengths: Sequence[int],
+    vocab: int,
+    rounds: int,
+    seed: int,
+    advance: Callable[[], None],
+) -> list[ReadingFigure]:
+    """Each contender on the same prompts, one of each length a round.
+
+    Prompts are random token ids, so that nothing of one is in a cache when the next comes.
+    """
+    numbers = random.Random(seed)
+    figures = [ReadingFigure(one.name, length) for one in contenders for length in lengths]
+    by_name = {one.name: one for one in contenders}
+    params = SamplingParams(max_tokens=1)
+    for number in range(rounds + 1):
+        prompts = {n: [numbers.randrange(vocab) for _ in range(n)] for n in lengths}
+        for figure in figures:
+            run = by_name[figure.name].run(prompts[figure.length], params)
+            if number:  # the first round warms up
+                figure.samples.append(run.first_s)
+        advance()
+    return figures

@@ -1,0 +1,74 @@
+"""One model loaded in several ways, to be timed beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from foredraft.core.errors import ConfigError
+from foredraft.kernels.instructions import available, switched_to
+from foredraft.llm import LLM
+from foredraft.plan import LoadOptions
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to load the target.
+
+    Attributes:
+        name: how tables call it.
+        llm: holds the loaded target.
+    """
+
+    name: str
+    llm: LLM
+
+
+def instruction_names(asked: str | None) -> list[str | None]:
+    """Names of instruction sets, with commas, or "all"; None: the machine's own choice.
+
+    Raises:
+        ConfigError: one that this machine has not.
+    """
+    if asked is None:
+        return [None]
+    here = [one.name for one in available()]
+    names = here if asked == ALL else [name.strip() for name in asked.split(",")]
+    for name in names:
+        if name not in here:
+            raise ConfigError(
+                f"this machine runs no {name!r} kernels; --isa may be: {', '.join([*here, ALL])}"
+            )
+    return list(names)
+
+
+def load_variants(
+    options: LoadOptions,
+    load: Callable[[LoadOptions], LLM],
+    isa: str | None = None,
+    formats: Sequence[str] = (),
+    threads: Sequence[int | None] = (),
+) -> list[Variant]:
+    """Every instruction set with every format of weights and number of threads.
+
+    Args:
+        options: what they have in common.
+        load: makes an LLM of options.
+        isa: see `instruction_names`.
+        formats: as ``weights`` of the options; none: theirs.
+        threads: likewise.
+    """
+    found: list[Variant] = []
+    for name in instruction_names(isa):
+        for weights in formats or [options.weights]:
+            for count in threads or [options.threads]:
+                asked = replace(options, weights=weights, threads=count)
+                with switched_to(name) if name else nullcontext():
+                    llm = load(asked)
+                parts = [name, weights if formats else None]
+                parts += [f"{count or 'own'} threads"] if threads else []
+                found.append(Variant(" ".join(filter(None, parts)) or "target", llm))
+    return found

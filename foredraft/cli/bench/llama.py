@@ -1,0 +1,45 @@
+"""llama.cpp's names on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from foredraft.core.errors import unknown
+
+if TYPE_CHECKING:
+    from foredraft.bench.contenders import Contender
+    from foredraft.llm import LLM
+
+FORMATS = ("bf16", "q8_0", "q4_1", "q4_0")
+LLAMA_PEERS = tuple(f"llama.cpp-{kind}" for kind in FORMATS)
+
+
+def llama_names(against: str | None) -> list[str]:
+    """Peers with commas.
+
+    Raises:
+        ConfigError: one is unknown.
+    """
+    names = [name.strip() for name in against.split(",")] if against else []
+    for name in names:
+        if name not in LLAMA_PEERS:
+            raise unknown("peer", name, LLAMA_PEERS)
+    return names
+
+
+def llama_contenders(llm: LLM, names: Sequence[str], max_context: int) -> list[Contender]:
+    """Those of `llama_names`, with the weights of a loaded model and torch's threads."""
+    import torch
+
+    from foredraft.bench.llama_cpp import LlamaCppContender
+
+    plan = llm.plan
+    assert plan is not None
+    return [
+        LlamaCppContender(
+            plan.directory, max_context, torch.get_num_threads(), (),
+            quantisation=name.removeprefix("llama.cpp-"),
+        )
+        for name in names
+    ]  # fmt: skip
