@@ -30,8 +30,8 @@ from tests.cache.test_kv import SHAPE, entries_of, tokens_of
 BLOCK = 4
 TEXTS = st.builds(
     lambda length, rest: [*range(10, 10 + length), *rest],
-    st.integers(0, 14),
-    st.lists(st.integers(0, 1), min_size=1, max_size=3),
+    st.sampled_from([0, 3, 4, 6, 8, 13]),
+    st.sampled_from([[0], [1], [0, 1, 1]]),
 )
 """They often begin alike."""
 
@@ -93,22 +93,33 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         target=slots,
-        text=TEXTS,
+        texts=st.lists(TEXTS, min_size=1, max_size=4),
         salt=st.sampled_from([None, None, "a"]),
         with_layers=st.booleans(),
         stays=st.booleans(),
     )
     def serve(
-        self, text: list[int], salt: str | None, with_layers: bool, stays: bool
+        self, texts: list[list[int]], salt: str | None, with_layers: bool, stays: bool
     ) -> int | MultipleResults[int]:
-        """A request, from its prompt to its end."""
-        slot = self.open(text, salt, with_layers)
-        self.write(slot, text[len(self.lists[slot]) :], [], [])
-        self.follow(slot, 1)
-        if stays:
-            return slot
-        self.release(slot, True)
+        """Requests, from their prompts to their ends; the last one may stay."""
+        for left, text in zip(reversed(range(len(texts))), texts, strict=True):
+            slot = self.open(text, salt, with_layers)
+            self.write(slot, text[len(self.lists[slot]) :], [], [])
+            if with_layers:
+                self.follow(slot, 1)
+            self.all_slots_hold_what_lists_would()
+            if stays and not left:
+                return slot
+            self.release(slot, True)
         return multiple()
+
+    @rule(target=slots, slot=slots, values=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def go_two_ways(self, slot: int, values: list[int]) -> int:
+        copy = self.fork(slot)
+        self.write(copy, values, [], [])
+        self.all_slots_hold_what_lists_would()
+        self.write(slot, [7, *values], [], [])
+        return copy
 
     @rule(
         slot=slots,
@@ -227,5 +238,5 @@ class TensorMachine(Machine):
 @pytest.mark.parametrize("machine", [Machine, TensorMachine])
 def test_any_course_of_events(machine: type[Machine]) -> None:
     case = machine.TestCase
-    case.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+    case.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
     case().runTest()
