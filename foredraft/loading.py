@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foredraft.core.errors import ConfigError, VocabularyMismatchError
+from foredraft.devices import resolve_device
 from foredraft.drafters import check_options, drafter_spec, needs_draft_model
 from foredraft.drafters.common.shipped import shipped_head, shipped_head_of_files
 from foredraft.models.base import Target
@@ -20,7 +21,7 @@ from foredraft.models.progress import Progress
 from foredraft.models.safety import Checkpoint
 from foredraft.models.store import resolve_model
 from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import LoadOptions, ModelPlan, plan_model, resolve_device
+from foredraft.plan import LoadOptions, ModelPlan, plan_model
 
 if TYPE_CHECKING:
     from foredraft.models.native.target import DecoderFactory

@@ -224,37 +224,12 @@ class ModelPlan:
         return self.cache_bytes_per_token * in_blocks(num_tokens)
 
 
-def resolve_device(asked: str) -> str:
-    """The device behind "auto", or the one that was asked for.
-
-    Raises:
-        ConfigError: it is not there.
-    """
-    import torch
-
-    if asked == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked.startswith("cpu"):
-        return "cpu"
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {asked!r} was asked for and torch {torch.__version__} sees no CUDA device; "
-            "use device 'cpu' or install a CUDA build of torch"
-        )
-    number, there = asked.partition(":")[2] or "0", torch.cuda.device_count()
-    if not number.isdecimal() or int(number) >= there:
-        raise ConfigError(
-            f"device {asked!r} was asked for, and torch sees cuda:0 to cuda:{there - 1}"
-        )
-    return asked
-
-
 def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: str) -> ModelPlan:
     """Resolve how a checkpoint will run. Reads its config and compares sizes, loads no weights.
 
     Args:
         name: what people call it.
-        device: from `resolve_device`.
+        device: from `foredraft.devices.resolve_device`.
 
     Raises:
         ConfigError: the backend does not fit the model.
@@ -291,7 +266,7 @@ def plan_native(
 
     Args:
         checkpoint: None for weights that are made up.
-        device: from `resolve_device`.
+        device: from `foredraft.devices.resolve_device`.
 
     Raises:
         ConfigError: the device cannot run these weights.

@@ -32,6 +32,7 @@ LAYERS = {
     "control": 4,
     "train": 5,
     "engine": 5,
+    "devices": 2,
     "plan": 6,
     "machine": 6,
     "loading": 7,

@@ -7,8 +7,9 @@ import torch
 
 from foredraft.bench.random_model import random_config
 from foredraft.core.errors import ConfigError
+from foredraft.devices import resolve_device
 from foredraft.loading import native_decoder
-from foredraft.plan import LoadOptions, plan_native, resolve_device
+from foredraft.plan import LoadOptions, plan_native
 
 CONFIG = random_config("smollm2-135m")
 

@@ -60,8 +60,8 @@ def measure_prefix(llm: LLM, shared_tokens: int, rounds: int, seed: int = 0) -> 
         llm.engine.prefixes.clear()
     if not cached:
         raise ConfigError("nothing was found in the cache: leave prefix_caching on")
-    medians = (statistics.median(times[1:]) for times in (cold, warm))
-    return PrefixFigure(shared_tokens, *medians, cached, same)
+    cold_ms, warm_ms = (statistics.median(times[1:]) for times in (cold, warm))
+    return PrefixFigure(shared_tokens, cold_ms, warm_ms, cached, same)
 
 
 def _first_token(llm: LLM, prompt: list[int]) -> tuple[float, tuple[int, ...], int]:
