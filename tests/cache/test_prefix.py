@@ -174,6 +174,19 @@ def test_the_least_recently_used_text_goes_and_its_end_first() -> None:
     assert requests.prefixes.num_free_tokens == 6 * 64
 
 
+def test_a_text_that_is_left_beginning_first_still_goes_end_first() -> None:
+    """A drafter that lags writes into shared blocks one after another, and leaves them so."""
+    requests = Requests(TokenProbe())
+    layers = requests.cache.add_layers(KVShape(1, 1, 2), torch.float32)
+    requests.run(TEXT)
+    slot, num_cached = requests.begin([*TEXT[:128], 5, 6])
+    assert num_cached == 128
+    layers.write(0, slot, 0, torch.zeros(1, 128, 2), torch.zeros(1, 128, 2))
+    requests.cache.check()
+    requests.prefixes.release(slot, [*TEXT[:128], 5, 6])
+    assert requests.run(TEXT) == 199
+
+
 def test_what_is_in_use_is_never_evicted() -> None:
     requests = Requests(TokenProbe(max_tokens=6 * 64))
     slot, _ = requests.begin(TEXT)
