@@ -99,6 +99,43 @@ def test_loops_of_several_threads_share_one() -> None:
     assert [got[i] for i in range(6)] == [alone(prompt) for prompt in PROMPTS[:6]]
 
 
+def test_an_llm_alone_can_be_used_from_several_threads() -> None:
+    llm = new_llm(max_batch_size=4)
+    got: dict[int, list[tuple[int, ...]]] = {}
+
+    def one(number: int) -> None:
+        prompts = PROMPTS[3 * number : 3 * number + 3]
+        got[number] = [result.token_ids for result in llm.generate(prompts, PARAMS)]
+
+    threads = [threading.Thread(target=one, args=[i]) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [ids for i in range(4) for ids in got[i]] == [alone(prompt) for prompt in PROMPTS]
+
+
+def test_threads_step_in_turns() -> None:
+    """A reader that loops does not keep another one out until its own reply is over."""
+    llm = new_llm(max_batch_size=4)
+    first = llm.stream([1], SamplingParams(max_tokens=3000))
+    next(first)
+    stop = threading.Event()
+
+    def drive() -> None:
+        for _ in first:
+            if stop.is_set():
+                return
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    assert len(llm.generate([2], PARAMS)[0].token_ids) == 30
+    was_running = llm.engine.stats().running
+    stop.set()
+    thread.join()
+    assert was_running == 1
+
+
 def test_the_llm_can_be_used_beside_it() -> None:
     async def run() -> None:
         llm = new_llm(max_batch_size=4)

@@ -10,6 +10,9 @@ from collections import Counter
 
 from tests.simulator.simulation import Simulation
 
+_AT_ONCE = 20_000
+"""Steps between two lines."""
+
 
 def simulate(first: int, num_steps: int) -> tuple[int, int, Counter[str]]:
     """Schedules from seed ``first`` on; returns how many, their steps, and what happened.
@@ -39,10 +42,15 @@ def main() -> None:
     asked = parser.parse_args()
     logging.disable(logging.CRITICAL)  # every injected fault is said there
     start = time.perf_counter()
-    schedules, steps, seen = simulate(asked.seed, asked.steps)
-    seconds = time.perf_counter() - start
-    rate = f"{seconds:.0f} s ({steps / seconds:.0f} a second)"
-    sys.stdout.write(f"{steps} steps in {schedules} schedules, {rate}, nothing broken\n")
+    schedules, steps, seen = 0, 0, Counter[str]()
+    while steps < asked.steps:
+        more = simulate(asked.seed + schedules, min(_AT_ONCE, asked.steps - steps))
+        schedules, steps = schedules + more[0], steps + more[1]
+        seen += more[2]
+        seconds = time.perf_counter() - start
+        rate = f"{seconds:.0f} s ({steps / seconds:.0f} a second)"
+        sys.stdout.write(f"{steps} steps in {schedules} schedules, {rate}, nothing broken\n")
+        sys.stdout.flush()
     for name, count in seen.most_common():
         sys.stdout.write(f"{count:8} {name}\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
@@ -127,6 +128,9 @@ class Simulation:
             ignore_eos=dice.happens(0.2),
             coupling="drawn" if dice.happens(0.1) else "seeded",
             n=dice.choice([1, 1, 1, 1, 3]),
+            logprobs=dice.choice([None, None, None, 0, 2]),
+            prompt_logprobs=dice.choice([None, None, None, None, 1]),
+            **self._rules(),
         )
         tenant = dice.choice([None, "a", "b"])
         rows = self.engine.prepare(prompt, params, None, tenant, dice.choice([0, 0, 0, 1]))
@@ -135,6 +139,20 @@ class Simulation:
             self.asked[row.request_id] = Asked(prompt, replace(params, n=1, seed=row.request.seed))
             self.live.add(row.request_id)
         return len(rows) * (len(prompt) + params.max_tokens)
+
+    def _rules(self) -> dict[str, Any]:
+        """Rules that look at the text, for some requests."""
+        dice = self.dice
+        if dice.happens(0.6):
+            return {}
+        return {
+            "repetition_penalty": dice.choice([1.0, 1.5]),
+            "presence_penalty": dice.choice([0.0, 1.0]),
+            "frequency_penalty": dice.choice([0.0, 0.5]),
+            "logit_bias": dice.choice([{}, {2: 3.0}]),
+            "allowed_token_ids": dice.choice([None, (0, 1, 2, 3, 5)]),
+            "min_tokens": dice.choice([0, 1]),
+        }
 
     def _abort(self, request_id: int) -> None:
         assert self.engine.cancel(request_id) is not None
@@ -189,7 +207,7 @@ class Simulation:
         assert result.seed == asked.params.seed
         check_sums(result, sum(event.num_accepted for event in asked.events))
         alone = self._alone(asked)
-        by_model = reason == "error" and "logits" in str(result.error)
+        by_model = reason == "error" and str(result.error).startswith("NonFiniteScoresError: ")
         if reason == "error" and not by_model:
             by_memory = self.memory is not None and "no room for" in str(result.error)
             assert by_memory or "njected" in str(result.error), result.error
@@ -199,6 +217,9 @@ class Simulation:
             return  # another text of the same distribution
         if reason in ("stop", "length") or by_model:
             assert (reason, result.token_ids) == (alone.finish_reason, alone.token_ids)
+            # As text: log probabilities that are no number equal nothing.
+            assert str(result.logprobs) == str(alone.logprobs)
+            assert str(result.prompt_logprobs) == str(alone.prompt_logprobs)
         else:
             assert result.token_ids == alone.token_ids[: len(result.token_ids)]
 

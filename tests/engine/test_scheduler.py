@@ -1,0 +1,114 @@
+"""The order of rows: whoever waits long enough goes first, whatever arrives meanwhile."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foredraft.core.params import SamplingParams
+from foredraft.core.request import Request
+from foredraft.core.rules import SamplingRules
+from foredraft.engine.detokenize import TextAssembler
+from foredraft.engine.row import Row
+from foredraft.engine.scheduler import PRIORITY_STEPS, Scheduler
+
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(1, 30), st.integers(1, 6), st.integers(-1, 2)),
+    min_size=1,
+    max_size=25,
+)
+"""Steps since the one before, length of the prompt, tokens to decode, priority."""
+
+
+def row_of(number: int, num_prompt: int, priority: int) -> Row:
+    params = SamplingParams()
+    request = Request(number, -1, [0] * num_prompt, num_prompt, params, 0)
+    row = Row(request, TextAssembler(None), frozenset(), SamplingRules(params))
+    row.priority = priority
+    return row
+
+
+class Played:
+    """Rows that read what they are given and decode for a while."""
+
+    def __init__(self, max_rows: int, max_step_tokens: int) -> None:
+        self.scheduler = Scheduler(max_rows, max_step_tokens)
+        self.left: dict[int, int] = {}
+        self.began: list[Row] = []
+
+    def step(self) -> int:
+        """Returns how many tokens of prompts were read."""
+        while (row := self.scheduler.next_waiting()) is not None:
+            row.request.slot = 0
+            self.scheduler.start(row)
+            self.began.append(row)
+        turns, num_read = self.scheduler.next_batch(), 0
+        for turn in turns:
+            assert 1 <= turn.num_read <= turn.row.num_pending
+            num_read += turn.num_read if turn.row.num_pending > 1 else 0
+            if not turn.reads_all:
+                turn.row.request.num_cached += turn.num_read
+                continue
+            turn.row.request.num_cached += turn.num_read
+            turn.row.request.tokens.append(0)
+            self.left[turn.row.request_id] -= 1
+            if not self.left[turn.row.request_id]:
+                self.scheduler.remove(turn.row)
+        return num_read
+
+
+@settings(max_examples=150, deadline=None)
+@given(ARRIVALS, st.integers(1, 4), st.integers(1, 16))
+def test_every_row_ends_and_a_step_reads_no_more_than_it_may(
+    arrivals: list[tuple[int, int, int, int]], max_rows: int, max_step_tokens: int
+) -> None:
+    played = Played(max_rows, max_step_tokens)
+    needed = 0
+    for number, (pause, num_prompt, num_decoded, priority) in enumerate(arrivals):
+        for _ in range(pause):
+            assert played.step() <= max_step_tokens
+        played.left[number] = num_decoded
+        played.scheduler.add(row_of(number, num_prompt, priority))
+        needed += num_prompt + num_decoded
+    for _ in range(needed):
+        played.step()
+    assert not len(played.scheduler)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3))
+def test_nobody_waits_longer_than_a_priority_is_worth(
+    urgency: int, num_steps: int, max_rows: int
+) -> None:
+    """Urgent rows arrive without end, more than there is room for."""
+    played = Played(max_rows, 16)
+    waits = row_of(0, 1, 0)
+    played.left[0] = 1
+    for number in range(1, 1 + 3 * max_rows):
+        played.left[number] = num_steps
+        played.scheduler.add(row_of(number, 1, urgency))
+    played.scheduler.add(waits)
+    ahead = urgency * PRIORITY_STEPS + 3 * max_rows + 1  # rows that are worth as much or more
+    most = (ahead + max_rows) * num_steps
+    for steps in range(most):
+        if waits in played.began:
+            break
+        number = len(played.left)
+        played.left[number] = num_steps
+        played.scheduler.add(row_of(number, 1, urgency))
+        played.step()
+        assert steps < most - 1, "it starves"
+
+
+def test_of_equals_the_first_to_come_goes_first() -> None:
+    scheduler = Scheduler(2)
+    rows = [row_of(number, 1, 0) for number in range(4)]
+    for row in rows:
+        scheduler.add(row)
+    scheduler.start(rows[0])
+    scheduler.start(rows[1])
+    assert scheduler.next_waiting() is None
+    scheduler.preempt(rows[0])
+    assert scheduler.next_waiting() is rows[0]
+    scheduler.remove(rows[0])
+    assert scheduler.next_waiting() is rows[2]
