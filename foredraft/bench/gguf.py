@@ -9,6 +9,7 @@ from typing import Any
 
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.models.native.config import DecoderConfig, read_config
+from foredraft.models.native.source_blocks import FILE as SOURCE_BLOCKS
 
 QUANTISATIONS = ("bf16", "q8_0", "q4_1", "q4_0")
 
@@ -93,6 +94,8 @@ def _tensors(directory: Path, config: DecoderConfig) -> Iterator[tuple[str, Any]
         "self_attn.k_proj": config.num_key_value_heads,
     }
     for file_path in sorted(directory.glob("*.safetensors")):
+        if file_path.name == SOURCE_BLOCKS:
+            continue  # the same weights once more, as they came
         with safe_open(str(file_path), framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 values = file.get_tensor(key).float().numpy()

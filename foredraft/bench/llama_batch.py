@@ -54,7 +54,7 @@ class LlamaBatchContender:
         from llama_cpp import llama_cpp as api
 
         self._api, self._most_rows = api, max_rows
-        params = api.llama_context_default_params()
+        params = self._owner.context_params
         params.n_ctx = max_rows * max_tokens
         params.n_batch = params.n_ubatch = _BATCH
         params.n_seq_max = max_rows

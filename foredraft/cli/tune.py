@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foredraft.cli import options as o
+from foredraft.cli.tune_load import tune_load
 from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _LENGTHS = (1, 2, 3, 4, 6, 8)
 """Numbers of draft tokens to try."""
 
 app = typer.Typer(no_args_is_help=True, help="Find settings for a model on this machine.")
+app.command("load")(tune_load)
 
 
 @app.command("exit")

@@ -77,7 +77,7 @@ def _drawn(logits_NV: Array, wanted: Sequence[Wanted]) -> list[Draw | None]:
     if library is None or not logits_NV.flags.c_contiguous:
         return [None] * count
     rows = (ctypes.c_int64 * count)(*(row.row for row in wanted))
-    keys = (NoiseRow * count)(*(row[1:] for row in wanted))
+    keys = (NoiseRow * count)(*[NoiseRow(*row[1:]) for row in wanted])
     tokens, best = (ctypes.c_int64 * count)(), (ctypes.c_int64 * count)()
     logits = (ctypes.c_double * count)()
     library.foredraft_draw_rows(

@@ -215,3 +215,33 @@ def test_a_draft_model_is_made_by_noise_and_run_with_both_couplings(
     assert trials["draft_model"]["identical"]
     stats = trials["draft_model"]["stats"]
     assert 0 < stats["accepted"] < stats["drafted"]
+
+
+def test_serving_is_simulated_and_written_down(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "serve-sim", "--concurrency", "1,3", "--drafter", "auto,suffix:4,wrong", "--num", "2",
+        "--tokens", "8", "--temperature", "0,0.8", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    report = json.loads(path.read_text())
+    assert {f["contender"] for f in report["figures"]} == {"auto", "suffix:4", "wrong", "none"}
+    assert not any(figure["num_different"] for figure in report["figures"])
+    assert [f["concurrency"] for f in report["forwards"]] == [1, 3, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--concurrency", "0"), "start at 1"),
+        (("--concurrency", "two"), "whole numbers"),
+        (("--drafter", "sufix"), "suffix"),
+        (("--drafter", "suffix:x"), "number of nodes"),
+        (("--peer", "lama"), "llama-cpp"),
+        (("--peer", "llama-cpp", "--temperature", "1"), "temperature 0"),
+    ],
+)
+def test_serving_explains_bad_values(bench: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = bench("serve-sim", "--num", "1", "--tokens", "2", *arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)

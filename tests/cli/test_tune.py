@@ -78,3 +78,16 @@ def test_priors_are_written_as_the_package_reads_them(checkpoint: Path, tmp_path
     assert printed.stdout.endswith(text)
     assert Priors.parse(text)
     assert "foredraft tune priors --max-tokens 4" in text
+
+
+def test_load_says_what_it_would_choose(checkpoint: Path) -> None:
+    options = ["--model", str(checkpoint), "--dtype", "float32", "--tokens", "12"]
+    result = CliRunner().invoke(app, ["tune", "load", *options, "--concurrency", "1,2", "--json"])
+    assert result.exit_code == 0, result.exception
+    choices = json.loads(result.stdout)
+    assert [choice["load"] for choice in choices] == [1, 2]
+    assert all(choice["why"] and choice["plain_ms"] > 0 for choice in choices)
+    shown = CliRunner().invoke(app, ["tune", "load", *options, "--concurrency", "1"])
+    assert "committed" in shown.stdout
+    wrong = CliRunner().invoke(app, ["tune", "load", *options, "--concurrency", "0"])
+    assert isinstance(wrong.exception, ConfigError)

@@ -67,7 +67,7 @@ def serve_sim(
     from foredraft.bench.report import check_outputs, write_json
 
     check_outputs(json_file)
-    loads, at = _counts(concurrency), _numbers(temperature)
+    loads, at = counts(concurrency), _numbers(temperature)
     peers = _peer_names(peer, at)
     asked = o.load_options(
         running,
@@ -80,7 +80,7 @@ def serve_sim(
         raise ConfigError("random weights have no tokenizer: leave out --peer and --prompts")
     llm = o.load_llm(asked, random_weights)
     ours = _contenders(llm, asked, [name.strip() for name in drafter.split(",")])
-    ids = _prompts(llm, prompts, max(num, *loads), tokens)
+    ids = prompt_ids(llm, prompts, max(num, *loads), tokens)
     theirs = _peers(llm, peers, max(loads), max(map(len, ids)) + tokens)
     figures, forwards = [], []
     total = sum(max(num, load) for load in loads) * len(at) * rounds * (len(ours) + len(theirs))
@@ -142,14 +142,19 @@ def _serve(
     }
 
 
-def _counts(text: str) -> list[int]:
+def counts(text: str) -> list[int]:
+    """Whole numbers with commas, as ``--concurrency`` takes them.
+
+    Raises:
+        ConfigError: they are something else.
+    """
     try:
-        counts = [int(part) for part in text.split(",")]
+        found = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"--concurrency {text!r} is not whole numbers with commas") from None
-    if min(counts) < 1:
-        raise ConfigError(f"--concurrency {text!r} holds {min(counts)}; counts start at 1")
-    return counts
+    if min(found) < 1:
+        raise ConfigError(f"--concurrency {text!r} holds {min(found)}; counts start at 1")
+    return found
 
 
 def _numbers(text: str) -> list[float]:
@@ -219,8 +224,12 @@ def _peers(llm: LLM, names: Sequence[str], most: int, tokens: int) -> list[Conte
     return found
 
 
-def _prompts(llm: LLM, path: str | None, num: int, tokens: int) -> list[list[int]]:
-    """As many as are asked for, over and over if there are fewer; those that fit the context."""
+def prompt_ids(llm: LLM, path: str | None, num: int, tokens: int) -> list[list[int]]:
+    """As many prompts as are asked for, over and over if there are fewer that fit the context.
+
+    Raises:
+        ConfigError: none fits.
+    """
     from itertools import cycle, islice
 
     from foredraft.bench.prompts import load_prompts, random_prompts
