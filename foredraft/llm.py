@@ -15,7 +15,6 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams, checked_params
 from foredraft.core.rules.book import RuleBook
 from foredraft.drafters.base import Drafter, DrafterContext
-from foredraft.drafters.common.ruled import RuledDrafter
 from foredraft.engine.engine import Engine, Event, Trace
 from foredraft.engine.row import GenerationResult
 from foredraft.engine.streams import Streams
@@ -76,7 +75,7 @@ class LLM:
         )
         self.engine = Engine(
             target,
-            RuledDrafter(followed),
+            followed,
             self.controller,
             max_batch_size=options.max_batch_size,
             eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),

@@ -12,6 +12,7 @@ from foredraft.control.planner import LoadedDrafter
 from foredraft.core.cost import CostModel
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import Drafter, DrafterContext
+from foredraft.drafters.common.ruled import RuledDrafter
 from foredraft.drafters.common.switch import Loaded, SwitchDrafter
 from foredraft.plan import LoadOptions
 
@@ -40,11 +41,11 @@ def speculation(
     limit = context.target.max_context
     if options.num_draft_tokens is not None or (own is None and name == "none"):
         drafter = own or build_drafter(name, context)
-        return drafter, FixedBudget(options.num_draft_tokens or 0, limit, cost)
+        return RuledDrafter(drafter), FixedBudget(options.num_draft_tokens or 0, limit, cost)
     loaded = {_OWN: own} if own else _loaded(name, options, context)
     described = [LoadedDrafter(n, _most_nodes(n), _joins_late(n, d)) for n, d in loaded.items()]
     controller = AdaptiveBudget(described, limit, cost, experience)
-    members = {d.name: Loaded(loaded[d.name], d.joins_late) for d in described}
+    members = {d.name: Loaded(RuledDrafter(loaded[d.name]), d.joins_late) for d in described}
     return SwitchDrafter(members, controller.first), controller
 
 

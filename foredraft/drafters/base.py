@@ -274,6 +274,12 @@ class BaseDrafter:
         pass
 
 
+def learns(drafter: Drafter) -> bool:
+    """Whether a drafter makes anything of what it observes; a wrapper says so for its inner one."""
+    own: bool | None = getattr(drafter, "learns", None)
+    return type(drafter).observe is not BaseDrafter.observe if own is None else own
+
+
 class TextCodec(Protocol):
     """Text to ids and back, for drafters that work on text."""
 

@@ -12,12 +12,12 @@ from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import (
-    BaseDrafter,
     Drafter,
     DraftRequest,
     DraftRow,
     Observation,
     Switching,
+    learns,
 )
 from foredraft.models.base import Target
 
@@ -53,7 +53,7 @@ class GuardedDrafter:
         self.num_faults = 0
         self.layers, self.look_ahead = tuple(drafter.layers), drafter.look_ahead
         self._switch = drafter if isinstance(drafter, Switching) else None
-        self._observes = getattr(type(drafter), "observe", None) is not BaseDrafter.observe
+        self._observes = learns(drafter)
 
     @property
     def taps(self) -> Sequence[int]:

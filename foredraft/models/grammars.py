@@ -58,7 +58,8 @@ class Grammars:
             self._compiled[grammar] = compiled
             if len(self._compiled) > _MAX_KEPT:
                 self._compiled.popitem(last=False)
-            return _GuidanceMatcher(compiled.deep_copy(), self._vocab_size)
+            ends = frozenset(self._tokenizer.eos_token_ids)
+            return _GuidanceMatcher(compiled.deep_copy(), self._vocab_size, ends)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         # The extra may be missing, which `_ll_tokenizer` says in our words.
@@ -102,15 +103,24 @@ class Grammars:
 class _GuidanceMatcher:
     """See `Matcher`."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
+        self._matcher, self._vocab_size, self._ends = matcher, vocab_size, ends
 
     def mask(self) -> Array:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         _check(self._matcher)
         return np.unpackbits(bits, bitorder="little")[: self._vocab_size].view(bool)
 
+    def permits(self, token: int) -> bool:
+        if token in self._ends:
+            return bool(self._matcher.is_accepting())
+        permitted: int = self._matcher.validate_tokens([token])
+        _check(self._matcher)
+        return permitted == 1
+
     def consume(self, token: int) -> bool:
+        if token in self._ends:
+            return False
         done: int = self._matcher.try_consume_tokens([token])
         _check(self._matcher)
         return done == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -206,8 +206,17 @@ def test_every_parameter_has_a_case() -> None:
     assert {field.name for field in fields(SamplingParams)} == CASES.keys() - {"all at once"}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", [*drafter_names(), *WITH_HEADS])
+def pairs() -> Iterator[Any]:
+    """All of them; on a real forward most are left to `make test-all`."""
+    for name in (*drafter_names(), *WITH_HEADS):
+        needs = {need for need, wanted in vars(spec_of(name).needs).items() if wanted}
+        on_tables = needs <= {"tree_attention", "taps"} and name not in WITH_HEADS
+        for case in CASES:
+            quick = on_tables or case == "all at once"
+            yield pytest.param(name, case, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "case"), [*pairs()])
 def test_the_text_is_that_of_plain_decoding(name: str, case: str) -> None:
     """Seeded requests, and drawn ones of drafters that draw nothing."""
     kind = simplest_kind(name)

@@ -31,8 +31,12 @@ class Matcher(Protocol):
         """Which tokens may come next: bool [V]."""
         ...
 
+    def permits(self, token: int) -> bool:
+        """Whether a token may come next, one that ends the text included."""
+        ...
+
     def consume(self, token: int) -> bool:
-        """Read a token; False, and nothing is read, if it may not come."""
+        """Read a token; False, and nothing is read, if it may not come or ends the text."""
         ...
 
     def rollback(self, count: int) -> None:
@@ -71,14 +75,13 @@ class GrammarRule:
         self._settle(reply)
         path = tuple(drafted)
         if path not in self._masks:
-            follows = not (path and path[-1] in self._end_ids) and self._go_to(path)
-            self._masks[path] = self._matcher.mask() if follows else None
+            self._masks[path] = self._matcher.mask() if self._follows(path) else None
         return self._masks[path]
 
     def permits(self, token: int, reply: Sequence[int], drafted: Sequence[int]) -> bool:
         """Whether a token may come after these; far cheaper than a mask."""
         self._settle(reply)
-        return self._go_to((*drafted, token))
+        return self._follows(drafted) and self._matcher.permits(token)
 
     def forced(self, reply: Sequence[int]) -> Sequence[int]:
         """What follows the reply, as far as the grammar leaves next to no choice.
@@ -113,6 +116,10 @@ class GrammarRule:
         if not self._go_to(reply[self._num_settled :]):
             raise GrammarError(f"the reply of {len(reply)} tokens does not follow its grammar")
         self._num_settled = len(reply)
+
+    def _follows(self, path: Sequence[int]) -> bool:
+        """Whether anything can come behind these guesses; the matcher is behind them then."""
+        return not (path and path[-1] in self._end_ids) and self._go_to(path)
 
     def _go_to(self, path: Sequence[int]) -> bool:
         """Move the matcher behind the committed tokens and these; False if it cannot read them."""

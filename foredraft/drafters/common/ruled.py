@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation, learns
 from foredraft.drafters.common.continuing import ContinuingDrafter
 
 
@@ -26,8 +26,15 @@ class RuledDrafter:
 
     def __init__(self, inner: Drafter) -> None:
         self._inner = inner
-        self.taps, self.layers = tuple(inner.taps), tuple(inner.layers)
-        self.look_ahead = inner.look_ahead
+        self.layers, self.look_ahead = tuple(inner.layers), inner.look_ahead
+
+    @property
+    def taps(self) -> Sequence[int]:
+        return self._inner.taps
+
+    @property
+    def learns(self) -> bool:
+        return learns(self._inner)
 
     def begin(self, request: DraftRequest) -> None:
         self._inner.begin(request)

@@ -1,0 +1,168 @@
+"""Grammars on a real tokenizer: what they allow, force and refuse, also along guesses."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.core.errors import ConfigError, GrammarError, NoTokenError
+from foredraft.core.grammar import Grammar
+from foredraft.core.params import SamplingParams
+from foredraft.core.rules import Rules
+from foredraft.core.rules.book import RuleBook
+from foredraft.models.grammars import Grammars
+from foredraft.models.tokenizer import Tokenizer
+from tests.models.checkpoints import save_tokenizer
+
+SCHEMA = Grammar.json_schema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 5}, "old": {"type": "boolean"}},
+        "required": ["name", "old"],
+        "additionalProperties": False,
+    }
+)
+PROMPT = [5, 6]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(directory)
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, tokenizer.vocab_size)
+
+
+def rules_of(grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar) -> Rules:
+    book = RuleBook(tokenizer.vocab_size, tokenizer.encode, grammars.new_matcher)
+    params = SamplingParams(temperature=1.0, grammar=grammar)
+    return book.rules(params, len(PROMPT), tokenizer.eos_token_ids)
+
+
+def write(rules: Rules, vocab_size: int, seed: int, limit: int = 200) -> list[int]:
+    """A reply of tokens drawn at random among those allowed."""
+    generator, text = random.Random(seed), [*PROMPT]
+    while len(text) < limit and not rules.is_complete(text):
+        law = rules.law(torch.zeros(vocab_size), text)
+        text.append(generator.choice(torch.nonzero(law.logits_V > -1e9)[:, 0].tolist()))
+    return text[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_is_drawn_is_json(grammars: Grammars, tokenizer: Tokenizer, seed: int) -> None:
+    rules = rules_of(grammars, tokenizer, SCHEMA)
+    found = json.loads(tokenizer.decode(write(rules, tokenizer.vocab_size, seed, 10_000)))
+    assert found.keys() == {"name", "old"}
+    assert len(found["name"]) <= 5
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar.json_object(), '{"a": [1, {"b": null}]}'),
+        (SCHEMA, '{"name": "é", "old": true}'),
+        (SCHEMA, '{\n  "name": "",\n  "old": false\n}'),
+        (Grammar.regex("[0-9]{2}-[a-c]+x"), "31-abcax"),
+        (Grammar.choice(["yes", 'n"o\n', "été"]), 'n"o\n'),
+        (Grammar.choice(["yes", 'n"o\n', "été"]), "été"),
+        (Grammar.lark('start: "a" start "b" | "c"'), "aacbb"),
+    ],
+)
+def test_what_a_grammar_describes_can_be_written(
+    grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, text: str
+) -> None:
+    rules, seen = rules_of(grammars, tokenizer, grammar), [*PROMPT]
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        assert rules.permits(token, seen)
+        seen.append(token)
+    assert rules.permits(tokenizer.eos_token_ids[0], seen)
+    assert not rules.permits(tokenizer.eos_token_ids[0], seen[:-1])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_path_of_guesses_is_like_a_text(
+    grammars: Grammars, tokenizer: Tokenizer, seed: int
+) -> None:
+    """Asked in any order, also along guesses that are then not taken."""
+    rules, generator = rules_of(grammars, tokenizer, SCHEMA), random.Random(seed)
+    reply = write(rules_of(grammars, tokenizer, SCHEMA), tokenizer.vocab_size, seed)
+    other = write(rules_of(grammars, tokenizer, SCHEMA), tokenizer.vocab_size, seed + 100)
+    logits_V = torch.zeros(tokenizer.vocab_size)
+    for end in range(0, len(reply), 3):
+        text = [*PROMPT, *reply[:end]]
+        for _ in range(6):
+            path = generator.choice([reply[end : end + generator.randrange(5)], other[:3]])
+            fresh = rules_of(grammars, tokenizer, SCHEMA)
+            try:
+                expected = fresh.law(logits_V, [*PROMPT, *reply[:end], *path]).logits_V
+            except (NoTokenError, GrammarError):
+                with pytest.raises(NoTokenError):
+                    rules.law(logits_V, text, path)
+                continue
+            assert torch.equal(rules.law(logits_V, text, path).logits_V, expected)
+
+
+def test_what_alone_can_follow_is_known(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    rules = rules_of(grammars, tokenizer, Grammar.regex("x(hello world|hello there)y"))
+    forced = rules.forced(PROMPT)
+    assert "xhello ".startswith(tokenizer.decode(forced))
+    assert len(forced) > 1
+    assert not rules_of(grammars, tokenizer, Grammar.regex("[a-z]+")).forced(PROMPT)
+
+
+def test_the_end_is_the_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    rules = rules_of(grammars, tokenizer, Grammar.choice(["ab"]))
+    text = [*PROMPT, *tokenizer.encode("ab", add_special_tokens=False)]
+    assert rules.is_complete(text)
+    assert not rules.forced(text)
+    with pytest.raises(NoTokenError, match="leads here"):
+        rules.law(torch.zeros(tokenizer.vocab_size), text, [tokenizer.eos_token_ids[0]])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (Grammar.json_schema({"type": "objekt"}), "objekt"),
+        (Grammar.json_schema({"type": "string", "pattern": "(?=a)b"}), "look-ahead"),
+        (Grammar.json_schema({"unevaluatedProperties": False}), "Unimplemented keys"),
+        (Grammar.json_schema({"$ref": "http://example.org/schema"}), "does not fetch"),
+        (Grammar.regex("(a"), "unclosed group"),
+        (Grammar.lark("start: foo"), "unknown name"),
+        (Grammar.lark(""), "cannot be used"),
+    ],
+)
+def test_malformed_grammars(grammars: Grammars, grammar: Grammar, said: str) -> None:
+    with pytest.raises(GrammarError, match=said) as caught:
+        grammars.new_matcher(grammar)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_model_without_an_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    endless = Tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="end-of-text token"):
+        Grammars(endless, endless.vocab_size).new_matcher(SCHEMA)
+
+
+def test_without_the_package(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'foredraft\[structured\]'"):
+        Grammars(tokenizer, tokenizer.vocab_size).new_matcher(SCHEMA)
+
+
+def test_a_vocabulary_that_is_padded(tokenizer: Tokenizer) -> None:
+    """Models round their vocabulary up; what no text spells cannot occur."""
+    matcher = Grammars(tokenizer, tokenizer.vocab_size + 13).new_matcher(Grammar.regex("a+"))
+    mask_V = matcher.mask()
+    assert len(mask_V) == tokenizer.vocab_size + 13
+    assert not mask_V[tokenizer.vocab_size :].any()
