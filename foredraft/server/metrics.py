@@ -20,6 +20,14 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _PARTS = ("draft", "score", "verify", "learn")
 
 
+_LEDGER = {
+    "ledger_plain_seconds": ("What all tokens would have taken without drafts.", "plain_ms"),
+    "ledger_spent_seconds": ("What they took.", "spent_ms"),
+    "ledger_balance_seconds": ("What speculation may still lose before it stops.", "balance_ms"),
+}
+"""Of the controller, where it keeps a ledger."""
+
+
 class Metrics:
     """Counters of one server, in a registry of its own."""
 
@@ -92,6 +100,12 @@ class Metrics:
         for name, (text, read) in gauges.items():
             self._gauge(name, text).set_function(read)
         self._cost = engine.llm.cost
+        report = getattr(engine.llm.controller, "report", None)
+        if report is None:
+            return
+        for name, (text, field) in _LEDGER.items():
+            gauge = self._gauge(name, text)
+            gauge.set_function(lambda field=field: (report()[field] or 0.0) / 1000)
 
     def render(self) -> bytes:
         """In Prometheus' text format."""
