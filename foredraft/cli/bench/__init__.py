@@ -19,7 +19,7 @@ from foredraft.cli.bench.step import step
 from foredraft.timing_lock import measuring
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine: interleaved, with medians.")
-_TIMES_NOTHING = ("report", "quality")
+_TIMES_NOTHING = ("report", "quality", "serve-load")
 
 
 @app.callback()
