@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -103,9 +104,12 @@ class Metrics:
         report = getattr(engine.llm.controller, "report", None)
         if report is None:
             return
+
+        def seconds(field: str) -> float:
+            return (report()[field] or 0.0) / 1000
+
         for name, (text, field) in _LEDGER.items():
-            gauge = self._gauge(name, text)
-            gauge.set_function(lambda field=field: (report()[field] or 0.0) / 1000)
+            self._gauge(name, text).set_function(partial(seconds, field))
 
     def render(self) -> bytes:
         """In Prometheus' text format."""
