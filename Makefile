@@ -1,6 +1,7 @@
 # make demo   the main job on the real model        make test   the tests
 # make test-page: the page in headless Chromium (apt install chromium)
 # make test-all, make lint, make types, make example: what CI and contributors run besides
+# make test-clients: real clients (SDKs, lm-eval, guidellm, Schemathesis, ...) against the server
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make reference: write docs/reference from the docstrings, and docs/results.md from docs/results
 # Each target but clean makes its own virtual environment in .venv first.
@@ -15,10 +16,10 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-page test-all lint types example reference heads heads-gpu clean
+.PHONY: help demo test test-page test-all test-clients lint types example reference heads heads-gpu clean
 
 help:
-	@sed -n '1,6s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
@@ -33,6 +34,24 @@ test-page: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev example
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# In an environment of their own, as they bring a lot. The tests of the openai SDK are in its source
+# package only: OPENAI_TESTS=DIR names one that is unpacked elsewhere.
+CLIENTS = $(VENV)-clients
+OPENAI_TESTS ?= $(CLIENTS)/openai
+test-clients: $(CLIENTS)/.installed
+	@test -d '$(OPENAI_TESTS)' || { mkdir -p '$(OPENAI_TESTS)' && \
+	  $(CLIENTS)/bin/python -m pip download --quiet --no-deps --no-binary :all: \
+	    --dest '$(OPENAI_TESTS)' openai && \
+	  tar --extract --gzip --strip-components=1 --directory '$(OPENAI_TESTS)' \
+	    --file '$(OPENAI_TESTS)'/openai-*.tar.gz; }
+	OPENAI_TESTS='$(abspath $(OPENAI_TESTS))' OMP_NUM_THREADS=1 \
+	  $(CLIENTS)/bin/python -m pytest -n 0 tests/clients
+
+$(CLIENTS)/.installed: pyproject.toml
+	$(MAKE) --no-print-directory VENV='$(CLIENTS)' '$(CLIENTS)/.torch'
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-input --editable '.[clients]'
+	@touch $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

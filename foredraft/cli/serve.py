@@ -127,8 +127,8 @@ def serve(
     def ended_or_ready(context: ServerContext) -> None:
         if context.failure is not None:
             server.should_exit = True
-            return
-        _greet(context, settings)
+        elif context.is_ready:  # and not told to end meanwhile
+            _greet(context, settings)
 
     with _traced(asked, trace) as load:
         app = create_app(load, settings, ended_or_ready)

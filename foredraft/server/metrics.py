@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -18,6 +19,14 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _BETWEEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _PARTS = ("draft", "score", "verify", "learn")
+
+
+_LEDGER = {
+    "ledger_plain_seconds": ("What all tokens would have taken without drafts.", "plain_ms"),
+    "ledger_spent_seconds": ("What they took.", "spent_ms"),
+    "ledger_balance_seconds": ("What speculation may still lose before it stops.", "balance_ms"),
+}
+"""Of the controller, where it keeps a ledger."""
 
 
 class Metrics:
@@ -92,6 +101,15 @@ class Metrics:
         for name, (text, read) in gauges.items():
             self._gauge(name, text).set_function(read)
         self._cost = engine.llm.cost
+        report = getattr(engine.llm.controller, "report", None)
+        if report is None:
+            return
+
+        def seconds(field: str) -> float:
+            return (report()[field] or 0.0) / 1000
+
+        for name, (text, field) in _LEDGER.items():
+            self._gauge(name, text).set_function(partial(seconds, field))
 
     def render(self) -> bytes:
         """In Prometheus' text format."""

@@ -14,6 +14,9 @@ from foredraft.server.replies import CALL, END_CALL
 
 Tool = Mapping[str, Any]
 
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""For llguidance: without it a model may write spaces for as long as it likes."""
+
 
 @dataclass(frozen=True)
 class ToolUse:
@@ -37,7 +40,7 @@ class ToolUse:
         calls = [_call_schema(tool) for tool in self.tools if _name(tool) in self.forced]
         schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
         Grammar.json_schema(schema)  # is it a schema within bounds?
-        source = json.dumps(schema, allow_nan=False)
+        source = json.dumps(schema | {"x-guidance": _COMPACT}, allow_nan=False)
         return Grammar.lark(f'start: "{CALL}\\n" call "\\n{END_CALL}"\ncall: %json {source}\n')
 
 

@@ -85,7 +85,7 @@ def test_guidellm(server: Running, tmp_path: Path, tokenizer_directory: Path) ->
         *("--tokenizer", f"kind=hf_auto,model={tokenizer_directory}"),
         *("--data", "kind=synthetic_text,prompt_tokens=20,output_tokens=8"),
         *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=10"),
-        *("--output-dir", str(tmp_path)),
+        *("--output", f"kind=json,path={tmp_path}/report.json"),
     )
 
 

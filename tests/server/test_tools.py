@@ -119,3 +119,45 @@ def test_malformed_tools(client: httpx.Client, more: dict[str, Any], param: str)
     response = client.post("/v1/chat/completions", json=BODY | more)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "look"}}], ids=str
+)
+def test_a_call_that_is_asked_for_is_made(load: Any, choice: Any) -> None:
+    """By a model that would have said something else, whatever it draws."""
+    schema = {
+        "type": "object",
+        "properties": {"at": {"enum": ["here", "there"]}},
+        "required": ["at"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    body = {"messages": USER, "tools": [tool], "tool_choice": choice, "seed": 5}
+    with running(load) as server, server.client() as other:
+        reply = other.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    found = reply.json()["choices"][0]
+    assert found["finish_reason"] == "tool_calls"
+    call = found["message"]["tool_calls"][0]["function"]
+    assert call["name"] == "look"
+    assert json.loads(call["arguments"])["at"] in ("here", "there")
+
+
+def test_json_by_a_schema(load: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2, 3]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": USER, "response_format": form, "seed": 5, "max_tokens": 400}
+    with running(load) as server, server.client() as client:
+        reply = client.post("/v1/chat/completions", json=body).json()
+        chosen = client.post(
+            "/v1/completions",
+            json={"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}, "seed": 3},
+        ).json()
+    assert json.loads(reply["choices"][0]["message"]["content"])["n"] in (1, 2, 3)
+    assert chosen["choices"][0]["text"] in ("yes", "no")

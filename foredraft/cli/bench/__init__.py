@@ -12,12 +12,14 @@ from foredraft.cli.bench.prefix import prefix
 from foredraft.cli.bench.prompts import prompts
 from foredraft.cli.bench.quality import quality
 from foredraft.cli.bench.report import report
+from foredraft.cli.bench.serve_clients import serve_clients
+from foredraft.cli.bench.serve_load import serve_load
 from foredraft.cli.bench.serve_sim import serve_sim
 from foredraft.cli.bench.step import step
 from foredraft.timing_lock import measuring
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine: interleaved, with medians.")
-_TIMES_NOTHING = ("report", "quality")
+_TIMES_NOTHING = ("report", "quality", "serve-load")
 
 
 @app.callback()
@@ -28,7 +30,7 @@ def _alone(context: typer.Context) -> None:
 
 
 COMMANDS = (
-    *(drafters, step, prompts, busy, serve_sim),
+    *(drafters, step, prompts, busy, serve_sim, serve_load, serve_clients),
     *(prefix, grammar, quality, memory, report),
 )
 for command in COMMANDS:

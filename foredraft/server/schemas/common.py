@@ -76,7 +76,9 @@ def error_responses(model: type[BaseModel] = ErrorBody) -> dict[int | str, dict[
 
 def streamed(description: str, model: type[BaseModel] | None = None) -> dict[str, Any]:
     """The good answer of a route that may stream."""
-    content: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+    text = {"type": "string"}
+    event = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
+    content: dict[str, Any] = {"text/event-stream": {"schema": event}}
     answer: dict[str, Any] = {"description": description, "content": content}
     if model is not None:
         answer["model"] = model

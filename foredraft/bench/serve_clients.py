@@ -1,0 +1,142 @@
+"""The same clients against several servers in turn: tokens a second and time to the first token.
+
+Servers are given as addresses; whoever serves the same weights can be compared. In each round every
+server gets the same prompts from the same number of clients, in rotating order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import httpx
+
+from foredraft.core.errors import ForedraftError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What each client asks.
+
+    Attributes:
+        prompts: texts of a user; clients take them one after the other.
+        max_tokens: of a reply.
+        temperature: of sampling.
+    """
+
+    prompts: Sequence[str]
+    max_tokens: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class ClientsFigure:
+    """One server with so many clients.
+
+    Attributes:
+        tokens_per_s: of all clients together, median of rounds.
+        first_token_ms: from the request to its first text, median.
+        between_ms: per token after the first, median.
+        rounds: tokens a second of each round.
+    """
+
+    server: str
+    clients: int
+    tokens_per_s: float
+    first_token_ms: float
+    between_ms: float
+    rounds: tuple[float, ...]
+
+
+@dataclass
+class _Reply:
+    tokens: int
+    first_s: float
+    total_s: float
+
+
+def compare(
+    servers: Mapping[str, str], clients: Sequence[int], asked: Asked, rounds: int
+) -> list[ClientsFigure]:
+    """Measure every server with every number of clients.
+
+    Args:
+        servers: names and addresses.
+
+    Raises:
+        ForedraftError: a server does not answer.
+    """
+    figures: list[ClientsFigure] = []
+    for count in clients:
+        replies: dict[str, list[_Reply]] = {name: [] for name in servers}
+        rates: dict[str, list[float]] = {name: [] for name in servers}
+        names = list(servers)
+        for number in range(rounds + 1):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                came, seconds = asyncio.run(_round(servers[name], count, asked))
+                if number:  # the first is to warm up
+                    replies[name] += came
+                    rates[name].append(sum(reply.tokens for reply in came) / seconds)
+        figures += [_figure(name, count, replies[name], rates[name]) for name in servers]
+    return figures
+
+
+def _figure(
+    name: str, clients: int, replies: Sequence[_Reply], rates: Sequence[float]
+) -> ClientsFigure:
+    several = [reply for reply in replies if reply.tokens > 1]
+    between = [(reply.total_s - reply.first_s) / (reply.tokens - 1) for reply in several]
+    return ClientsFigure(
+        server=name,
+        clients=clients,
+        tokens_per_s=statistics.median(rates),
+        first_token_ms=1000 * statistics.median(reply.first_s for reply in replies),
+        between_ms=1000 * statistics.median(between or [0.0]),
+        rounds=tuple(rates),
+    )
+
+
+async def _round(url: str, clients: int, asked: Asked) -> tuple[list[_Reply], float]:
+    waiting = [*asked.prompts]
+    replies: list[_Reply] = []
+    began = time.perf_counter()
+
+    async def client(http: httpx.AsyncClient) -> None:
+        while waiting:
+            replies.append(await _ask(http, waiting.pop(0), asked))
+
+    async with httpx.AsyncClient(base_url=url, timeout=300) as http:
+        try:
+            await asyncio.gather(*(client(http) for _ in range(clients)))
+        except httpx.HTTPError as error:
+            raise ForedraftError(f"the server at {url} does not answer: {error!r}") from error
+    return replies, time.perf_counter() - began
+
+
+async def _ask(http: httpx.AsyncClient, prompt: str, asked: Asked) -> _Reply:
+    """One streamed reply. Tokens are the server's own count, or its events where it tells none."""
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": asked.max_tokens,
+        "temperature": asked.temperature,
+        "seed": 1,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began, first, events, counted = time.perf_counter(), 0.0, 0, 0
+    async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        if reply.status_code != 200:
+            raise ForedraftError(f"{http.base_url}: {(await reply.aread()).decode()[:300]}")
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            counted = (chunk.get("usage") or {}).get("completion_tokens", counted)
+            if any(choice["delta"].get("content") for choice in chunk["choices"]):
+                events += 1
+                first = first or time.perf_counter() - began
+    return _Reply(counted or events, first, time.perf_counter() - began)
