@@ -180,17 +180,24 @@ class LLM:
         return self._run([self._tokenizer().encode_chat(messages)], params)[0]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, session: Session | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        session: Session | None = None,
+        tenant: str | None = None,
     ) -> Iterator[Event]:
         """Generate one prompt, an event a step; the last one carries the result.
 
         Closing the iterator early cancels the request. Several streams may be read in turns;
         whoever reads moves all of them on.
 
+        Args:
+            tenant: whose request it is; nothing of one's text drafts for another.
+
         Raises:
             PromptError: the prompt is empty or too long.
         """
-        return self._stream(self._encode(prompt), params, session)
+        return self._stream(self._encode(prompt), params, session, tenant)
 
     def stream_chat(
         self,
@@ -231,11 +238,15 @@ class LLM:
         return sorted(results, key=lambda result: result.request_id)
 
     def _stream(
-        self, prompt: Sequence[int], params: SamplingParams | None, session: Session | None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None,
+        session: Session | None,
+        tenant: str | None = None,
     ) -> Iterator[Event]:
         params = checked_params(params)
         self.engine.check_prompt(prompt)  # now, and not when the first event is asked for
-        return self._streams.open([prompt], params, session)
+        return self._streams.open([prompt], params, session, tenant)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, lambda text: self._tokenizer().encode(text))

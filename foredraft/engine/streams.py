@@ -28,6 +28,7 @@ class Streams:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         session: Session | None = None,
+        tenant: str | None = None,
     ) -> Iterator[Event]:
         """Submit requests and yield their events until all are over.
 
@@ -41,7 +42,7 @@ class Streams:
         try:
             with engine.lock:
                 for prompt in prompts:
-                    rows = engine.prepare(prompt, params, session)
+                    rows = engine.prepare(prompt, params, session, tenant)
                     live.update(row.request_id for row in rows)
                     engine.add(rows, inbox.append)
             while live:

@@ -6,7 +6,7 @@ served as they are written, under a policy that lets nothing in from elsewhere.
 
 from __future__ import annotations
 
-import threading
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +16,14 @@ import anyio
 from fastapi import APIRouter, FastAPI, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response
 
 from foredraft.core.errors import ConfigError, ForedraftError, PromptError
 from foredraft.llm import LLM
 from foredraft.machine import cpu_name
 from foredraft.server.page_runs import MAX_DRAFT_TOKENS, Lanes, RunBody, run_lanes
-from foredraft.server.wire import JsonResponse, data_event
+from foredraft.server.wire import JsonResponse, data_event, event_stream
 from foredraft.version import __version__
 
 PAGE = Path(__file__).parent / "page"
@@ -31,6 +32,10 @@ OPEN_PATHS = ("/", "/page/files/")
 MAX_RUNS = 4
 """Runs of the page at once."""
 
+_PING_SECONDS = 15.0
+_SEND_SECONDS = 30.0
+"""How long a reader may leave what it was sent unread."""
+_log = logging.getLogger("foredraft.server")
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -57,6 +62,10 @@ class PageContext(Protocol):
         """The served model; raises what answers the request where it is not there yet."""
         ...
 
+    def tenant(self, key_id: str | None, salt: object) -> str | None:
+        """Whose drafting state a request with this API key shares."""
+        ...
+
 
 class ForwardBody(BaseModel):
     """How many tokens to time a forward of."""
@@ -70,7 +79,7 @@ class _Page:
 
     def __init__(self, context: PageContext) -> None:
         self._context = context
-        self._runs = threading.BoundedSemaphore(MAX_RUNS)
+        self._num_runs = 0
 
     @cached_property
     def _lanes(self) -> Lanes:
@@ -81,39 +90,38 @@ class _Page:
         _ = self._context.llm  # while the server drains, this says so
         return self._lanes
 
-    def open(self, body: RunBody) -> Iterator[dict[str, Any]]:
-        """Begin a run.
+    def open(self, body: RunBody, key_id: str | None) -> Iterator[dict[str, Any]]:
+        """Begin a run for whoever holds this key.
 
         Raises:
             HTTPException: 429: too many are under way; 400: it cannot be run.
         """
-        if not self._runs.acquire(blocking=False):
+        if self._num_runs >= MAX_RUNS:
             raise HTTPException(
                 429,
                 f"{MAX_RUNS} runs of the page are under way: try again in a moment",
                 {"Retry-After": "2"},
             )
         try:
-            events = run_lanes(self.lanes, body)
+            return run_lanes(self.lanes, body, self._context.tenant(key_id, None))
         except (ConfigError, PromptError) as error:
-            self._runs.release()
             raise HTTPException(400, str(error)) from error
-        except BaseException:
-            self._runs.release()
-            raise
-        return events
 
     async def stream(self, events: Iterator[dict[str, Any]]) -> AsyncIterator[bytes]:
         """A run as server-sent events; a reader who leaves ends it within a step."""
+        self._num_runs += 1  # here and not in `open`: what is never read is never counted
         try:
             while (event := await run_in_threadpool(next, events, None)) is not None:
                 yield data_event(event)
         except ForedraftError as error:
             yield data_event({"type": "error", "message": str(error)})
+        except Exception as error:
+            _log.error("a run of the page failed", exc_info=error)
+            yield data_event({"type": "error", "message": "it failed; the server's log says why"})
         finally:
             with anyio.CancelScope(shield=True):
                 await run_in_threadpool(events.close)  # type: ignore[attr-defined]
-            self._runs.release()
+            self._num_runs -= 1
 
 
 def include_page(app: FastAPI, context: PageContext) -> None:
@@ -139,12 +147,10 @@ def include_page(app: FastAPI, context: PageContext) -> None:
         return JsonResponse(told | {"version": __version__, "cpu": cpu_name()})
 
     @router.post("/page/run")
-    async def run(body: RunBody) -> Response:
-        events = await run_in_threadpool(page.open, body)
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(
-            page.stream(events), media_type="text/event-stream", headers=headers
-        )
+    async def run(body: RunBody, request: Request) -> Response:
+        key_id = getattr(request.state, "key_id", None)
+        events = await run_in_threadpool(page.open, body, key_id)
+        return event_stream(page.stream(events), _PING_SECONDS, _SEND_SECONDS)
 
     @router.post("/page/forward")
     async def forward(body: ForwardBody) -> Response:

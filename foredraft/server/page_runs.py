@@ -11,11 +11,13 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from foredraft.control.adaptive import AdaptiveBudget
+from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_spec
@@ -119,9 +121,7 @@ class Lanes:
     def info(self) -> dict[str, Any]:
         """What runs here, and what a forward of n tokens costs."""
         llm = self._llm
-        with llm.engine.lock:
-            cost = llm.cost or measure_cost(llm.target)
-        plan = llm.plan
+        plan, cost = llm.plan, self._cost
         name = llm.drafter_name
         return {
             "model": plan.name if plan else "model",
@@ -136,6 +136,11 @@ class Lanes:
             "max_tokens": MAX_TOKENS,
             "max_draft_tokens": MAX_DRAFT_TOKENS,
         }
+
+    @cached_property
+    def _cost(self) -> CostModel:
+        with self._llm.engine.lock:
+            return self._llm.cost or measure_cost(self._llm.target)
 
     def forward_ms(self, num_tokens: int) -> float:
         """Times a forward of so many tokens, now."""
@@ -203,9 +208,11 @@ class _Lane:
         is_over: whether its text is finished.
     """
 
-    def __init__(self, number: int, watched: _Watched, prompt: list[int], body: RunBody) -> None:
+    def __init__(
+        self, number: int, watched: _Watched, prompt: list[int], body: RunBody, tenant: str | None
+    ) -> None:
         self._number, self._watched = number, watched
-        self._events = watched.llm.stream(prompt, body.params())
+        self._events = watched.llm.stream(prompt, body.params(), tenant=tenant)
         self._request_id: int | None = None
         self.clock_ms, self._first_ms, self._num_first = 0.0, 0.0, 0
         self.is_over = False
@@ -251,7 +258,7 @@ class _Lane:
         return {"type": kind, "lane": self._number, "clock_ms": round(self.clock_ms, 3), **more}
 
 
-def run_lanes(lanes: Lanes, body: RunBody) -> Iterator[dict[str, Any]]:
+def run_lanes(lanes: Lanes, body: RunBody, tenant: str | None = None) -> Iterator[dict[str, Any]]:
     """Run a page's request; events by step, and one at each lane's end.
 
     Nothing runs before the first event is asked for; closing it early ends all lanes.
@@ -260,7 +267,8 @@ def run_lanes(lanes: Lanes, body: RunBody) -> Iterator[dict[str, Any]]:
         ConfigError, PromptError: what was asked for cannot be run.
     """
     prompt = lanes.encode(body.messages)
-    return _run([_Lane(i, lanes.get(s), prompt, body) for i, s in enumerate(body.lanes)])
+    made = enumerate(map(lanes.get, body.lanes))
+    return _run([_Lane(i, watched, prompt, body, tenant) for i, watched in made])
 
 
 def _run(running: list[_Lane]) -> Iterator[dict[str, Any]]:

@@ -27,6 +27,9 @@ class Context:
 
     llm: LLM
 
+    def tenant(self, key_id: str | None, salt: object) -> str | None:
+        return key_id
+
 
 def page_app(llm: LLM) -> FastAPI:
     app = FastAPI()

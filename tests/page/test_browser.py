@@ -80,6 +80,7 @@ def say(page: Any, text: str) -> None:
 def test_chat_shows_how_its_text_was_made_and_why(page: Any, address: str) -> None:
     page.goto(address)
     page.click("text=1×")
+    page.select_option(".composer select", index=1)  # as served it may find that nothing pays
     say(page, "Repeat after me, three times: the old mill by the river.")
     made = {t.get_attribute("data-by") for t in page.query_selector_all(".turn .token")}
     assert "draft" in made

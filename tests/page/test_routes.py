@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
+from foredraft.server.app import create_app
 from foredraft.server.page_routes import MAX_RUNS
 from foredraft.server.page_runs import Lanes, LaneSpec, Message, RunBody, run_lanes
+from foredraft.server.settings import ServerSettings
 from foredraft.trace.format import Row
 from tests.page.conftest import page_app
 
@@ -131,3 +135,22 @@ def test_too_many_runs_at_once_are_told_to_wait(tiny: LLM, monkeypatch: pytest.M
         answer = client.post("/page/run", json={"messages": ASKED})
     assert answer.status_code == 429
     assert answer.headers["retry-after"]
+
+
+def test_behind_a_key_the_page_is_open_and_what_it_calls_is_not(tiny: LLM) -> None:
+    settings = ServerSettings(api_key=SecretStr("a-secret-key"))
+    with TestClient(create_app(lambda feed: tiny, settings), "http://localhost") as client:
+        assert client.get("/").status_code == 200
+        assert client.get("/page/files/js/main.js").status_code == 200
+        assert client.get("/page/info").status_code == 401
+        assert client.post("/page/run", json={"messages": ASKED}).status_code == 401
+        key = {"authorization": "Bearer a-secret-key"}
+        while client.get("/page/info", headers=key).status_code == 503:  # it is being loaded
+            time.sleep(0.01)
+        asked = {"messages": ASKED, "max_tokens": 4}
+        answer = client.post("/page/run", json=asked, headers=key)
+        assert answer.status_code == 200
+        assert '"sha256"' in answer.text
+        wrong = client.post("/page/run", json={"messages": [], "x": 1}, headers=key)
+        assert wrong.status_code == 400
+        assert "messages" in wrong.json()["error"]["message"]

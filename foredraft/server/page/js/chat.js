@@ -75,6 +75,7 @@ export class Chat {
     await playing;
     this.messages.push({ role: "assistant", content: end?.text ?? made.tokens.map((t) => t.textContent).join("") });
     if (end) facts.append(...tell(end));
+    if (end?.error) facts.append(h("span", { class: "bad" }, end.error));
     this.#running(null);
     this.#follow(facts);
   }

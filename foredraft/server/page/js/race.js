@@ -100,6 +100,7 @@ export class Race {
 
   #over() {
     const [plain, fast] = this.lanes.map((lane) => lane.result);
+    if (plain.error || fast.error) throw new Error(plain.error ?? fast.error);
     const times = fast.tokens_per_s && plain.tokens_per_s ? fast.tokens_per_s / plain.tokens_per_s : 1;
     const same = plain.sha256 === fast.sha256;
     this.lanes[times >= 1 ? 1 : 0].element.classList.add("won");
