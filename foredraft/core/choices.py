@@ -30,7 +30,7 @@ TRUST = 1.4
 accepted shares by distance, of draft models; it weighs nodes against time, and touches no
 token."""
 
-_LOOKED_AT = 12
+_LOOKED_AT = 16
 """Of the best scores, so many say together how sure the first ones are."""
 
 _TILT = 0.35

@@ -260,6 +260,8 @@ class Trainer:
 
     def _keep_best(self, acceptance: Acceptance) -> None:
         module, identity = self._learner.kept, self._target.identity
+        with self._learner.autocast():
+            module.calibrate(self._load(windows).texts for windows in self._evaluation)
         provenance, measured = self._full_provenance(), acceptance.as_dict()
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         card = model_card(module.kind, identity, num_parameters, provenance, measured)

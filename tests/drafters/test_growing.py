@@ -42,7 +42,7 @@ def test_a_round_scores_the_likeliest_nodes_and_hangs_below_them() -> None:
     growth.hang(nodes[0], [Choice(20, 0.9), Choice(22, 0.06), Choice(23, 0.03)])
     growth.hang(nodes[1], [Choice(21, 0.1)])
     tree = growth.build().tree
-    # Two below a node, so 23 was not hung; below the root twice as many.
+    # Two below a node, so 23 was not hung; below the root three times as many.
     assert tree.tokens == (10, 20, 11, 12, 22, 21)
     assert tree.parents == (ROOT, 0, ROOT, ROOT, 0, 2)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from foredraft.core.errors import ConfigError
+from foredraft.drafters.common.head import HeadModule, TextBatch
 from foredraft.drafters.common.head_files import load_head
 from foredraft.train.kinds import checked_options, head_kinds, module_class
 from foredraft.train.target import TrainingTarget
@@ -24,6 +26,27 @@ def test_it_is_trained_and_loaded(target: TrainingTarget, tmp_path: Path, kind: 
     assert acceptance is not None
     assert len(acceptance.greedy) == len(acceptance.sampled) == 3
     assert load_head(tmp_path / "head", module, target.identity).kind == kind
+
+
+def test_confidences_are_scaled_to_held_out_text(
+    target: TrainingTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales: list[list[float]] = []
+    module = module_class("dspark")
+    whole = module.calibrate
+
+    def noting(self: HeadModule, batches: Iterable[TextBatch]) -> list[float]:
+        scales.append(whole(self, batches))
+        return scales[-1]
+
+    monkeypatch.setattr(module, "calibrate", noting)
+    train(target, tmp_path / "head", kind=module, plan=plan_of(tokens=3000, evaluations=1))
+    assert scales
+    assert all(scales)
+    head = load_head(tmp_path / "head", module, target.identity)
+    assert head.state_dict()["confidence_scale_S"].tolist() in [
+        pytest.approx(found, rel=0.01) for found in scales
+    ]
 
 
 def test_unknown_kinds_and_options_name_the_nearest() -> None:

@@ -27,8 +27,8 @@ class GrowthLimits:
     Attributes:
         max_depth: tokens from the root to a leaf.
         width: nodes that one round scores.
-        branching: tokens hung below one node; below the root twice as many, for they were found
-            before the round began.
+        branching: tokens hung below one node; below the root three times as many, for finding
+            them took no round.
         round_cost: time of a round, in plain steps.
     """
 
@@ -146,7 +146,7 @@ class Growth:
     def num_below(self, node: int) -> int:
         """How many tokens may hang below a node (or `ROOT`)."""
         branching = self.limits.branching
-        return 2 * branching if node == ROOT and branching > 1 else branching
+        return 3 * branching if node == ROOT and branching > 1 else branching
 
     def drafted(self, node: int) -> tuple[int, ...]:
         """The tokens from the root to a node."""

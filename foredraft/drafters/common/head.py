@@ -15,7 +15,7 @@ K columns of the output product (E, or more).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -150,6 +150,14 @@ class HeadModule(nn.Module, ABC):
     def extra_loss(self, batch: TextBatch, predictions: Sequence[Prediction]) -> Tensor | None:
         """A further term of the loss (a confidence head's, say); usually none."""
         return None
+
+    def calibrate(self, batches: Iterable[TextBatch]) -> list[float]:
+        """Settle, on text that was kept from training, what is not learnt; usually nothing.
+
+        Returns:
+            What was settled, for people.
+        """
+        return []
 
 
 def output_rows(source_VE: Tensor, output_ids: Sequence[int] | None) -> Tensor:

@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import CacheLayers
-from foredraft.core.choices import DrawnChoices
+from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
 from foredraft.drafters.common.growing import Growth, GrowthLimits, Guide
 from foredraft.drafters.common.output_rows import OutputRows
+from foredraft.drafters.common.reliability import Reliability
 from foredraft.models.base import HeadRow, HeadTarget
+
+_HOTTEST = 2.0
+"""Higher temperatures are alike."""
 
 
 class StepRunner(Protocol):
@@ -62,12 +66,16 @@ class _Request:
         end: the text's entries in the head's layers.
         state_E: the head's own state at the last of them.
         logits_R: what it says comes next.
+        promised: the first tokens of the last draft, with chances as the head had them.
+        reliability: of such chances, at the request's temperature.
     """
 
     slot: int
+    reliability: Reliability
     end: int = 0
     state_E: Tensor | None = None
     logits_R: Tensor | None = None
+    promised: Sequence[Choice] = ()
 
 
 @dataclass(frozen=True)
@@ -114,14 +122,23 @@ class StepDrafter(BaseDrafter):
         self.layers = () if runner.layers is None else (runner.layers,)
         self.look_ahead = len(self.layers)  # an entry joins a token and the one that follows it
         self._requests: dict[int, _Request] = {}
+        self._reliabilities: dict[float, Reliability] = {}
 
     def begin(self, request: DraftRequest) -> None:
-        self._requests[request.request_id] = _Request(request.slot)
+        # Requests are as like as their temperatures are, to a tenth; few such values occur.
+        temperature = round(min(request.params.temperature, _HOTTEST), 1)
+        reliability = self._reliabilities.setdefault(temperature, Reliability())
+        self._requests[request.request_id] = _Request(request.slot, reliability)
 
     def end(self, request_id: int) -> None:
         del self._requests[request_id]
 
     def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            request = self._requests[seen.request_id]
+            if request.promised and seen.committed:
+                request.reliability.record(request.promised, seen.committed[0])
+            request.promised = ()
         reads = [read for seen in observations if (read := self._read(seen)).following]
         if not reads:
             return
@@ -243,4 +260,6 @@ class _Tree:
         count = max(map(growth.num_below, nodes))
         found = rows.choices(growth.row, logits_NR, drafted, count, copied)
         for node, choices in zip(nodes, found, strict=True):
-            growth.hang(node, choices)
+            if node == ROOT:
+                self.request.promised = choices
+            growth.hang(node, self.request.reliability.corrected(choices))

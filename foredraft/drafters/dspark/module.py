@@ -213,6 +213,8 @@ class DsparkModule(RowsHead):
         if not self.rank:
             return []
         found = [self._places(batch) for batch in batches]
+        if not sum(len(logits) for logits, _ in found):  # no text is as long as a block
+            return []
         logits_NS = torch.cat([logits for logits, _ in found])
         right_NS = torch.cat([right for _, right in found]).cumprod(1)
         survival_N = torch.ones(len(logits_NS), dtype=torch.float64)

@@ -10,7 +10,7 @@ DRAFTER = DrafterSpec(
     build=built_with(EagleModule, EagleDrafter),
     summary="a trained layer on the target's hidden states drafts a tree, token by token",
     options={**HEAD_OPTION, **GROWTH_OPTIONS},
-    num_draft_tokens=8,
+    num_draft_tokens=16,
     needs=Capabilities(parts=True, cache_layers=True),
     required_options=("head",),
 )
