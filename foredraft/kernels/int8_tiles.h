@@ -146,8 +146,6 @@ inline void tile_groups(const PackedMatrix<Format>& weights, int64_t row,
         weights.group(row), weights.group_bytes(), x, first, ahead, values);
   };
   switch (tokens) {
-    case 2: return product(std::integral_constant<int, 2>{});
-    case 3: return product(std::integral_constant<int, 3>{});
     case 4: return product(std::integral_constant<int, 4>{});
     case 5: return product(std::integral_constant<int, 5>{});
     case 6: return product(std::integral_constant<int, 6>{});

@@ -10,6 +10,7 @@ from foredraft.drafters.common.head_files import identify, read_info
 from foredraft.drafters.common.shipped import SHIPPED, shipped_head, shipped_head_of_files
 from foredraft.loading import resolve_drafter
 from foredraft.models.native.target import NativeTarget
+from foredraft.models.safety import Checkpoint
 from foredraft.models.store import resolve_model
 from foredraft.models.table import TableModel
 from foredraft.plan import DEFAULT_MODEL, LoadOptions, plan_model
@@ -27,7 +28,7 @@ def test_the_built_in_model_has_one() -> None:
 
 @pytest.mark.real_model
 def test_the_files_of_a_target_tell_as_much() -> None:
-    plan = plan_model(DEFAULT_MODEL, LoadOptions(), "cpu")
+    plan = plan_model("model", Checkpoint(resolve_model(DEFAULT_MODEL)), LoadOptions(), "cpu")
     assert plan.checkpoint is not None
     found = shipped_head_of_files("eagle", plan.checkpoint)
     assert found == shipped_head("eagle", NativeTarget.load(resolve_model(DEFAULT_MODEL)))

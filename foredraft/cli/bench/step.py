@@ -86,7 +86,7 @@ def step(
         report = {
             "model": llm.plan.name,
             "weights": llm.plan.weights,
-            "context": contexts[0] if len(contexts) == 1 else contexts,
+            "context": contexts[0] if len(contexts) == 1 else context,
             "machine_rates": vars(machine),
             "floor_ms": {str(n): ms for n, ms in floors[variants[0].name].items()},
             "figures": [figure.as_dict() for figure in figures],
