@@ -153,9 +153,9 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
 def _without_draft_model(target: Target | ModelPlan | None) -> str:
     if isinstance(target, ModelPlan):
         files = target.checkpoint if target.backend == "native" else None
-        head = files and shipped_head_of_files("eagle", files)
+        head = shipped_head_of_files("eagle", files) if files else None
     else:
-        head = target and shipped_head("eagle", target)
+        head = shipped_head("eagle", target) if target else None
     return "blend" if head else "suffix"
 
 
