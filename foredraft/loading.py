@@ -152,10 +152,10 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
 def _without_draft_model(target: Target | ModelPlan | None) -> str:
     if isinstance(target, ModelPlan):
         files = target.checkpoint if target.backend == "native" else None
-        head = files and shipped_head_of_files("eagle", files)
+        has_head = files is not None and shipped_head_of_files("eagle", files) is not None
     else:
-        head = target and shipped_head("eagle", target)
-    return "blend" if head else "suffix"
+        has_head = target is not None and shipped_head("eagle", target) is not None
+    return "blend" if has_head else "suffix"
 
 
 def resolve_drafter(

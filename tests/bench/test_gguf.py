@@ -28,5 +28,5 @@ def test_other_families_and_formats_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "model", NATIVE_CONFIGS["qwen2"]())
     with pytest.raises(ConfigError, match="only llama"):
         write_gguf(tmp_path / "model", tmp_path / "out.gguf", "bf16")
-    with pytest.raises(ConfigError, match="did you mean 'q4_[01]'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'q4_[01]'"):
         write_gguf(tmp_path / "model", tmp_path / "out.gguf", "q4")
