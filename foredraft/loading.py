@@ -153,10 +153,10 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
 def _without_draft_model(target: Target | ModelPlan | None) -> str:
     if isinstance(target, ModelPlan):
         files = target.checkpoint if target.backend == "native" else None
-        head = shipped_head_of_files("eagle", files) if files else None
+        has_head = files is not None and shipped_head_of_files("eagle", files) is not None
     else:
-        head = shipped_head("eagle", target) if target else None
-    return "blend" if head else "suffix"
+        has_head = target is not None and shipped_head("eagle", target) is not None
+    return "blend" if has_head else "suffix"
 
 
 def resolve_drafter(
