@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -72,6 +73,7 @@ async def stream_of(
                 yield first
             async for event in events:
                 yield event
+                await asyncio.sleep(0)  # events that wait must not keep the others' out
         except Exception as error:
             yield as_event(as_api_error(error))
         finally:
