@@ -17,7 +17,7 @@ _OPENAI_TESTS = "OPENAI_TESTS"
 """Names the unpacked source package of the openai SDK, whose tests are not in its wheel."""
 
 
-def run(*arguments: str, timeout: int = 280, **environment: str) -> str:
+def run(*arguments: str, timeout: int = 280, cwd: Path | None = None, **environment: str) -> str:
     """What a program of this environment prints; it must succeed."""
     if not (BIN / arguments[0]).exists():
         pytest.skip(f"{arguments[0]} is not installed")
@@ -25,6 +25,7 @@ def run(*arguments: str, timeout: int = 280, **environment: str) -> str:
     done = subprocess.run(
         [str(BIN / arguments[0]), *arguments[1:]],
         env={**os.environ, **offline, **environment},
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -45,7 +46,7 @@ def test_llm(server: Running, tmp_path: Path) -> None:
     assert text
 
 
-def test_schemathesis(server: Running) -> None:
+def test_schemathesis(server: Running, tmp_path: Path) -> None:
     run(
         *("st", "run", f"{server.url}/openapi.json", "--max-examples", "20", "--phases"),
         *(
@@ -54,6 +55,7 @@ def test_schemathesis(server: Running) -> None:
             "not_a_server_error,response_schema_conformance",
         ),
         *("--exclude-path-regex", "^/page|^/$", "--request-timeout", "30"),
+        cwd=tmp_path,  # it keeps what it finds there
     )
 
 
