@@ -1,0 +1,62 @@
+"""Real decoders: the same text alone, with others, in chunks, preempted, and from the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.control.fixed import FixedBudget
+from foredraft.core.params import SamplingParams
+from foredraft.drafters.ngram import NgramDrafter
+from foredraft.engine.engine import Engine
+from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.target import NativeTarget
+from tests.engine.helpers import generate
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+
+PARAMS = SamplingParams(temperature=1.0, seed=4, max_tokens=140, ignore_eos=True)
+PROMPTS = [[(7 * i + j) % 90 + 3 for j in range(5 + 9 * (i % 5))] for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_checkpoint(path, NATIVE_CONFIGS["llama"]())
+    return path
+
+
+def new_target(directory: Path, kind: str, num_blocks: int | None = None) -> NativeTarget:
+    """The fused kernel in bfloat16, or the eager decoder in float32; memory for so many blocks."""
+    if kind == "fused":
+        try:
+            load_library()
+        except KernelUnavailable as error:
+            pytest.skip(str(error))
+    new_decoder = FusedDecoder if kind == "fused" else EagerDecoder
+    dtype = torch.bfloat16 if kind == "fused" else torch.float32
+    target = NativeTarget.load(directory, dtype, new_decoder=new_decoder)
+    if num_blocks is None:
+        return target
+    memory = num_blocks * target.cache.block_bytes
+    return NativeTarget.load(directory, dtype, new_decoder=new_decoder, cache_memory=memory)
+
+
+def new_engine(target: NativeTarget, **options: Any) -> Engine:
+    budget = FixedBudget(3, target.max_context)
+    return Engine(target, NgramDrafter(min_ngram_size=1), budget, **options)
+
+
+@pytest.mark.parametrize("kind", ["eager", "fused"])
+def test_the_same_seed_gives_the_same_text(directory: Path, kind: str) -> None:
+    target = new_target(directory, kind)
+    alone = [generate(new_engine(target), [p], PARAMS)[0].token_ids for p in PROMPTS]
+    together = new_engine(target, max_batch_size=16, max_step_tokens=16)
+    assert [r.token_ids for r in generate(together, PROMPTS, PARAMS)] == alone
+    short = new_engine(new_target(directory, kind, num_blocks=6), max_batch_size=16)
+    assert [r.token_ids for r in generate(short, PROMPTS, PARAMS)] == alone
+    assert short.stats().preemptions > 0
