@@ -156,6 +156,7 @@ def test_the_tour_runs_its_parts_and_explains_its_answers(page: Any, address: st
 
 def test_light_and_dark_are_kept(page: Any, address: str) -> None:
     page.goto(address)
+    page.wait_for_selector(".hello")
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
     after = page.evaluate("getComputedStyle(document.body).backgroundColor")
