@@ -277,7 +277,9 @@ class BaseDrafter:
 def learns(drafter: Drafter) -> bool:
     """Whether a drafter makes anything of what it observes; a wrapper says so for its inner one."""
     own: bool | None = getattr(drafter, "learns", None)
-    return type(drafter).observe is not BaseDrafter.observe if own is None else own
+    if own is not None:
+        return own
+    return getattr(type(drafter), "observe", None) is not BaseDrafter.observe
 
 
 class TextCodec(Protocol):

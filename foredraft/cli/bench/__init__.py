@@ -34,5 +34,4 @@ COMMANDS = (
     *(prefix, grammar, quality, memory, report),
 )
 for command in COMMANDS:
-for command in (drafters, step, serve_sim, prefix, grammar, quality, memory, report):
     app.command()(command)
