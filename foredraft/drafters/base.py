@@ -280,7 +280,7 @@ def learns(drafter: Drafter) -> bool:
     if own is not None:
         return own
     inherited: object = BaseDrafter.observe
-    return type(drafter).observe is not inherited
+    return getattr(type(drafter), "observe", None) is not inherited
 
 
 class TextCodec(Protocol):

@@ -13,7 +13,7 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.rules.base import TextlessRules
 from foredraft.core.sampling import Law, law_of
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.drafters.base import BaseDrafter, DraftRow, Observation, learns
 from foredraft.drafters.common.ruled import RuledDrafter
 
 
@@ -106,3 +106,18 @@ def test_rows_keep_their_own() -> None:
 def test_without_a_budget_nothing_is_forced() -> None:
     (proposal,) = RuledDrafter(Inner(TokenTree())).propose([row(chain=(7, 8), budget=0)])
     assert not proposal.tree
+
+
+def test_it_hides_nothing_of_who_is_inside() -> None:
+    """An engine spares drafters that learn nothing the observations, and asks for taps anew."""
+    inner = Inner(TREE)
+    wrapped = RuledDrafter(inner)
+    assert not learns(wrapped)
+    inner.taps = (3,)
+    assert wrapped.taps == (3,)
+    assert learns(RuledDrafter(Learning(TREE)))
+
+
+class Learning(Inner):
+    def observe(self, observations: Sequence[Observation]) -> None:
+        pass
