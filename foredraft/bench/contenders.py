@@ -177,6 +177,10 @@ def our_contenders(
             drafter=drafter,
             draft_model=options.draft_model if wants_model else None,
             drafter_options=drafter_options,
+            # A comparison of drafters: how much each drafts is not to depend on the controller.
+            num_draft_tokens=spec.num_draft_tokens
+            if options.num_draft_tokens is None
+            else options.num_draft_tokens,
         )
         for coupling in ("seeded",) if drafter == "none" else couplings:
             label = f"{name} (drawn)" if coupling == "drawn" else name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from foredraft.cache.base import Cache
@@ -167,7 +167,9 @@ class Row:
         if scores.drawn is not None and not (proposal.tree.tokens or self.keeps_evidence):
             return Verdict((), scores.drawn, "bonus")
         request, num_tokens = self.request, len(self.request.tokens)
-        choices = KeyedVerifyChoices(request.seed, num_tokens, scores.drawn)
+        choices = KeyedVerifyChoices(request.seed, num_tokens)
+        if scores.drawn is not None:
+            choices = replace(choices, first=scores.drawn)
         if self.keeps_evidence:
             laws = _RowLaws(proposal, scores, self.rules, tuple(request.tokens))
             evidence = Evidence(laws, choices, request.seed, num_tokens)

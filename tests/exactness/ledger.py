@@ -22,7 +22,9 @@ import pytest
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
+from foredraft.core.draws import Draw, Wanted
 from foredraft.core.sampling import Law as TokenLaw
+from foredraft.engine import fetch as engine_fetch
 
 Result = TypeVar("Result", bound=Hashable)
 Law = dict[Result, float]
@@ -167,12 +169,21 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
             :count
         ]
 
+    def rows(logits_NV: Tensor, wanted: Sequence[Wanted]) -> list[Draw | None]:
+        drawn: list[Draw | None] = []
+        for row, seed, position, scale in wanted:
+            best = int(logits_NV[row].argmax())
+            token = argmax(logits_NV[row], seed, position, scale) if scale else best
+            drawn.append(Draw(token, best, float(logits_NV[row, best])))
+        return drawn
+
     def noise(tokens: Sequence[int], seed: int, position: int) -> list[float]:
         half = ledger.decide((0.5, 0.5), ("noise", seed, position))
         return [float(token % 2 == half) for token in tokens]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keyed_choices, "gumbel_argmax", argmax)
+        patch.setattr(engine_fetch, "draw_rows", rows)
         patch.setattr(keyed_choices, "gumbel_noise", noise)
         patch.setattr(keyed_choices, "gumbel_top", top)
         patch.setattr(keyed_choices, "keyed_uniform", lambda *key: _LedgerNumber(ledger, key))

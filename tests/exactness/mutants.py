@@ -31,6 +31,7 @@ from foredraft.core.sampling import Law, NodeLaws, law_of
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.drafters import base as drafters_base
+from foredraft.engine import fetch as engine_fetch
 from foredraft.engine import row as engine_row
 from foredraft.models.table import TableModel, TokenCache
 from tests.exactness.drafting import SHAPES, Chosen, Conditional, Draft, Drawn
@@ -64,6 +65,8 @@ class Parts:
             patch.setattr(engine_row, "verify", self.rule)
             patch.setattr(drafters_base, "KeyedDrawnChoices", self.draft_choices)
             patch.setattr(engine_row, "KeyedVerifyChoices", self.verify_choices)
+            # What is drawn for all rows at once passes these parts by.
+            patch.setattr(engine_fetch, "draw_rows", lambda _, wanted: [None] * len(wanted))
             patch.setattr(
                 SamplingRules, "law", lambda rules, logits_V, *_: self.law(logits_V, rules.params)
             )

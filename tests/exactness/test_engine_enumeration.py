@@ -6,7 +6,7 @@ number here as they do in earnest, and bias the law.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import KeyedSharedChoices
 from foredraft.core.cost import LinearPrice
+from foredraft.core.draws import Draw, Wanted, draw_rows
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform
@@ -27,6 +28,7 @@ from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.suffix import SuffixDrafter
 from foredraft.drafters.token_recycling import TokenRecyclingDrafter
+from foredraft.engine import fetch as engine_fetch
 from tests.exactness.drafting import SHAPES, Chosen, Drawn, TableDrafter
 from tests.exactness.engine_runs import PROMPT, generate
 from tests.exactness.ledger import Ledger, keyed_numbers_from, law, total_variation
@@ -151,7 +153,13 @@ def test_no_key_is_used_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         return gumbel_argmax(logits_V, seed, position, scale)
 
     monkeypatch.setattr(keyed_choices, "keyed_uniform", recorded)
+
+    def recorded_rows(logits_NV: Tensor, wanted: Sequence[Wanted]) -> list[Draw | None]:
+        used.extend(("noise", row.seed, row.position) for row in wanted)
+        return draw_rows(logits_NV, wanted)
+
     monkeypatch.setattr(keyed_choices, "gumbel_argmax", recorded_noise)
+    monkeypatch.setattr(engine_fetch, "draw_rows", recorded_rows)
     w = world("random", 4)
     requests = [(PROMPT, replace(DRAWN, max_tokens=40, seed=seed)) for seed in range(4)]
     generate(w.target(), DRAFTERS[name](w), 4, requests)
