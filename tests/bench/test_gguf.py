@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from foredraft.bench.gguf import QUANTISATIONS, write_gguf
 from foredraft.core.errors import ConfigError
+from foredraft.models.native.source_blocks import FILE as SOURCE_BLOCKS
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
 
@@ -17,6 +20,7 @@ def test_a_file_is_written_and_smaller_formats_are_smaller(
 ) -> None:
     model = save_checkpoint(tmp_path / "model", NATIVE_CONFIGS["llama-tied"]())
     path = tmp_path / "model.gguf"
+    save_file({"blocks": torch.zeros(1)}, tmp_path / "model" / SOURCE_BLOCKS)  # is no weight
     write_gguf(tmp_path / "model", path, quantisation)
     assert path.read_bytes()[:4] == b"GGUF"
     bits = {"bf16": 16.0, "q8_0": 8.5, "q4_1": 5.0, "q4_0": 4.5}[quantisation]

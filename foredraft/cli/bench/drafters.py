@@ -32,7 +32,7 @@ PEERS = (
     *("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram"),
     *LLAMA_PEERS,
 )
-_PLAIN_PEERS = ("transformers", "llama.cpp", *LLAMA_PEERS)
+_FAMILIES = ("transformers", "llama.cpp")
 
 Temperatures = Annotated[str, typer.Option("--temperature", help="One or more, with commas.")]
 Couplings = Annotated[str, typer.Option("--coupling", help=f"{', '.join(COUPLINGS)}.")]
@@ -141,7 +141,8 @@ def _report(
 
     console = Console(highlight=False)
     _print_summaries(console, rows)
-    lines = overall(rows, _PLAIN_PEERS)
+    peers = {row.contender for row in rows if row.contender.startswith(_FAMILIES)}
+    lines = overall(rows, [name for name in peers if "ngram" not in name])
     _print_overall(console, lines)
     if json_file:
         write_json(json_file, _figures(llm, lines, rows, trials), seed)
