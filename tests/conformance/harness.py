@@ -170,7 +170,8 @@ KINDS: dict[str, Callable[[], Kind]] = {
 
 
 def is_empty(cache: Cache) -> bool:
-    """Whether no slot is allocated: new slots are then numbered from 0 without a gap."""
+    """Whether nothing but forgettable beginnings is held: new slots are then numbered from 0 on."""
+    cache.forget()
     slots = [cache.allocate() for _ in range(16)]
     for slot in slots:
         cache.free(slot)
