@@ -68,7 +68,7 @@ COMMANDS = {
     ("bench", "step"): [
         *MODEL_VALUES,
         ("--rounds", "0", "Invalid value"),
-        ("--context", "-1", "Invalid value"),
+        ("--context", "-1", "counts start at 1"),
         ("--tokens", "-1", "counts start at 1"),
         ("--rows", "", "not whole numbers"),
         ("--json", "/no/such/folder/x.json", "there is no folder"),

@@ -18,7 +18,8 @@ from rich.console import Console
 from foredraft.cli import keyboard
 from foredraft.cli.progress import PromptProgress
 from foredraft.core.errors import ConfigError
-from foredraft.engine.engine import Event, Piece
+from foredraft.engine.detokenize import Piece
+from foredraft.engine.engine import Event
 from tests.cli.conftest import Run
 from tests.models.checkpoints import NATIVE_CONFIGS, save_tokenizer, tiny_model
 

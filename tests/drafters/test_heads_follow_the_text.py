@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from foredraft import SamplingParams
-from foredraft.cache.prefix import Session
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
@@ -55,9 +54,9 @@ def sampling(temperature: float, max_tokens: int = 20) -> SamplingParams:
 
 @dataclass
 class Conversation:
-    """Two turns of one session; of each, the text."""
+    """Two turns of one conversation; of each, the text."""
 
-    session: Session
+    engine: Engine
     turns: list[list[int]]
 
 
@@ -66,9 +65,10 @@ def converse(
 ) -> Conversation:
     budget = FixedBudget(num_draft_tokens, target.max_context)
     engine = Engine(target, drafter, budget, max_step_tokens=CHUNK)
-    done, text = Conversation(Session(), []), PROMPT
+    engine.prefixes.clear()  # nothing of an earlier conversation of the test
+    done, text = Conversation(engine, []), PROMPT
     for more in ([], SECOND):
-        engine.submit([*text, *more], params, done.session)
+        engine.submit([*text, *more], params)
         result = next(event.result for event in engine.run() if event.result is not None)
         assert result.finish_reason == "length"
         assert bool(more) == bool(result.num_cached_tokens)  # the second turn is a continued one
@@ -77,15 +77,18 @@ def converse(
     return done
 
 
-def entries(drafter: Drafter, session: Session, length: int) -> list[Tensor]:
-    """Keys and values of the leading positions, layer by layer; nothing if it keeps none."""
-    assert session.slot is not None
-    slot = session.slot
-    return [
-        torch.cat(layers.read(layer, slot, length))
+def entries(drafter: Drafter, engine: Engine, text: Sequence[int]) -> list[Tensor]:
+    """Keys and values of what is kept of a text, layer by layer; nothing if it keeps none."""
+    slot, length = engine.prefixes.open(text)
+    at_least = len(text) - 1 - drafter.look_ahead
+    assert length >= at_least
+    found = [
+        torch.cat(layers.read(layer, slot, at_least))
         for layers in drafter.layers
         for layer in range(layers.shape.num_layers)
     ]
+    engine.prefixes.release(slot, text)
+    return found
 
 
 class Helped(BaseDrafter):
@@ -129,14 +132,15 @@ def test_state_and_text_of_two_turns(kind: Kind, target: NativeTarget, temperatu
     head = new_drafter(kind, target)
     done = converse(target, Helped(head, plain.turns), params)
     assert done.turns == plain.turns
-    length = len(done.turns[-1]) - 1
-    once, session = new_drafter(kind, target), Session()
+    text = done.turns[-1]
+    found = entries(head, done.engine, text)
+    once = new_drafter(kind, target)
     engine = Engine(target, once, FixedBudget(0, target.max_context))
-    engine.submit(done.turns[-1], sampling(0.0, max_tokens=1), session)
+    engine.prefixes.clear()
+    engine.submit(text, sampling(0.0, max_tokens=1))
     list(engine.run())
     close = 1e-4 if target.decoder.name == "eager" else 0.1
-    found, expected = (entries(*of, length) for of in ((head, done.session), (once, session)))
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(found, entries(once, engine, text), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=close, atol=close)
 
 
