@@ -6,6 +6,9 @@ R rows of N and H together, S slots with M blocks each.
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import Protocol
@@ -186,4 +189,24 @@ class BlockStore:
     def _empty(self, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         layers, heads = self.shape.num_layers, self.shape.num_kv_heads
         shape = (count + 1, layers, heads, self.block_size, self.shape.head_dim)
+        if torch.device(device).type == "cpu":
+            return _reserved(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _reserved(num_bytes: int) -> Tensor:
+    """Zeros that take memory page by page as they are written.
+
+    The system is told not to set memory aside for them, or it would for a child process, too, and
+    refuse to start one.
+
+    Raises:
+        MemoryError: not even addresses are left.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if sys.platform == "linux":
+        flags |= getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
+    try:
+        return torch.frombuffer(mmap.mmap(-1, num_bytes, flags), dtype=torch.uint8)
+    except OSError as error:
+        raise MemoryError(f"no room for {num_bytes} bytes of cache: {error}") from error

@@ -231,8 +231,8 @@ def test_cache_memory_is_reported_and_given_back() -> None:
     target = HFTarget(tiny_model(CONFIGS["llama"]()))
     assert target.cache.num_bytes == 0
     slot = read(target, text(10))
-    # 256 tokens of capacity, keys and values, 3 layers, 2 heads of 16 float32 numbers
-    assert target.cache.num_bytes == 256 * 2 * 3 * 2 * 16 * 4
+    # 64 tokens of capacity, keys and values, 3 layers, 2 heads of 16 float32 numbers
+    assert target.cache.num_bytes == 64 * 2 * 3 * 2 * 16 * 4
     target.cache.free(slot)
     assert target.cache.num_bytes == 0
 
