@@ -189,7 +189,7 @@ class BlockStore:
     def _empty(self, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         layers, heads = self.shape.num_layers, self.shape.num_kv_heads
         shape = (count + 1, layers, heads, self.block_size, self.shape.head_dim)
-        if torch.device(device).type == "cpu":
+        if torch.device(device).type == "cpu" and math.prod(shape):
             return _reserved(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
 
