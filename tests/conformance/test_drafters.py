@@ -32,7 +32,7 @@ from tests.engine.helpers import drain
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
 """Ragged, some of them repetitive; ids fit every kind's vocabulary."""
-TEMPERATURES = (0.0, 0.7, 1.0)
+TEMPERATURES = (0.0, pytest.param(0.7, marks=pytest.mark.slow), 1.0)
 MAX_TOKENS = 16
 UNTRAINED = {"toy_head", *WITH_HEADS}
 """Right by chance only: heads that nobody has trained. So are those that need one given."""

@@ -54,6 +54,7 @@ def test_enumeration_finds_the_mistake(name: str) -> None:
     assert max(distances) > FOUND, f"total variations only {distances}"
 
 
+@pytest.mark.slow  # what is right is enumerated in test_engine_enumeration.py every time
 @pytest.mark.parametrize("name", MUTANTS)
 def test_enumeration_finds_nothing_without_the_mistake(name: str) -> None:
     distances = [total_variation_of(MUTANTS[name].sound, w) for w in WORLDS]

@@ -378,8 +378,7 @@ def test_a_cache_that_moved_is_recorded_anew(pair: Pair) -> None:
     slot, decoder = pair.open(text(200)), decoder_of(pair.graphed)
     pair.score([ScoreRow(slot, [3])])
     before = decoder.num_recorded
-    store = pair.graphed.cache.store
-    store._resize(store.num_blocks)
+    pair.graphed.cache.store._resize(8)
     pair.score([ScoreRow(slot, [3])])
     assert decoder.num_recorded == before + 1
 
