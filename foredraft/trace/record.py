@@ -21,7 +21,7 @@ class Tracer:
 
     Attributes:
         wants_evidence: tells the engine to keep what verdicts are decided on. Reading it takes
-            about as long as a step of a small model; it falls outside the times of the steps.
+            time, too (not measured yet); it falls outside the times of the steps.
     """
 
     wants_evidence = True
