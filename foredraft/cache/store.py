@@ -6,7 +6,6 @@ R rows of N and H together, S slots with M blocks each.
 
 from __future__ import annotations
 
-import math
 import mmap
 import sys
 from array import array
@@ -189,8 +188,9 @@ class BlockStore:
     def _empty(self, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         layers, heads = self.shape.num_layers, self.shape.num_kv_heads
         shape = (count + 1, layers, heads, self.block_size, self.shape.head_dim)
-        if torch.device(device).type == "cpu" and math.prod(shape):
-            return _reserved(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        num_numbers = torch.Size(shape).numel()
+        if torch.device(device).type == "cpu" and num_numbers:
+            return _reserved(num_numbers * dtype.itemsize).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
 
 
