@@ -24,16 +24,20 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
 
-# Two processes of one thread each: threads of one would wait for those of the other.
+# Two processes of one thread each: threads of one would wait for those of the other. Processes that
+# have run thousands of tests become slow, so the two largest folders get fresh ones.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 test: $(VENV)/.installed-dev example
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	$(PYTEST) -m "not slow" --ignore=tests/conformance --ignore=tests/exactness
+	$(PYTEST) -m "not slow" tests/conformance
+	$(PYTEST) -m "not slow" tests/exactness
 
 test-page: $(VENV)/.installed-dev
 	$(PIP) --quiet --editable '.[server,test-page]'
 	$(BIN)/python -m pytest tests/page
 
 test-all: $(VENV)/.installed-dev example
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
 # In an environment of their own, as they bring a lot. The tests of the openai SDK are in its source
 # package only: OPENAI_TESTS=DIR names one that is unpacked elsewhere.

@@ -61,6 +61,7 @@ def test_enumeration_finds_nothing_without_the_mistake(name: str) -> None:
     assert max(distances) < ROUNDING, f"total variations {distances}"
 
 
+@pytest.mark.slow  # all but the names of VISIBLE are enumerated above every time
 @pytest.mark.parametrize("name", VISIBLE)
 def test_the_g_test_finds_the_mistake(name: str) -> None:
     missed: list[GTest] = []
