@@ -12,7 +12,6 @@ from torch import Tensor
 
 from foredraft import SamplingParams
 from foredraft.bench.random_model import random_config, random_weights
-from foredraft.cache.prefix import Session
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError
 from foredraft.core.proposal import Proposal
@@ -73,9 +72,9 @@ def sampling(temperature: float, max_tokens: int = 20) -> SamplingParams:
 
 @dataclass
 class Conversation:
-    """Two turns of one session; of each, the text."""
+    """Two turns of one conversation; of each, the text."""
 
-    session: Session
+    engine: Engine
     turns: list[list[int]]
 
 
@@ -92,10 +91,11 @@ def converse(
         FixedBudget(num_draft_tokens, target.max_context),
         max_step_tokens=max_step_tokens,
     )
-    done = Conversation(Session(), [])
+    engine.prefixes.clear()  # nothing of an earlier conversation of the test
+    done = Conversation(engine, [])
     text = PROMPT
     for more in ([], SECOND):
-        engine.submit([*text, *more], params, done.session)
+        engine.submit([*text, *more], params)
         result = next(event.result for event in engine.run() if event.result is not None)
         assert result.finish_reason == "length"
         assert bool(more) == bool(result.num_cached_tokens)  # the second turn is a continued one
@@ -104,10 +104,14 @@ def converse(
     return done
 
 
-def entries(drafter: ToyHeadDrafter, session: Session, length: int) -> Tensor:
-    """Its keys and values of the leading positions, in one piece."""
-    assert session.slot is not None
-    return torch.cat(drafter.layers[0].read(0, session.slot, length))
+def entries(drafter: ToyHeadDrafter, engine: Engine, text: Sequence[int]) -> Tensor:
+    """Its keys and values of what is kept of a text, in one piece."""
+    slot, length = engine.prefixes.open(text)
+    at_least = len(text) - 1 - drafter.look_ahead
+    assert length >= at_least
+    found = torch.cat(drafter.layers[0].read(0, slot, at_least))
+    engine.prefixes.release(slot, text)
+    return found
 
 
 class Helped(BaseDrafter):
@@ -187,13 +191,14 @@ def test_its_state_is_that_of_reading_all_at_once(target: NativeTarget, temperat
     plain = converse(target, build_drafter("none", DrafterContext(target)), params)
     head = ToyHeadDrafter(target)
     done = converse(target, Helped(head, plain.turns), params)
-    length = len(done.turns[-1]) - 1
-    assert len(done.session.tokens) == length
-    once, session = ToyHeadDrafter(target), Session()
+    text = done.turns[-1]
+    found = entries(head, done.engine, text)
+    once = ToyHeadDrafter(target)
     engine = Engine(target, once, FixedBudget(0, target.max_context))
-    engine.submit(done.turns[-1], sampling(0.0, max_tokens=1), session)
+    engine.prefixes.clear()
+    engine.submit(text, sampling(0.0, max_tokens=1))
     list(engine.run())
-    torch.testing.assert_close(entries(head, done.session, length), entries(once, session, length))
+    torch.testing.assert_close(found, entries(once, engine, text))
 
 
 def test_plain_steps_keep_the_state_too() -> None:
@@ -201,7 +206,7 @@ def test_plain_steps_keep_the_state_too() -> None:
     target = new_target("eager")
     drafter = ToyHeadDrafter(target)
     done = converse(target, drafter, sampling(1.0), num_draft_tokens=0)
-    assert entries(drafter, done.session, len(done.turns[-1]) - 1).isfinite().all()
+    assert entries(drafter, done.engine, done.turns[-1]).isfinite().all()
 
 
 def test_drawn_drafts_are_repeated_with_the_seed() -> None:
