@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from foredraft.core.errors import ConfigError
@@ -46,7 +46,9 @@ HINTS = (
 """Fields that cannot change a reply here. They are named in a header of the response."""
 
 _VLLM_GUIDED = "use response_format or structured_outputs"
-REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]
+
+REFUSED: Refusals = {
     "audio": ("text is all there is here", ()),
     "modalities": ("text is all there is here", (["text"],)),
     "web_search_options": ("this server makes no requests of its own", ()),
@@ -97,8 +99,7 @@ class FieldError(ConfigError):
 
 def ignored(body: Body, route: Route) -> list[str]:
     """Fields of a body without effect: hints, and names that nobody knows."""
-    known = {*HONOURED[route], *REFUSED}
-    return sorted(name for name in body if name not in known)
+    return ignored_but(body, {*HONOURED[route], *REFUSED})
 
 
 def given(body: Body, name: str, default: Any = None) -> Any:
@@ -107,15 +108,39 @@ def given(body: Body, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def ignored_but(body: Body, known: Iterable[str]) -> list[str]:
+    """Fields of a body beside the known ones."""
+    return sorted({*body} - {*known})
+
+
+def refuse_named(body: Body, refused: Refusals) -> None:
+    """Refuse the fields of another dialect that cannot be honoured.
+
+    Args:
+        refused: by name why, and the values that ask nothing.
+
+    Raises:
+        FieldError: one is there.
+    """
+    for name, (reason, harmless) in refused.items():
+        value = given(body, name)
+        if value is not None and value not in harmless:
+            raise not_supported(name, reason)
+
+
+def not_supported(name: str, reason: str) -> FieldError:
+    return FieldError(name, f"{name} is not supported: {reason}")
+
+
 def refuse(body: Body, route: Route) -> None:
     for name, (reason, harmless) in REFUSED.items():
         if name in HONOURED[route] or (value := given(body, name)) is None:
             continue
         is_best_of_n = name == "best_of" and value == given(body, "n", 1)
         if not is_best_of_n and not any(_same(value, each) for each in harmless):
-            raise FieldError(name, f"{name} is not supported: {reason}")
+            raise not_supported(name, reason)
     if route == "chat" and given(body, "echo", False) is not False:
-        raise FieldError("echo", "echo is not supported: use /v1/completions")
+        raise not_supported("echo", "use /v1/completions")
 
 
 def _same(left: object, right: object) -> bool:

@@ -245,11 +245,6 @@ def _fields_as_parameters(group: type[Any]) -> list[Parameter]:
     ]
 
 
-def format_names(asked: str | None) -> list[str]:
-    """The formats of --formats; none if it was not given."""
-    return [name.strip() for name in asked.split(",")] if asked else []
-
-
 def load_options(*groups: ModelOptions | DraftOptions, **more: Any) -> LoadOptions:
     """The asked-for configuration from command-line values; ``more`` stands above ``groups``."""
     options: dict[str, Any] = {}

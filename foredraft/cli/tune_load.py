@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.cli import lists
 from foredraft.cli import options as o
 from foredraft.cli.progress import progress_bar
 from foredraft.core.errors import ConfigError
@@ -70,9 +71,8 @@ def tune_load(
 
         foredraft tune load --prompts my-prompts.jsonl --temperature 0.8 --json
     """
-    from foredraft.cli.bench.serve_sim import counts
 
-    loads = counts(concurrency)
+    loads = lists.counts("--concurrency", concurrency)
     asked = o.load_options(
         running, drafter=drafter, draft_model=draft_model, max_batch_size=max(loads)
     )

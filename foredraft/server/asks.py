@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from foredraft.openai_fields import Body, FieldError, given
 from foredraft.openai_params import chat_params, completion_params
 from foredraft.openai_prompts import chat_messages, completion_prompts
 from foredraft.server.context import ServerContext
+from foredraft.server.generation import Generation
 from foredraft.server.limits import check_limits, check_replies
 from foredraft.server.replies import THINK, ReplyParser
 from foredraft.server.tools import NO_TOOLS, ToolUse, read_tools
@@ -44,7 +46,12 @@ class Ask:
     in_thoughts: bool = False
 
     def new_parser(self) -> ReplyParser:
-        return ReplyParser(self.thinks, bool(self.tools.tools), self.in_thoughts)
+        tools = self.tools
+        return ReplyParser(self.thinks, bool(tools.tools), self.in_thoughts, not tools.parallel)
+
+    def open(self, context: ServerContext) -> AbstractAsyncContextManager[Generation]:
+        """The replies under way; see `ServerContext.generation`."""
+        return context.generation(self.prompts, self.params, self.tenant, self.priority)
 
 
 async def read_chat(context: ServerContext, body: Body, key_id: str | None) -> Ask:

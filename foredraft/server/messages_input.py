@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foredraft.core.checks import shown
-from foredraft.openai_fields import Body, FieldError, given
+from foredraft.openai_fields import (
+    Body,
+    FieldError,
+    Refusals,
+    given,
+    ignored_but,
+    refuse_named,
+)
 from foredraft.openai_prompts import text_of
 
 HONOURED = (
@@ -17,7 +24,7 @@ HONOURED = (
 EXTRAS = ("min_p", "seed", "repetition_penalty", "cache_salt", "prediction", "priority", "coupling")
 """Fields that Anthropic does not have; they mean what they mean in chat."""
 IGNORED = ("metadata", "thinking", "service_tier", "context_management", "speed", "cache_control")
-REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+REFUSED: Refusals = {
     "container": ("nothing is kept between requests", ()),
     "mcp_servers": ("this server makes no requests of its own", ([],)),
     "inference_geo": ("there is one machine here", ()),
@@ -31,10 +38,7 @@ def as_chat(body: Body) -> dict[str, Any]:
     Raises:
         FieldError: something that cannot be honoured.
     """
-    for name, (reason, harmless) in REFUSED.items():
-        value = given(body, name)
-        if value is not None and value not in harmless:
-            raise FieldError(name, f"{name} is not supported: {reason}")
+    refuse_named(body, REFUSED)
     chat = {name: body[name] for name in EXTRAS if name in body}
     chat |= {name: body.get(name) for name in ("model", "temperature", "top_p", "top_k")}
     chat["max_tokens"] = body.get("max_tokens")
@@ -50,8 +54,7 @@ def as_chat(body: Body) -> dict[str, Any]:
 
 def ignored(body: Body) -> list[str]:
     """Fields without effect."""
-    known = {*HONOURED, *EXTRAS, *REFUSED}
-    return sorted(name for name in body if name not in known)
+    return ignored_but(body, {*HONOURED, *EXTRAS, *REFUSED})
 
 
 def _system(system: object) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from foredraft.engine.events import Event
+
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
@@ -42,10 +44,13 @@ class ReplyParser:
         reasoning: whether a reply may begin with thoughts.
         tools: whether it may call tools.
         in_thoughts: the prompt has already opened the thoughts.
+        only_first: calls behind the first one are left out.
     """
 
-    def __init__(self, reasoning: bool, tools: bool, in_thoughts: bool = False) -> None:
-        self._tools = tools
+    def __init__(
+        self, reasoning: bool, tools: bool, in_thoughts: bool = False, only_first: bool = False
+    ) -> None:
+        self._tools, self._only_first = tools, only_first
         self._reasoning = reasoning
         self._state: Literal["start", "thoughts", "content", "call"] = (
             "thoughts" if in_thoughts else "start" if reasoning else "content"
@@ -63,7 +68,7 @@ class ReplyParser:
         if not (self._tools or self._reasoning):
             return [Part("content", text)] if text else []
         self._waiting += text
-        return _joined(self._certain())
+        return self._told(self._certain())
 
     def close(self) -> list[Part]:
         """What still waited."""
@@ -75,7 +80,16 @@ class ReplyParser:
             kind = "reasoning" if self._state == "thoughts" else "content"
             parts = [Part(kind, left)] if left else []
         self._state = "content"
-        return _joined(iter(parts))
+        return self._told(iter(parts))
+
+    def take(self, event: Event) -> list[Part]:
+        """The parts that are certain with a step's text; with a reply's last event, all."""
+        text = "".join(piece.text for piece in event.pieces)
+        parts = self.feed(text) if text else []
+        return parts if event.result is None else [*parts, *self.close()]
+
+    def _told(self, parts: Iterator[Part]) -> list[Part]:
+        return [part for part in _joined(parts) if not (self._only_first and part.index)]
 
     def _certain(self) -> Iterator[Part]:
         while self._waiting:

@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foredraft.core.checks import shown
-from foredraft.openai_fields import HINTS, Body, FieldError, given
+from foredraft.openai_fields import (
+    HINTS,
+    Body,
+    FieldError,
+    Refusals,
+    given,
+    ignored_but,
+    refuse_named,
+)
 from foredraft.openai_prompts import text_of
 
 HONOURED = (
@@ -21,7 +29,7 @@ EXTRAS = (
 """Fields that OpenAI does not have here; they mean what they mean in chat."""
 IGNORED = (*HINTS, "store", "reasoning", "stream_options", "context_management", "client_metadata")
 """Without effect here: nothing is stored, and the answer says so."""
-REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+REFUSED: Refusals = {
     "previous_response_id": ("nothing is stored: send the conversation so far as input", ()),
     "conversation": ("nothing is stored: send the conversation so far as input", ()),
     "background": ("a reply lasts as long as its connection", (False,)),
@@ -40,10 +48,7 @@ def as_chat(body: Body) -> dict[str, Any]:
     Raises:
         FieldError: something that cannot be honoured.
     """
-    for name, (reason, harmless) in REFUSED.items():
-        value = given(body, name)
-        if value is not None and value not in harmless:
-            raise FieldError(name, f"{name} is not supported: {reason}")
+    refuse_named(body, REFUSED)
     chat = {name: body[name] for name in EXTRAS if name in body}
     chat |= {name: body.get(name) for name in ("model", "temperature", "top_p")}
     chat["messages"] = [*_instructions(body), *_messages(given(body, "input", ""))]
@@ -62,8 +67,7 @@ def as_chat(body: Body) -> dict[str, Any]:
 
 def ignored(body: Body) -> list[str]:
     """Fields without effect."""
-    known = {*HONOURED, *EXTRAS, *REFUSED}
-    return sorted(name for name in body if name not in known)
+    return ignored_but(body, {*HONOURED, *EXTRAS, *REFUSED})
 
 
 def _instructions(body: Body) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.cli import lists
 from foredraft.cli import options as o
 from foredraft.cli.bench.llama import LLAMA_PEERS, llama_contenders, llama_names
 from foredraft.cli.progress import progress_bar
@@ -59,10 +60,7 @@ def busy(
 
 
 def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--neighbours {text!r} is not whole numbers with commas") from None
+    counts = lists.whole_numbers("--neighbours", text)
     if not 0 <= min(counts) <= max(counts) <= 64:
         raise ConfigError(f"--neighbours {text!r}: from 0 to 64 busy processes")
     return counts

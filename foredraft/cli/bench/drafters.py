@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.cli import lists
 from foredraft.cli import options as o
 from foredraft.cli.bench.llama import LLAMA_PEERS
 from foredraft.cli.progress import progress_bar
@@ -88,7 +89,7 @@ def drafters(
     from foredraft.core.params import SamplingParams
 
     check_outputs(json_file, plot)
-    at = _numbers(temperature)
+    at = lists.numbers("--temperature", temperature)
     peers = _peer_names(against, at)
     if coupling not in COUPLINGS:
         raise unknown("coupling", coupling, COUPLINGS)
@@ -150,13 +151,6 @@ def _report(
         plot_speedups(rows, plot)
 
 
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--temperature {text!r} is not one or more numbers") from None
-
-
 def _variants(
     only: str | None, more: Sequence[str], draft_model: str | None
 ) -> dict[str, dict[str, Any]]:
@@ -182,10 +176,7 @@ def _variants(
 
 
 def _peer_names(against: str | None, temperatures: Sequence[float]) -> list[str]:
-    peers = [name.strip() for name in against.split(",")] if against else []
-    for name in peers:
-        if name not in PEERS:
-            raise unknown("peer", name, PEERS)
+    peers = lists.known_names("peer", against, PEERS)
     if peers and any(temperatures):
         raise ConfigError("peers draw other random numbers: compare with them at temperature 0")
     return peers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from foredraft.core.errors import unknown
+from foredraft.cli.lists import known_names
 
 if TYPE_CHECKING:
     from foredraft.bench.contenders import Contender
@@ -21,11 +21,7 @@ def llama_names(against: str | None) -> list[str]:
     Raises:
         ConfigError: one is unknown.
     """
-    names = [name.strip() for name in against.split(",")] if against else []
-    for name in names:
-        if name not in LLAMA_PEERS:
-            raise unknown("peer", name, LLAMA_PEERS)
-    return names
+    return known_names("peer", against, LLAMA_PEERS)
 
 
 def llama_contenders(llm: LLM, names: Sequence[str], max_context: int) -> list[Contender]:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.cli import lists
 from foredraft.cli import options as o
 from foredraft.cli.bench.llama import LLAMA_PEERS, llama_contenders, llama_names
 from foredraft.cli.progress import progress_bar
@@ -40,7 +41,7 @@ def prompts(
     counts = _lengths(lengths)
     peers = llama_names(against)
     asked = o.load_options(running, drafter="none", max_batch_size=1)
-    variants = load_variants(asked, o.load_llm, formats=o.format_names(formats))
+    variants = load_variants(asked, o.load_llm, formats=lists.names(formats))
     plan = variants[0].llm.plan
     assert plan is not None
     if max(counts) >= plan.max_context:
@@ -58,10 +59,7 @@ def prompts(
 
 
 def _lengths(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--lengths {text!r} is not whole numbers with commas") from None
+    counts = lists.whole_numbers("--lengths", text)
     if min(counts) < 2:
         raise ConfigError(f"--lengths {text!r} holds {min(counts)}; prompts have 2 tokens or more")
     return counts

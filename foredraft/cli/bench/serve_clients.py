@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.cli import lists
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
 
@@ -52,7 +53,7 @@ def serve_clients(
     others = dict(_named(text) for text in server or ())
     texts = [prompt.text for prompt in load_prompts(prompts, limit)]
     asked = Asked(texts, max_tokens, temperature)
-    counts = [int(text) for text in clients.split(",")]
+    counts = lists.whole_numbers("--clients", clients)
     with ExitStack() as stack:
         ours = stack.enter_context(served(serve_option or ()))
         figures = compare({"foredraft": ours.url, **others}, counts, asked, rounds)

@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.cli import lists
 from foredraft.cli import options as o
 from foredraft.cli.progress import progress_bar
-from foredraft.core.errors import ConfigError, unknown
+from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.bench.serving import Contender, Load, Served, ServingFigure
@@ -67,7 +68,8 @@ def serve_sim(
     from foredraft.bench.report import check_outputs, write_json
 
     check_outputs(json_file)
-    loads, at = counts(concurrency), _numbers(temperature)
+    loads = lists.counts("--concurrency", concurrency)
+    at = lists.numbers("--temperature", temperature)
     peers = _peer_names(peer, at)
     asked = o.load_options(
         running,
@@ -142,33 +144,9 @@ def _serve(
     }
 
 
-def counts(text: str) -> list[int]:
-    """Whole numbers with commas, as ``--concurrency`` takes them.
-
-    Raises:
-        ConfigError: they are something else.
-    """
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--concurrency {text!r} is not whole numbers with commas") from None
-    if min(found) < 1:
-        raise ConfigError(f"--concurrency {text!r} holds {min(found)}; counts start at 1")
-    return found
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--temperature {text!r} is not one or more numbers") from None
-
-
 def _peer_names(text: str | None, temperatures: Sequence[float]) -> list[str]:
     names: list[str] = []
-    for name in (part.strip() for part in text.split(",")) if text else ():
-        if name not in PEERS:
-            raise unknown("peer", name, PEERS)
+    for name in lists.known_names("peer", text, PEERS):
         names += PEERS[1:] if name == PEERS[0] else [name]
     if names and any(temperatures):
         raise ConfigError("peers draw other random numbers: compare with them at temperature 0")

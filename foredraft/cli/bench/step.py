@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.cli import lists
 from foredraft.cli import options as o
 from foredraft.cli.bench.llama import LLAMA_PEERS
 from foredraft.cli.progress import progress_bar
-from foredraft.core.errors import ConfigError, unknown
+from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.bench.floor import Machine
@@ -55,8 +56,10 @@ def step(
     from foredraft.bench.variants import load_variants
 
     check_outputs(json_file, plot)
-    contexts = _counts("--context", context)
-    sizes = [Size(r, n) for r in _counts("--rows", rows) for n in _counts("--tokens", tokens)]
+    contexts = lists.counts("--context", context)
+    sizes = [
+        Size(r, n) for r in lists.counts("--rows", rows) for n in lists.counts("--tokens", tokens)
+    ]
     peers = _peer_names(against)
     asked = o.load_options(
         running,
@@ -70,7 +73,7 @@ def step(
             "with --random-weights"
         )
     variants = load_variants(
-        asked, lambda options: o.load_llm(options, random_weights), isa, o.format_names(formats)
+        asked, lambda options: o.load_llm(options, random_weights), isa, lists.names(formats)
     )
     llm = variants[0].llm
     import torch
@@ -96,22 +99,10 @@ def step(
         plot_steps(figures, floors[variants[0].name], plot)
 
 
-def _counts(name: str, text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{name} {text!r} is not whole numbers with commas") from None
-    if min(counts) < 1:
-        raise ConfigError(f"{name} {text!r} holds {min(counts)}; counts start at 1")
-    return counts
-
-
 def _peer_names(against: str | None) -> list[str]:
     """Peers by name; "llama.cpp" alone means each of its formats."""
     names: list[str] = []
-    for name in (part.strip() for part in against.split(",")) if against else ():
-        if name not in PEERS:
-            raise unknown("peer", name, PEERS)
+    for name in lists.known_names("peer", against, PEERS):
         names += LLAMA_PEERS if name == "llama.cpp" else [name]
     return names
 

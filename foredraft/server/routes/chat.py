@@ -70,7 +70,7 @@ class Chat:
 
     async def whole(self) -> dict[str, Any]:
         """The answer when all is there."""
-        async with self._open() as generation:
+        async with self._ask.open(self._context) as generation:
             async for _ in generation:
                 pass
             choices = [self._choice(index, generation) for index in range(len(generation.replies))]
@@ -82,12 +82,12 @@ class Chat:
 
     async def stream(self, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """The answer as it comes, an event a step."""
-        async with self._open() as generation:
+        async with self._ask.open(self._context) as generation:
             for index in range(len(generation.replies)):
                 yield self._chunk(index, {"role": "assistant", "content": ""})
             async for index, event in generation:
                 usage = self._usage(generation) if options.continuous_usage else None
-                delta = self._names.delta(self._parts(index, event))
+                delta = self._names.delta(self._parsers[index].take(event))
                 logprobs = self._logprobs(event)
                 if delta or logprobs:
                     yield self._chunk(index, delta, logprobs, usage=usage)
@@ -102,22 +102,9 @@ class Chat:
                 yield data_event(last)
             yield DONE
 
-    def _open(self) -> Any:
-        ask = self._ask
-        return self._context.generation(ask.prompts, ask.params, ask.tenant, ask.priority)
-
     @property
     def _detail(self) -> str:
         return self._context.settings.request_metrics
-
-    def _parts(self, index: int, event: Event) -> list[Part]:
-        parser = self._parsers[index]
-        text = "".join(piece.text for piece in event.pieces)
-        parts = parser.feed(text) if text else []
-        parts = parts if event.result is None else [*parts, *parser.close()]
-        if self._ask.tools.parallel:
-            return parts
-        return [part for part in parts if part.index == 0]
 
     def _logprobs(self, event: Event) -> dict[str, Any] | None:
         if self._ask.params.logprobs is None or not event.logprobs:
@@ -132,8 +119,6 @@ class Chat:
         logprobs = None
         if self._ask.params.logprobs is not None and result.logprobs is not None:
             logprobs = chat_logprobs(self._context.tokenizer, result.logprobs)
-        if not self._ask.tools.parallel:
-            parts = [part for part in parts if part.index == 0]
         return {
             "index": index,
             "message": self._names.message(parts),

@@ -81,7 +81,7 @@ class Completions:
 
     async def whole(self) -> dict[str, Any]:
         """The answer when all is there."""
-        async with self._open() as generation:
+        async with self._ask.open(self._context) as generation:
             async for _ in generation:
                 pass
             self._hide(generation)
@@ -94,7 +94,7 @@ class Completions:
 
     async def stream(self, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """The answer as it comes, an event a step."""
-        async with self._open() as generation:
+        async with self._ask.open(self._context) as generation:
             yield b""  # accepted
             begun: set[int] = set()
             async for index, event in generation:
@@ -117,10 +117,6 @@ class Completions:
                     last["metrics"] = metrics
                 yield data_event(last)
             yield DONE
-
-    def _open(self) -> Any:
-        ask = self._ask
-        return self._context.generation(ask.prompts, ask.params, ask.tenant, ask.priority)
 
     @property
     def _detail(self) -> str:

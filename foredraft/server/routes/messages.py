@@ -74,20 +74,12 @@ class Messages:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
         ask, parser = self._ask, self._ask.new_parser()
-        async with self._context.generation(
-            ask.prompts, ask.params, ask.tenant, ask.priority
-        ) as generation:
+        async with ask.open(self._context) as generation:
             reply = generation.replies[0]
             self._message = self._begun(reply)
             yield named_event({"type": "message_start", "message": self._message})
             async for _, event in generation:
-                text = "".join(piece.text for piece in event.pieces)
-                parts = parser.feed(text) if text else []
-                if event.result is not None:
-                    parts = [*parts, *parser.close()]
-                if not ask.tools.parallel:
-                    parts = [part for part in parts if part.index == 0]
-                for change in self._blocks.add(parts):
+                for change in self._blocks.add(parser.take(event)):
                     yield self._event(*change)
             for change in self._blocks.close():
                 yield self._event(*change)

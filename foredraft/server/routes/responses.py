@@ -58,14 +58,14 @@ class Responses:
 
     async def whole(self) -> dict[str, Any]:
         """The answer when all is there: what the events of a stream add up to."""
-        async with self._open() as generation:
+        async with self._ask.open(self._context) as generation:
             async for _ in self._events(generation):
                 pass
         return self._response
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""
-        async with self._open() as generation:
+        async with self._ask.open(self._context) as generation:
             events = self._events(generation)
             try:
                 async for event in events:
@@ -82,26 +82,16 @@ class Responses:
         named = {"code": error.code, "message": error.message, "param": error.param}
         return self._numbered({"type": "error", **named})
 
-    def _open(self) -> Any:
-        ask = self._ask
-        return self._context.generation(ask.prompts, ask.params, ask.tenant, ask.priority)
-
     def _numbered(self, event: Mapping[str, Any]) -> bytes:
         return named_event({**event, "sequence_number": next(self._numbers)})
 
     async def _events(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
-        ask, parser = self._ask, self._ask.new_parser()
+        parser = self._ask.new_parser()
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response}
         async for _, event in generation:
             self._logprobs += event.logprobs
-            text = "".join(piece.text for piece in event.pieces)
-            parts = parser.feed(text) if text else []
-            if event.result is not None:
-                parts = [*parts, *parser.close()]
-            if not ask.tools.parallel:
-                parts = [part for part in parts if part.index == 0]
-            for change in self._blocks.add(parts):
+            for change in self._blocks.add(parser.take(event)):
                 for each in self._changed(*change):
                     yield each
         for change in self._blocks.close():
