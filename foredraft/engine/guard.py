@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from foredraft.core.errors import MalformedProposalError
-from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
+from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import (
     Drafter,
@@ -91,15 +91,33 @@ class GuardedDrafter:
             self._live.add(request.request_id)  # so that what it did begin is ended
             self._abandon(request.request_id, "begin", error)
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        asked = [row for row in rows if self.is_asked(row.request_id, row.budget, row.drafter)]
-        by_id = self._propose(asked) if asked else {}
-        return [by_id.get(row.request_id, NO_PROPOSAL) for row in rows]
+    def propose(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
+        """Proposals by request, for rows that it `is_asked` about; none where it failed.
+
+        All rows together, or one by one after a fault.
+        """
+        try:
+            proposals = self._drafter.propose(rows)
+            if len(proposals) != len(rows):
+                raise MalformedProposalError(f"{len(proposals)} proposals for {len(rows)} rows")
+        except Exception as error:
+            if len(rows) > 1:
+                return {k: v for row in rows for k, v in self.propose([row]).items()}
+            self._abandon(rows[0].request_id, "propose", error)
+            return {}
+        found: dict[int, Proposal] = {}
+        for row, proposal in zip(rows, proposals, strict=True):
+            try:
+                check_proposal(proposal, row, self._target)
+                found[row.request_id] = proposal
+            except Exception as error:
+                self._abandon(row.request_id, "propose", error)
+        return found
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        watched = [seen for seen in observations if seen.request_id in self._live]
-        groups = [[seen] for seen in watched] if self._observes_alone else [watched]
-        for group in filter(None, groups):
+        """Of requests that it `watches`."""
+        groups = [[seen] for seen in observations] if self._observes_alone else [observations]
+        for group in groups:
             try:
                 self._drafter.observe(group)
             except Exception as error:
@@ -118,26 +136,6 @@ class GuardedDrafter:
             self._count(request_id, "end", error)
         else:
             self._in_a_row, self._pause = 0, _FIRST_PAUSE
-
-    def _propose(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
-        """Proposals by request, all rows together, or one by one after a fault."""
-        try:
-            proposals = self._drafter.propose(rows)
-            if len(proposals) != len(rows):
-                raise MalformedProposalError(f"{len(proposals)} proposals for {len(rows)} rows")
-        except Exception as error:
-            if len(rows) > 1:
-                return {k: v for row in rows for k, v in self._propose([row]).items()}
-            self._abandon(rows[0].request_id, "propose", error)
-            return {}
-        found: dict[int, Proposal] = {}
-        for row, proposal in zip(rows, proposals, strict=True):
-            try:
-                check_proposal(proposal, row, self._target)
-                found[row.request_id] = proposal
-            except Exception as error:
-                self._abandon(row.request_id, "propose", error)
-        return found
 
     def _abandon(self, request_id: int, where: str, error: Exception) -> None:
         """Leave a request to plain decoding: what the drafter keeps of it is not trusted."""

@@ -84,9 +84,8 @@ def _proposals(
         for turn, allowed in zip(batch, allowances, strict=True)
         if drafter.is_asked(turn.row.request_id, allowed.budget, allowed.drafter)
     ]
-    found = drafter.propose(asked) if asked else ()
-    by_id = {row.request_id: proposal for row, proposal in zip(asked, found, strict=True)}
-    return [by_id.get(turn.row.request_id, NO_PROPOSAL) for turn in batch]
+    found = drafter.propose(asked) if asked else {}
+    return [found.get(turn.row.request_id, NO_PROPOSAL) for turn in batch]
 
 
 def _observe(
