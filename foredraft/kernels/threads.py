@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from statistics import fmean
+from typing import TypeAlias
 
 from foredraft.core.errors import ConfigError
 
@@ -23,6 +24,14 @@ _WON = 0.95
 _SUSPICIOUS, _FOLLOWED = 1.25, 4
 """So many forwards that take so many times the usual call for a trial of fewer threads."""
 _STEP = 0.2
+
+ForwardSize: TypeAlias = tuple[int, ...]
+"""Forwards that take about as long as each other."""
+
+
+def forward_size(*amounts: int) -> ForwardSize:
+    """Powers of two of what there is to do: tokens, entries, layers and so on."""
+    return tuple(amount.bit_length() for amount in amounts)
 
 
 def available_cpus() -> int:
@@ -51,33 +60,38 @@ def steps_up_to(most: int) -> list[int]:
 class ThreadChooser:
     """Follows the fastest number of threads. Starts with the most.
 
-    Times of forwards of one size are compared, sizes being powers of two of tokens; a trial counts
-    by how many times the usual its forwards took.
+    Only times of forwards of one size are compared; a trial counts by how many times the usual its
+    forwards took. Forwards of a size that has no usual yet take no part in it.
     """
 
     def __init__(self, most: int) -> None:
         self._steps = steps_up_to(most)
         self._best = self._trying = len(self._steps) - 1  # among the steps
-        self._usual: dict[int, float] = {}  # seconds with the best, by size
+        self._usual: dict[ForwardSize, float] = {}  # seconds with the best
         self._ratios: list[float] = []  # to the usual: of the trial, or of the last forwards
         self._between = self._left = _FIRST_TRIAL
         self._direction = -1
 
-    def choose(self) -> int:
-        """Threads of the next forward."""
-        return self._steps[self._trying]
+    @property
+    def best(self) -> int:
+        """Threads that were fastest lately."""
+        return self._steps[self._best]
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def choose(self, size: ForwardSize) -> int:
+        """Threads of the next forward."""
+        return self._steps[self._trying] if size in self._usual else self.best
+
+    def observe(self, size: ForwardSize, seconds: float) -> None:
         """A forward with as many threads as `choose` said took this long."""
         if len(self._steps) == 1:
             return
-        size = num_tokens.bit_length()
         usual = self._usual.get(size)
-        if self._trying != self._best:
-            if usual is not None:
-                self._observe_trial(seconds / usual)
+        if self._trying != self._best and usual is not None:
+            self._observe_trial(seconds / usual)
             return
         self._usual[size] = seconds if usual is None else usual + _STEP * (seconds - usual)
+        if self._trying != self._best:
+            return
         self._ratios = [*self._ratios[1 - _FOLLOWED :], seconds / (usual or seconds)]
         self._left -= 1
         slower = len(self._ratios) == _FOLLOWED and fmean(self._ratios) > _SUSPICIOUS

@@ -8,7 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from foredraft.core.errors import ConfigError
-from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads, steps_up_to
+from foredraft.kernels.threads import (
+    ThreadChooser,
+    available_cpus,
+    check_threads,
+    forward_size,
+    steps_up_to,
+)
 
 Machine = Callable[[int], float]
 """Seconds of a forward of one token, by the number of threads."""
@@ -27,10 +33,10 @@ def run(chooser: ThreadChooser, machine: Machine, forwards: int, seed: int = 0) 
     """Threads of each of so many forwards of 1 to 9 tokens; times are a fifth noise."""
     generator, chosen = random.Random(seed), []
     for _ in range(forwards):
-        chosen.append(chooser.choose())
         tokens = generator.randrange(1, 10)
+        chosen.append(chooser.choose((tokens,)))
         seconds = machine(chosen[-1]) * (1.0 + 0.1 * tokens) * generator.uniform(0.9, 1.1)
-        chooser.observe(tokens, seconds)
+        chooser.observe((tokens,), seconds)
     return chosen
 
 
@@ -57,6 +63,29 @@ def test_the_number_follows_the_machine() -> None:
     run(chooser, idle(2), 300)
     assert run(chooser, busy(1), 60)[-5:] == [1] * 5
     assert run(chooser, idle(2), 300)[-20:].count(2) >= 17
+
+
+def test_long_and_short_forwards_in_turn_do_not_deceive_it() -> None:
+    chooser, generator, chosen = ThreadChooser(2), random.Random(0), []
+    for _ in range(600):
+        tokens, entries = generator.choice([(1, 256), (8, 256), (1, 2000), (8, 2000)])
+        size = forward_size(tokens, entries)
+        chosen.append(chooser.choose(size))
+        seconds = idle(2)(chosen[-1]) * (1.0 + 0.01 * tokens) * (1.0 + entries / 1000)
+        chooser.observe(size, seconds * generator.uniform(0.9, 1.1))
+    assert chosen[100:].count(1) <= 25
+
+
+def test_what_has_never_been_seen_runs_with_the_best_number_in_a_trial_too() -> None:
+    chooser = ThreadChooser(2)
+    seen = 0
+    while chooser.choose((1,)) == 2:
+        chooser.observe((1,), 1.0)
+        seen += 1
+        assert seen < 100
+    assert chooser.choose((2,)) == 2
+    chooser.observe((2,), 5.0)
+    assert chooser.choose((1,)) == 1  # still to be tried
 
 
 def test_trials_become_rare() -> None:

@@ -24,7 +24,12 @@ from torch import Tensor
 from foredraft.cache.store import Entries
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.build import KernelUnavailable, load_library
-from foredraft.kernels.threads import ThreadChooser, available_cpus, check_threads
+from foredraft.kernels.threads import (
+    ThreadChooser,
+    available_cpus,
+    check_threads,
+    forward_size,
+)
 from foredraft.models.native import interface
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.packed import (
@@ -163,13 +168,17 @@ class FusedDecoder:
         if self._process != os.getpid():
             self._begin_in_child()
         with self._lock:
-            described.num_threads = self._num_threads or self._chooser.choose()
             self._call(described)
 
     def _call(self, described: interface.Forward) -> None:
+        num_layers = described.end_layer - described.first_layer
+        size = forward_size(
+            described.num_tokens, described.max_entries, described.num_wanted, num_layers
+        )
+        described.num_threads = self._num_threads or self._chooser.choose(size)
         started = time.perf_counter()
         _check_outcome(self._forward(self._model, described), described.num_threads)
-        self._chooser.observe(described.num_tokens, time.perf_counter() - started)
+        self._chooser.observe(size, time.perf_counter() - started)
 
     def _begin_in_child(self) -> None:
         """After fork(): the kernel starts threads of its own anew, torch does not.
@@ -183,7 +192,7 @@ class FusedDecoder:
         self, plan: ForwardPlan, logits_NV: Tensor, tapped: dict[int, Tensor]
     ) -> interface.Forward:
         """All but where the cache's entries lie."""
-        threads = self._num_threads or self._chooser.choose()
+        threads = self._num_threads or self._chooser.best
         max_entries = max(row.entries.stop for row in plan.rows)
         layers = plan.layers_to_run(len(self._layers))
         extra_starts = [0]
@@ -209,7 +218,7 @@ class FusedDecoder:
             taps=(c_void_p * len(self._layers))(
                 *(tapped[i].data_ptr() if i in tapped else None for i in range(len(self._layers)))
             ),
-            workspace=self._work_memory(len(plan), len(plan.heads), max_entries, threads),
+            workspace=self._work_memory(len(plan), len(plan.heads), max_entries, self._most_threads),
             num_threads=threads,
             phase_seconds=self._phase_seconds,
         )
