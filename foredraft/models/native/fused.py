@@ -192,7 +192,6 @@ class FusedDecoder:
         self, plan: ForwardPlan, logits_NV: Tensor, tapped: dict[int, Tensor]
     ) -> interface.Forward:
         """All but where the cache's entries lie."""
-        threads = self._num_threads or self._chooser.best
         max_entries = max(row.entries.stop for row in plan.rows)
         layers = plan.layers_to_run(len(self._layers))
         extra_starts = [0]
@@ -218,14 +217,14 @@ class FusedDecoder:
             taps=(c_void_p * len(self._layers))(
                 *(tapped[i].data_ptr() if i in tapped else None for i in range(len(self._layers)))
             ),
-            workspace=self._work_memory(len(plan), len(plan.heads), max_entries, self._most_threads),
-            num_threads=threads,
+            workspace=self._work_memory(len(plan), len(plan.heads), max_entries),
+            num_threads=self._num_threads or self._chooser.best,
             phase_seconds=self._phase_seconds,
         )
 
     def _work_memory(self, *sizes: int) -> int:
         """Address of enough work memory; it only ever grows."""
-        needed = self._workspace_size(self._model, *sizes)
+        needed = self._workspace_size(self._model, *sizes, self._most_threads)
         if needed > self._workspace.numel():
             self._workspace = torch.empty(needed, dtype=torch.float32)
         return self._workspace.data_ptr()
