@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from foredraft.cli import options as o
+from foredraft.cli.train_compare import compare
 from foredraft.core.errors import ConfigError
 from foredraft.plan import DEFAULT_MODEL
 from foredraft.train.kinds import head_kinds
@@ -117,6 +118,8 @@ def _train_command(kind: str) -> Callable[..., None]:
 
 for _kind in head_kinds():
     app.command(_kind.replace("_", "-"))(_train_command(_kind))
+
+app.command()(o.with_option_objects(compare))
 
 
 @app.command("write-text")

@@ -57,6 +57,19 @@ def test_a_head_is_trained_and_gone_on_with(
     assert (tmp_path / "head" / "head.json").exists()
     result = run(*common, *options, *more, "--tokens", "3k")
     assert result.exit_code == 0, (result.output, result.exception)
+    side_by_side = tmp_path / "heads.json"
+    result = run("compare", str(tmp_path / "head"), "--json", str(side_by_side))
+    assert result.exit_code == 0, (result.output, result.exception)
+    (head,) = json.loads(side_by_side.read_text())["heads"]
+    assert head["kind"] == "eagle"
+    assert len(head["greedy"]) == 2
+    assert head["tokens"] >= 3000
+
+
+def test_only_heads_are_compared(tmp_path: Path) -> None:
+    result = run("compare", str(tmp_path))
+    assert result.exit_code != 0
+    assert "head.json" in str(result.exception or result.output)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Trained heads side by side: what each is, what it learnt from, what it reaches, its curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from foredraft.drafters.common.head_files import WEIGHTS, read_info
+from foredraft.train.curves import read_curves
+
+
+@dataclass(frozen=True)
+class ComparedHead:
+    """A head's folder, as far as it is compared.
+
+    Attributes:
+        name: of the folder.
+        parameters: numbers in its weights.
+        made: how it was (`HeadInfo.provenance`).
+        measured: acceptance on held-out text (`HeadInfo.measured`).
+        curves: lines of its training; none where only the result is there.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    made: Mapping[str, Any]
+    measured: Mapping[str, Any]
+    curves: Sequence[Mapping[str, Any]]
+
+    @property
+    def evaluations(self) -> list[Mapping[str, Any]]:
+        return [line for line in self.curves if "score" in line]
+
+    @property
+    def still_rises(self) -> bool:
+        """Whether the last fifth of its training made it better: it would gain from more."""
+        tests = self.evaluations
+        if len(tests) < 2:
+            return False
+        early = [t["score"] for t in tests if t["tokens"] <= 0.8 * tests[-1]["tokens"]]
+        return bool(early) and tests[-1]["score"] > 1.005 * max(early)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "parameters": self.parameters,
+            "tokens": self.made.get("tokens learnt from"),
+            "minutes": self.made.get("minutes"),
+            "still_rises": self.still_rises,
+            **{name: value for name, value in self.measured.items() if name != "score"},
+        }
+
+
+def read_compared(folder: Path) -> ComparedHead:
+    """What a folder holds.
+
+    Raises:
+        ModelLoadError: it is no head's, or damaged.
+    """
+    info = read_info(folder)
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        sizes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    numbers = sum(map(math.prod, sizes))
+    curves = folder / "training" / "curves.jsonl"
+    lines = read_curves(curves) if curves.exists() else []
+    name = folder.resolve().name
+    return ComparedHead(name, info.kind, numbers, info.provenance, info.measured, lines)
