@@ -43,7 +43,10 @@ def speculation(
         drafter = own or build_drafter(name, context)
         return RuledDrafter(drafter), FixedBudget(options.num_draft_tokens or 0, limit, cost)
     loaded = {_OWN: own} if own else _loaded(name, options, context)
-    described = [LoadedDrafter(n, _most_nodes(n), _joins_late(n, d)) for n, d in loaded.items()]
+    described = [
+        LoadedDrafter(n, _most_nodes(n), _joins_late(n, d), getattr(d, "promise", None))
+        for n, d in loaded.items()
+    ]
     controller = AdaptiveBudget(described, limit, cost, experience)
     members = {d.name: Loaded(RuledDrafter(loaded[d.name]), d.joins_late) for d in described}
     return SwitchDrafter(members, controller.first), controller

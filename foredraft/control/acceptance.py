@@ -11,7 +11,7 @@ Shape legend: K slots.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,12 +26,12 @@ MOST_SLOTS = 32
 _REQUEST_MEMORY = 0.97
 """What an observation of a request is still worth after the next: about the last 30 count."""
 _KIND_MEMORY = 0.995
-_KIND_WEIGHT = 8.0
+_KIND_WEIGHT = 16.0
 """Observations of its own after which a request counts more than its kind."""
-_FIRST_WEIGHT = 4.0
-_FILLED = 0.6
-_FIRST_ACCEPTED, _FALLING = 0.55, 0.75
-"""Before anything is known: hopeful enough to try."""
+_FALLING = 0.71
+"""Of what is accepted, from slot to slot: before anything is known."""
+_KEPT = 0.9
+"""Of what was measured on other text that is expected here."""
 
 Kind: TypeAlias = tuple[int, str]
 """Requests that teach each other: how much noise there is, and the coupling."""
@@ -52,6 +52,43 @@ def kind_of(params: SamplingParams) -> Kind:
 def is_constrained(params: SamplingParams) -> bool:
     """Whether its distribution is bent in a way of its own."""
     return any(getattr(params, name) != getattr(_PLAIN, name) for name in _ALONE)
+
+
+@dataclass(frozen=True)
+class Hope:
+    """What a drafter is expected to reach before anything is known of it.
+
+    Attributes:
+        first: the chance that the first slot's token is accepted, by noise (see `kind_of`). Of
+            unknown drafters it is hopeful enough to try.
+        filled: the chance that the first slot is filled.
+        weight: observations that it is worth.
+    """
+
+    first: tuple[float, float, float] = (0.33, 0.25, 0.15)
+    filled: float = 0.6
+    weight: float = 4.0
+
+    @classmethod
+    def of(cls, promise: tuple[float, float] | None) -> Hope:
+        """From what was measured at temperatures 0 and 1 when it was made, if anything was."""
+        if promise is None:
+            return cls()
+        greedy, sampled = (_KEPT * chance for chance in promise)
+        return cls((greedy, (greedy + sampled) / 2, sampled), 1.0, 32.0)
+
+    def less(self, share: float) -> Hope:
+        greedy, little, much = (share * chance for chance in self.first)
+        return replace(self, first=(greedy, little, much))
+
+    def rates(self, kind: Kind) -> Array:
+        """[2, K] of requests of a kind: see `SlotCounts.rates`."""
+        slots = np.arange(MOST_SLOTS)
+        filled = self.filled * 0.95**slots
+        rates_2K: Array = np.stack(
+            (filled, np.minimum(filled, self.first[kind[0]] * _FALLING**slots))
+        )
+        return rates_2K
 
 
 class SlotCounts:
@@ -96,19 +133,15 @@ class Acceptance:
 
     Args:
         lessons: what is known already; it grows.
-        hopes: by drafter: how much of the usual hope to begin with where nothing is known.
+        hopes: by drafter: what to begin with where nothing is known.
     """
 
     def __init__(
-        self, lessons: Lessons | None = None, hopes: Mapping[str, float] | None = None
+        self, lessons: Lessons | None = None, hopes: Mapping[str, Hope] | None = None
     ) -> None:
         self._kinds = {} if lessons is None else lessons
         self._hopes = dict(hopes or {})
         self._requests: dict[int, _Kept] = {}
-        slots = np.arange(MOST_SLOTS)
-        self._hope_2K = np.stack(
-            (_FILLED * 0.95**slots, _FILLED * _FIRST_ACCEPTED * (_FALLING * 0.95) ** slots)
-        )
 
     def begin(self, request_id: int, params: SamplingParams) -> None:
         """From now on this request is known; not when it is known already."""
@@ -138,6 +171,11 @@ class Acceptance:
 
     def kind_rates(self, drafter: str, kind: Kind) -> Array:
         """[2, K] of requests like these."""
+        hope = self._hopes.get(drafter, Hope())
         counts = self._kinds.get((drafter, kind))
-        hope_2K = self._hope_2K * [[1.0], [self._hopes.get(drafter, 1.0)]]
-        return hope_2K if counts is None else counts.rates(hope_2K, _FIRST_WEIGHT)
+        hope_2K = hope.rates(kind)
+        return hope_2K if counts is None else counts.rates(hope_2K, hope.weight)
+
+    def hoped(self, drafter: str, kind: Kind) -> Array:
+        """[2, K] of requests like these, had nothing been seen yet."""
+        return self._hopes.get(drafter, Hope()).rates(kind)

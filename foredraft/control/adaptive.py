@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foredraft.control.acceptance import Acceptance, Lessons
+from foredraft.control.acceptance import Acceptance, Hope, Lessons
 from foredraft.control.base import Allowance
 from foredraft.control.ledger import Ledger
 from foredraft.control.planner import TRIAL_STEPS, LoadedDrafter, Plan, Planner
@@ -65,7 +65,10 @@ class AdaptiveBudget:
         self._is_measured, self._cost = cost is not None, cost or CostModel(_USUAL_TIMES)
         experience = experience or Experience()
         self._times = experience.times
-        hopes = {d.name: _LATER_HOPE if i else 1.0 for i, d in enumerate(drafters)}
+        hopes = {
+            d.name: Hope.of(d.promise).less(_LATER_HOPE if i else 1.0)
+            for i, d in enumerate(drafters)
+        }
         self._acceptance = Acceptance(experience.lessons, hopes)
         self.ledger = ledger or Ledger()
         self._planner = Planner(

@@ -1,11 +1,12 @@
 """Bounds what speculation can lose.
 
 Each step is booked with the time that it took and the time that its tokens would have taken without
-drafts. What may still be lost is a balance: it begins with the time of 1.5 plain steps, grows by a
-small share of all plain time and by what drafts save, up to a limit, and shrinks by what they cost.
-A step may draft only if what it would lose with nothing accepted is there. So, whatever happens,
+drafts. What may still be lost is a balance: it begins with the time of four plain tokens (of 1.5
+steps, in a batch where that is more), grows by a small share of all plain time and by what drafts
+save, up to a limit, and shrinks by what they cost. A step may draft only if what it would lose with
+nothing accepted is there. So, whatever happens,
 
-    time spent <= (1 + share) * plain time + 1.5 plain steps + what a step took beyond its forecast
+    time spent <= (1 + share) * plain time + the beginning + what a step took beyond its forecast
 
 by the times that the cost model and the drafters' own clocks gave. Given those it is arithmetic,
 not chance. The limit keeps savings of long ago from paying for losses now.
@@ -15,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARE = 0.005
+SHARE = 0.0075
 """Of all plain time that may be lost."""
-_FIRST_STEPS = 1.5
+FIRST_TOKENS, FIRST_STEPS = 4.0, 1.5
 _MOST_STEPS = 8.0
 
 
@@ -29,7 +30,7 @@ class Ledger:
         share: of the plain time that may be lost, at most.
         plain_ms: what all tokens so far would have taken without drafts.
         spent_ms: what they took.
-        balance_ms: what may still be lost; None before the first step is known.
+        balance_ms: what may still be lost; None before `begin`.
     """
 
     share: float = SHARE
@@ -42,11 +43,18 @@ class Ledger:
         """Plain time less time spent; negative: speculation has lost so much."""
         return self.plain_ms - self.spent_ms
 
+    def begin(self, plain_step_ms: float, num_rows: int) -> None:
+        """The first rows are there, and what a step of them takes; does nothing later."""
+        if self.balance_ms is None:
+            self.balance_ms = max(FIRST_STEPS, FIRST_TOKENS / num_rows) * plain_step_ms
+
+    def left_ms(self, plain_step_ms: float) -> float:
+        """What may still be lost."""
+        return FIRST_STEPS * plain_step_ms if self.balance_ms is None else self.balance_ms
+
     def can_lose(self, ms: float, plain_step_ms: float) -> bool:
         """Whether a step may be run that loses this much if nothing is accepted."""
-        if self.balance_ms is None:
-            self.balance_ms = _FIRST_STEPS * plain_step_ms
-        return ms <= self.balance_ms
+        return ms <= self.left_ms(plain_step_ms)
 
     def book(self, spent_ms: float, plain_ms: float, plain_step_ms: float) -> None:
         """A step has been run.
@@ -58,7 +66,7 @@ class Ledger:
         """
         self.spent_ms += spent_ms
         self.plain_ms += plain_ms
-        before = _FIRST_STEPS * plain_step_ms if self.balance_ms is None else self.balance_ms
+        before = self.left_ms(plain_step_ms)
         after = before + (1.0 + self.share) * plain_ms - spent_ms
         # Lowering a full account because steps have become shorter would be a loss nobody made.
         self.balance_ms = min(after, max(before, _MOST_STEPS * plain_step_ms))

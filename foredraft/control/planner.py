@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from foredraft.control.acceptance import MOST_SLOTS, Acceptance, Kind, kind_of
+from foredraft.control.acceptance import MOST_SLOTS, Acceptance, Array, Kind, kind_of
 from foredraft.control.ledger import Ledger
 from foredraft.control.pooled import Pooled, PooledRow, best_prefix
 from foredraft.control.times import DraftTimes
@@ -24,14 +24,16 @@ _MOST_NODES = 16, 4
 """Of one step: so many, and so many a row."""
 _MARGIN = 1.01
 """By how much drafting has to be better before it begins; once begun it has to be better at all."""
-_STAKE = 0.4
+_STAKE = 0.5
 """Of what may still be lost that one step may put at risk."""
 TRIAL_STEPS, _TRIAL_ROWS = 6, 2
 _TRIALS = ((_TRIAL_ROWS, 4), (1, 4), (1, 2), (1, 1))
 """Rows and nodes of each: the first that can be paid."""
 FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
 _MOST_ROWS = 1 << 20
-_LEAVING = 1.1
+_LONGEST_WAIT = 64
+"""New requests between two chances of a drafter that does not seem to pay, at most."""
+_LEAVING = 1.25
 """How much better it has to go with another drafter before one is let go that cannot return."""
 
 
@@ -42,11 +44,14 @@ class LoadedDrafter:
     Attributes:
         most_nodes: that it may draft for a row.
         joins_late: whether it can begin in the middle of a text.
+        promise: the chances that its first token is right, at temperatures 0 and 1, as measured
+            when it was made; None: nothing is known.
     """
 
     name: str
     most_nodes: int
     joins_late: bool
+    promise: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ class Planner:
         self._acceptance, self._ledger = acceptance, ledger
         self._following: Following = {}
         self._pause, self._rests_until, self._next_trial = FIRST_PAUSE, FIRST_PAUSE, 0
+        self._chances: dict[str, tuple[int, int]] = {}
         self.num_trials = 0
 
     def plan(
@@ -115,24 +121,27 @@ class Planner:
         self._following = following
         most = _MOST_NODES[0] + _MOST_NODES[1] * len(rows)
         prices = self._cost.with_nodes([(1, len(row.tokens)) for row in rows], most)
+        self._ledger.begin(prices[0], len(rows))
         plain = Plan(None, {}, prices[0], len(rows) / prices[0], None, LinearPrice(1.0))
         found = [self._with_drafter(d, rows, prices, current) for d in self.drafters.values()]
-        paying = [plan for plan in found if plan is not None]
+        paying = [p for p in found if p is not None and self._weight(p) > plain.plain_rate]
         if not paying:
             return self._trial(rows, prices, current, num_steps) or plain
         if current is not None and current.drafter is not None and not current.is_trial:
             self._pause = FIRST_PAUSE  # it has paid for longer than a trial
+            self._chances.pop(current.drafter, None)
         return max(paying, key=self._weight)
 
     def _weight(self, plan: Plan) -> float:
         """What plans are compared by: the rate, less where a drafter is let go that stays away."""
         assert plan.pooled is not None
-        leaves = any(
-            name not in (None, plan.drafter) and not self.drafters[name].joins_late
-            for name in self._following.values()
-            if name is not None
-        )
+        leaves = any(self._would_leave(number, plan.drafter) for number in plan.budgets)
         return plan.pooled.rate / (_LEAVING if leaves else 1.0)
+
+    def _would_leave(self, request_id: int, wanted: str | None) -> bool:
+        """Whether a request's drafter would have to go for this one, and could not come back."""
+        now = self._following.get(request_id)
+        return now not in (None, wanted) and not self.drafters[now].joins_late
 
     def _with_drafter(
         self,
@@ -240,7 +249,13 @@ class Planner:
         num_rows: int,
         num_nodes: int,
     ) -> Plan | None:
-        able = [row for row in rows if self._can_have(row, drafter) and self.room(row)][:num_rows]
+        able = [
+            row
+            for row in rows
+            if self._can_have(row, drafter)
+            and self.room(row)
+            and not self._would_leave(row.request_id, drafter.name)
+        ][:num_rows]
         budgets = {row.request_id: min(num_nodes, self.room(row)) for row in able}
         loss = self._asking_ms(drafter, rows, prices[0], len(budgets))
         loss += prices[sum(budgets.values())] - prices[0]
@@ -264,26 +279,61 @@ class Planner:
         num_rows = len(following) + 1
         most = _MOST_NODES[0] + _MOST_NODES[1] * num_rows
         prices = PriceList(self._cost.with_nodes([(1, context)] * num_rows, most))
+        kind = kind_of(params)
         rates = {
-            drafter.name: self._rate_for_new(drafter, kind_of(params), num_rows, prices)
-            for drafter in self.drafters.values()
+            name: self._rate_for_new(
+                drafter, self._acceptance.kind_rates(name, kind), num_rows, prices
+            )
+            for name, drafter in self.drafters.items()
         }
+        plain_rate = num_rows / prices.ms(0)
         for name in sorted(rates, key=lambda name: -rates[name]):
-            same = sum(other == name for other in following.values())
-            is_known = same < max(_TRIAL_ROWS, 2 * self._most_rows(name))
-            asking = self._drafter_ms(name, same + 1, same + 1, prices.ms(0))
-            if not self._ledger.can_lose(asking, prices.ms(0)):
-                continue  # it would follow and not get to draft
-            if is_known and rates[name] > _MARGIN * num_rows / prices.ms(0):
+            if rates[name] > _MARGIN * plain_rate and self._may_follow(name, following, prices):
+                best = name
+                break
+        else:
+            best = None
+        if best is None or self.drafters[best].joins_late:
+            return self._given_a_chance(kind, following, num_rows, prices) or best
+        return best
+
+    def _may_follow(self, name: str, following: Following, prices: PriceList) -> bool:
+        """Whether one more request with it is not too new, and what it drafts can be paid."""
+        same = sum(other == name for other in following.values())
+        asking = self._drafter_ms(name, same + 1, same + 1, prices.ms(0))
+        is_known = same < max(_TRIAL_ROWS, 2 * self._most_rows(name))
+        return is_known and self._ledger.can_lose(asking, prices.ms(0))
+
+    def _given_a_chance(
+        self, kind: Kind, following: Following, num_rows: int, prices: PriceList
+    ) -> str | None:
+        """One that does not seem to pay, and could not come later, follows now and then.
+
+        Only where it would pay if it did what was hoped, and ever more seldom. Following is cheap;
+        whether it gets to draft is decided as for all others.
+        """
+        for name, drafter in self.drafters.items():
+            if drafter.joins_late or name in following.values():
+                continue
+            hoped = self._rate_for_new(
+                drafter, self._acceptance.hoped(name, kind), num_rows, prices
+            )
+            if hoped <= _MARGIN * num_rows / prices.ms(0):
+                continue
+            left, pause = self._chances.get(name, (0, 1))
+            is_due = left <= 0 and self._may_follow(name, following, prices)
+            new = (pause, min(2 * pause, _LONGEST_WAIT)) if is_due else (left - 1, pause)
+            self._chances[name] = new
+            if is_due:
                 return name
         return None
 
     def _rate_for_new(
-        self, drafter: LoadedDrafter, kind: Kind, num_rows: int, prices: PriceList
+        self, drafter: LoadedDrafter, rates_2K: Array, num_rows: int, prices: PriceList
     ) -> float:
         """The best rate of so many rows that draft alike."""
-        rates_2K = self._acceptance.kind_rates(drafter.name, kind)[:, : drafter.most_nodes]
-        totals: list[tuple[float, float]] = [(n, a) for n, a in rates_2K.cumsum(1).T.tolist()]
+        kept_2K = rates_2K[:, : drafter.most_nodes]
+        totals: list[tuple[float, float]] = [(n, a) for n, a in kept_2K.cumsum(1).T.tolist()]
         asking = self._drafter_ms(drafter.name, num_rows, num_rows, prices.ms(0))
         return max(
             num_rows * (1.0 + accepted) / (prices.between(num_rows * nodes) + asking)
@@ -303,9 +353,7 @@ class Planner:
 
     def balance(self, plain_ms: float) -> float:
         """Milliseconds that may still be lost."""
-        self._ledger.can_lose(0.0, plain_ms)
-        assert self._ledger.balance_ms is not None
-        return self._ledger.balance_ms
+        return self._ledger.left_ms(plain_ms)
 
     def room(self, row: Request) -> int:
         """Most nodes that a row may draft."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 _STEP = 0.2
+_FIRST = 3
+"""Of so many times the shortest counts."""
 _UNKNOWN = 0.02
 """Of a plain step, for each row: before anything is known."""
 
@@ -14,12 +17,16 @@ class _Curve:
     """Milliseconds by rows, at powers of two; a mean that follows."""
 
     known: dict[int, float] = field(default_factory=dict)
+    seen: Counter[int] = field(default_factory=Counter)
 
     def note(self, num_rows: int, ms: float) -> None:
         place, per_row = _place(num_rows), ms / num_rows
         before = self.known.get(place, per_row)
-        # A hiccup of the machine is not how long it takes.
-        after = min(per_row, 3.0 * before) if before > 0.0 else per_row
+        self.seen[place] += 1
+        if self.seen[place] <= _FIRST:  # what happens only once is not how long it takes
+            self.known[place] = min(before, per_row)
+            return
+        after = min(per_row, 3.0 * before) if before > 0.0 else per_row  # nor is a hiccup
         self.known[place] = before + _STEP * (after - before)
 
     def ms(self, num_rows: int) -> float | None:

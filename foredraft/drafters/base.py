@@ -212,8 +212,9 @@ class Drafter(Protocol):
             with steps that may draft, so that plain steps pay nothing.
         layers: the cache layers in which it keeps something for each token of the text (see
             `Cache.add_layers`); usually none. With any, taps come with every step, chunks of
-            prompts included, and `observe` writes the entries from ``start`` to ``end``: what they
-            lack is read again in a conversation's next turn.
+            prompts included, and `observe` writes the entries from ``start`` to ``end``, or keeps
+            what it takes to write them until they are needed, or `end`: what they lack is read
+            again in a conversation's next turn.
         look_ahead: how many tokens behind its own such an entry depends on. A conversation's next
             turn then shares that many entries fewer.
     """
@@ -258,8 +259,14 @@ class Switching(Protocol):
 
 
 class BaseDrafter:
-    """Do-nothing defaults for every part of `Drafter` but `propose`."""
+    """Do-nothing defaults for every part of `Drafter` but `propose`.
 
+    Attributes:
+        promise: the chances that its first token is right, at temperatures 0 and 1, where that was
+            measured when it was made: what a controller begins with.
+    """
+
+    promise: tuple[float, float] | None = None
     taps: Sequence[int] = ()
     layers: Sequence[CacheLayers] = ()
     look_ahead: int = 0

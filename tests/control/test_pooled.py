@@ -87,6 +87,9 @@ def test_times_go_by_the_nearest_number_of_rows() -> None:
 
 
 def test_a_ledger_opens_with_little_and_is_limited() -> None:
+    alone, crowd = Ledger(), Ledger()
+    alone.begin(10.0, 1), crowd.begin(20.0, 16)
+    assert (alone.balance_ms, crowd.balance_ms) == (40.0, 30.0)
     ledger = Ledger(share=0.01)
     assert ledger.can_lose(15.0, 10.0)
     assert not ledger.can_lose(15.1, 10.0)

@@ -73,6 +73,7 @@ def test_it_drafts_what_training_predicts(target: NativeTarget) -> None:
     depth, anchor = 3, 15
     observed(target, drafter, TEXT[: anchor + 2])
     request = drafter._requests[0]
+    drafter._catch_up([request])
     found = [request.logits_R]
     state, drafted = request.state_E, TokenTree()
     for k in range(1, depth):

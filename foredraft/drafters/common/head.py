@@ -105,12 +105,14 @@ class HeadModule(nn.Module, ABC):
         shape: of the target.
         taps: the layers of the target that it reads; ascending.
         output_ids_R: the token of each output row, ascending, a buffer; None: all of them.
+        promise: of a trained one, see `foredraft.drafters.base.BaseDrafter`.
     """
 
     kind: ClassVar[str]
     shape: ModelShape
     taps: tuple[int, ...]
     output_ids_R: Tensor | None
+    promise: tuple[float, float] | None = None
 
     @classmethod
     @abstractmethod

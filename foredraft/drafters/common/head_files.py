@@ -86,6 +86,13 @@ class HeadInfo:
     measured: Mapping[str, Any]
     weights_sha256: str
 
+    @property
+    def promise(self) -> tuple[float, float] | None:
+        """The chances that its first token is right, at temperatures 0 and 1, if measured."""
+        first = [self.measured.get(name) for name in ("greedy", "sampled")]
+        greedy, sampled = [each[0] if each else None for each in first]
+        return None if greedy is None or sampled is None else (float(greedy), float(sampled))
+
 
 @torch.no_grad()
 def identify(
@@ -320,8 +327,9 @@ def load_head(
             f"with drafter {info.kind!r}"
         )
     check_target(info, target, directory)
-    head = read_head(directory, module, info)
-    return head.to(device=device, dtype=dtype)
+    head = read_head(directory, module, info).to(device=device, dtype=dtype)
+    head.promise = info.promise
+    return head
 
 
 def read_head(directory: Path, module: type[M], info: HeadInfo) -> M:

@@ -8,8 +8,8 @@ Shape legend: T tokens, E hidden size, R output rows, N scored nodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -27,6 +27,11 @@ from foredraft.models.base import HeadRow, HeadTarget
 
 _HOTTEST = 2.0
 """Higher temperatures are alike."""
+
+_MOST_WAITING = 32
+"""Tokens of a text that the head has not read yet: it reads them when it is to draft, all in one
+run, and otherwise so many at a time. A request that it follows without drafting costs next to
+nothing then, and it can begin at any moment."""
 
 
 class StepRunner(Protocol):
@@ -68,6 +73,7 @@ class _Request:
         logits_R: what it says comes next.
         promised: the first tokens of the last draft, with chances as the head had them.
         reliability: of such chances, at the request's temperature.
+        waiting: what the target has read and the head has not, in order.
     """
 
     slot: int
@@ -76,6 +82,11 @@ class _Request:
     state_E: Tensor | None = None
     logits_R: Tensor | None = None
     promised: Sequence[Choice] = ()
+    waiting: list[_Read] = field(default_factory=list)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(read.following) for read in self.waiting)
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,6 @@ class _Read:
         taps: what the target made of them, [T, E] for each tapped layer.
     """
 
-    request_id: int
     start: int
     following: Sequence[int]
     taps: Sequence[Tensor]
@@ -131,7 +141,9 @@ class StepDrafter(BaseDrafter):
         self._requests[request.request_id] = _Request(request.slot, reliability)
 
     def end(self, request_id: int) -> None:
-        del self._requests[request_id]
+        request = self._requests.pop(request_id)
+        if self.layers:  # what they hold of a text serves others that begin alike
+            self._catch_up([request])
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
@@ -139,33 +151,51 @@ class StepDrafter(BaseDrafter):
             if request.promised and seen.committed:
                 request.reliability.record(request.promised, seen.committed[0])
             request.promised = ()
-        reads = [read for seen in observations if (read := self._read(seen)).following]
-        if not reads:
+            if (read := self._read(seen)).following:
+                self._wait(request, read)
+        self._catch_up(
+            r for seen in observations
+            if (r := self._requests[seen.request_id]).num_waiting >= _MOST_WAITING
+        )  # fmt: skip
+
+    def _wait(self, request: _Request, read: _Read) -> None:
+        if not self.layers:  # it keeps no entries: where the text ends is all it needs
+            request.waiting.clear()
+        elif len(read.following) < _MOST_WAITING:  # else it is read before the step is over
+            read = replace(read, taps=[tap_TE.clone() for tap_TE in read.taps])
+        request.waiting.append(read)
+
+    def _catch_up(self, requests: Iterable[_Request]) -> None:
+        """Read what waits, all requests in one run."""
+        behind = [request for request in requests if request.waiting]
+        if not behind:
             return
+        reads = [_joined(request.waiting) for request in behind]
         inputs = [self._runner.text_inputs(read.following, read.taps) for read in reads]
         rows = [
-            HeadRow(self._requests[read.request_id].slot, read.start, len(read.following))
-            for read in reads
+            HeadRow(request.slot, read.start, len(read.following))
+            for request, read in zip(behind, reads, strict=True)
         ]
         inputs_TE = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
         states_TE, logits_NR = self._runner.run(rows, inputs_TE)
         last = -1
-        for i, read in enumerate(reads):
+        for i, (request, read) in enumerate(zip(behind, reads, strict=True)):
             last += len(read.following)
-            request = self._requests[read.request_id]
             request.end = read.start + len(read.following)
             request.state_E, request.logits_R = states_TE[last], logits_NR[i]
+            request.waiting.clear()
 
     def _read(self, seen: Observation) -> _Read:
         """What is to be run of a step: without entries to keep, the last token alone."""
         if any(tap not in seen.taps for tap in self.taps):  # a step that was not to draft
-            return _Read(seen.request_id, seen.start, (), ())
+            return _Read(seen.start, (), ())
         following = seen.tokens[seen.start + 1 : seen.end + 1]
         skipped = 0 if self.layers else max(0, len(following) - 1)
         taps = [seen.hidden(tap)[skipped : len(following)] for tap in self.taps]
-        return _Read(seen.request_id, seen.start + skipped, following[skipped:], taps)
+        return _Read(seen.start + skipped, following[skipped:], taps)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        self._catch_up(self._requests[row.request_id] for row in rows if row.budget)
         ready = [row for row in rows if row.budget and self._is_ready(row)]
         drawn = [row for row in ready if isinstance(row.choices, DrawnChoices)]
         done = {row.request_id: self._drawn(row) for row in drawn}
@@ -226,6 +256,15 @@ class StepDrafter(BaseDrafter):
             states_NE, logits_NR = self._runner.run([chain], inputs_NE)
             state_E, logits_R = states_NE[0], logits_NR[0]
         return draft.build()
+
+
+def _joined(reads: Sequence[_Read]) -> _Read:
+    """One of reads that follow each other."""
+    if len(reads) == 1:
+        return reads[0]
+    following = [token for read in reads for token in read.following]
+    taps = [torch.cat(parts) for parts in zip(*(read.taps for read in reads), strict=True)]
+    return _Read(reads[0].start, following, taps)
 
 
 class _Tree:

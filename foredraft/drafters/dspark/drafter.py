@@ -83,6 +83,7 @@ class DsparkDrafter(BaseDrafter):
         self._module = module.to(self._parts.device, self._parts.dtype).eval()
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self.taps, self.layers = module.taps, (self._runner.layers,)
+        self.promise = module.promise
         self._requests: dict[int, DraftRequest] = {}
         self._ends: dict[int, int] = {}
 

@@ -73,3 +73,4 @@ class EagleDrafter(StepDrafter):
     ) -> None:
         runner = EagleRunner(module, target)
         super().__init__(runner, target, module.taps, module.output_ids_R, limits)
+        self.promise = module.promise

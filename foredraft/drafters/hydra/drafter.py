@@ -74,3 +74,4 @@ class HydraDrafter(StepDrafter):
     ) -> None:
         runner = HydraRunner(module, target)
         super().__init__(runner, target, module.taps, module.output_ids_R, limits)
+        self.promise = module.promise

@@ -41,7 +41,7 @@ class MedusaDrafter(BaseDrafter):
         self._module = module.to(parts.device, parts.dtype).eval()
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self._width = width if target.capabilities.tree_attention else 1
-        self.taps = module.taps
+        self.taps, self.promise = module.taps, module.promise
         self._last = LastHidden(module.taps[0])
 
     def observe(self, observations: Sequence[Observation]) -> None:

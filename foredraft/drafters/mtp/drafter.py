@@ -68,3 +68,4 @@ class MtpDrafter(StepDrafter):
     ) -> None:
         runner = MtpRunner(module, target)
         super().__init__(runner, target, module.taps, module.output_ids_R, limits)
+        self.promise = module.promise
