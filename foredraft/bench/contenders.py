@@ -57,6 +57,9 @@ class Contender(Protocol):
     def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun: ...
 
 
+AUTO = "auto"
+
+
 class OurContender:
     """foredraft with one drafter, on a target that others share.
 
@@ -162,6 +165,8 @@ def our_contenders(
 ) -> list[OurContender]:
     """One contender a variant, each with its drafter's own budget unless ``options`` gives one.
 
+    "auto" runs as it would by itself: whatever drafter is the best, under the adaptive controller.
+
     Args:
         variants: by name, whose first word is the drafter's: the drafter's options.
         couplings: drafters run once with each; plain decoding is seeded. With "drawn" the name
@@ -170,18 +175,14 @@ def our_contenders(
     found = []
     for name, drafter_options in variants.items():
         drafter = name.split()[0]
-        spec = drafter_spec(drafter)
-        wants_model = spec.draft_model != "none"
-        asked = replace(
-            options,
-            drafter=drafter,
-            draft_model=options.draft_model if wants_model else None,
-            drafter_options=drafter_options,
+        asked = replace(options, drafter=drafter, drafter_options=drafter_options)
+        if drafter != AUTO:
+            spec = drafter_spec(drafter)
             # A comparison of drafters: how much each drafts is not to depend on the controller.
-            num_draft_tokens=spec.num_draft_tokens
-            if options.num_draft_tokens is None
-            else options.num_draft_tokens,
-        )
+            budget = options.num_draft_tokens
+            budget = spec.num_draft_tokens if budget is None else budget
+            model = options.draft_model if spec.draft_model != "none" else None
+            asked = replace(asked, num_draft_tokens=budget, draft_model=model)
         for coupling in ("seeded",) if drafter == "none" else couplings:
             label = f"{name} (drawn)" if coupling == "drawn" else name
             found.append(OurContender(llm, asked, label, coupling))

@@ -139,7 +139,7 @@ def test_busy_times_each_number_of_threads(bench: Run, tmp_path: Path) -> None:
 def test_drafters_run_on_random_weights(bench: Run, tmp_path: Path, tiny_shape: None) -> None:
     path = tmp_path / "out.json"
     result = bench(
-        "drafters", "--random-weights", "tiny", "--drafters", "lookahead", "--limit", "1",
+        "drafters", "--random-weights", "tiny", "--drafters", "lookahead,auto", "--limit", "1",
         "--max-tokens", "6", "--json", str(path),
     )  # fmt: skip
     assert result.exit_code == 0, result.exception

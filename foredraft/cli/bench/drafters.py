@@ -50,7 +50,12 @@ NoisyDraftModel = Annotated[
 def drafters(
     running: o.ModelOptions,
     only: Annotated[
-        str | None, typer.Option("--drafters", help="Names with commas; all that fit otherwise.")
+        str | None,
+        typer.Option(
+            "--drafters",
+            help="Names with commas; all that fit otherwise. Each has a fixed budget, but auto: "
+            "what runs by default, as much as pays.",
+        ),
     ] = None,
     variant: Annotated[
         list[str] | None,
@@ -171,7 +176,9 @@ def _variants(
         name = name.replace("-", "_")
         variants[" ".join((name, *options))] = o.parse_drafter_options(options)
     for name in variants:
-        drafter_spec(name.partition(" ")[0])  # says which name is nearest when it is unknown
+        drafter = name.partition(" ")[0]
+        if drafter != "auto":
+            drafter_spec(drafter)  # says which name is nearest when it is unknown
     return variants
 
 
