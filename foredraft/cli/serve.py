@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,7 +129,7 @@ def serve(
         if context.failure is not None:
             server.should_exit = True
         elif context.is_ready:  # and not told to end meanwhile
-            _greet(context, settings)
+            server.when_listening(partial(_greet, context))
 
     with _traced(asked, trace) as load:
         app = create_app(load, settings, ended_or_ready)
@@ -185,14 +186,14 @@ def _settings(**given: Any) -> ServerSettings:
         raise ConfigError(problem) from None
 
 
-def _greet(context: ServerContext, settings: ServerSettings) -> None:
+def _greet(context: ServerContext, address: str) -> None:
     names, llm = context.model_names, context.llm
     console = Console(stderr=True)
     console.print(
         f"Serving [bold]{names[0]}[/bold] with drafter {llm.drafter_name}", soft_wrap=True
     )
-    console.print(f"  page       {settings.address}/", soft_wrap=True)
-    console.print(f"  OpenAI     {settings.address}/v1", soft_wrap=True)
-    console.print(f"  Anthropic  {settings.address}", soft_wrap=True)
+    console.print(f"  page       {address}/", soft_wrap=True)
+    console.print(f"  OpenAI     {address}/v1", soft_wrap=True)
+    console.print(f"  Anthropic  {address}", soft_wrap=True)
     if not context.keys:
         console.print("  no API key is set: whoever can connect may use it", soft_wrap=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -22,6 +24,9 @@ class GracefulServer(uvicorn.Server):
 
     Until they have, probes are answered and new requests are refused with 503. What is not over
     after ``drain_timeout`` ends with an error event. A second signal does not wait.
+
+    Attributes:
+        address: where it is found; None before it listens.
     """
 
     def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
@@ -29,6 +34,24 @@ class GracefulServer(uvicorn.Server):
         self._context = context
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._when_listening: list[Callable[[str], None]] = []
+        self.address: str | None = None
+
+    def when_listening(self, tell: Callable[[str], None]) -> None:
+        """Tell the address, now or once there is one."""
+        if self.address is None:
+            self._when_listening.append(tell)
+        else:
+            tell(self.address)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.started:
+            return
+        port = self.servers[0].sockets[0].getsockname()[1]
+        self.address = self._context.settings.address(port)
+        for tell in self._when_listening:
+            tell(self.address)
 
     async def _serve(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         self._loop = asyncio.get_running_loop()

@@ -86,9 +86,12 @@ class ServerSettings(BaseSettings):
         except ValueError:
             return self.host == "localhost"
 
-    @property
-    def address(self) -> str:
-        """Where a browser on this machine finds it."""
+    def address(self, port: int) -> str:
+        """Where a browser on this machine finds it.
+
+        Args:
+            port: the one that is listened on, which for ``port`` 0 the system has chosen.
+        """
         scheme = "https" if self.ssl_certfile else "http"
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -70,7 +70,7 @@ def free_port() -> int:
 def running(load: Callable[..., LLM], **settings: Any) -> Iterator[Running]:
     """A server on a free port, on a thread of its own, until it is left."""
     loaded = threading.Event()
-    quick = {"port": free_port(), "drain_timeout": 1.0, "ping_interval": 0.2}
+    quick = {"port": 0, "drain_timeout": 1.0, "ping_interval": 0.2}
     chosen = ServerSettings(**quick | settings)
     app = create_app(load, chosen, lambda _: loaded.set())
     server = new_server(app)
@@ -84,10 +84,10 @@ def running(load: Callable[..., LLM], **settings: Any) -> Iterator[Running]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert loaded.wait(20)
-    while not server.started:
+    while server.address is None:
         threading.Event().wait(0.01)
     try:
-        yield Running(chosen.address, app.state.context, server, loop, thread)
+        yield Running(server.address, app.state.context, server, loop, thread)
     finally:
         if thread.is_alive():
             loop.call_soon_threadsafe(server.end)
