@@ -364,7 +364,8 @@ class Engine:
 
     def _event(self, row: Row) -> Event:
         finished = row.is_over
-        (token_ids, num_accepted), pieces = row.take(), tuple(row.text.take(final=finished))
+        token_ids, num_accepted, num_drafted = row.take()
+        pieces = tuple(row.text.take(final=finished))
         num_read = min(row.request.num_cached, row.request.num_prompt)
         row.num_prompt_read = max(row.num_prompt_read, num_read)
         reader = self._readers.get(row.request_id)
@@ -380,6 +381,7 @@ class Engine:
             result,
             row.parent_id,
             row.index,
+            num_drafted,
         )
         if reader is not None:
             reader(event)

@@ -24,6 +24,7 @@ class Event:
         result: the final result, on the reply's last event.
         parent_id: the id of the first of the replies to one prompt; its own where there is one.
         index: which of these replies it is.
+        num_drafted: draft tokens that the step sent to verification for it.
     """
 
     request_id: int
@@ -35,6 +36,7 @@ class Event:
     result: GenerationResult | None = None
     parent_id: int = -1
     index: int = 0
+    num_drafted: int = 0
 
 
 Reader = Callable[[Event], None]

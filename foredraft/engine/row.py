@@ -82,6 +82,7 @@ class Row:
         num_prompt_read: most tokens of the prompt that were in the cache after a step.
         num_sent: generated tokens that events have already carried.
         num_accepted_sent: how many of those were drafted.
+        num_drafted_sent: draft tokens that events have told of, accepted or not.
         keeps_evidence: whether verdicts are to say what they were decided on.
         prompt_logprobs: of the prompt, where the request asks for them.
         logprobs: of the generated tokens, likewise.
@@ -104,6 +105,7 @@ class Row:
     num_prompt_read: int = 0
     num_sent: int = 0
     num_accepted_sent: int = 0
+    num_drafted_sent: int = 0
     keeps_evidence: bool = False
     prompt_logprobs: PromptLogprobs | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -202,13 +204,17 @@ class Row:
         self.error = f"{type(error).__name__}: {error}"
         _log.warning("request %d ends: %s", self.request_id, self.error, exc_info=error)
 
-    def take(self) -> tuple[tuple[int, ...], int]:
-        """Generated ids that were not taken before, and how many of them were drafted."""
+    def take(self) -> tuple[tuple[int, ...], int, int]:
+        """Generated ids that were not taken before; how many of them were drafted, and how many
+        were drafted for them."""
         ids = tuple(self.request.tokens[self.request.num_prompt + self.num_sent :])
-        num_accepted = self.request.stats.accepted - self.num_accepted_sent
+        stats = self.request.stats
+        num_accepted = stats.accepted - self.num_accepted_sent
+        num_drafted = stats.drafted - self.num_drafted_sent
         self.num_sent += len(ids)
         self.num_accepted_sent += num_accepted
-        return ids, num_accepted
+        self.num_drafted_sent += num_drafted
+        return ids, num_accepted, num_drafted
 
     def last_logprobs(self, count: int) -> tuple[TokenLogprobs, ...]:
         """Of the last ``count`` tokens, where the request asks for them."""

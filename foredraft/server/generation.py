@@ -21,7 +21,8 @@ class Reply:
     Attributes:
         num_prompt_tokens: of its prompt.
         num_tokens: committed by now.
-        accepted: draft tokens accepted, by step.
+        accepted: draft tokens accepted, by step that brought it something.
+        drafted: draft tokens verified, likewise.
         arrived: when steps brought it something, in seconds of `time.perf_counter`.
         result: at its end.
     """
@@ -29,6 +30,7 @@ class Reply:
     num_prompt_tokens: int
     num_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
     result: GenerationResult | None = None
 
@@ -36,6 +38,7 @@ class Reply:
         if event.token_ids:
             self.num_tokens += len(event.token_ids)
             self.accepted.append(event.num_accepted)
+            self.drafted.append(event.num_drafted)
             self.arrived.append(time.perf_counter())
         self.result = event.result
 

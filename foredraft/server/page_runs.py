@@ -7,6 +7,7 @@ lane's steps alone: so two lanes race on one machine without slowing each other 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
@@ -261,14 +262,19 @@ class _Lane:
 def run_lanes(lanes: Lanes, body: RunBody, tenant: str | None = None) -> Iterator[dict[str, Any]]:
     """Run a page's request; events by step, and one at each lane's end.
 
+    Lanes that run side by side are strangers to each other and to all that ran before: whoever
+    reads the prompt second would else find it in the cache.
+
     Nothing runs before the first event is asked for; closing it early ends all lanes.
 
     Raises:
         ConfigError, PromptError: what was asked for cannot be run.
     """
     prompt = lanes.encode(body.messages)
-    made = enumerate(map(lanes.get, body.lanes))
-    return _run([_Lane(i, watched, prompt, body, tenant) for i, watched in made])
+    made = [*map(lanes.get, body.lanes)]
+    tenants = [tenant] if len(made) == 1 else [secrets.token_hex(16) for _ in made]
+    pairs = enumerate(zip(made, tenants, strict=True))
+    return _run([_Lane(i, watched, prompt, body, own) for i, (watched, own) in pairs])
 
 
 def _run(running: list[_Lane]) -> Iterator[dict[str, Any]]:

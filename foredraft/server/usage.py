@@ -56,23 +56,26 @@ def _num_common(expected: Sequence[int], written: Sequence[int]) -> int:
 
 
 def speculation_of(replies: Sequence[Reply], detail: str) -> dict[str, Any] | None:
-    """vLLM's ``metrics`` of one reply that is over; None for several, or where not asked for."""
-    result = replies[0].result
-    if detail == "none" or len(replies) != 1 or result is None:
+    """vLLM's ``metrics`` of one reply that is over; None for several, or where not asked for.
+
+    As there (vllm-project/vllm#48915), only steps with a draft count: `num_spec_steps` is the sum
+    of the histogram, whose place j counts the steps that accepted j draft tokens.
+    """
+    reply = replies[0]
+    if detail == "none" or len(replies) != 1 or reply.result is None:
         return None
-    accepted, stats = replies[0].accepted, result.stats
-    histogram = [0] * (max(accepted, default=0) + 1)
-    for number in accepted:
-        histogram[number] += 1
+    steps = [each for each in zip(reply.accepted, reply.drafted, strict=True) if each[1]]
+    accepted, drafted = [each[0] for each in steps], [each[1] for each in steps]
+    most = max(drafted, default=0)
     figures: dict[str, Any] = {
-        "mean_acceptance_length": stats.committed_per_step,
-        "draft_acceptance_rate": stats.acceptance_rate,
-        "acceptance_histogram": histogram,
-        "num_spec_steps": stats.steps,
-        "num_accepted_draft_tokens": stats.accepted,
-        "num_draft_tokens": stats.drafted,
-        "num_spec_tokens": len(histogram) - 1,
+        "mean_acceptance_length": 1.0 + (sum(accepted) / len(steps) if steps else 0.0),
+        "draft_acceptance_rate": sum(accepted) / sum(drafted) if steps else 0.0,
+        "acceptance_histogram": [accepted.count(number) for number in range(most + 1)],
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_tokens": most,
     }
     if detail == "detailed":
-        figures["per_step_accepted"] = list(accepted)
+        figures |= {"per_step_accepted": accepted, "per_step_drafted": drafted}
     return {"speculative_decoding": figures}

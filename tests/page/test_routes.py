@@ -71,6 +71,21 @@ def test_lanes_race_on_one_clock_to_one_text(client: TestClient) -> None:
             over.add(event["lane"])
 
 
+def test_no_lane_of_a_race_finds_the_prompt_read(client: TestClient) -> None:
+    asked = [{"role": "user", "content": "the ferry and the ferry " * 20}]
+
+    def begins(*lanes: dict[str, str]) -> dict[int, int]:
+        """By lane the tokens in the cache before its first step."""
+        told = events(client, messages=asked, lanes=lanes, max_tokens=4)
+        firsts = {e["lane"]: e["row"] for e in reversed(told) if e["type"] == "step"}
+        return {lane: row["position"] - row["num_read"] for lane, row in firsts.items()}
+
+    begins({})
+    assert begins({})[0] > 0, "a chat does find what an earlier one has read"
+    assert begins({"drafter": "none"}, {}) == {0: 0, 1: 0}
+    assert begins({}, {"drafter": "none"}) == {0: 0, 1: 0}
+
+
 def test_a_lane_drafts_with_what_was_asked_for(client: TestClient) -> None:
     told = events(client, lanes=[{"drafter": "ngram", "num_draft_tokens": 2}])
     sizes = [len(event["row"]["draft"]["tokens"]) for event in told if event["type"] == "step"]

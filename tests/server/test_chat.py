@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
 from foredraft.core.params import SamplingParams
-from tests.server.conftest import Running
+from foredraft.llm import LLM
+from tests.server.conftest import Running, running
 from tests.server.events import data_of
 
 PATH = "/v1/chat/completions"
@@ -68,8 +71,9 @@ def test_an_event_a_step(client: httpx.Client) -> None:
     body = BODY | {"stream": True, "temperature": 0, "max_tokens": 200}
     chunks = data_of(client.post(PATH, json=body | {"stream_options": {"include_usage": True}}))
     speculation = chunks[-2]["metrics"]["speculative_decoding"]
-    assert speculation["num_accepted_draft_tokens"] > 50
-    assert len(chunks) <= speculation["num_spec_steps"] + 4
+    accepted = speculation["num_accepted_draft_tokens"]
+    assert accepted > 50
+    assert len(chunks) <= 200 - accepted + 5, "each step has one token of its own, or none"
 
 
 def test_usage_as_it_goes(client: httpx.Client) -> None:
@@ -112,12 +116,32 @@ def test_a_stop_string_cuts_text_and_stream_alike(client: httpx.Client) -> None:
 def test_what_speculation_did_is_told(client: httpx.Client) -> None:
     answer = client.post(PATH, json=BODY | {"temperature": 0, "max_tokens": 100}).json()
     told = answer["metrics"]["speculative_decoding"]
-    assert told["num_spec_steps"] == sum(told["acceptance_histogram"])
-    accepted = sum(i * count for i, count in enumerate(told["acceptance_histogram"]))
-    assert accepted == told["num_accepted_draft_tokens"] == 100 - told["num_spec_steps"]
-    assert told["mean_acceptance_length"] == pytest.approx(100 / told["num_spec_steps"])
+    steps, accepted = told["num_spec_steps"], told["num_accepted_draft_tokens"]
+    assert 0 < steps == sum(told["acceptance_histogram"])
+    assert accepted == sum(i * count for i, count in enumerate(told["acceptance_histogram"]))
+    assert accepted <= 100 - steps, "each step brings a token of the target's own"
+    assert told["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+    assert len(told["acceptance_histogram"]) == told["num_spec_tokens"] + 1
+    assert not [name for name in told if name.startswith("per_step")]
     several = client.post(PATH, json=BODY | {"n": 2}).json()
     assert "metrics" not in several
+
+
+def test_what_speculation_did_is_told_by_step(load: Callable[..., LLM]) -> None:
+    body = BODY | {"temperature": 0, "max_tokens": 100}
+    with running(load, request_metrics="detailed") as server, server.client() as client:
+        told = client.post(PATH, json=body).json()["metrics"]["speculative_decoding"]
+    accepted, drafted = told["per_step_accepted"], told["per_step_drafted"]
+    assert len(accepted) == len(drafted) == told["num_spec_steps"]
+    assert all(0 <= a <= d for a, d in zip(accepted, drafted, strict=True))
+    assert min(drafted) > 0
+    assert max(drafted) == told["num_spec_tokens"]
+    assert sum(drafted) == told["num_draft_tokens"]
+    assert told["draft_acceptance_rate"] == pytest.approx(sum(accepted) / sum(drafted))
+    with running(partial(load, drafter="none")) as server, server.client() as client:
+        told = client.post(PATH, json=body).json()["metrics"]["speculative_decoding"]
+    assert (told["num_spec_steps"], told["mean_acceptance_length"]) == (0, 1.0)
+    assert told["acceptance_histogram"] == [0]
 
 
 def test_a_prediction_is_drafted_from_and_counted(client: httpx.Client, shared: Running) -> None:
