@@ -88,6 +88,12 @@ def serve(
     log_requests: Annotated[
         bool, _option(_SERVER, "--log-requests", "A line of JSON for each, without its text.")
     ] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _option(
+            _SERVER, "--otlp-traces-endpoint", "Send a span of each request there; see the docs."
+        ),
+    ] = None,
     trace: o.TraceTo = None,
 ) -> None:
     """Serve the model to OpenAI's and Anthropic's clients, and a page to look at it.
@@ -118,6 +124,7 @@ def serve(
         drain_timeout=drain_timeout,
         request_metrics=request_metrics,
         share_between_keys=share_between_keys or None,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
     asked = o.load_options(running, draft, max_batch_size=max_batch_size)
     if log_requests:

@@ -29,6 +29,7 @@ from foredraft.server.routes import (
     tokenize,
 )
 from foredraft.server.settings import ServerSettings
+from foredraft.server.spans import TraceParents
 from foredraft.version import __version__
 
 _TITLE = "foredraft"
@@ -97,3 +98,5 @@ def _add_middleware(app: FastAPI, context: ServerContext, is_open: Callable[[str
             allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
         )
     app.add_middleware(AccessLog, metrics=context.metrics)
+    if context.spans.sends:
+        app.add_middleware(TraceParents)

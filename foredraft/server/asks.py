@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from foredraft.server.context import ServerContext
 from foredraft.server.generation import Generation
 from foredraft.server.limits import check_limits, check_replies
 from foredraft.server.replies import THINK, ReplyParser
+from foredraft.server.spans import Operation
 from foredraft.server.tools import NO_TOOLS, ToolUse, read_tools
 
 _MAX_PRIORITY = 1 << 31
@@ -26,6 +28,7 @@ class Ask:
     """One HTTP request for replies.
 
     Attributes:
+        operation: what kind of it.
         model: the name to answer with.
         prompts: token ids of each.
         params: of every reply; ``n`` replies to each prompt.
@@ -35,6 +38,7 @@ class Ask:
         thinks: whether a reply may begin with thoughts; in_thoughts: the prompt has opened them.
     """
 
+    operation: Operation
     model: str
     prompts: tuple[list[int], ...]
     params: SamplingParams
@@ -49,9 +53,14 @@ class Ask:
         tools = self.tools
         return ReplyParser(self.thinks, bool(tools.tools), self.in_thoughts, not tools.parallel)
 
-    def open(self, context: ServerContext) -> AbstractAsyncContextManager[Generation]:
+    @asynccontextmanager
+    async def open(self, context: ServerContext) -> AsyncIterator[Generation]:
         """The replies under way; see `ServerContext.generation`."""
-        return context.generation(self.prompts, self.params, self.tenant, self.priority)
+        asked = self.prompts, self.params, self.tenant, self.priority
+        with context.spans.request(self.operation, self.model, self.params) as span:
+            async with context.generation(*asked) as generation:
+                span.watch(generation)
+                yield generation
 
 
 async def read_chat(context: ServerContext, body: Body, key_id: str | None) -> Ask:
@@ -70,6 +79,7 @@ async def read_chat(context: ServerContext, body: Body, key_id: str | None) -> A
     prompt = await asyncio.to_thread(tokenizer.encode_chat, messages, list(tools.tools))
     end = tokenizer.decode(prompt[-8:], skip_special_tokens=False).rstrip()
     return Ask(
+        "chat",
         model,
         (prompt,),
         params,
@@ -104,6 +114,7 @@ async def read_completion(context: ServerContext, body: Body, key_id: str | None
         if not prompt:
             raise FieldError("prompt", f"prompt {number} is empty: there is nothing to continue")
     return Ask(
+        "text_completion",
         model,
         prompts,
         params,

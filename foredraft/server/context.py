@@ -22,6 +22,7 @@ from foredraft.server.generation import Generation
 from foredraft.server.metrics import Metrics
 from foredraft.server.replies import CALL, THINK
 from foredraft.server.settings import ServerSettings
+from foredraft.server.spans import spans_to
 from foredraft.server.steps import StepFeed
 
 _log = logging.getLogger("foredraft.server")
@@ -43,6 +44,7 @@ class ServerContext:
     Attributes:
         steps: where to watch the engine's steps.
         metrics: what `/metrics` shows.
+        spans: makes those of requests.
         failure: why the model could not be loaded.
     """
 
@@ -52,6 +54,7 @@ class ServerContext:
         self.steps = StepFeed()
         self.metrics = Metrics()
         self.steps.add(self.metrics.add_step)
+        self.spans = spans_to(settings.otlp_traces_endpoint)
         self.created = int(time.time())
         self.failure: BaseException | None = None
         self._engine: AsyncLLM | None = None
@@ -75,6 +78,7 @@ class ServerContext:
         for engine in (self._engine, self._for_predictions):
             if engine is not None:
                 await engine.aclose(drain=False)
+        await asyncio.to_thread(self.spans.close)
 
     @property
     def is_ready(self) -> bool:

@@ -50,12 +50,14 @@ class Generation:
 
     Attributes:
         replies: by index: prompts one after the other, n to each.
+        num_prompt_tokens: of all prompts, each counted once.
         began: when it was opened, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, streams: Sequence[EventStream], prompt_sizes: Sequence[int], n: int) -> None:
         self._streams, self._n = streams, n
         self.replies = [Reply(size) for size in prompt_sizes for _ in range(n)]
+        self.num_prompt_tokens = sum(prompt_sizes)
         self.began = time.perf_counter()
         self._error: ApiError | None = None
         self._num_open = len(self.replies)

@@ -37,6 +37,7 @@ class ServerSettings(BaseSettings):
         request_metrics: what a reply says of speculation.
         reasoning_content: whether thoughts are sent under their old name as well.
         share_between_keys: whether text of one key may draft for another.
+        otlp_traces_endpoint: where a span of each request is sent; to nobody unless it is given.
     """
 
     model_config = SettingsConfigDict(env_prefix="FOREDRAFT_", frozen=True, extra="ignore")
@@ -77,6 +78,7 @@ class ServerSettings(BaseSettings):
     request_metrics: Literal["none", "summary", "detailed"] = "summary"
     reasoning_content: bool = False
     share_between_keys: bool = False
+    otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
 
     @property
     def is_loopback(self) -> bool:

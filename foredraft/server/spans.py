@@ -1,0 +1,211 @@
+"""OpenTelemetry, where it was asked for: a span for each request, without what was said in it.
+
+Names are those of the semantic conventions for generative AI; what they have no name for is under
+``foredraft.``. The package ``opentelemetry`` is imported only where spans are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.server.errors import ApiError
+from foredraft.server.generation import Generation, Reply
+from foredraft.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+Operation = Literal["chat", "text_completion"]
+"""As the conventions call it."""
+_HEADERS = ("traceparent", "tracestate")
+
+
+class RequestSpan:
+    """One request, as a span that lasts while its block does. This one goes nowhere."""
+
+    def watch(self, generation: Generation) -> None:
+        """Tell at the end of this generation."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Send it, with what the replies have become."""
+
+
+class RequestSpans:
+    """Makes the spans of requests; as it is, none.
+
+    Attributes:
+        sends: whether any are sent.
+    """
+
+    sends = False
+
+    def request(self, operation: Operation, model: str, params: SamplingParams) -> RequestSpan:
+        """The span of a request that is about to begin."""
+        return RequestSpan()
+
+    def close(self) -> None:
+        """Send what is waiting. May take seconds."""
+
+
+class SentSpans(RequestSpans):
+    """Spans for OpenTelemetry.
+
+    Args:
+        provider: what makes and sends them.
+    """
+
+    sends = True
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("foredraft", __version__)
+
+    def request(self, operation: Operation, model: str, params: SamplingParams) -> RequestSpan:
+        from opentelemetry.trace import SpanKind
+
+        asked = _asked(operation, model, params)
+        span = self._tracer.start_span(
+            f"{operation} {model}", kind=SpanKind.SERVER, attributes=asked
+        )
+        return _SentSpan(span)
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+class _SentSpan(RequestSpan):
+    def __init__(self, span: Any) -> None:
+        self._span = span
+        self._generation: Generation | None = None
+
+    def watch(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        from opentelemetry.trace import StatusCode
+
+        if self._generation is not None:
+            self._span.set_attributes(_made(self._generation))
+        if kind is not None:
+            # Its name alone: a message may repeat what a client wrote.
+            self._span.set_attribute("error.type", _error_type(kind, error))
+            self._span.set_status(StatusCode.ERROR)
+        self._span.end()
+
+
+def _error_type(kind: type[BaseException], error: BaseException | None) -> str:
+    if isinstance(error, ApiError) and error.code:
+        return str(error.code)
+    is_gone = issubclass(kind, (asyncio.CancelledError, GeneratorExit))
+    return "client_disconnected" if is_gone else kind.__name__
+
+
+def _asked(operation: Operation, model: str, params: SamplingParams) -> dict[str, Any]:
+    asked = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "foredraft",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.choice.count": params.n if params.n != 1 else None,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _made(generation: Generation) -> dict[str, Any]:
+    replies = generation.replies
+    made: dict[str, Any] = {
+        "gen_ai.usage.input_tokens": generation.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": sum(reply.num_tokens for reply in replies),
+        "foredraft.speculation.num_steps": sum(len(reply.accepted) for reply in replies),
+        "foredraft.speculation.num_draft_tokens": sum(sum(reply.drafted) for reply in replies),
+        "foredraft.speculation.num_accepted_tokens": sum(sum(reply.accepted) for reply in replies),
+    }
+    results = [reply.result for reply in replies if reply.result is not None]
+    if results:
+        made["gen_ai.response.finish_reasons"] = [result.finish_reason for result in results]
+        made["gen_ai.usage.cache_read.input_tokens"] = sum(r.num_cached_tokens for r in results)
+    if (first := _first_arrival(replies)) is not None:
+        made["gen_ai.response.time_to_first_chunk"] = first - generation.began
+    return made
+
+
+def _first_arrival(replies: Sequence[Reply]) -> float | None:
+    return min((reply.arrived[0] for reply in replies if reply.arrived), default=None)
+
+
+def spans_to(endpoint: str | None) -> RequestSpans:
+    """Spans that are sent to a collector, in batches, on a thread of their own.
+
+    Args:
+        endpoint: where it takes OTLP over HTTP, such as "http://127.0.0.1:4318/v1/traces". None:
+            there are none. What else the exporter can be told (headers, certificates, its service's
+            name) it takes from OpenTelemetry's own variables, ``OTEL_…``.
+
+    Raises:
+        ConfigError: the packages are not installed.
+    """
+    if endpoint is None:
+        return RequestSpans()
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(
+            f"spans need {error.name}, which is not here: pip install 'foredraft[otel]'"
+        ) from error
+    ours = Resource({"service.name": "foredraft", "service.version": __version__})
+    provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return SentSpans(provider)
+
+
+class TraceParents:
+    """Middleware: spans of a request belong to the trace that its client names (`traceparent`)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        from opentelemetry import context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers = Headers(scope=scope)
+        named = {name: headers[name] for name in _HEADERS if name in headers}
+        token = context.attach(TraceContextTextMapPropagator().extract(named))
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            context.detach(token)
