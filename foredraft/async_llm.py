@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self
@@ -74,21 +76,23 @@ class _Mailbox:
     """Events on their way from the engine's thread to an event loop.
 
     The engine never waits: what nobody has read yet is kept here.
+
+    Attributes:
+        loop: the reader's.
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
         self._events: deque[Event | EngineStoppedError] = deque()
 
-    def put(self, event: Event | EngineStoppedError) -> None:
-        """Hand an event over, from any thread.
-
-        Raises:
-            RuntimeError: the loop is closed; nobody will read it.
-        """
+    def add(self, event: Event | EngineStoppedError) -> None:
+        """Keep an event, from any thread; its reader is woken by `wake`."""
         self._events.append(event)
-        self._loop.call_soon_threadsafe(self._arrived.set)
+
+    def wake(self) -> None:
+        """To be called in the loop."""
+        self._arrived.set()
 
     async def take(self) -> Event:
         while not self._events:
@@ -98,6 +102,44 @@ class _Mailbox:
         if isinstance(event, EngineStoppedError):
             raise event
         return event
+
+
+class _Post:
+    """Brings events to event loops: one call to each loop for all that a step brought.
+
+    A call wakes the loop's thread, which then asks for the interpreter that the engine needs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # events may come from whoever steps; and from finalizers
+        self._waiting: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
+
+    def put(self, mailbox: _Mailbox, event: Event | EngineStoppedError) -> None:
+        """Hand an event over. Its reader hears of it with the next `send`, if not before.
+
+        Raises:
+            RuntimeError: the loop is closed; nobody will read it.
+        """
+        if mailbox.loop.is_closed():
+            raise RuntimeError("the event loop is closed")
+        mailbox.add(event)
+        with self._lock:
+            self._waiting.setdefault(mailbox.loop, []).append(mailbox)
+
+    def send(self) -> None:
+        """Wake the readers of what was put."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for loop, mailboxes in waiting.items():
+            try:
+                loop.call_soon_threadsafe(_wake, mailboxes)
+            except RuntimeError:  # closed by now; the next event's `put` says so
+                continue
+
+
+def _wake(mailboxes: Sequence[_Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.wake()
 
 
 class AsyncLLM:
@@ -124,7 +166,8 @@ class AsyncLLM:
             )
         self.llm = llm
         self._max_waiting = max_waiting
-        self._worker = EngineThread(llm.engine)
+        self._post = _Post()
+        self._worker = EngineThread(llm.engine, self._post.send)
         # Also when the interpreter ends: a thread in the middle of a step would be cut off.
         self._stop = weakref.finalize(self, self._worker.stop)
 
@@ -175,7 +218,7 @@ class AsyncLLM:
             rows = await asyncio.to_thread(self._prepare, prompt, params, tenant, priority)
             ids = [row.request_id for row in rows]
             stream = EventStream(ids[0], len(ids), lambda: self._worker.abort(ids))
-            worker.add(rows, stream._mailbox.put)
+            worker.add(rows, partial(self._post.put, stream._mailbox))
         except BaseException:
             worker.leave(params.n)
             raise

@@ -136,6 +136,44 @@ def test_threads_step_in_turns() -> None:
     assert was_running == 1
 
 
+def test_a_step_wakes_a_loop_once() -> None:
+    async def run() -> tuple[int, int]:
+        loop, calls = asyncio.get_running_loop(), 0
+        call = loop.call_soon_threadsafe
+
+        def counting(callback: Callable[..., Any], *args: Any, **more: Any) -> asyncio.Handle:
+            nonlocal calls
+            calls += callback.__module__ == AsyncLLM.__module__
+            return call(callback, *args, **more)
+
+        loop.call_soon_threadsafe = counting  # type: ignore[method-assign,assignment]
+        target = slow_target(is_open=False)
+        async with AsyncLLM(new_llm(target, drafter="none", max_batch_size=6)) as llm:
+            streams = [await llm.open(prompt, PARAMS) for prompt in PROMPTS[:6]]
+            target.gate.set()
+            texts = [[e.token_ids async for e in stream] for stream in streams]
+            assert [sum(ids, ()) for ids in texts] == [alone(p) for p in PROMPTS[:6]]
+            return calls, llm.stats().steps
+
+    calls, steps = asyncio.run(run())
+    assert 0 < calls <= steps < 60, "30 tokens each, six at a time, and some that began later"
+
+
+def test_who_reads_last_is_woken_whoever_stepped() -> None:
+    """An `LLM` beside it may make the last step of its requests; its own thread then sleeps."""
+
+    async def run() -> None:
+        llm = new_llm(drafter="none")
+        async with AsyncLLM(llm) as running:
+            for seed in range(20):
+                params = SamplingParams(temperature=1.0, seed=seed, max_tokens=3)
+                beside = asyncio.to_thread(llm.generate, [PROMPTS[0]], params)
+                both = asyncio.gather(running.generate(PROMPTS[1], params), beside)
+                await asyncio.wait_for(both, 10)
+
+    asyncio.run(run())
+
+
 def test_the_llm_can_be_used_beside_it() -> None:
     async def run() -> None:
         llm = new_llm(max_batch_size=4)

@@ -23,10 +23,14 @@ class EngineThread:
     """The engine's thread. It steps while there is work, and sleeps while there is none.
 
     What others want of the engine goes through one queue and happens between two steps.
+
+    Args:
+        engine: what it steps.
+        send: told when mailboxes have got what a step, or what others asked for, brought them.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, send: Command = lambda: None) -> None:
+        self._engine, self._send = engine, send
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # safe in finalizers
         self._mailboxes: dict[int, Mailbox] = {}  # of the replies under way; the thread's own
         self._changed = threading.Condition()
@@ -88,6 +92,7 @@ class EngineThread:
                 self._obey(wait=not self._mailboxes)
                 if self._mailboxes:
                     self._engine.step()
+                self._send()
         except BaseException as error:
             _log.critical("the engine's thread has failed: %s", error, exc_info=error)
             self.refuse(f"its thread failed ({type(error).__name__}: {error})")
@@ -121,6 +126,8 @@ class EngineThread:
             mailbox(event)
         except RuntimeError:  # its loop is closed: nobody listens any more
             self.abort([request_id])
+        if threading.current_thread() is not self._thread:  # the engine is stepped by somebody else
+            self._send()
 
     def _drop(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
@@ -140,3 +147,4 @@ class EngineThread:
                 self._engine.cancel(request_id)
             except Exception as error:  # of an engine that has failed already
                 _log.debug("request %d could not be cancelled", request_id, exc_info=error)
+        self._send()

@@ -150,7 +150,7 @@ def test_draining_lets_replies_end_and_takes_no_more(load: Callable[..., LLM]) -
                 refused = other.post(CHAT, json=LONG)
                 assert refused.status_code == 503
                 assert refused.headers["retry-after"]
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+            assert [line for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
         server.thread.join(20)
         assert not server.thread.is_alive()
 
@@ -161,7 +161,7 @@ def test_what_does_not_end_in_time_ends_with_an_error(load: Callable[..., LLM]) 
             lines = reply.iter_lines()
             next(lines)
             server.loop.call_soon_threadsafe(server.server.end)
-            last = [line for line in lines if line][-1]
+            last = [line for line in lines if line.startswith("data: ")][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
 
 
