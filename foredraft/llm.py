@@ -17,6 +17,7 @@ from foredraft.core.rules.book import RuleBook
 from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.engine.engine import Engine, Event, Trace
 from foredraft.engine.row import GenerationResult
+from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.engine.streams import Streams
 from foredraft.engine.turns import TurnLock
 from foredraft.loading import load_models, resolve_drafter
@@ -78,6 +79,7 @@ class LLM:
             followed,
             self.controller,
             max_batch_size=options.max_batch_size,
+            max_step_tokens=options.max_step_tokens or MAX_STEP_TOKENS,
             eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
             new_decoder=tokenizer.new_decoder if tokenizer else None,
             rule_book=_rule_book(target, tokenizer),

@@ -29,7 +29,13 @@ _TILES = 16
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "hf")
 DEFAULT_MODEL = "smollm2-135m-instruct"
-_LOWEST = {"threads": 1, "max_context": 2, "max_batch_size": 1, "num_draft_tokens": 0}
+_LOWEST = {
+    "threads": 1,
+    "max_context": 2,
+    "max_batch_size": 1,
+    "max_step_tokens": 1,
+    "num_draft_tokens": 0,
+}
 """A context holds a token of the prompt and one of the reply, at least."""
 _MAX_NAME = 255
 """Longest name of a file, in characters."""
@@ -57,6 +63,8 @@ class LoadOptions:
         threads: CPU threads; None leaves torch's choice.
         max_context: most tokens of prompt and reply together; None takes the model's limit.
         max_batch_size: most requests in one step.
+        max_step_tokens: most tokens of prompts read in one step, while others decode in it: fewer
+            keep the pace of their replies, more read prompts sooner. None takes the engine's 512.
         cache_memory: bytes that the target's cache may take, or a size such as "2GB": keys and
             values of running requests, and of texts that may come again. None: a quarter of the
             machine's memory (of a GPU's, of what is free). None of it is taken before it is needed.
@@ -82,6 +90,7 @@ class LoadOptions:
     threads: int | None = None
     max_context: int | None = None
     max_batch_size: int = 8
+    max_step_tokens: int | None = None
     cache_memory: int | str | None = None
     prefix_caching: bool = True
     revision: str | None = None

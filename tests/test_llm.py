@@ -20,6 +20,7 @@ from foredraft.core.errors import (
     PromptError,
     VocabularyMismatchError,
 )
+from foredraft.core.record import StepRecord
 from foredraft.models.table import TableModel
 from foredraft.models.tokenizer import Tokenizer
 from foredraft.plan import LoadOptions
@@ -231,6 +232,8 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"draft_model": "\ud800"}, "draft_model is no valid Unicode text"),
         ({"max_batch_size": 0}, "max_batch_size is 0"),
         ({"max_batch_size": True}, "max_batch_size is True"),
+        ({"max_step_tokens": 0}, "max_step_tokens is 0; it must be a whole number, 1 or more"),
+        ({"max_step_tokens": "many"}, "max_step_tokens is 'many'"),
     ],
 )
 def test_a_bad_option_is_named_before_anything_is_loaded(
@@ -238,6 +241,17 @@ def test_a_bad_option_is_named_before_anything_is_loaded(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM.load(**options)
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 40), (7, 7)])
+def test_prompts_are_read_in_steps_of_the_size_that_was_asked_for(
+    asked: int | None, most: int
+) -> None:
+    steps: list[StepRecord] = []
+    options = LoadOptions(drafter="none", max_step_tokens=asked)
+    llm = LLM(TableModel.random(12, seed=1), None, options, trace=steps.append)
+    llm.generate([[1, 2] * 20], SamplingParams(max_tokens=2))
+    assert max(row.num_read for step in steps for row in step.rows) == most
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-instrukt", "SmolLM2-135M"])

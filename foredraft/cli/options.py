@@ -128,6 +128,14 @@ Prompts = Annotated[
     typer.Option(help="JSON lines with id, category and turns; a few built-in ones otherwise."),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most this many prompts in all.")]
+MaxStepTokens = Annotated[
+    int | None,
+    _option(
+        _MODEL,
+        "--max-step-tokens",
+        "Most tokens of prompts read in one step; fewer keep the pace of replies. Else 512.",
+    ),
+]
 TraceTo = Annotated[
     Path | None,
     typer.Option("--trace", help="Write what each step did to this file; see `foredraft trace`."),

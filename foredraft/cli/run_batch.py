@@ -40,6 +40,7 @@ def run_batch_file(
     concurrency: Annotated[
         int, typer.Option(min=1, help="Most requests at a time, and in one step.")
     ] = 16,
+    max_step_tokens: o.MaxStepTokens = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="What requests may call the model; may be repeated."),
@@ -68,7 +69,8 @@ def run_batch_file(
         missing = sum(custom_id not in answers.answered for custom_id in ids)
         summary, seconds = BatchSummary(skipped=len(ids)), 0.0
         if missing:
-            asked = o.load_options(running, draft, max_batch_size=concurrency)
+            sizes = {"max_batch_size": concurrency, "max_step_tokens": max_step_tokens}
+            asked = o.load_options(running, draft, **sizes)
             _require_server()
             llm = o.load_llm(asked)
             start = time.perf_counter()

@@ -47,6 +47,7 @@ def serve(
     max_batch_size: Annotated[
         int, _option(_SERVER, "--max-batch-size", "Most requests in one step.")
     ] = 16,
+    max_step_tokens: o.MaxStepTokens = None,
     api_key_file: Annotated[
         Path | None,
         _option(_ACCESS, "--api-key-file", "Keys, one a line; also FOREDRAFT_API_KEY."),
@@ -126,7 +127,8 @@ def serve(
         share_between_keys=share_between_keys or None,
         otlp_traces_endpoint=otlp_traces_endpoint,
     )
-    asked = o.load_options(running, draft, max_batch_size=max_batch_size)
+    sizes = {"max_batch_size": max_batch_size, "max_step_tokens": max_step_tokens}
+    asked = o.load_options(running, draft, **sizes)
     if log_requests:
         logging.getLogger("foredraft.server.access").setLevel(logging.INFO)
     from foredraft.server.app import create_app

@@ -9,13 +9,13 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from foredraft.async_llm import AsyncLLM
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import LoadOptions
 from foredraft.server.auth import ApiKeys
 from foredraft.server.errors import ApiError, unavailable
 from foredraft.server.generation import Generation
@@ -219,8 +219,12 @@ class ServerContext:
         if params.prediction is None or drafter in _USES_PREDICTIONS or drafter == _DRAFTS_NOT:
             return engine
         if self._for_predictions is None:
-            options = LoadOptions(
-                drafter="prediction", max_batch_size=engine.llm.engine.max_batch_size
+            options = replace(
+                engine.llm.options,
+                drafter="prediction",
+                draft_model=None,
+                num_draft_tokens=None,
+                drafter_options={},
             )
             llm = engine.llm.with_drafter(options, trace=self.steps)
             self._for_predictions = AsyncLLM(llm, max_waiting=self.settings.max_waiting)

@@ -65,6 +65,17 @@ COMMANDS = {
         ("--tokens", "0", "Invalid value"),
     ],
     ("demo",): [*MODEL_VALUES, *DRAFT_VALUES, ("--seed", "-1", "seed is -1")],
+    ("serve",): [
+        *MODEL_VALUES,
+        *DRAFT_VALUES,
+        ("--max-step-tokens", "0", "max_step_tokens is 0"),
+        ("--max-batch-size", "0", "max_batch_size is 0"),
+        ("--port", "99999", "port is 99999"),
+        ("--host", "0.0.0.0", "--api-key-file"),
+        ("--otlp-traces-endpoint", "collector:4317", "otlp_traces_endpoint is 'collector:4317'"),
+        ("--per-request-spec-decode-metrics", "some", "'summary'"),
+    ],
+    ("run-batch", "no-such-file.jsonl"): [("--max-step-tokens", "many", "Invalid value")],
     ("bench", "step"): [
         *MODEL_VALUES,
         ("--rounds", "0", "Invalid value"),
