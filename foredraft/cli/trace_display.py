@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log
 
 from rich.console import Console, Group
@@ -41,6 +42,19 @@ def show_run(console: Console, trace: Trace) -> None:
                 f"{step.times.total_ms:.1f}",
             )
     console.print(table)
+    _show_preempted(console, trace.steps)
+
+
+def _show_preempted(console: Console, steps: Sequence[Step]) -> None:
+    """Where memory was short, which nothing else tells of a step that took so long."""
+    short = [step for step in steps if step.num_preempted]
+    if short:
+        number = sum(step.num_preempted for step in short)
+        places = ", ".join(str(step.step) for step in short)
+        console.print(
+            f"{number} times a request gave its place in the cache away, before step {places}",
+            style="yellow",
+        )
 
 
 def show_step(console: Console, step: Step) -> None:
@@ -51,6 +65,7 @@ def show_step(console: Console, step: Step) -> None:
         f"verify {t.verify_ms:.2f}, learn {t.learn_ms:.2f}",
         style="bold",
     )
+    _show_preempted(console, [step])
     for row in step.rows:
         about = f"request {row.request_id}, position {row.position}, budget {row.budget}"
         console.print(Rule(about, align="left", style="dim"))

@@ -71,11 +71,13 @@ class StepRecord:
         rows: the rows that took part, in the order of the batch.
         times: how long its parts took.
         num_waiting: requests that were waiting for room in the batch.
+        num_preempted: requests that gave their place in the cache away since the record before.
     """
 
     rows: tuple[RowRecord, ...]
     times: StepTimes
     num_waiting: int = 0
+    num_preempted: int = 0
 
     @property
     def is_decoding(self) -> bool:

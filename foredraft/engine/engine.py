@@ -341,7 +341,8 @@ class Engine:
 
     def _report(self, record: StepRecord) -> None:
         """Tell controller and trace of a step; their faults are theirs."""
-        record = replace(record, num_waiting=self._scheduler.num_waiting)
+        waiting, preempted = self._scheduler.num_waiting, self._totals.untold_preemptions()
+        record = replace(record, num_waiting=waiting, num_preempted=preempted)
         self._totals.add_step(record)
         self._tell_controller("observe a step", lambda: self._controller.observe(record))
         if self._trace is None:
@@ -366,8 +367,6 @@ class Engine:
         finished = row.is_over
         token_ids, num_accepted, num_drafted = row.take()
         pieces = tuple(row.text.take(final=finished))
-        num_read = min(row.request.num_cached, row.request.num_prompt)
-        row.num_prompt_read = max(row.num_prompt_read, num_read)
         reader = self._readers.get(row.request_id)
         logprobs = row.last_logprobs(len(token_ids))
         result = self._finish(row) if finished else None

@@ -206,7 +206,9 @@ class Row:
 
     def take(self) -> tuple[tuple[int, ...], int, int]:
         """Generated ids that were not taken before; how many of them were drafted, and how many
-        were drafted for them."""
+        were drafted for them. Notes how far the prompt has been read."""
+        num_read = min(self.request.num_cached, self.request.num_prompt)
+        self.num_prompt_read = max(self.num_prompt_read, num_read)
         ids = tuple(self.request.tokens[self.request.num_prompt + self.num_sent :])
         stats = self.request.stats
         num_accepted = stats.accepted - self.num_accepted_sent

@@ -55,6 +55,12 @@ class Totals:
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
+    _told_preemptions: int = 0
+
+    def untold_preemptions(self) -> int:
+        """Those since it was asked last."""
+        told, self._told_preemptions = self._told_preemptions, self.preemptions
+        return self.preemptions - told
 
     def add_step(self, record: StepRecord) -> None:
         self.steps += 1

@@ -52,6 +52,9 @@ class Metrics:
         self._aborted = self._counter("request_aborted", "Replies ended before they were over.")
         self._responses = self._counter("http_responses", "Answers.", "route", "status")
         self._times = self._counter("step_time_seconds", "Time of steps, by part.", "part")
+        self._preemptions = self._counter(
+            "num_preemptions", "How often a request gave its place in the cache to another."
+        )
         self._steps = self._counter("engine_steps", "Steps of the engine.")
         self._saved = self._gauge(
             "estimated_time_saved_seconds",
@@ -91,10 +94,6 @@ class Metrics:
                 lambda: engine.stats().running,
             ),
             "num_requests_waiting": ("Requests that wait.", lambda: engine.stats().waiting),
-            "num_preemptions": (
-                "Requests that gave their place in the cache to another, in all.",
-                lambda: engine.stats().preemptions,
-            ),
             "kv_cache_tokens": ("Tokens in the cache.", lambda: engine.stats().cache_tokens or 0),
             "kv_cache_usage_perc": ("Share of the cache in use.", cache_usage),
         }
@@ -118,6 +117,7 @@ class Metrics:
     def add_step(self, record: StepRecord) -> None:
         """Count a step. Called on the engine's thread."""
         self._steps.inc()
+        self._preemptions.inc(record.num_preempted)
         times = record.times
         for part, ms in zip(
             _PARTS, (times.draft_ms, times.score_ms, times.verify_ms, times.learn_ms), strict=True

@@ -156,13 +156,20 @@ class Times(_Line):
 
 
 class Step(_Line):
-    """A step. ``at_ms``: when it ended, since the trace began; ``num_waiting``: requests queued."""
+    """A step.
+
+    Attributes:
+        at_ms: when it ended, since the trace began.
+        num_waiting: requests queued.
+        num_preempted: requests that gave their place in the cache away for it.
+    """
 
     type: Literal["step"] = "step"
     step: int
     at_ms: float
     times: Times
     num_waiting: int
+    num_preempted: int = 0
     rows: tuple[Row, ...]
 
 

@@ -44,6 +44,7 @@ class Tracer:
                 **{name: round(ms, 3) for name, ms in asdict(record.times).items()}
             ),
             num_waiting=record.num_waiting,
+            num_preempted=record.num_preempted,
             rows=tuple(map(self._row, record.rows)),
         )
         self._num_steps += 1

@@ -8,6 +8,7 @@ import pytest
 
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
+from foredraft.core.record import StepRecord
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.engine.places import HEADROOM
@@ -123,6 +124,17 @@ def test_a_drafter_hears_of_it_and_a_failed_one_is_not_asked_again() -> None:
     generate(engine, PROMPTS[:2], PARAMS)
     assert engine.stats().preemptions > 0
     assert [what for what, number in failing.told if number == 1].count("begin") == 1
+
+
+def test_steps_tell_how_many_gave_way_for_them() -> None:
+    steps: list[StepRecord] = []
+    engine = new_engine(limited(counting_model(), 160), trace=steps.append)
+    generate(engine, PROMPTS, PARAMS)
+    preempted = [step.num_preempted for step in steps]
+    assert sum(preempted) == engine.stats().preemptions > 0
+    for step, before in zip(steps[1:], steps, strict=False):
+        if step.num_preempted:
+            assert len(step.rows) < len(before.rows)
 
 
 def test_aborted_while_it_waits_for_memory() -> None:

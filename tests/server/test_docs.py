@@ -81,6 +81,7 @@ def test_metrics_that_docs_and_dashboard_name_are_there(client: httpx.Client) ->
     there = set(re.findall(r"^# TYPE (foredraft:\w+) ", text, re.MULTILINE))
     dashboard = (DOCS / "server" / "grafana.json").read_text()
     json.loads(dashboard)
+    assert {"foredraft:num_preemptions", "foredraft:num_preemptions_total"} & there
     for name in set(re.findall(r"foredraft:\w+", dashboard)):
         assert name in there or re.sub("_(bucket|sum|count)$", "", name) in there, name
 

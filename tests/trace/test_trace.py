@@ -21,6 +21,7 @@ from foredraft.engine.row import GenerationResult
 from foredraft.models.table import TableModel
 from foredraft.trace.files import Trace, TraceFile, read_trace
 from foredraft.trace.replay import StepCost, replay
+from tests.engine.helpers import limited
 
 LETTERS = "abcdefghij"
 PROMPT = [0, 1, 2]
@@ -211,6 +212,28 @@ def test_the_commands_show_and_replay(tmp_path: Path) -> None:
     assert "committed per step" in replayed.output
     assert isinstance(ask(app, ["show", str(path), "--step", "999"]).exception, ConfigError)
     assert isinstance(ask(app, ["show", str(path), "--request", "9"]).exception, ConfigError)
+
+
+def test_requests_that_gave_way_are_shown(tmp_path: Path) -> None:
+    from foredraft.cli.trace import app
+
+    path = tmp_path / "t.jsonl"
+    target = limited(model(), 160)
+    with TraceFile(path) as file:
+        file.begin(model="table", drafter="none")
+        budget = FixedBudget(0, target.max_context)
+        engine = Engine(target, Counting(), budget, trace=file.tracer(Letters()))
+        for seed in range(4):
+            engine.submit(PROMPT, SamplingParams(max_tokens=120, seed=seed))
+        assert [event for event in engine.run() if event.result]
+    number = engine.stats().preemptions
+    short = [step for step in read_trace(path).steps if step.num_preempted]
+    assert sum(step.num_preempted for step in short) == number > 0
+    ask = CliRunner().invoke
+    said = f"{number} times a request gave its place in the cache away"
+    assert said in ask(app, ["show", str(path)]).output
+    first = ask(app, ["show", str(path), "--step", str(short[0].step)]).output
+    assert f"before step {short[0].step}" in first
 
 
 def test_a_trace_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
