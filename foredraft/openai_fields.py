@@ -114,7 +114,7 @@ def ignored_but(body: Body, known: Iterable[str]) -> list[str]:
 
 
 def refuse_named(body: Body, refused: Refusals) -> None:
-    """Refuse the fields of another dialect that cannot be honoured.
+    """Refuse the fields of a dialect that cannot be honoured.
 
     Args:
         refused: by name why, and the values that ask nothing.
@@ -124,7 +124,7 @@ def refuse_named(body: Body, refused: Refusals) -> None:
     """
     for name, (reason, harmless) in refused.items():
         value = given(body, name)
-        if value is not None and value not in harmless:
+        if value is not None and not any(_same(value, each) for each in harmless):
             raise not_supported(name, reason)
 
 
@@ -133,15 +133,18 @@ def not_supported(name: str, reason: str) -> FieldError:
 
 
 def refuse(body: Body, route: Route) -> None:
-    for name, (reason, harmless) in REFUSED.items():
-        if name in HONOURED[route] or (value := given(body, name)) is None:
-            continue
-        is_best_of_n = name == "best_of" and value == given(body, "n", 1)
-        if not is_best_of_n and not any(_same(value, each) for each in harmless):
-            raise not_supported(name, reason)
+    """Refuse what chat or completions cannot honour.
+
+    Raises:
+        FieldError: one such field is there.
+    """
+    is_best_of_n = _same(body.get("best_of"), given(body, "n", 1))
+    unheeded = {*HONOURED[route], *(("best_of",) if is_best_of_n else ())}
+    refuse_named(body, {name: why for name, why in REFUSED.items() if name not in unheeded})
     if route == "chat" and given(body, "echo", False) is not False:
         raise not_supported("echo", "use /v1/completions")
 
 
 def _same(left: object, right: object) -> bool:
+    """Equal as JSON: 0 is not false, nor 1 true."""
     return type(left) is type(right) and left == right

@@ -10,28 +10,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from foredraft.engine.events import Event
-from foredraft.openai_fields import given, ignored
+from foredraft.openai_fields import ignored
 from foredraft.server.asks import Ask, read_chat
 from foredraft.server.context import ServerContext
-from foredraft.server.disconnect import unless_gone
 from foredraft.server.errors import ApiError
 from foredraft.server.finishing import finish_reason
 from foredraft.server.generation import Generation
 from foredraft.server.logprobs import chat_logprobs
 from foredraft.server.replies import Part
-from foredraft.server.routes.common import (
-    Context,
-    KeyId,
-    ignored_header,
-    new_id,
-    now,
-    stream_of,
-)
+from foredraft.server.routes.common import Context, KeyId, new_id, now, respond
 from foredraft.server.schemas.chat import ChatCompletion, ChatRequest
 from foredraft.server.schemas.common import error_responses, streamed
 from foredraft.server.streaming import StreamOptions, stream_options
 from foredraft.server.usage import speculation_of, usage_of
-from foredraft.server.wire import DONE, JsonResponse, data_event
+from foredraft.server.wire import DONE, data_event
 
 router = APIRouter()
 
@@ -46,24 +38,15 @@ async def create_chat_completion(
     """Reply to a conversation."""
     plain = body.plain()
     ask = await read_chat(context, plain, key_id)
-    headers = ignored_header(ignored(plain, "chat"))
-    chat = Chat(context, ask)
-    if given(plain, "stream", False):
-        return await stream_of(
-            context, chat.stream(stream_options(plain)), openai_error_event, headers
-        )
-    return JsonResponse(await unless_gone(request, chat.whole()), headers=headers)
-
-
-def openai_error_event(error: ApiError) -> bytes:
-    return data_event(error.for_openai)
+    chat = Chat(context, ask, stream_options(plain))
+    return await respond(chat, plain, ignored(plain, "chat"), context, request)
 
 
 class Chat:
     """One chat request, on its way to an answer."""
 
-    def __init__(self, context: ServerContext, ask: Ask) -> None:
-        self._context, self._ask = context, ask
+    def __init__(self, context: ServerContext, ask: Ask, options: StreamOptions) -> None:
+        self._context, self._ask, self._options = context, ask, options
         self._id, self._created = new_id("chatcmpl-"), now()
         self._parsers = [ask.new_parser() for _ in range(ask.params.n)]
         self._names = _Names(context.settings.reasoning_content)
@@ -80,8 +63,13 @@ class Chat:
                 answer["metrics"] = metrics
             return answer
 
-    async def stream(self, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+    def error_event(self, error: ApiError) -> bytes:
+        """What ends a stream that failed."""
+        return data_event(error.for_openai)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes, an event a step."""
+        options = self._options
         async with self._ask.open(self._context) as generation:
             for index in range(len(generation.replies)):
                 yield self._chunk(index, {"role": "assistant", "content": ""})

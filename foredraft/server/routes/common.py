@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Annotated
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from typing import Annotated, Any, Protocol
 
 from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
+from foredraft.openai_fields import Body, given
 from foredraft.server.context import ServerContext
+from foredraft.server.disconnect import unless_gone
 from foredraft.server.errors import ApiError, as_api_error
-from foredraft.server.wire import event_stream
+from foredraft.server.wire import JsonResponse, event_stream
 
 IGNORED_HEADER = "x-foredraft-ignored"
 _MAX_IGNORED = 32
@@ -49,6 +51,36 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """Fields of the request without effect, named in the answer."""
     plain = [name for name in names if name.isascii() and name.isprintable()][:_MAX_IGNORED]
     return {IGNORED_HEADER: ", ".join(name[:64] for name in plain)} if plain else {}
+
+
+class Work(Protocol):
+    """One request of a dialect, on its way to an answer."""
+
+    def whole(self) -> Coroutine[Any, Any, dict[str, Any]]:
+        """The answer when all is there."""
+        ...
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes, an event a step."""
+        ...
+
+    def error_event(self, error: ApiError) -> bytes:
+        """What ends a stream that failed."""
+        ...
+
+
+async def respond(
+    work: Work, body: Body, without_effect: Sequence[str], context: ServerContext, request: Request
+) -> Response:
+    """Whole, or as a stream where the body asks for one.
+
+    Args:
+        without_effect: the body's fields that are.
+    """
+    headers = ignored_header(without_effect)
+    if given(body, "stream", False):
+        return await stream_of(context, work.stream(), work.error_event, headers)
+    return JsonResponse(await unless_gone(request, work.whole()), headers=headers)
 
 
 async def stream_of(

@@ -15,24 +15,16 @@ from foredraft.engine.events import Event
 from foredraft.openai_fields import given, ignored
 from foredraft.server.asks import Ask, read_completion
 from foredraft.server.context import ServerContext
-from foredraft.server.disconnect import unless_gone
+from foredraft.server.errors import ApiError
 from foredraft.server.finishing import finish_reason
 from foredraft.server.generation import Generation
 from foredraft.server.logprobs import CompletionLogprobs
-from foredraft.server.routes.chat import openai_error_event
-from foredraft.server.routes.common import (
-    Context,
-    KeyId,
-    ignored_header,
-    new_id,
-    now,
-    stream_of,
-)
+from foredraft.server.routes.common import Context, KeyId, new_id, now, respond
 from foredraft.server.schemas.common import error_responses, streamed
 from foredraft.server.schemas.completions import Completion, CompletionRequest
 from foredraft.server.streaming import StreamOptions, stream_options
 from foredraft.server.usage import speculation_of, usage_of
-from foredraft.server.wire import DONE, JsonResponse, data_event
+from foredraft.server.wire import DONE, data_event
 
 router = APIRouter()
 
@@ -51,12 +43,8 @@ async def create_completion(
     if nothing_new:
         plain["max_tokens"] = 1  # the engine commits a token at least; it is not shown
     ask = await read_completion(context, plain, key_id)
-    headers = ignored_header(ignored(plain, "completions"))
-    work = Completions(context, ask, echo, nothing_new)
-    if given(plain, "stream", False):
-        events = work.stream(stream_options(plain))
-        return await stream_of(context, events, openai_error_event, headers)
-    return JsonResponse(await unless_gone(request, work.whole()), headers=headers)
+    work = Completions(context, ask, stream_options(plain), echo, nothing_new)
+    return await respond(work, plain, ignored(plain, "completions"), context, request)
 
 
 class Completions:
@@ -67,8 +55,15 @@ class Completions:
         nothing_new: whether they end there.
     """
 
-    def __init__(self, context: ServerContext, ask: Ask, echo: bool, nothing_new: bool) -> None:
-        self._context, self._ask, self._echo = context, ask, echo
+    def __init__(
+        self,
+        context: ServerContext,
+        ask: Ask,
+        options: StreamOptions,
+        echo: bool,
+        nothing_new: bool,
+    ) -> None:
+        self._context, self._ask, self._options, self._echo = context, ask, options, echo
         self._nothing_new = nothing_new
         self._id, self._created = new_id("cmpl-"), now()
         num_replies = len(ask.prompts) * ask.params.n
@@ -92,8 +87,13 @@ class Completions:
                 answer["metrics"] = metrics
             return answer
 
-    async def stream(self, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+    def error_event(self, error: ApiError) -> bytes:
+        """What ends a stream that failed."""
+        return data_event(error.for_openai)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes, an event a step."""
+        options = self._options
         async with self._ask.open(self._context) as generation:
             yield b""  # accepted
             begun: set[int] = set()

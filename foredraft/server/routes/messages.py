@@ -10,16 +10,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from foredraft.openai_fields import given
 from foredraft.server.asks import Ask, read_chat
 from foredraft.server.blocks import Block, Blocks, Change
 from foredraft.server.context import ServerContext
-from foredraft.server.disconnect import unless_gone
 from foredraft.server.errors import ApiError
 from foredraft.server.finishing import finish_reason, stop_string
 from foredraft.server.generation import Reply
 from foredraft.server.messages_input import as_chat, ignored
-from foredraft.server.routes.common import Context, KeyId, ignored_header, new_id, stream_of
+from foredraft.server.routes.common import Context, KeyId, new_id, respond
 from foredraft.server.schemas.common import AnthropicErrorBody, error_responses, streamed
 from foredraft.server.schemas.messages import Count, CountRequest, Message, MessagesRequest
 from foredraft.server.usage import num_cached, speculation_of
@@ -40,10 +38,7 @@ async def create_message(
     plain = body.plain()
     ask = await read_chat(context, as_chat(plain), key_id)
     work = Messages(context, ask)
-    headers = ignored_header(ignored(plain))
-    if given(plain, "stream", False):
-        return await stream_of(context, work.stream(), _error_event, headers)
-    return JsonResponse(await unless_gone(request, work.whole()), headers=headers)
+    return await respond(work, plain, ignored(plain), context, request)
 
 
 @router.post("/v1/messages/count_tokens", response_model=Count, responses=_ERRORS)
@@ -51,10 +46,6 @@ async def count_tokens(body: CountRequest, context: Context, key_id: KeyId) -> R
     """How many tokens a conversation has as the model is given it, system and tools included."""
     ask = await read_chat(context, as_chat(body.plain()), key_id)
     return JsonResponse({"input_tokens": len(ask.prompts[0])})
-
-
-def _error_event(error: ApiError) -> bytes:
-    return named_event(error.for_anthropic)
 
 
 class Messages:
@@ -70,6 +61,10 @@ class Messages:
         async for _ in self.stream():
             pass
         return self._message
+
+    def error_event(self, error: ApiError) -> bytes:
+        """What ends a stream that failed."""
+        return named_event(error.for_anthropic)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes."""

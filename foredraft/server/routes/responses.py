@@ -15,16 +15,15 @@ from foredraft.openai_fields import Body, given
 from foredraft.server.asks import Ask, read_chat
 from foredraft.server.blocks import Block, Blocks, Change
 from foredraft.server.context import ServerContext
-from foredraft.server.disconnect import unless_gone
 from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.generation import Generation, Reply
 from foredraft.server.logprobs import chat_logprobs
 from foredraft.server.responses_input import as_chat, ignored
-from foredraft.server.routes.common import Context, KeyId, ignored_header, new_id, now, stream_of
+from foredraft.server.routes.common import Context, KeyId, new_id, now, respond
 from foredraft.server.schemas.common import error_responses, streamed
 from foredraft.server.schemas.responses import ResponseObject, ResponsesRequest
 from foredraft.server.usage import num_cached, speculation_of
-from foredraft.server.wire import JsonResponse, named_event
+from foredraft.server.wire import named_event
 
 router = APIRouter()
 
@@ -40,10 +39,7 @@ async def create_response(
     plain = body.plain()
     ask = await read_chat(context, as_chat(plain), key_id)
     work = Responses(context, ask, plain)
-    headers = ignored_header(ignored(plain))
-    if given(plain, "stream", False):
-        return await stream_of(context, work.stream(), work.error_event, headers)
-    return JsonResponse(await unless_gone(request, work.whole()), headers=headers)
+    return await respond(work, plain, ignored(plain), context, request)
 
 
 class Responses:

@@ -1,7 +1,7 @@
 // Part 3: the acceptance test and the residual.
 import { h, number, percent, s, slider } from "../dom.js";
 import { normalised, overlap, residual, speculate } from "../theory.js";
-import { experiment, part } from "./part.js";
+import { column, experiment, part, raise, scene } from "./part.js";
 
 const WORDS = ["river", "sea", "road", "hill", "town"];
 const P = [0.42, 0.1, 0.26, 0.14, 0.08], FAR = [0.12, 0.46, 0.08, 0.06, 0.28];
@@ -12,11 +12,12 @@ function picture() {
   const q = mix(0.75), left = residual(P, q);
   const group = s("g", { class: "bars" });
   const bar = (kind, x, w) => { const r = s("rect", { class: kind, x, width: w, y: TOP, height: 0, rx: 3 }); group.append(r); return r; };
-  const rects = WORDS.map((_, i) => ({ p: bar("p", 86 * i + 6, 28), q: bar("q", 86 * i + 38, 28), o: bar("overlap", 86 * i + 6, 28), r: bar("rest", 86 * i + 6, 28) }));
-  const said = s("text", { class: "said", x: 0, y: 14 });
-  const labels = WORDS.map((text, i) => s("text", { x: 86 * i + 36, y: TOP + 18, "text-anchor": "middle" }, text));
-  const svg = s("svg", { viewBox: "0 -4 430 220", role: "img", "aria-label": "Target and draft probabilities, their overlap and the residual" }, group, labels, said);
-  const set = (rect, base, value) => { rect.setAttribute("y", base - value * SCALE); rect.setAttribute("height", Math.max(0, value * SCALE)); };
+  const rects = WORDS.map((_, i) => ({ p: bar("p", column(i) + 6, 28), q: bar("q", column(i) + 38, 28), o: bar("overlap", column(i) + 6, 28), r: bar("rest", column(i) + 6, 28) }));
+  const labels = WORDS.map((text, i) => s("text", { x: column(i) + 36, y: TOP + 18, "text-anchor": "middle" }, text));
+  const captions = [[0.2, "What the model would say next."], [0.42, "What the drafter draws from (violet)."], [0.58, `Where they overlap, a guess is accepted: ${percent(overlap(P, q))}.`],
+    [0.75, "What the draft cannot cover (orange) …"], [Infinity, "… made to sum to 1: the residual."]];
+  const { svg, say } = scene({ label: "Target and draft probabilities, their overlap and the residual", viewBox: "0 -4 430 220", y: 14, captions }, group, labels);
+  const set = (rect, base, value) => raise(rect, base, value * SCALE);
   const draw = (t) => {
     WORDS.forEach((_, i) => {
       const least = Math.min(P[i], q[i]);
@@ -25,7 +26,7 @@ function picture() {
       set(rects[i].o, TOP, t > 0.42 && t < 0.75 ? least : 0);
       set(rects[i].r, t < 0.75 ? TOP - least * SCALE : TOP, t > 0.58 ? (t < 0.75 ? P[i] - least : left[i]) : 0);
     });
-    said.textContent = t < 0.2 ? "What the model would say next." : t < 0.42 ? "What the drafter draws from (violet)." : t < 0.58 ? `Where they overlap, a guess is accepted: ${percent(overlap(P, q))}.` : t < 0.75 ? "What the draft cannot cover (orange) …" : "… made to sum to 1: the residual.";
+    say(t);
   };
   return { svg, draw };
 }

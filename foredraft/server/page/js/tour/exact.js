@@ -1,25 +1,26 @@
 // Part 4: why the text cannot change.
 import { h, number, s, slider } from "../dom.js";
 import { getInfo } from "../store.js";
-import { collect, experiment, part, user } from "./part.js";
+import { collect, column, experiment, part, raise, scene, user } from "./part.js";
 
 const WORDS = ["river", "sea", "road", "hill", "town"], LOG_P = [-0.9, -2.3, -1.3, -2.0, -2.5], NOISE = [0.2, 1.1, 1.6, -0.3, 0.9];
 
 function picture() {
   const group = s("g", { class: "bars" }), base = 150, scale = 46;
-  const rects = WORDS.map((_, i) => [s("rect", { class: "p", x: 86 * i + 18, width: 34, rx: 3 }), s("rect", { class: "q", x: 86 * i + 18, width: 34, rx: 3 }), s("rect", { class: "got", x: 86 * i + 10, y: 24, width: 50, height: 168, rx: 8, opacity: 0 })]);
+  const rects = WORDS.map((_, i) => [s("rect", { class: "p", x: column(i) + 18, width: 34, rx: 3 }), s("rect", { class: "q", x: column(i) + 18, width: 34, rx: 3 }), s("rect", { class: "got", x: column(i) + 10, y: 24, width: 50, height: 168, rx: 8, opacity: 0 })]);
   group.append(...rects.flat());
-  const said = s("text", { class: "said", x: 0, y: 10 });
-  const svg = s("svg", { viewBox: "0 -8 430 222", role: "img", "aria-label": "Log probability plus fixed noise; the largest sum is the token" }, group, WORDS.map((text, i) => s("text", { x: 86 * i + 35, y: 184, "text-anchor": "middle" }, text)), said);
+  const labels = WORDS.map((text, i) => s("text", { x: column(i) + 35, y: 184, "text-anchor": "middle" }, text));
+  const captions = [[0.35, "Log probabilities, by the model."], [0.65, "Noise (violet): fixed by seed, position and token."], [Infinity, "The largest sum is the token, drafted or not."]];
+  const { svg, say } = scene({ label: "Log probability plus fixed noise; the largest sum is the token", viewBox: "0 -8 430 222", y: 10, captions }, group, labels);
   const best = 2, lift = (i) => (LOG_P[i] + 3) * scale * 0.8;
   const draw = (t) => {
     WORDS.forEach((_, i) => {
       const [p, q, got] = rects[i], noise = t > 0.35 ? Math.max(0, NOISE[i] + 0.4) * scale * 0.55 : 0;
-      p.setAttribute("y", base + 18 - lift(i)); p.setAttribute("height", lift(i));
-      q.setAttribute("y", base + 16 - lift(i) - noise); q.setAttribute("height", noise);
+      raise(p, base + 18, lift(i));
+      raise(q, base + 16 - lift(i), noise);
       got.setAttribute("opacity", t > 0.65 && i === best ? 1 : 0);
     });
-    said.textContent = t < 0.35 ? "Log probabilities, by the model." : t < 0.65 ? "Noise (violet): fixed by seed, position and token." : "The largest sum is the token, drafted or not.";
+    say(t);
   };
   return { svg, draw };
 }

@@ -1,5 +1,5 @@
 // What the parts of the tour share: words beside a picture that follows the scroll, a thing to try, a question.
-import { h } from "../dom.js";
+import { h, s } from "../dom.js";
 import { run } from "../api.js";
 
 // A part. `draw(progress)` is called with 0 to 1 as the reader scrolls through it.
@@ -18,6 +18,23 @@ export function part({ count, title, words, picture, draw, experiment, question 
   addEventListener("scroll", () => { if (!asked) { asked = true; requestAnimationFrame(scrolled); } }, { passive: true });
   draw(0);
   return { element, update: scrolled };
+}
+
+// A picture with a line that says what it shows by now: the first of `captions`, [until, text], whose time has not passed.
+export function scene({ label, viewBox, captions, y, ...more }, ...shapes) {
+  const said = s("text", { class: "said", x: 0, y });
+  const svg = s("svg", { ...more, viewBox, role: "img", "aria-label": label }, ...shapes, said);
+  const say = (t) => { said.textContent = captions.find(([until]) => t < until)[1]; };
+  return { svg, say };
+}
+
+// Columns of the same few words side by side: where the one numbered i begins.
+export const column = (i) => 86 * i;
+
+// A bar that stands on `base`, so high.
+export function raise(bar, base, height) {
+  bar.setAttribute("y", base - height);
+  bar.setAttribute("height", Math.max(0, height));
 }
 
 // A question with an explained answer: wrong answers may be followed by others.

@@ -2,7 +2,7 @@
 import { h, number, s, slider } from "../dom.js";
 import { getInfo } from "../store.js";
 import { treePicture } from "../tree.js";
-import { collect, experiment, part, user } from "./part.js";
+import { collect, experiment, part, scene, user } from "./part.js";
 
 const NODES = [["by", 0, 90, -1, 1], ["the", 1, 60, 0, 1], ["a", 1, 130, 0, 0], ["river", 2, 30, 1, 0], ["road", 2, 90, 1, 1], ["stream", 2, 150, 2, 0], ["bend", 3, 90, 4, 1], ["near", 0, 190, -1, 0]];
 
@@ -10,15 +10,15 @@ function picture() {
   const x = (depth) => 70 + depth * 98;
   const lines = NODES.map(([, depth, y, parent, yes]) => s("path", { class: yes ? "yes" : "", d: parent < 0 ? `M48 110 C60 110 58 ${y} ${x(depth)} ${y}` : `M${x(NODES[parent][1]) + 64} ${NODES[parent][2]} C${x(depth) - 18} ${NODES[parent][2]} ${x(depth) - 18} ${y} ${x(depth)} ${y}` }));
   const boxes = NODES.map(([text, depth, y]) => s("g", { class: "node" }, s("rect", { x: x(depth), y: y - 15, width: 64, height: 30 }), s("text", { x: x(depth) + 32, y: y + 5, "text-anchor": "middle" }, text)));
-  const said = s("text", { class: "said", x: 0, y: 6 });
-  const svg = s("svg", { class: "tree", viewBox: "0 -10 440 230", role: "img", "aria-label": "A tree of guesses; one path of it is accepted" }, lines, boxes, s("text", { x: 0, y: 114 }, "stands"), said);
+  const captions = [[0.55, "Where it is unsure, a draft may branch."], [0.72, "One forward scores every branch."], [Infinity, "One path survives: four tokens."]];
+  const { svg, say } = scene({ label: "A tree of guesses; one path of it is accepted", class: "tree", viewBox: "0 -10 440 230", y: 6, captions }, lines, boxes, s("text", { x: 0, y: 114 }, "stands"));
   const draw = (t) => {
     NODES.forEach(([, depth, , , yes], i) => {
       const isThere = t > 0.08 + 0.13 * depth, isJudged = t > 0.72;
       lines[i].setAttribute("class", isJudged && yes ? "yes" : ""); lines[i].setAttribute("opacity", isThere ? 1 : 0);
       boxes[i].setAttribute("class", `node ${isJudged && yes ? "yes" : ""}`); boxes[i].setAttribute("opacity", isThere ? (isJudged && !yes ? 0.4 : 1) : 0);
     });
-    said.textContent = t < 0.55 ? "Where it is unsure, a draft may branch." : t < 0.72 ? "One forward scores every branch." : "One path survives: four tokens.";
+    say(t);
   };
   return { svg, draw };
 }

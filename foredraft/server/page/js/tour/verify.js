@@ -2,26 +2,27 @@
 import { h, number, s, slider } from "../dom.js";
 import { MadeText } from "../text.js";
 import { PROMPTS } from "../race.js";
-import { collect, experiment, part, user } from "./part.js";
+import { collect, column, experiment, part, scene, user } from "./part.js";
 
 const GUESS = ["mill", "by", "the", "sea", "side"], RIGHT = 3, FIX = "river";
 
 function picture() {
   const box = (x, y, text, kind) => s("g", { class: `box ${kind}` }, s("rect", { x, y, width: 76, height: 36 }), s("text", { x: x + 38, y: y + 23, "text-anchor": "middle" }, text));
   const known = box(0, 60, "The old", "");
-  const guesses = GUESS.map((text, i) => box(86 * (i % 5) + 0, 130, text, "guess off"));
-  const fix = box(86 * RIGHT, 200, FIX, "fix off");
+  const guesses = GUESS.map((text, i) => box(column(i), 130, text, "guess off"));
+  const fix = box(column(RIGHT), 200, FIX, "fix off");
   const sweep = s("rect", { class: "sweep", x: -6, y: 120, height: 56, width: 0, rx: 10 });
-  const said = s("text", { class: "said", x: 0, y: 24 });
-  const svg = s("svg", { viewBox: "0 -4 430 262", role: "img", "aria-label": "Five guesses, one forward, three accepted, one corrected" }, sweep, known, guesses, fix, said);
+  const captions = [[0.1, "One token is known."], [0.45, "A cheap drafter guesses five more."], [0.62, "One forward of the model scores all of them."],
+    [0.86, "Three are what the model would have said."], [Infinity, "And it says itself what comes next: four tokens, one forward."]];
+  const { svg, say } = scene({ label: "Five guesses, one forward, three accepted, one corrected", viewBox: "0 -4 430 262", y: 24, captions }, sweep, known, guesses, fix);
   const draw = (p) => {
     guesses.forEach((guess, i) => {
       const isJudged = p > 0.62 + 0.04 * i;
       guess.setAttribute("class", `box ${p < 0.1 + 0.06 * i ? "guess off" : !isJudged ? "guess" : i < RIGHT ? "yes" : "no"}`);
     });
-    sweep.setAttribute("width", p > 0.45 && p < 0.62 ? 436 : p >= 0.62 ? 0 : 0);
+    sweep.setAttribute("width", p > 0.45 && p < 0.62 ? 436 : 0);
     fix.setAttribute("class", `box fix ${p > 0.86 ? "" : "off"}`);
-    said.textContent = p < 0.1 ? "One token is known." : p < 0.45 ? "A cheap drafter guesses five more." : p < 0.62 ? "One forward of the model scores all of them." : p < 0.86 ? "Three are what the model would have said." : "And it says itself what comes next: four tokens, one forward.";
+    say(p);
   };
   return { svg, draw };
 }
