@@ -54,6 +54,8 @@ class AdaptiveBudget:
         ledger: bounds the loss.
     """
 
+    drafts_forced = True
+
     def __init__(
         self,
         drafters: Sequence[LoadedDrafter],

@@ -30,6 +30,9 @@ class Allowance:
 class Controller(Protocol):
     """Decides how much each row may draft, from how steps went; never what, and it does not see
     which tokens are drafted before they are verified.
+
+    One with an attribute `drafts_forced` that is true leaves it to the engine to draft what a
+    row's rules force, beyond its budget too: it costs no drafter, and is all but certain.
     """
 
     def allow(self, rows: Sequence[Request]) -> list[Allowance]:

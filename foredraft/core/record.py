@@ -16,8 +16,8 @@ class RowRecord:
     Attributes:
         context: tokens in the cache before the step.
         num_read: pending tokens that the step read.
-        budget: nodes that it might have drafted.
-        proposal: what was drafted.
+        budget: nodes that its drafter might have drafted; 0 where it was not asked.
+        proposal: what was drafted, by the drafter or by the row's rules.
         verdict: what verification said; None after a chunk of a prompt.
         committed: the tokens that were committed, in order.
         num_accepted: how many of them were drafted.

@@ -11,6 +11,7 @@ from foredraft.cache.base import Cache
 from foredraft.cache.prefix import Session
 from foredraft.control.base import Allowance
 from foredraft.core.choices import KeyedVerifyChoices
+from foredraft.core.errors import ForedraftError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import Proposal
 from foredraft.core.request import FinishReason, Request, SpeculationStats
@@ -295,6 +296,23 @@ class Turn:
         """What is read."""
         request = self.row.request
         return request.tokens[request.num_cached : request.num_cached + self.num_read]
+
+    @cached_property
+    def forced(self) -> tuple[int, ...]:
+        """What alone can follow, by the row's rules and committed text: a draft nobody need make.
+
+        As far as it may draft.
+        """
+        if not (self.reads_all and self.may_draft):
+            return ()
+        request = self.row.request
+        try:
+            found = self.row.rules.forced(request.tokens)
+        except ForedraftError as error:  # verification says so, too, if the text gets there
+            _log.debug("nothing is forced for request %d: %s", self.row.request_id, error)
+            return ()
+        # The last token that a step commits is the target's own.
+        return tuple(found[: max(0, request.num_remaining - 1)])
 
     def draft_row(self, allowance: Allowance) -> DraftRow:
         """What a drafter may know of it."""

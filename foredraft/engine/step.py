@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from foredraft.cache.base import Cache
 from foredraft.control.base import Allowance, Controller
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import StepRecord, StepTimes
+from foredraft.core.tree import TokenTree
 from foredraft.engine.commit import Commit, commit
 from foredraft.engine.fetch import fetch
 from foredraft.engine.guard import GuardedDrafter
@@ -40,8 +41,9 @@ def step(parts: Parts, batch: Sequence[Turn]) -> None:
     """
     laps = [parts.clock()]
     allowances = _allowances(parts.controller, batch)
-    _reserve(parts.target.cache, batch, allowances)
-    proposals = _proposals(parts.drafter, batch, allowances)
+    forced, asked = _forced(parts.controller, batch, allowances)
+    _reserve(parts.target.cache, batch, asked, forced)
+    proposals = _proposals(parts.drafter, batch, asked, forced)
     laps.append(parts.clock())
     taps = _taps_for(parts.drafter, allowances)
     scores = parts.target.score([*map(Turn.score_row, batch, proposals)], taps)
@@ -54,7 +56,7 @@ def step(parts: Parts, batch: Sequence[Turn]) -> None:
     laps.append(parts.clock())
     _observe(parts.drafter, commits, proposals, scores)
     laps.append(parts.clock())
-    rows = tuple(map(Commit.record, commits, allowances, proposals, verdicts))
+    rows = tuple(map(Commit.record, commits, asked, proposals, verdicts))
     parts.report(StepRecord(rows, _times(laps)))
 
 
@@ -65,18 +67,43 @@ def _allowances(controller: Controller, batch: Sequence[Turn]) -> list[Allowance
     return [next(allowed) if t.reads_all and t.may_draft else Allowance(0) for t in batch]
 
 
-def _reserve(cache: Cache, batch: Sequence[Turn], allowances: Sequence[Allowance]) -> None:
+def _forced(
+    controller: Controller, batch: Sequence[Turn], allowances: Sequence[Allowance]
+) -> tuple[list[tuple[int, ...]], list[Allowance]]:
+    """Drafts of rows whose rules leave no choice, and what is left for the drafter to do.
+
+    Where as much is forced as a row may draft, or more, the drafter has nothing to add and is not
+    asked. It follows from the committed text alone, as drafts that are drawn want it of budgets.
+    """
+    if not getattr(controller, "drafts_forced", False):
+        return [()] * len(batch), [*allowances]
+    pairs = [*zip((turn.forced for turn in batch), allowances, strict=True)]
+    forced = [chain if len(chain) >= allowed.budget else () for chain, allowed in pairs]
+    left = zip(forced, allowances, strict=True)
+    return forced, [replace(a, budget=0) if chain else a for chain, a in left]
+
+
+def _reserve(
+    cache: Cache,
+    batch: Sequence[Turn],
+    allowances: Sequence[Allowance],
+    forced: Sequence[Sequence[int]],
+) -> None:
     """Room for what may be read and drafted: it is known before anything is drawn."""
     try:
-        for turn, allowance in zip(batch, allowances, strict=True):
+        for turn, allowance, chain in zip(batch, allowances, forced, strict=True):
             turn.row.check(cache)
-            cache.reserve(turn.row.request.slot, turn.num_read + allowance.budget)
+            size = turn.num_read + allowance.budget + len(chain)
+            cache.reserve(turn.row.request.slot, size)
     except NO_MEMORY as error:
         raise as_cache_full(error) from error
 
 
 def _proposals(
-    drafter: GuardedDrafter, batch: Sequence[Turn], allowances: Sequence[Allowance]
+    drafter: GuardedDrafter,
+    batch: Sequence[Turn],
+    allowances: Sequence[Allowance],
+    forced: Sequence[Sequence[int]],
 ) -> list[Proposal]:
     """One a row. Only what the drafter is asked about is described to it."""
     asked = [
@@ -85,7 +112,12 @@ def _proposals(
         if drafter.is_asked(turn.row.request_id, allowed.budget, allowed.drafter)
     ]
     found = drafter.propose(asked) if asked else {}
-    return [found.get(turn.row.request_id, NO_PROPOSAL) for turn in batch]
+    return [
+        Proposal.chosen(TokenTree.chain(chain))
+        if chain
+        else found.get(turn.row.request_id, NO_PROPOSAL)
+        for turn, chain in zip(batch, forced, strict=True)
+    ]
 
 
 def _observe(

@@ -1,0 +1,155 @@
+"""Tokens that a grammar leaves no choice about are drafted for free, whatever the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from foredraft.control.adaptive import AdaptiveBudget
+from foredraft.control.fixed import FixedBudget
+from foredraft.control.planner import LoadedDrafter
+from foredraft.core.errors import GrammarError
+from foredraft.core.grammar import Grammar
+from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import Proposal
+from foredraft.core.record import StepRecord
+from foredraft.core.rules.book import RuleBook
+from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.drafters.common.switch import Loaded, SwitchDrafter
+from foredraft.drafters.none import NoDrafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.row import GenerationResult
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.plan import LoadOptions
+from tests.engine.helpers import LETTERS, finish, letters, limited
+
+FORM = "ab?cdefg?hij?abcdef"
+"""What replies look like: letters that have to be there, and places where any may stand."""
+PARAMS = SamplingParams(temperature=1.0, max_tokens=60, grammar=Grammar.regex("a form"))
+
+
+class Form:
+    """A `Matcher` of `FORM`."""
+
+    def __init__(self, is_lame: bool = False) -> None:
+        self._place, self._is_lame = 0, is_lame
+
+    def mask(self) -> Any:
+        wanted = FORM[self._place] if self._place < len(FORM) else ""
+        return np.array([letter == wanted or wanted == "?" for letter in LETTERS])
+
+    def permits(self, token: int) -> bool:
+        return bool(self.mask()[token])
+
+    def consume(self, token: int) -> bool:
+        if not self.permits(token):
+            return False
+        self._place += 1
+        return True
+
+    def rollback(self, count: int) -> None:
+        self._place -= count
+
+    def forced(self) -> Sequence[int]:
+        if self._is_lame:
+            raise GrammarError("too complex to look ahead")
+        left = FORM[self._place :].split("?")[0]
+        return [LETTERS.index(letter) for letter in left]
+
+    def is_complete(self) -> bool:
+        return self._place == len(FORM)
+
+
+class Counted(BaseDrafter):
+    """Drafts nothing, and counts how often it is asked."""
+
+    num_asked = 0
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        self.num_asked += len(rows)
+        return NoDrafter().propose(rows)
+
+
+class Nothing(AdaptiveBudget):
+    """An adaptive controller that finds that no drafter pays."""
+
+    def __init__(self, max_context: int) -> None:
+        super().__init__([LoadedDrafter("x", 4, True)], max_context)
+
+    def allow(self, rows: Any) -> Any:
+        return FixedBudget(0, 1).allow(rows)
+
+
+def run(
+    adaptive: bool,
+    params: SamplingParams = PARAMS,
+    target: TableModel | None = None,
+    is_lame: bool = False,
+) -> tuple[list[GenerationResult], list[StepRecord], Counted]:
+    target = target or TableModel.random(len(LETTERS), seed=3)
+    drafter, steps = Counted(), list[StepRecord]()
+    controller = Nothing(target.max_context) if adaptive else FixedBudget(0, target.max_context)
+    switch = SwitchDrafter({"x": Loaded(drafter, joins_late=True)}, lambda *_: "x")
+    engine = Engine(
+        target,
+        switch,
+        controller,
+        new_decoder=letters,
+        rule_book=RuleBook(len(LETTERS), new_matcher=lambda _: Form(is_lame)),
+        trace=steps.append,
+        new_seed=lambda: 7,
+    )
+    for seed in range(4):
+        engine.submit([seed], SamplingParams.of(**vars(params) | {"seed": seed}))
+    return [*finish(engine).values()], steps, drafter
+
+
+@pytest.mark.parametrize("coupling", ["seeded", "drawn"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_they_are_committed_several_a_step_though_nothing_may_be_drafted(
+    temperature: float, coupling: str
+) -> None:
+    params = SamplingParams.of(**vars(PARAMS) | {"temperature": temperature, "coupling": coupling})
+    results, steps, drafter = run(True, params)
+    plain, plain_steps, _ = run(False, params)
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+    assert {r.finish_reason for r in results} == {"stop"}
+    num_open = FORM.count("?")
+    for result in results:
+        assert result.stats.accepted == result.stats.drafted == len(FORM) - num_open
+        assert result.stats.steps <= num_open + 1
+    assert len(plain_steps) == len(FORM)
+    assert drafter.num_asked == 0, "they cost no drafter"
+    assert all(row.budget == 0 for step in steps for row in step.rows)
+
+
+def test_max_tokens_and_memory_hold_for_them_too() -> None:
+    for most in (1, 2, 5):
+        results, _, _ = run(True, SamplingParams.of(**vars(PARAMS) | {"max_tokens": most}))
+        assert {len(result.token_ids) for result in results} == {most}
+        assert {result.finish_reason for result in results} == {"length"}
+    small = limited(TableModel.random(len(LETTERS), seed=3), 70)
+    results, _, _ = run(True, target=small)
+    assert [r.token_ids for r in results] == [r.token_ids for r in run(False)[0]]
+    assert small.cache.slots == []
+
+
+def test_a_grammar_that_cannot_look_ahead_is_followed_plainly() -> None:
+    results, _, _ = run(True, is_lame=True)
+    assert [r.token_ids for r in results] == [r.token_ids for r in run(False)[0]]
+    assert all(result.stats.drafted == 0 for result in results)
+
+
+@pytest.mark.parametrize(
+    ("options", "drafts"),
+    [({"drafter": "none"}, False), ({"num_draft_tokens": 0}, False), ({"drafter": "ngram"}, True)],
+)
+def test_whoever_asks_for_plain_decoding_gets_it(options: dict[str, Any], drafts: bool) -> None:
+    llm = LLM(
+        TableModel.random(len(LETTERS), seed=3), None, LoadOptions(**{"drafter": "ngram"} | options)
+    )
+    assert bool(getattr(llm.controller, "drafts_forced", False)) is drafts
