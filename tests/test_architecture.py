@@ -174,9 +174,10 @@ def test_nothing_unpickles_or_runs_code_of_a_checkpoint(path: Path) -> None:
         assert imported.split(".")[0] not in forbidden, f"{path}:{line} imports {imported}"
     for line, called, node in calls_of(path):
         assert called not in ("torch.load", "eval", "exec"), f"{path}:{line} calls {called}"
+        assert called.split(".")[-1] not in ("recv_pyobj", "send_pyobj"), f"{path}:{line}"
         for keyword in node.keywords:
             value = keyword.value
-            if keyword.arg == "trust_remote_code":
+            if keyword.arg in ("trust_remote_code", "allow_pickle"):
                 assert isinstance(value, ast.Constant), f"{path}:{line}"
                 assert value.value is False, f"{path}:{line}"
 

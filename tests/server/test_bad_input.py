@@ -1,4 +1,4 @@
-"""What must be refused, by the classes of faults that other servers had (docs/server.md)."""
+"""What must be refused; docs/server.md lists the classes of faults that other servers had."""
 
 from __future__ import annotations
 
