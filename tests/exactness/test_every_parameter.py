@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": [0, 1, 2, 5]},
     "bad_words": {"bad_words": ["ab", "d", "cac"]},
     "grammar": {"grammar": Grammar.regex("((ab|cd)[ef]*)+")},
+    "forced": {"grammar": Grammar.regex("(abcdef[ab]fedcba[cd]){2}"), "max_tokens": 24},
     "seed": {"seed": 2**64 - 1},
     "n": {"n": 3},
     "max_tokens": {"max_tokens": 5},
@@ -137,15 +138,26 @@ def rule_book(kind: str) -> RuleBook:
     )
 
 
+class Forcing(FixedBudget):
+    """Leaves what rules force to the engine."""
+
+    drafts_forced = True
+
+
 def generate(
-    kind: str, target: Target, drafter: Drafter, params: SamplingParams, num_draft_tokens: int
+    kind: str,
+    target: Target,
+    drafter: Drafter,
+    params: SamplingParams,
+    num_draft_tokens: int,
+    budget: type[FixedBudget] = FixedBudget,
 ) -> list[GenerationResult]:
     codec = kind_of(kind).new_codec()
     assert isinstance(codec, Tokenizer)
     engine = Engine(
         target,
         RuledDrafter(drafter),
-        FixedBudget(num_draft_tokens, target.max_context),
+        budget(num_draft_tokens, target.max_context),
         eos_token_ids=codec.eos_token_ids,
         new_decoder=codec.new_decoder,
         rule_book=rule_book(kind),
@@ -203,7 +215,10 @@ def params_of(case: str, temperature: float, **more: Any) -> SamplingParams:
 
 
 def test_every_parameter_has_a_case() -> None:
-    assert {field.name for field in fields(SamplingParams)} == CASES.keys() - {"all at once"}
+    assert {field.name for field in fields(SamplingParams)} == CASES.keys() - {
+        "all at once",
+        "forced",
+    }
 
 
 def pairs() -> Iterator[Any]:
@@ -228,6 +243,18 @@ def test_the_text_is_that_of_plain_decoding(name: str, case: str) -> None:
             budget = spec_of(name).num_draft_tokens
             results = generate(kind, setup.target, setup.drafter, params, budget)
             assert_same(said(results), plain(kind, case, temperature))
+
+
+@pytest.mark.parametrize("name", [*drafter_names(), *WITH_HEADS])
+def test_forced_tokens_go_past_every_drafter(name: str) -> None:
+    """It hears of steps in which it was not asked, between others in which it was."""
+    kind = simplest_kind(name)
+    for temperature in (0.0, 1.0):
+        params = params_of("forced", temperature)
+        setup = set_up(name, kind_of(kind))
+        results = generate(kind, setup.target, setup.drafter, params, 3, Forcing)
+        assert_same(said(results), plain(kind, "forced", temperature))
+        assert sum(result.stats.accepted for result in results) > 12
 
 
 CHOOSE_ALWAYS = ("ngram", "suffix", "token-recycling", "retrieval", "lookahead", "prediction")

@@ -90,7 +90,7 @@ class Cascade:
             authors = self._authors.pop(seen.request_id, [])
             for author in authors:
                 author.counts.drafted += 1
-            for node in seen.path:
+            for node in seen.path if authors else ():  # none of them where it was not asked
                 authors[node].counts.accepted += 1
         for stage in self._stages:
             stage.drafter.observe(observations)
