@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -93,6 +94,24 @@ def test_doctor_prints_the_plan(run: Run) -> None:
     shown = run("doctor").stdout
     assert "target: name" in shown
     assert "MB" in shown
+
+
+def test_doctor_says_what_a_step_reads(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def target(*options: str) -> dict[str, Any]:
+        return json.loads(run("doctor", "--json", *options).stdout)["models"]["target"]
+
+    in_4_bits = target("--weights", "int4")
+    assert target()["in_4_bits"] == {"read_bytes": in_4_bits["read_bytes"], "as_it_comes": False}
+    assert in_4_bits["in_4_bits"] is None
+    assert in_4_bits["read_bytes"] < target()["read_bytes"]
+    assert "with --weights int4" in run("doctor").stdout
+    monkeypatch.setattr("foredraft.models.native.source_blocks.has_blocks", lambda _: True)
+    shown = " ".join(run("doctor").stdout.split())
+    assert "the very weights that the model comes in" in shown
+    monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
+    assert target()["in_4_bits"] is None
 
 
 def test_doctor_names_the_instructions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
