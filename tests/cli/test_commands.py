@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from foredraft.cli import demo as demo_module
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
+from foredraft.kernels import build
 from foredraft.kernels.instructions import available
 from foredraft.measure import MeasuredRun
 from tests.cli.conftest import Run
@@ -123,6 +125,21 @@ def test_doctor_names_the_instructions(run: Run, monkeypatch: pytest.MonkeyPatch
     assert "instructions  portable" in run("doctor").stdout
     monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
     assert "no kernels of ours" in run("doctor").stdout
+
+
+def test_doctor_says_how_to_get_a_compiler(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "apt-get").write_text("#!/bin/sh\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    for known in (build._load, build._load_best):
+        known.cache_clear()
+    [note] = json.loads(run("doctor", "--json").stdout)["models"]["target"]["notes"]
+    command = "apt install g++" if os.geteuid() == 0 else "sudo apt install g++"
+    assert note == f"no fused CPU kernel: no C++ compiler found; install one with: {command}"
+    assert "missing: no fused CPU kernel" in run("doctor").stdout
 
 
 def test_doctor_describes_the_draft_model(run: Run, checkpoint: Path) -> None:
