@@ -19,7 +19,7 @@ from foredraft.bench.turns import PeerFailed
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 
-CRASHED = "crashed (signal 11, SIGSEGV)"
+CRASHED = "crashed (signal 11)"
 
 
 class Fragile:

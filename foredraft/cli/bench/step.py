@@ -163,18 +163,19 @@ def _print_figures(
         table.add_column(title, justify="right")
     well = [figure for figure in figures if figure.failure is None]
     ones = {(f.name, f.size.rows): f.median_ms() for f in well if f.size.tokens == 1}
-    for figure in figures:
-        point = (figure.name, str(figure.size.rows), str(figure.size.tokens))
-        if figure.failure is not None:
-            table.add_row(*point, figure.failure)
-            continue
+    for figure in well:
         one = ones.get((figure.name, figure.size.rows))
         floor = floors.get(figure.name.partition(" at ")[0], {})
         table.add_row(
-            *point,
+            figure.name,
+            str(figure.size.rows),
+            str(figure.size.tokens),
             f"{figure.median_ms():.2f}",
             f"{figure.median_ms() / one:.2f}x" if one else "",
             f"{floor[figure.size.rows * figure.size.tokens]:.2f}" if floor else "",
             *(f"{figure.median_ms(part):.2f}" if part in figure.parts else "" for part in parts),
         )
     console.print(table)
+    for name, why in dict.fromkeys((f.name, f.failure) for f in figures if f.failure):
+        sizes = [str(f.size.tokens) for f in figures if (f.name, f.failure) == (name, why)]
+        console.print(f"{name}: {why} at {', '.join(sizes)} tokens", markup=False)
