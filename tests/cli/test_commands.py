@@ -102,7 +102,8 @@ def test_doctor_says_what_a_step_reads(
     run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def target(*options: str) -> dict[str, Any]:
-        return json.loads(run("doctor", "--json", *options).stdout)["models"]["target"]
+        report: dict[str, Any] = json.loads(run("doctor", "--json", *options).stdout)
+        return dict(report["models"]["target"])
 
     in_4_bits = target("--weights", "int4")
     assert target()["in_4_bits"] == {"read_bytes": in_4_bits["read_bytes"], "as_it_comes": False}
