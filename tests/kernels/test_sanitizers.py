@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.kernels.instructions import available
-from tests.kernels.drivers import FORWARDS, compile_driver, output_of
+from tests.kernels.drivers import FORWARDS, PRODUCTS, compile_driver, output_of
 
 ROOT = Path(__file__).parents[2]
 MEMORY, RACES = "address,undefined", "thread"
@@ -68,6 +68,16 @@ def test_forwards_stay_within_their_memory(tmp_path: Path) -> None:
     compiler = sanitizing(MEMORY, tmp_path)
     program = compile_driver([*compiler, *PLAIN], FORWARDS, tmp_path)
     assert "tiles" in output_of([str(program), "2"])
+
+
+@pytest.mark.parametrize("name", ["avx2", "portable"])
+def test_products_without_digits_stay_within_their_memory(name: str, tmp_path: Path) -> None:
+    """Forwards, above and below, multiply digits of activations; these take them whole."""
+    flags = [one.flags for one in available() if one.name == name]
+    if not flags:
+        pytest.skip(f"this CPU has no {name}")
+    compiler = [*sanitizing(MEMORY, tmp_path), *flags[0]]
+    output_of([str(compile_driver(compiler, PRODUCTS, tmp_path))])
 
 
 def test_threads_of_a_team_do_not_race(tmp_path: Path) -> None:
