@@ -7,32 +7,33 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from foredraft.bench.contenders import Contender
 from foredraft.bench.step import text
+from foredraft.bench.turns import Figure, take_turns
 from foredraft.core.params import SamplingParams
 
-_PROMPT_TOKENS = 64
+PROMPT_TOKENS = 64
 _NEIGHBOUR = "while True: pass"
 
 
 @dataclass
-class BusyFigure:
+class BusyFigure(Figure[float]):
     """Tokens a second of one contender beside so many busy processes."""
 
     name: str
     neighbours: int
-    samples: list[float] = field(default_factory=list)
 
     def tokens_per_s(self) -> float:
         return statistics.median(self.samples)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "neighbours": self.neighbours,
+        point = {"name": self.name, "neighbours": self.neighbours}
+        if self.failure is not None:
+            return point | {"failure": self.failure}
+        return point | {
             "tokens_per_s": self.tokens_per_s(),
             "most": max(self.samples),
         }
@@ -59,14 +60,15 @@ def time_beside(
     """Plain decoding of every contender in turns, beside each number of neighbours."""
     figures: list[BusyFigure] = []
     params = SamplingParams.of(max_tokens=num_tokens, ignore_eos=True)
+    by_name = {one.name: one for one in contenders}
+
+    def decode(figure: BusyFigure) -> float:
+        run = by_name[figure.name].run(text(PROMPT_TOKENS), params)
+        return run.num_decoded / run.decode_s
+
     for count in neighbours:
         own = [BusyFigure(one.name, count) for one in contenders]
-        with busy_processes(count):
-            for number in range(rounds + 1):
-                for contender, figure in zip(contenders, own, strict=True):
-                    run = contender.run(text(_PROMPT_TOKENS), params)
-                    if number:  # the first turn finds out how many threads pay
-                        figure.samples.append(run.num_decoded / run.decode_s)
-                advance()
+        with busy_processes(count):  # the first turn also finds out how many threads pay
+            take_turns(own, rounds, decode, advance)
         figures += own
     return figures

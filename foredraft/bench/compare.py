@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from foredraft.bench.contenders import Contender, ContenderRun
 from foredraft.bench.prompts import BenchPrompt
 from foredraft.bench.trial_log import Runs, TrialLog
+from foredraft.bench.turns import PeerFailed
 from foredraft.core.params import SamplingParams
 
 _T = TypeVar("_T")
@@ -37,6 +39,9 @@ def run_trials(
 ) -> list[Trial]:
     """Every contender on every prompt, in rotating order, one after the other.
 
+    A peer that fails on one is left out with all its trials: means over other prompts are not
+    comparable.
+
     Args:
         contenders: the first is the baseline that texts are compared with.
         prompts: each with its token ids.
@@ -45,28 +50,31 @@ def run_trials(
         log: knows what was run before, and keeps what is run now.
     """
     trials: list[Trial] = []
+    failed: set[str] = set()
     for temperature in temperatures:
         at = replace(params, temperature=temperature)
         for number, (prompt, ids) in enumerate(prompts):
-            runs = None if log is None else log.find(prompt.id, temperature)
             start = number % len(contenders)
             turns = (*contenders[start:], *contenders[:start])
-            if runs is None:
-                runs = Runs()
-                for contender in turns:
-                    runs[contender.name] = contender.run(ids, at)
-                    advance(f"{prompt.category}: {contender.name}")
-                if log is not None:
-                    log.add(prompt.id, temperature, runs)
-            else:
-                for contender in turns:
-                    advance(f"{prompt.category}: {contender.name}")
+            runs = None if log is None else log.find(prompt.id, temperature)
+            known = runs is not None
+            runs = runs or Runs()
+            for contender in turns:
+                if not known and contender.name not in failed:
+                    with suppress(PeerFailed):
+                        runs[contender.name] = contender.run(ids, at)
+                if contender.name not in runs:
+                    failed.add(contender.name)
+                advance(f"{prompt.category}: {contender.name}")
+            if log is not None and not known:
+                log.add(prompt.id, temperature, runs)
             baseline = runs[contenders[0].name].token_ids
             trials += [
-                Trial(prompt, c.name, temperature, runs[c.name], runs[c.name].token_ids == baseline)
-                for c in contenders
+                Trial(prompt, name, temperature, runs[name], runs[name].token_ids == baseline)
+                for name in (one.name for one in contenders)
+                if name in runs
             ]
-    return trials
+    return [trial for trial in trials if trial.contender not in failed]
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ class Contender(Protocol):
     @property
     def name(self) -> str: ...
 
-    def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun: ...
+    def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
+        """Raises `PeerFailed` if it is a peer's, which crashed."""
+        ...
 
 
 AUTO = "auto"
@@ -102,11 +104,12 @@ class TransformersContender:
     """``generate`` of transformers on the same checkpoint and dtype, greedy.
 
     Args:
+        dtype: its name.
         assistant: "ngram" for its prompt lookup; None for plain decoding.
     """
 
     def __init__(
-        self, directory: Path, dtype: torch.dtype, device: str, assistant: str | None = None
+        self, directory: str | Path, dtype: str, device: str, assistant: str | None = None
     ) -> None:
         self.name = "transformers" + (f" {assistant}" if assistant else "")
         self._options: dict[str, Any] = {"prompt_lookup_num_tokens": 8} if assistant else {}
@@ -128,14 +131,14 @@ class TransformersContender:
         return ContenderRun(generated, clock.first_s, total_s, 1)
 
 
-def transformers_model(directory: Path, dtype: torch.dtype, device: str) -> Any:
+def transformers_model(directory: str | Path, dtype: str, device: str) -> Any:
     """The checkpoint as transformers loads it, ready to run."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        directory, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
     )
     return model.to(device).eval()
 

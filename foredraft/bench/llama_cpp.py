@@ -17,7 +17,7 @@ from foredraft.machine import package_version
 
 
 def open_llama(
-    directory: Path, quantisation: str, context: int, threads: int, **options: Any
+    directory: str | Path, quantisation: str, context: int, threads: int, **options: Any
 ) -> Any:
     """The checkpoint as a ``Llama``; the GGUF file is made here and read into memory.
 
@@ -40,7 +40,7 @@ def open_llama(
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"model-{quantisation}.gguf"
-        write_gguf(directory, path, quantisation)
+        write_gguf(Path(directory), path, quantisation)
         return Llama(
             str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=512,
             verbose=False, use_mmap=False, **options,
@@ -50,7 +50,9 @@ def open_llama(
 class LlamaCppStepper:
     """Forwards of llama.cpp with the logits of every token, one row. See `step.Stepper`."""
 
-    def __init__(self, directory: Path, quantisation: str, context: int, threads: int) -> None:
+    def __init__(
+        self, directory: str | Path, quantisation: str, context: int, threads: int
+    ) -> None:
         self.name = f"llama.cpp {quantisation}"
         self._context = context
         self._llama = open_llama(directory, quantisation, context + 64, threads, logits_all=True)
@@ -79,7 +81,7 @@ class LlamaCppContender:
 
     def __init__(
         self,
-        directory: Path,
+        directory: str | Path,
         max_context: int,
         threads: int,
         stop_ids: Collection[int],

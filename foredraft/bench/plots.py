@@ -58,6 +58,7 @@ def plot_steps(figures: Sequence[StepFigure], floor_ms: Mapping[int, float], pat
     """Milliseconds over tokens of one forward, one row, beside the floor."""
     plt = pyplot()
     figure, axis = plt.subplots(layout="constrained", figsize=(7, 4))
+    figures = [f for f in figures if f.failure is None]
     for name in dict.fromkeys(f.name for f in figures):
         points = [(f.size.tokens, f.median_ms()) for f in figures
                   if f.name == name and f.size.rows == 1]  # fmt: skip

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from foredraft.bench.timers import Stopwatch
+from foredraft.bench.turns import Figure, take_turns
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
@@ -33,7 +34,11 @@ class Stepper(Protocol):
         ...
 
     def step(self, size: Size) -> dict[str, float]:
-        """One forward; seconds by part, with the whole under "total"."""
+        """One forward; seconds by part, with the whole under "total".
+
+        Raises:
+            PeerFailed: it is a peer's, which crashed.
+        """
         ...
 
 
@@ -99,26 +104,25 @@ class DrafterStepper:
 
 
 @dataclass
-class StepFigure:
+class StepFigure(Figure[dict[str, float]]):
     """Times of one stepper at one size."""
 
     name: str
     size: Size
-    samples: list[dict[str, float]] = field(default_factory=list)
 
     def median_ms(self, part: str = "total") -> float:
         return 1e3 * statistics.median(sample.get(part, 0.0) for sample in self.samples)
 
     @property
     def parts(self) -> list[str]:
-        return [part for part in self.samples[0] if part != "total"]
+        return [part for part in (self.samples or [{}])[0] if part != "total"]
 
     def as_dict(self) -> dict[str, Any]:
+        point = {"name": self.name, "rows": self.size.rows, "tokens": self.size.tokens}
+        if self.failure is not None:
+            return point | {"failure": self.failure}
         best = 1e3 * min(sample["total"] for sample in self.samples)
-        return {
-            "name": self.name,
-            "rows": self.size.rows,
-            "tokens": self.size.tokens,
+        return point | {
             "median_ms": self.median_ms(),
             "min_ms": best,
             "parts_ms": {part: self.median_ms(part) for part in self.parts},
@@ -131,12 +135,7 @@ def time_steps(
     """Each stepper at each size, once a round, so that a slow moment of the machine hits all."""
     figures = [StepFigure(s.name, size) for s in steppers for size in sizes if s.fits(size)]
     by_name = {stepper.name: stepper for stepper in steppers}
-    for number in range(rounds + 1):
-        for figure in figures:
-            sample = by_name[figure.name].step(figure.size)
-            if number:  # the first round warms up
-                figure.samples.append(sample)
-        advance()
+    take_turns(figures, rounds, lambda one: by_name[one.name].step(one.size), advance)
     return figures
 
 

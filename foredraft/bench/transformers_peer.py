@@ -16,7 +16,7 @@ class TransformersStepper:
 
     name = "transformers"
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: str, context: int) -> None:
+    def __init__(self, directory: str | Path, dtype: str, device: str, context: int) -> None:
         from transformers import DynamicCache
 
         self._model = transformers_model(directory, dtype, device)

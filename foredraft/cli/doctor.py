@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,11 +63,11 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
         "num_draft_tokens": spec.num_draft_tokens if budget is None else budget,
         "drafter_summary": spec.summary,
         "tokens": tokens,
-        "models": {role: _model_report(plan, tokens) for role, plan in plans.items()},
+        "models": {role: _model_report(plan, options, tokens) for role, plan in plans.items()},
     }
 
 
-def _model_report(plan: ModelPlan, tokens: int) -> dict[str, Any]:
+def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[str, Any]:
     length = min(tokens, plan.max_context)
     cache_bytes = plan.cache_bytes(length)
     return {
@@ -81,10 +82,23 @@ def _model_report(plan: ModelPlan, tokens: int) -> dict[str, Any]:
         "exact": plan.is_exact,
         "max_context": plan.max_context,
         "weight_bytes": plan.weight_bytes,
+        "read_bytes": plan.read_bytes,
+        "in_4_bits": _in_4_bits(plan, options),
         "cache_bytes": cache_bytes,
         "total_bytes": plan.weight_bytes + cache_bytes,
         "notes": list(plan.notes),
     }
+
+
+def _in_4_bits(plan: ModelPlan, options: LoadOptions) -> dict[str, Any] | None:
+    """What ``--weights int4`` would change; None where there is no such choice."""
+    from foredraft.models.native.source_blocks import has_blocks
+    from foredraft.plan import plan_model
+
+    if plan.decoder != "fused" or plan.weights == "int4" or plan.checkpoint is None:
+        return None
+    smaller = plan_model(plan.name, plan.checkpoint, replace(options, weights="int4"), plan.device)
+    return {"read_bytes": smaller.read_bytes, "as_it_comes": has_blocks(plan.directory)}
 
 
 def _show(console: Console, report: dict[str, Any]) -> None:
@@ -123,9 +137,22 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
         ("exactness", "bit for bit" if model["exact"] else "up to near-ties of two tokens"),
         ("context", f"{model['max_context']} tokens"),
         ("weights", _megabytes(model["weight_bytes"])),
+        ("a step", _step(model)),
         ("KV cache", f"{_megabytes(model['cache_bytes'])} at {tokens} tokens"),
         ("memory", f"{_megabytes(model['total_bytes'])} for weights and cache"),
     ]
+
+
+def _step(model: dict[str, Any]) -> str:
+    """What a step of few tokens costs: the weights that it reads."""
+    reads, in_4_bits = f"reads {_megabytes(model['read_bytes'])} of them", model["in_4_bits"]
+    if in_4_bits is None:
+        return reads
+    with_4 = f"with --weights int4 {_megabytes(in_4_bits['read_bytes'])}"
+    quality = (
+        "the very weights that the model comes in" if in_4_bits["as_it_comes"] else "less precise"
+    )
+    return f"{reads}; {with_4}, {quality}"
 
 
 def _instructions(machine: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from foredraft.bench.random_model import Shape
 from foredraft.bench.report import write_json
 from foredraft.bench.results import render
+from foredraft.bench.turns import PeerFailed
 from foredraft.core.errors import ConfigError
 from tests.cli.conftest import Run
 
@@ -134,6 +136,45 @@ def test_busy_times_each_number_of_threads(bench: Run, tmp_path: Path) -> None:
     assert {figure["neighbours"] for figure in figures} == {0, 1}
     assert {"own threads", "1 threads"} <= {figure["name"] for figure in figures}
     assert isinstance(bench("busy", "--neighbours", "-1").exception, ConfigError)
+
+
+class Crashing:
+    """A peer whose process ends whatever it is asked."""
+
+    name, failure = "llama.cpp q8_0", "crashed (signal 11)"
+
+    def fits(self, size: object) -> bool:
+        return True
+
+    def fail(self, *asked: object) -> None:
+        raise PeerFailed(self.failure)
+
+    run = step = fail
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("prompts", "--lengths", "8", "--rounds", "1"),
+        ("busy", "--neighbours", "0", "--tokens", "16", "--rounds", "1"),
+        ("step", "--tokens", "1,2", "--context", "16", "--rounds", "1", "--drafter", "none"),
+        ("drafters", "--drafters", "none", "--limit", "2", "--max-tokens", "4"),
+    ],
+    ids=lambda options: options[0],
+)
+def test_a_peer_that_crashes_costs_its_row(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    opens = {"plain": "open_contender", "drafters": "open_contender", "step": "open_stepper"}
+    for module, name in opens.items():  # commands hide the modules that they have their names of
+        command = importlib.import_module(f"foredraft.cli.bench.{module}")
+        monkeypatch.setattr(command, name, lambda *_: Crashing())
+    path = tmp_path / "out.json"
+    result = bench(*options, "--against", "llama.cpp-q8_0", "--json", str(path))
+    assert result.exit_code == 0, result.exception
+    assert "llama.cpp q8_0" in result.stdout
+    assert "crashed (signal 11)" in result.stdout
+    assert "crashed (signal 11)" in path.read_text()
 
 
 def test_drafters_run_on_random_weights(bench: Run, tmp_path: Path, tiny_shape: None) -> None:

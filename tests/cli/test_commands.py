@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 from foredraft.cli import demo as demo_module
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
+from foredraft.kernels import build
 from foredraft.kernels.instructions import available
 from foredraft.measure import MeasuredRun
 from tests.cli.conftest import Run
@@ -95,6 +98,25 @@ def test_doctor_prints_the_plan(run: Run) -> None:
     assert "MB" in shown
 
 
+def test_doctor_says_what_a_step_reads(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def target(*options: str) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads(run("doctor", "--json", *options).stdout)
+        return dict(report["models"]["target"])
+
+    in_4_bits = target("--weights", "int4")
+    assert target()["in_4_bits"] == {"read_bytes": in_4_bits["read_bytes"], "as_it_comes": False}
+    assert in_4_bits["in_4_bits"] is None
+    assert in_4_bits["read_bytes"] < target()["read_bytes"]
+    assert "with --weights int4" in run("doctor").stdout
+    monkeypatch.setattr("foredraft.models.native.source_blocks.has_blocks", lambda _: True)
+    shown = " ".join(run("doctor").stdout.split())
+    assert "the very weights that the model comes in" in shown
+    monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
+    assert target()["in_4_bits"] is None
+
+
 def test_doctor_names_the_instructions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREDRAFT_KERNELS", "portable")
     machine = json.loads(run("doctor", "--json").stdout)["machine"]
@@ -104,6 +126,21 @@ def test_doctor_names_the_instructions(run: Run, monkeypatch: pytest.MonkeyPatch
     assert "instructions  portable" in run("doctor").stdout
     monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
     assert "no kernels of ours" in run("doctor").stdout
+
+
+def test_doctor_says_how_to_get_a_compiler(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "apt-get").write_text("#!/bin/sh\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    for known in (build._load, build._load_best):
+        known.cache_clear()
+    [note] = json.loads(run("doctor", "--json").stdout)["models"]["target"]["notes"]
+    command = "apt install g++" if os.geteuid() == 0 else "sudo apt install g++"
+    assert note == f"no fused CPU kernel: no C++ compiler found; install one with: {command}"
+    assert "missing: no fused CPU kernel" in run("doctor").stdout
 
 
 def test_doctor_describes_the_draft_model(run: Run, checkpoint: Path) -> None:

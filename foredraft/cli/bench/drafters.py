@@ -12,7 +12,7 @@ from rich.table import Table
 
 from foredraft.cli import lists
 from foredraft.cli import options as o
-from foredraft.cli.bench.llama import LLAMA_PEERS
+from foredraft.cli.bench.peers import LLAMA_PEERS, open_contender
 from foredraft.cli.progress import progress_bar
 from foredraft.core.errors import ConfigError, unknown
 
@@ -85,8 +85,8 @@ def drafters(
 ) -> None:
     """Every drafter against plain decoding on the same prompts, by category.
 
-    All run in this process on one loaded target, in rotating order; each text is compared with
-    the plain one. Exit status 1 if one of ours differs; with coupling "drawn" texts may.
+    All run on one loaded target, peers in processes of their own, in rotating order; each text is
+    compared with the plain one. Exit status 1 if one of ours differs; with coupling "drawn" texts may.
     """
     from foredraft.bench.compare import summaries
     from foredraft.bench.noisy_model import add_noise
@@ -115,7 +115,7 @@ def drafters(
     kept = None if log is None else _opened(log, llm, contenders, params, prompts)
     trials = _run(llm, contenders, prompts, limit, params, at, kept)
     rows = summaries(trials, "none")
-    _report(llm, rows, trials, seed, json_file, plot)
+    _report(llm, rows, trials, _failures(contenders, trials), seed, json_file, plot)
     if any(not t.identical and t.contender in variants for t in trials):
         raise typer.Exit(1)
 
@@ -137,6 +137,7 @@ def _report(
     llm: LLM,
     rows: Sequence[Summary],
     trials: Sequence[Trial],
+    failures: Mapping[str, str],
     seed: int,
     json_file: str | None,
     plot: str | None,
@@ -149,11 +150,20 @@ def _report(
     _print_summaries(console, rows)
     peers = {row.contender for row in rows if row.contender.startswith(_FAMILIES)}
     lines = overall(rows, [name for name in peers if "ngram" not in name])
-    _print_overall(console, lines)
+    _print_overall(console, lines, failures)
     if json_file:
-        write_json(json_file, _figures(llm, lines, rows, trials), seed)
+        figures = _figures(llm, lines, rows, trials)
+        write_json(json_file, figures | ({"failures": failures} if failures else {}), seed)
     if plot:
         plot_speedups(rows, plot)
+
+
+def _failures(contenders: Sequence[Contender], trials: Sequence[Trial]) -> dict[str, str]:
+    """Why contenders have no figures."""
+    found = {trial.contender for trial in trials}
+    missing = (one for one in contenders if one.name not in found)
+    # Where a log is gone on with, the reason may have been said in another run.
+    return {one.name: getattr(one, "failure", None) or "failed before" for one in missing}
 
 
 def _variants(
@@ -199,27 +209,12 @@ def _contenders(
     from foredraft.bench.contenders import our_contenders
 
     ours = our_contenders(llm, asked, variants, couplings)
-    return [*ours, *(_peer(llm, name) for name in peers)]
-
-
-def _peer(llm: LLM, name: str) -> Contender:
-    import torch
-
-    from foredraft.bench.contenders import TransformersContender
-    from foredraft.bench.llama_cpp import LlamaCppContender
-
-    plan, tokenizer = llm.plan, llm.tokenizer
-    assert plan is not None
+    tokenizer = llm.tokenizer
+    if not peers:
+        return [*ours]
     assert tokenizer is not None
-    looks_up = name.endswith("-ngram")
-    if name.startswith("llama.cpp"):
-        stop_ids, threads = tokenizer.eos_token_ids, torch.get_num_threads()
-        kind = "bf16" if looks_up else name.removeprefix("llama.cpp").lstrip("-") or "bf16"
-        return LlamaCppContender(
-            plan.directory, plan.max_context, threads, stop_ids, looks_up, kind
-        )
-    dtype, assistant = getattr(torch, plan.dtype), "ngram" if looks_up else None
-    return TransformersContender(plan.directory, dtype, plan.device, assistant)
+    stop_ids, context = tokenizer.eos_token_ids, llm.target.max_context
+    return [*ours, *(open_contender(llm, name, context, stop_ids) for name in peers)]
 
 
 def _run(
@@ -231,10 +226,12 @@ def _run(
     temperatures: Sequence[float],
     log: TrialLog | None,
 ) -> list[Trial]:
+    from contextlib import suppress
     from dataclasses import replace
 
     from foredraft.bench.compare import run_trials
     from foredraft.bench.prompts import load_prompts, random_prompts
+    from foredraft.bench.turns import PeerFailed
 
     if llm.tokenizer is None:
         prompts = random_prompts(limit)
@@ -247,7 +244,8 @@ def _run(
     room = llm.target.max_context - params.max_tokens
     prompts = [(prompt, ids) for prompt, ids in prompts if len(ids) <= room]
     for contender in contenders:  # the first forward of a process is slower
-        contender.run(prompts[0][1][-16:], replace(params, max_tokens=4))
+        with suppress(PeerFailed):  # again when it counts
+            contender.run(prompts[0][1][-16:], replace(params, max_tokens=4))
     with progress_bar(len(prompts) * len(contenders) * len(temperatures)) as advance:
         return run_trials(contenders, prompts, params, temperatures, advance, log)
 
@@ -305,7 +303,7 @@ def _cells(row: Summary) -> tuple[str, ...]:
     )
 
 
-def _print_overall(console: Console, lines: Sequence[Overall]) -> None:
+def _print_overall(console: Console, lines: Sequence[Overall], failures: Mapping[str, str]) -> None:
     table = Table(title="all categories, each as heavy", title_justify="left", box=None,
                   padding=(0, 1, 0, 0))  # fmt: skip
     table.add_column("drafter")
@@ -318,6 +316,8 @@ def _print_overall(console: Console, lines: Sequence[Overall]) -> None:
                       f"{line.speedup:.2f}x", worst, f"{line.committed_per_step:.2f}",
                       over)  # fmt: skip
     console.print(table)
+    for name, failure in failures.items():
+        console.print(f"{name}: {failure}", markup=False)
 
 
 def _figures(

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from foredraft.cli import lists
 from foredraft.cli import options as o
-from foredraft.cli.bench.llama import LLAMA_PEERS
+from foredraft.cli.bench.peers import LLAMA_PEERS, open_stepper
 from foredraft.cli.progress import progress_bar
 from foredraft.core.errors import ConfigError
 
@@ -113,11 +113,7 @@ def _steppers(
     sizes: Sequence[Size],
     peers: Sequence[str],
 ) -> list[Stepper]:
-    import torch
-
-    from foredraft.bench.llama_cpp import LlamaCppStepper
     from foredraft.bench.step import DrafterStepper, TargetStepper
-    from foredraft.bench.transformers_peer import TransformersStepper
     from foredraft.drafters import build_drafter
 
     max_rows = max(size.rows for size in sizes)
@@ -129,19 +125,10 @@ def _steppers(
             name = one.name + behind
             found.append(TargetStepper(name, one.llm.target, context, max_rows, phases))
     llm, context = variants[0].llm, contexts[0]
-    plan = llm.plan
-    assert plan is not None
     if llm.drafter_name != "none" and len(variants) == 1:
         drafter = build_drafter(llm.drafter_name, llm.drafter_context)
         found.append(DrafterStepper(llm.drafter_name, drafter, llm.target, context))
-    for peer in peers:
-        if peer == "transformers":
-            dtype = getattr(torch, plan.dtype)
-            found.append(TransformersStepper(plan.directory, dtype, plan.device, context))
-        else:
-            kind = peer.removeprefix("llama.cpp-")
-            found.append(LlamaCppStepper(plan.directory, kind, context, torch.get_num_threads()))
-    return found
+    return [*found, *(open_stepper(llm, peer, context) for peer in peers)]
 
 
 def _floors(llm: LLM, machine: Machine, sizes: Sequence[Size]) -> dict[int, float]:
@@ -174,8 +161,9 @@ def _print_figures(
     parts = list(dict.fromkeys(part for figure in figures for part in figure.parts))
     for title in ("rows", "tokens", "ms", "vs 1", "floor", *parts):
         table.add_column(title, justify="right")
-    ones = {(f.name, f.size.rows): f.median_ms() for f in figures if f.size.tokens == 1}
-    for figure in figures:
+    well = [figure for figure in figures if figure.failure is None]
+    ones = {(f.name, f.size.rows): f.median_ms() for f in well if f.size.tokens == 1}
+    for figure in well:
         one = ones.get((figure.name, figure.size.rows))
         floor = floors.get(figure.name.partition(" at ")[0], {})
         table.add_row(
@@ -188,3 +176,6 @@ def _print_figures(
             *(f"{figure.median_ms(part):.2f}" if part in figure.parts else "" for part in parts),
         )
     console.print(table)
+    for name, why in dict.fromkeys((f.name, f.failure) for f in figures if f.failure):
+        sizes = [str(f.size.tokens) for f in figures if (f.name, f.failure) == (name, why)]
+        console.print(f"{name}: {why} at {', '.join(sizes)} tokens", markup=False)

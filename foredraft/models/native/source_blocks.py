@@ -36,6 +36,11 @@ def save_blocks(directory: Path, blocks: Mapping[str, Blocks]) -> None:
     save_file(tensors, directory / FILE)
 
 
+def has_blocks(directory: Path) -> bool:
+    """Whether a checkpoint keeps the integers that it was made from."""
+    return (directory / FILE).is_file()
+
+
 def stacked_blocks(directory: Path, names: Sequence[str], weight_RK: Tensor) -> Blocks | None:
     """The blocks that some weights, one below the other, were made from; None if there are none.
 

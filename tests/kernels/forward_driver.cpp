@@ -1,0 +1,349 @@
+// Whole forwards of small models with made-up weights, in every format and fed in many ways: each token
+// must have the bits that it has alone, in one thread. Prints a hash of these bits for each format.
+//
+// For builds that Python cannot load: with sanitizers, or for CPUs that are only emulated. All memory
+// is of the exact size, so that a stray read or write ends in nobody's.
+//
+// Shape legend: see worker.h.
+#include "decoder.cpp"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+
+namespace {
+
+using Numbers = std::vector<int32_t>;
+using Floats = std::vector<float>;
+
+constexpr int64_t kBlockEntries = kRunEntries, kBlocks = 24;
+constexpr int64_t kPrompt = 290;  // beyond a chunk of attention
+
+struct Format {
+  const char* name;
+  bool is_bf16;
+  ForedraftForm form;
+};
+
+struct Sizes {
+  int64_t hidden, feed_forward, num_heads, num_kv_heads, head_dim, vocab;
+};
+
+// ---- a model ------------------------------------------------------------------------------------
+
+class MadeUp {
+ public:
+  ForedraftModel model{};
+  const int64_t element;  // bytes of a number in embeddings and cache
+
+  MadeUp(const Format& format, const Sizes& sizes) : element(format.is_bf16 ? 2 : 4) {
+    const int64_t E = sizes.hidden, F = sizes.feed_forward, D = sizes.head_dim;
+    const int64_t H = sizes.num_heads, kv_heads = sizes.num_kv_heads;
+    model.is_bf16 = format.is_bf16, model.form = format.form, model.norm_eps = 1e-5;
+    for (ForedraftLayer& layer : layers_) {
+      const bool is_rich = &layer == layers_;  // with all that a layer may have
+      layer.attention_norm = vector(E, 1);
+      layer.qkv = matrix(format.form, {(H + 2 * kv_heads) * D}, E);
+      layer.qkv_bias = is_rich ? vector((H + 2 * kv_heads) * D, 0) : nullptr;
+      layer.query_norm = is_rich ? vector(D, 1) : nullptr;
+      layer.key_norm = is_rich ? vector(D, 1) : nullptr;
+      layer.output = matrix(format.form, {E}, H * D);
+      layer.output_bias = is_rich ? vector(E, 0) : nullptr;
+      layer.mlp_norm = vector(E, 1);
+      layer.gate_up = matrix(format.form, {F, F}, E);
+      layer.down = matrix(format.form, {E}, F);
+    }
+    model.hidden = E, model.feed_forward = F, model.num_layers = kLayers, model.num_heads = H;
+    model.num_kv_heads = kv_heads, model.head_dim = D, model.vocab = sizes.vocab;
+    model.layers = layers_;
+    model.embedding = matrix(kFormPlain, {sizes.vocab}, E);
+    const ForedraftForm head = format.form == kFormInt4 ? kFormInt8 : format.form;
+    model.head = matrix(head, {sizes.vocab}, E);
+    model.final_norm = vector(E, 1);
+    float* inv_freq = reinterpret_cast<float*>(memory(D / 2 * 4));
+    for (int64_t i = 0; i < D / 2; ++i) inv_freq[i] = 1.0f / float(1 << std::min<int64_t>(i, 12));
+    model.inv_freq = inv_freq;
+  }
+  MadeUp(const MadeUp&) = delete;
+
+  static constexpr int64_t kLayers = 2;
+
+ private:
+  ForedraftLayer layers_[kLayers] = {};
+  std::mt19937 random_;
+  std::vector<std::vector<uint8_t>> memory_;
+
+  uint8_t* memory(int64_t bytes) {
+    memory_.emplace_back(size_t(bytes));
+    return memory_.back().data();
+  }
+
+  float noise() { return float(int(random_() % 2001) - 1000) / 1000; }
+
+  const float* vector(int64_t size, float around) {
+    float* const values = reinterpret_cast<float*>(memory(size * 4));
+    for (int64_t i = 0; i < size; ++i) values[i] = around + 0.2f * noise();
+    return values;
+  }
+
+  // Some matrices of K inputs behind one another.
+  const void* matrix(ForedraftForm form, std::initializer_list<int64_t> rows, int64_t K) {
+    int64_t plain = 0, groups = 0;
+    for (int64_t count : rows) plain += count, groups += (count + kGroupRows - 1) / kGroupRows;
+    const int64_t chunks = groups * weight_chunks(K);
+    if (form == kFormInt8) return packed(chunks, Bits8::kChunkBytes, {0x1800});
+    if (form == kFormInt4) return packed(chunks, Bits4::kChunkBytes, {0x2800, 0xb400});
+    const int64_t count = form == kFormTiled ? chunks * Bits16::kChunkBytes / 2 : plain * K;
+    uint8_t* const bytes = memory(count * element);
+    const float size = 2 / std::sqrt(float(K));
+    for (int64_t i = 0; i < count; ++i) {
+      const float value = size * noise();
+      bf16 rounded;
+      from_float(value, rounded);
+      if (model.is_bf16) std::memcpy(bytes + 2 * i, &rounded, 2);
+      else std::memcpy(bytes + 4 * i, &value, 4);
+    }
+    return bytes;
+  }
+
+  // Chunks of any weights behind half-precision scales (and minima) that begin with these bits.
+  const void* packed(int64_t chunks, int64_t bytes, std::initializer_list<int> heads) {
+    uint8_t* const data = memory(chunks * bytes);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      uint8_t* to = data + chunk * bytes;
+      for (int head : heads)
+        for (int64_t i = 0; i < kScalesBytes; i += 2, to += 2) {
+          const uint16_t half = uint16_t(head | (random_() & 0x3ff));
+          std::memcpy(to, &half, 2);
+        }
+      for (; to < data + (chunk + 1) * bytes; ++to) *to = uint8_t(random_());
+    }
+    return data;
+  }
+};
+
+// ---- forwards -----------------------------------------------------------------------------------
+
+// A token, where it goes, and what it sees.
+struct Token {
+  int32_t id, position, entry, prefix;
+  Numbers extras;
+};
+
+struct Row {
+  int slot;
+  std::vector<Token> tokens;
+};
+
+// A cache for two slots, whose blocks lie anywhere.
+class Cache {
+ public:
+  explicit Cache(const MadeUp& made)
+      : made_(made), block_stride_(MadeUp::kLayers * layer_stride()) {
+    for (auto* half : {&keys_, &values_})  // what was never written is NaN
+      half->assign(size_t(2 * kBlocks * block_stride_ * made.element), 0xff);
+    for (int32_t i = 0; i < 2 * kBlocks; ++i) tables_[i % 2].push_back((i * 7 + 3) % (2 * kBlocks));
+  }
+
+  struct Layers {
+    int64_t begin = 0, end = MadeUp::kLayers;
+    const float* hidden = nullptr;
+    float* tap = nullptr;  // of the first of them
+  };
+
+  // Logits [T, V] of all tokens, one row after another.
+  Floats forward(const std::vector<Row>& rows, int threads, Layers layers) {
+    Numbers ids, positions, entries, prefixes, extra_starts{0}, extras, wanted;
+    std::vector<const int32_t*> tables;
+    std::vector<ForedraftRow> spans;
+    int64_t most = 0;
+    for (const Row& row : rows) {
+      const int64_t first = int64_t(ids.size());
+      for (const Token& token : row.tokens) {
+        wanted.push_back(int32_t(ids.size()));
+        ids.push_back(token.id), positions.push_back(token.position);
+        entries.push_back(token.entry), prefixes.push_back(token.prefix);
+        extras.insert(extras.end(), token.extras.begin(), token.extras.end());
+        extra_starts.push_back(int32_t(extras.size()));
+        tables.push_back(tables_[row.slot].data());
+        most = std::max<int64_t>(most, token.entry + 1);
+      }
+      spans.push_back({first, int64_t(ids.size())});
+    }
+    if (layers.tap) wanted.clear();
+    Floats logits(wanted.size() * size_t(made_.model.vocab));
+    float* taps[MadeUp::kLayers] = {};
+    taps[layers.begin] = layers.tap;
+    const int64_t T = int64_t(ids.size()), N = int64_t(wanted.size());
+    Floats workspace(size_t(foredraft_workspace_size(&made_.model, T, N, most, threads)), NAN);
+    double seconds[kNumPhases];
+    const ForedraftForward forward{
+        T, N, int64_t(rows.size()), most, ids.data(), positions.data(), entries.data(),
+        tables.data(), prefixes.data(), extra_starts.data(), extras.data(), wanted.data(),
+        spans.data(), keys_.data(), values_.data(), kBlockEntries, block_stride_, layer_stride(),
+        kBlockEntries * made_.model.head_dim, logits.data(), layers.begin, layers.end,
+        layers.hidden, taps, workspace.data(), threads, seconds};
+    if (foredraft_forward(&made_.model, &forward) != kDone) std::abort();
+    return logits;
+  }
+
+  Floats forward(const std::vector<Row>& rows, int threads) { return forward(rows, threads, {}); }
+
+ private:
+  const MadeUp& made_;
+  const int64_t block_stride_;
+  std::vector<uint8_t> keys_, values_;
+  Numbers tables_[2];
+
+  int64_t layer_stride() const {
+    return made_.model.num_kv_heads * kBlockEntries * made_.model.head_dim;
+  }
+};
+
+// Tokens [begin, end) of a text.
+Row chain(int slot, const Numbers& text, int64_t begin, int64_t end) {
+  Row row{slot, {}};
+  for (int32_t i = int32_t(begin); i < end; ++i)
+    row.tokens.push_back({text[size_t(i)], i, i, i + 1, {}});
+  return row;
+}
+
+// ---- ways to feed -------------------------------------------------------------------------------
+
+const Numbers kTreeTokens{7, 8, 9, 8, 10, 11, 8, 3}, kTreeParents{-1, -1, 0, 0, 1, 2, 4, 4};
+
+class Ways {
+ public:
+  explicit Ways(const Format& format, const Sizes& sizes)
+      : format_(format), made_(format, sizes), V_(size_t(sizes.vocab)) {
+    std::mt19937 random(5);
+    for (int64_t i = 0; i < kPrompt + 40; ++i) text_.push_back(int32_t(random() % unsigned(sizes.vocab)));
+    Cache cache(made_);
+    expected_ = alone(cache, text_, 0);
+    expected_tree_.resize(kTreeTokens.size() * V_);
+    for (size_t node = 0; node < kTreeTokens.size(); ++node) {
+      Numbers path(text_.begin(), text_.begin() + kPrompt);
+      for (int32_t i = int32_t(node); i >= 0; i = kTreeParents[size_t(i)])
+        path.insert(path.begin() + kPrompt, kTreeTokens[size_t(i)]);
+      const Floats found = alone(cache, path, kPrompt);
+      std::copy(found.end() - int64_t(V_), found.end(), expected_tree_.begin() + int64_t(node * V_));
+    }
+  }
+
+  void check(int threads) const {
+    in_chunks(threads);
+    in_company(threads);
+    in_two_parts(threads);
+  }
+
+  // Two threads of a program at once, each with memory of its own.
+  void check_side_by_side() const {
+    std::thread other([&] { in_company(2); });
+    in_company(3);
+    other.join();
+  }
+
+  uint64_t hash() const {
+    uint64_t hash = 1469598103934665603u;  // FNV-1a
+    for (const Floats* all : {&expected_, &expected_tree_})
+      for (float value : *all) {
+        if (!std::isfinite(value)) std::abort();
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        hash = (hash ^ bits) * 1099511628211u;
+      }
+    return hash;
+  }
+
+ private:
+  const Format& format_;
+  const MadeUp made_;
+  const size_t V_;
+  Numbers text_;
+  Floats expected_, expected_tree_;  // [tokens, V], [nodes, V]
+
+  Floats alone(Cache& cache, const Numbers& text, size_t begin) const {
+    Floats all;
+    for (size_t i = begin; i < text.size(); ++i) {
+      const Floats found = cache.forward({chain(0, text, int64_t(i), int64_t(i) + 1)}, 1);
+      all.insert(all.end(), found.begin(), found.end());
+    }
+    return all;
+  }
+
+  void in_chunks(int threads) const {
+    Cache cache(made_);
+    int64_t begin = 0;
+    for (int64_t size : {33, 1, 2, 8, 5, 246, 17, 16, 2}) {
+      const Floats found = cache.forward({chain(0, text_, begin, begin + size)}, threads);
+      expect("a chunk", threads, found, 0, size, expected_, begin);
+      begin += size;
+    }
+  }
+
+  // A tree, and a chunk of another row.
+  void in_company(int threads) const {
+    Cache cache(made_);
+    cache.forward({chain(1, text_, 0, kPrompt)}, threads);
+    cache.forward({chain(0, text_, 0, 20)}, threads);
+    const int64_t num_nodes = int64_t(kTreeTokens.size());
+    const Floats found = cache.forward({chain(0, text_, 20, 29), tree(1)}, threads);
+    expect("a row", threads, found, 0, 9, expected_, 20);
+    expect("a tree", threads, found, 9, num_nodes, expected_tree_, 0);
+  }
+
+  // The first layer, and the others from what it gave.
+  void in_two_parts(int threads) const {
+    Cache cache(made_);
+    constexpr int64_t kCount = 40;
+    const std::vector<Row> rows{chain(0, text_, 0, kCount)};
+    Floats hidden(size_t(kCount * made_.model.hidden));
+    cache.forward(rows, threads, {0, 1, nullptr, hidden.data()});
+    const Floats found = cache.forward(rows, threads, {1, MadeUp::kLayers, hidden.data(), nullptr});
+    expect("two parts", threads, found, 0, kCount, expected_, 0);
+  }
+
+  static Row tree(int slot) {
+    Row row{slot, {}};
+    for (int32_t i = 0; i < int32_t(kTreeTokens.size()); ++i) {
+      Token node{kTreeTokens[size_t(i)], int32_t(kPrompt) - 1, int32_t(kPrompt) + i, kPrompt, {}};
+      for (int32_t seen = i; seen >= 0; seen = kTreeParents[size_t(seen)]) {
+        node.extras.insert(node.extras.begin(), int32_t(kPrompt) + seen);
+        ++node.position;
+      }
+      row.tokens.push_back(node);
+    }
+    return row;
+  }
+
+  void expect(const char* what, int threads, const Floats& found, int64_t at, int64_t count,
+              const Floats& expected, int64_t from) const {
+    const size_t bytes = size_t(count) * V_ * sizeof(float);
+    const float* wanted = expected.data() + size_t(from) * V_;
+    if (std::memcmp(found.data() + size_t(at) * V_, wanted, bytes) == 0) return;
+    std::fprintf(stderr, "%s, %s, %d threads: other bits than alone\n", format_.name, what, threads);
+    std::exit(1);
+  }
+};
+
+}  // namespace
+
+// The most threads of a forward.
+int main(int, char** arguments) {
+  const int most_threads = std::atoi(arguments[1]);
+  std::vector<Format> formats{{"float32", false, kFormPlain},     {"bfloat16", true, kFormPlain},
+                              {"float32 int8", false, kFormInt8}, {"bfloat16 int8", true, kFormInt8},
+                              {"bfloat16 int4", true, kFormInt4}};
+  if (kTiles && tiles_allowed()) formats.push_back({"bfloat16 tiles", true, kFormTiled});
+  const Sizes even{64, 96, 4, 2, 16, 70}, awkward{45, 70, 5, 1, 10, 51};
+  for (const Format& format : formats)
+    for (const Sizes& sizes : {even, awkward}) {
+      const Ways ways(format, sizes);
+      for (int threads = 1; threads <= most_threads; ++threads) ways.check(threads);
+      ways.check_side_by_side();
+      std::printf("%s: %016llx\n", format.name, static_cast<unsigned long long>(ways.hash()));
+    }
+}
