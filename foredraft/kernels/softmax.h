@@ -7,10 +7,15 @@
 #include <cmath>
 #include <cstdint>
 
+#include "entries.h"
 #include "simd.h"
 #include "team.h"
 
 namespace foredraft {
+
+constexpr int64_t kChunk = 256;  // ranks; part of what the result is defined by
+constexpr int64_t kScoreStride = kChunk + kRunEntries;  // scores are logarithms to base 2
+constexpr float kLog2E = 1.44269504f;
 
 // What one token sees.
 struct Visible {
@@ -29,16 +34,20 @@ struct Visible {
   }
 };
 
+// Numbers from one query's values to the next: whole vectors and whole tiles.
+inline int64_t attended_width(int64_t D) { return (D + 31) / 32 * 32; }
+
 // What M queries attended so far: unnormalised values in lane order, and by what to normalise them.
 struct Attended {
-  float* values;  // [M, padded D]
+  float* values;  // [M, attended_width(D)]
   float* most;    // [M] largest score
   float* sum;     // [M] of 2^(score - most)
 
-  static int64_t size(int64_t M, int64_t D) { return M * (padded(D) + 2); }
+  static int64_t size(int64_t M, int64_t D) { return M * (attended_width(D) + 2); }
 
   static Attended in(float* memory, int64_t M, int64_t D) {
-    return {memory, memory + M * padded(D), memory + M * (padded(D) + 1)};
+    float* const behind = memory + M * attended_width(D);
+    return {memory, behind, behind + M};
   }
 };
 
@@ -73,8 +82,8 @@ inline void fold(const Attended& all, const Attended& next, int64_t m, int64_t D
   const Vec before = broadcast(all.most[m]), there = broadcast(next.most[m]);
   const Vec most = max(before, there);
   const Vec old = exp2_of_negative(before - most), fresh = exp2_of_negative(there - most);
-  float* values = all.values + m * padded(D);
-  const float* added = next.values + m * padded(D);
+  float* values = all.values + m * attended_width(D);
+  const float* added = next.values + m * attended_width(D);
   for (int64_t d = 0; d < D; d += kLanes)
     store(values + d, fma(load(added + d), fresh, load(values + d) * old));
   all.sum[m] = fma(broadcast(next.sum[m]), fresh, broadcast(all.sum[m]) * old)[0];
