@@ -56,25 +56,55 @@ struct AttentionTile {
 
   // What all queries attended in the ranks [begin, begin + kChunk).
   void attend_chunk(int64_t begin, const Attended& out) const {
-    int64_t common = begin + kChunk, longest = 0;  // prefixes, within the chunk
-    for (int64_t t = 0; t < num_tokens; ++t) {
-      common = std::min(common, visible[t].prefix);
-      longest = std::max(longest, visible[t].prefix);
-    }
-    score_prefixes(begin, std::min(longest, begin + kChunk));
+    const Extents here = extents(begin);
+    score_prefixes(begin, begin + here.longest);
     score_extras(begin);
     for (int64_t t = 0; t < num_tokens; ++t)
       if (reaches(t, begin))
         for (int64_t m = t * group; m < (t + 1) * group; ++m)
-          arithmetic.weights_of(m, std::min(visible[t].count() - begin, kChunk), out);
-    // Ranks that all tokens see as the same entries, as many as are added together.
-    common = std::max<int64_t>(common - begin, 0) / Arithmetic::kWeighed * Arithmetic::kWeighed;
-    arithmetic.weigh_common(values, {begin, begin + common}, out);
-    for (int64_t t = 0; t < num_tokens; ++t) weigh_rest(t, begin, common, out);
+          arithmetic.weights_of(m, ranks_within(t, begin), here.shared, out);
+    const Range shared{begin, begin + here.shared};
+    const int64_t done = arithmetic.weigh_shared(values, shared, here.common, out);
+    if (done == here.end) return;
+    arithmetic.part(group);
+    for (int64_t t = 0; t < num_tokens; ++t) weigh_rest(t, begin, done, out);
+    arithmetic.whole();
   }
 
  private:
   static constexpr int64_t kScored = Arithmetic::kScored;
+
+  // How far things go in a chunk, counted from its beginning.
+  struct Extents {
+    int64_t common;   // all tokens see these ranks, as the same entries
+    int64_t shared;   // ranks that are the same entries for all who see them
+    int64_t longest;  // prefix
+    int64_t end;      // of what anybody sees
+  };
+
+  Extents extents(int64_t begin) const {
+    const auto within = [&](int64_t rank) {
+      return std::min(std::max<int64_t>(rank - begin, 0), kChunk);
+    };
+    Extents all{kChunk, kChunk, 0, 0};
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      const int64_t prefix = within(visible[t].prefix), end = within(visible[t].count());
+      all.common = std::min(all.common, prefix);
+      if (end > prefix) all.shared = std::min(all.shared, prefix);
+      all.longest = std::max(all.longest, prefix);
+      all.end = std::max(all.end, end);
+    }
+    // What is added together is shared as a whole.
+    all.shared = std::min(all.shared, all.longest);
+    if (all.shared < all.end) all.shared = all.shared / Arithmetic::kWeighed * Arithmetic::kWeighed;
+    all.common = std::min(all.common, all.shared);
+    return all;
+  }
+
+  // How many ranks a token has in the chunk.
+  int64_t ranks_within(int64_t token, int64_t begin) const {
+    return std::min(visible[token].count() - begin, kChunk);
+  }
 
   // Pulls entries that are scored together towards the core, into the first cache or the second.
   template <int kWhere>
@@ -85,14 +115,13 @@ struct AttentionTile {
 
   // Scores at the entries [begin, end).
   void score_prefixes(int64_t begin, int64_t end) const {
-    for (int64_t entry = begin; entry < end; entry += kScored) {
+    arithmetic.score(keys, {begin, end}, 0, [&](int64_t entry) {
       if (const int64_t ahead = next.begin + entry - begin; ahead < next.end) {
         prefetch<kToL2>(keys.at(ahead));
         prefetch<kToL2>(values.at(ahead));
       }
       if (entry + kScored < std::max(end, next.end)) prefetch<3>(keys.at(entry + kScored));
-      arithmetic.score(keys.at(entry), end - entry, entry - begin);
-    }
+    });
   }
 
   // Scores of the extras among the chunk's ranks go where their ranks are.
@@ -106,7 +135,7 @@ struct AttentionTile {
     }
     if (last < 0) return;
     for (int64_t entry = first / kScored * kScored; entry <= last; entry += kScored) {
-      arithmetic.score(keys.at(entry), last + 1 - entry, kChunk);
+      arithmetic.score(keys, {entry, std::min(entry + kScored, last + 1)}, kChunk, [](int64_t) {});
       for (int64_t t = 0; t < num_tokens; ++t) order_by_rank(t, begin, entry);
     }
   }
@@ -125,16 +154,16 @@ struct AttentionTile {
     }
   }
 
-  // What a token sees in the chunk behind the first `common` ranks.
-  void weigh_rest(int64_t token, int64_t begin, int64_t common, const Attended& out) const {
+  // What a token sees in the chunk behind the ranks that are done.
+  void weigh_rest(int64_t token, int64_t begin, int64_t done, const Attended& out) const {
     const Visible& sees = visible[token];
-    const int64_t end = std::min(sees.count() - begin, kChunk);
-    if (common >= end) return;
+    const int64_t end = ranks_within(token, begin);
+    if (done >= end) return;
     const auto value = [&](int64_t column) {
       const int64_t rank = begin + column;
       return values.at(rank < sees.prefix ? rank : sees.extras[rank - sees.prefix]);
     };
-    arithmetic.weigh_rest(value, {common, end}, {token * group, (token + 1) * group}, out);
+    arithmetic.weigh_rest(value, {done, end}, {token * group, (token + 1) * group}, out);
   }
 };
 

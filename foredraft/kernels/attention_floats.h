@@ -43,7 +43,7 @@ inline void put_dimensions(Ints words, int64_t word, float* out, const bf16*) {
 // The keys of kPair entries by dimensions: [D, kPair entries].
 template <class Weight>
 inline void transpose_pair(const Weight* keys, int64_t D, int64_t count, float* out) {
-  transpose_keys(keys, D, kPair, count, [&](Ints words, int64_t word, int64_t first) INLINE {
+  transpose_keys(keys, D, D, kPair, count, [&](Ints words, int64_t word, int64_t first) INLINE {
     put_dimensions(words, word, out + first, keys);
   });
 }
@@ -179,31 +179,46 @@ class FloatAttention {
   // The queries are there.
   void begin() const {}
 
-  // Scores of all queries at `count` entries that lie behind one another, at most kScored, into
-  // columns from `column` on. What is behind `count` is nobody's.
-  void score(const Weight* keys, int64_t count, int64_t column) const {
-    transpose_pair(keys, D_, count, transposed_);
-    in_query_blocks(M_, [&](auto block, int64_t first) {
-      score_block<block>(transposed_, D_, queries + first * padded(D_), padded(D_),
-                         scores + first * kScoreStride + column, kScoreStride);
-    });
+  // Scores of all queries at entries that lie behind one another, into columns from `column` on.
+  // What is behind their last one is nobody's. before(entry) is called before each kScored of them.
+  template <class Before>
+  void score(const Entries<const Weight>& keys, Range range, int64_t column,
+             const Before& before) const {
+    for (; range.begin < range.end; range.begin += kScored, column += kScored) {
+      before(range.begin);
+      transpose_pair(keys.at(range.begin), D_, range.end - range.begin, transposed_);
+      in_query_blocks(M_, [&](auto block, int64_t first) {
+        score_block<block>(transposed_, D_, queries + first * padded(D_), padded(D_),
+                           scores + first * kScoreStride + column, kScoreStride);
+      });
+    }
   }
 
-  // The scores of a query's `count` ranks become weights.
-  void weights_of(int64_t m, int64_t count, const Attended& out) const {
+  // The scores of a query's `count` ranks become weights. Others see ranks up to `end`.
+  void weights_of(int64_t m, int64_t count, int64_t end, const Attended& out) const {
+    (void)end;
     to_weights(scores + m * kScoreStride, count, out.most[m], out.sum[m]);
   }
 
-  // What all queries attended at these entries, whose weights are in columns from 0 on. Few queries
-  // read the values as they are; for more they are converted once.
-  void weigh_common(const Entries<const Weight>& values, Range range, const Attended& out) const {
+  // What queries attended at entries that stand for the same ranks of all who see them: those of the
+  // first `common` see all, others may see some more. Their weights are in columns from 0 on. Returns
+  // how many were added for everybody who sees them; the rest is for weigh_rest.
+  // Few queries read the values as they are; for more they are converted once.
+  int64_t weigh_shared(const Entries<const Weight>& values, Range range, int64_t common,
+                       const Attended& out) const {
     std::fill(out.values, out.values + M_ * attended_width(D_), 0.0f);
-    if (M_ <= 6 && D_ % kPair == 0) return weigh(values, range, 0, {0, M_}, out);
+    const Range entries{range.begin, range.begin + common};
     const auto value = [&](int64_t column) { return values.at(range.begin + column); };
-    weigh_converted(value, {0, range.end - range.begin}, {0, M_}, out);
+    if (M_ <= 6 && D_ % kPair == 0) weigh(values, entries, 0, {0, M_}, out);
+    else weigh_converted(value, {0, common}, {0, M_}, out);
+    return common;
   }
 
-  // Adds to it for some queries what is weighed by these columns: value(column) is where they lie.
+  // What weigh_rest is called for: so many queries at a time, and then all again.
+  void part(int64_t) const {}
+  void whole() const {}
+
+  // Adds for some queries what is weighed by these columns: value(column) is where they lie.
   template <class Value>
   void weigh_rest(const Value& value, Range columns, Range queries, const Attended& out) const {
     weigh_converted(value, columns, queries, out);

@@ -30,29 +30,29 @@ namespace foredraft {
 
 constexpr int64_t kTileWords = kTileBytes / 4;
 constexpr int64_t kTileColumns = 16;
+constexpr int64_t kPanelRanks = 64;  // whose values are laid out together
+constexpr int64_t kPanelTiles = kPanelRanks / kTileInputs * 2;  // per step of dimensions
 
-// Queries go over tiles in blocks of equally many; the last begins early enough for that.
+// Queries go over tiles in blocks of equally many; the last may have rows that are nobody's.
 struct QueryBlocks {
-  Range queries;
-  int64_t count, rows;
+  int64_t begin, count, rows;
 
-  explicit QueryBlocks(Range queries)
-      : queries(queries),
-        count((size() + kTileRows - 1) / kTileRows),
-        rows((size() + count - 1) / count) {}
+  explicit QueryBlocks(int64_t queries)
+      : begin(0),
+        count((queries + kTileRows - 1) / kTileRows),
+        rows((queries + count - 1) / count) {}
 
-  // Blocks that have no query twice.
-  static QueryBlocks apart(Range queries) {
-    QueryBlocks blocks(queries);
-    while (blocks.size() % blocks.rows) --blocks.rows;
-    blocks.count = blocks.size() / blocks.rows;
+  // Blocks that have nobody's rows in none.
+  static QueryBlocks exactly(Range queries) {
+    const int64_t size = queries.end - queries.begin;
+    QueryBlocks blocks(size);
+    while (size % blocks.rows) --blocks.rows;
+    blocks.begin = queries.begin, blocks.count = size / blocks.rows;
     return blocks;
   }
 
-  int64_t size() const { return queries.end - queries.begin; }
-  int64_t first(int64_t block) const {
-    return std::min(queries.begin + block * rows, queries.end - rows);
-  }
+  int64_t size() const { return count * rows; }
+  int64_t first(int64_t block) const { return begin + block * rows; }
   // Tiles 0 to 3 are sums, 4 and 5 keys or values, 6 and 7 queries or weights.
   TileShape shape() const {
     const uint8_t count = uint8_t(rows);
@@ -60,34 +60,35 @@ struct QueryBlocks {
   }
 };
 
-// The arithmetic of attention.h. Ranks are added by the 32.
+// The arithmetic of attention.h. While tiles multiply, vectors lay out what comes next.
 class TileAttention {
  public:
   static constexpr int64_t kScored = kRunEntries;
   static constexpr int64_t kWeighed = kTileInputs;
-  static_assert(kScored == 2 * kTileColumns && kChunk % kWeighed == 0, "whole tiles");
+  static_assert(kScored == 2 * kTileColumns && kChunk % kPanelRanks == 0, "whole tiles");
 
   float* queries;  // [M, padded D], scaled
   float* scores;   // [M, kScoreStride], then weights: of 32 ranks 16 words high parts and 16 low ones
 
   static int64_t size(int64_t M, int64_t D) {
-    const int64_t tiles = steps(D) * (2 + kChunk / kTileColumns) + 1;  // and room for alignment
-    return M * (padded(D) + kScoreStride + steps(D) * kTileInputs) + tiles * kTileWords;
+    const int64_t tiles = steps(D) * (2 * 2 + 2 * kPanelTiles) + 1;  // and room for alignment
+    const int64_t rows = attended_rows(M);
+    return M * padded(D) + rows * (kScoreStride + steps(D) * kTileInputs) + tiles * kTileWords;
   }
 
   TileAttention(float* memory, int64_t M, int64_t D)
-      : queries(memory), M_(M), D_(D), S_(steps(D)), blocks_({0, M}) {
+      : queries(memory), M_(M), D_(D), S_(steps(D)), blocks_(M) {
     const auto aligned = (uintptr_t(memory + M * padded(D)) + kTileRowBytes - 1) / kTileRowBytes;
     scores = reinterpret_cast<float*>(aligned * kTileRowBytes);
-    parts_ = reinterpret_cast<char*>(scores + M * kScoreStride);
+    parts_ = reinterpret_cast<char*>(scores + blocks_.size() * kScoreStride);
     keys_ = reinterpret_cast<float*>(parts_ + S_ * 2 * part_bytes());
-    values_ = keys_ + S_ * 2 * kTileWords;
+    values_ = keys_ + 2 * S_ * 2 * kTileWords;
   }
 
   // Takes over the queries, and the thread's tiles.
   void begin() const {
-    TileSession::shape(blocks_.shape());
-    std::memset(keys_, 0, size_t(S_ * 2 * kTileBytes));
+    whole();
+    if (D_ % kTileInputs) std::memset(keys_, 0, size_t(2 * S_ * 2 * kTileBytes));
     for (int64_t m = 0; m < M_; ++m)
       for (int64_t s = 0; s < S_; ++s) {
         alignas(64) float row[kTileInputs] = {};
@@ -98,60 +99,98 @@ class TileAttention {
       }
   }
 
-  void score(const bf16* keys, int64_t count, int64_t column) const {
-    transpose_keys(keys, D_, kScored, count, [&](Ints words, int64_t word, int64_t first) INLINE {
-      float* const tile = keys_ + (first / kTileColumns * S_ + word / kTileRows) * kTileWords;
-      store(tile + word % kTileRows * kTileColumns + first % kTileColumns, (Vec)words);
-    });
-    int64_t block = 0;
-    for (; block + 2 <= blocks_.count; block += 2) score_blocks<2>(block, column);
-    if (block < blocks_.count) score_blocks<1>(block, column);
+  template <class Before>
+  void score(const Entries<const bf16>& keys, Range range, int64_t column,
+             const Before& before) const {
+    const int64_t buffer_words = S_ * 2 * kTileWords;
+    for (int64_t s = 0; s < S_; ++s) transpose(keys, range, s, keys_);
+    for (int64_t i = 0; range.begin < range.end; range.begin += kScored, column += kScored, ++i) {
+      before(range.begin);
+      float *const here = keys_ + i % 2 * buffer_words, *const there = keys_ + (i + 1) % 2 * buffer_words;
+      const Range ahead{range.begin + kScored, range.end};
+      const auto meanwhile = [&](int64_t s) { transpose(keys, ahead, s, there); };
+      int64_t block = 0;
+      if (blocks_.count == 1) score_blocks<1>(block++, here, column, meanwhile);
+      else score_blocks<2>(block, here, column, meanwhile), block += 2;
+      const auto nothing = [](int64_t) {};
+      for (; block + 2 <= blocks_.count; block += 2) score_blocks<2>(block, here, column, nothing);
+      if (block < blocks_.count) score_blocks<1>(block, here, column, nothing);
+    }
   }
 
-  void weights_of(int64_t m, int64_t count, const Attended& out) const {
+  // Ranks from `count` to `end`, which others see, get no weight.
+  void weights_of(int64_t m, int64_t count, int64_t end, const Attended& out) const {
     float* const row = scores + m * kScoreStride;
     for (int64_t i = count; i % kTileInputs; ++i) row[i] = -INFINITY;
-    const int64_t whole = (count + kTileInputs - 1) / kTileInputs * kTileInputs;
-    to_weights(row, whole, out.most[m], out.sum[m]);
-    for (int64_t i = 0; i < whole; i += kTileInputs) split_weights(row + i);
+    const float most = out.most[m] = largest_score(row, count);
+    Vec total{};
+    int64_t i = 0;
+    for (; i + kTileInputs <= count; i += kTileInputs) split_weights<true>(row + i, 32, most, total);
+    if (i < count) split_weights<false>(row + i, count - i, most, total), i += kTileInputs;
+    if (i < end) std::fill(row + i, row + (end + kTileInputs - 1) / kTileInputs * kTileInputs, 0.0f);
+    out.sum[m] = sum_lanes(total);
   }
 
-  void weigh_common(const Entries<const bf16>& values, Range range, const Attended& out) const {
-    const int64_t count = range.end - range.begin;
-    interleave([&](int64_t column) { return values.at(range.begin + column); }, {0, count});
-    weigh<true>(blocks_, {0, count}, out);
+  // Where a query has no weight a value must not matter: one that is not finite would.
+  int64_t weigh_shared(const Entries<const bf16>& values, Range range, int64_t common,
+                       const Attended& out) const {
+    for (int64_t entry = range.begin + common; entry < range.end; ++entry)
+      if (!is_finite(values.at(entry))) range.end = range.begin + common / kWeighed * kWeighed;
+    const Range columns{0, range.end - range.begin};
+    if (columns.end == 0) std::fill(out.values, out.values + M_ * attended_width(D_), 0.0f);
+    const auto value = [&](int64_t column) { return values.at(range.begin + column); };
+    weigh(blocks_, columns, out, [&](int64_t column, float* tiles) {
+      if (column + kTileInputs <= columns.end && D_ % kPair == 0)
+        interleave_run(value(column), tiles);
+      else interleave(value, {column, columns.end}, tiles);
+    });
+    return columns.end;
   }
+
+  // For what follows the thread's tiles take these queries alone, and all of them again.
+  void part(int64_t count) const { TileSession::shape(QueryBlocks::exactly({0, count}).shape()); }
+  void whole() const { TileSession::shape(blocks_.shape()); }
 
   template <class Value>
   void weigh_rest(const Value& value, Range columns, Range queries, const Attended& out) const {
-    interleave(value, columns);
-    const QueryBlocks blocks = QueryBlocks::apart(queries);
-    if (blocks.rows != blocks_.rows) TileSession::shape(blocks.shape());
-    weigh<false>(blocks, columns, out);
-    if (blocks.rows != blocks_.rows) TileSession::shape(blocks_.shape());
+    weigh(QueryBlocks::exactly(queries), columns, out, [&](int64_t column, float* tiles) {
+      interleave(value, {column, columns.end}, tiles);
+    });
   }
 
  private:
   const int64_t M_, D_, S_;
   const QueryBlocks blocks_;
   char* parts_;    // of queries [S, high and low, M, 32 dimensions]
-  float* keys_;    // words [16 entries and 16 more, S, 16 pairs of dimensions, 16 entries]
-  float* values_;  // words [steps of 32 ranks, 2 S, 16 pairs of ranks, 16 dimensions in lane order]
+  float* keys_;    // words [2, 16 entries and 16 more, S, 16 pairs of dimensions, 16 entries]
+  float* values_;  // words [2, panel, 2 S, 16 pairs of ranks, 16 dimensions in lane order]
 
   static int64_t steps(int64_t D) { return (D + kTileInputs - 1) / kTileInputs; }
 
-  int64_t part_bytes() const { return M_ * kTileRowBytes; }
+  int64_t part_bytes() const { return blocks_.size() * kTileRowBytes; }
 
-  template <int kBlocks>
-  void score_blocks(int64_t block, int64_t column) const {
+  // 32 dimensions of the first 32 keys of the range.
+  void transpose(const Entries<const bf16>& keys, Range range, int64_t s, float* out) const {
+    if (range.begin >= range.end) return;
+    const int64_t d = s * kTileInputs;
+    transpose_keys(keys.at(range.begin) + d, D_, std::min(kTileInputs, D_ - d), kScored,
+                   range.end - range.begin, [&](Ints words, int64_t word, int64_t first) INLINE {
+      float* const tile = out + (first / kTileColumns * S_ + s) * kTileWords;
+      store(tile + word * kTileColumns + first % kTileColumns, (Vec)words);
+    });
+  }
+
+  template <int kBlocks, class Meanwhile>
+  void score_blocks(int64_t block, const float* keys, int64_t column,
+                    const Meanwhile& meanwhile) const {
     Tiles tiles(blocks_.shape());
     each<2 * kBlocks>([&](auto sum) INLINE { tiles.template zero<sum.value>(); });
-    const int64_t first[2] = {blocks_.first(block), blocks_.first(block + kBlocks - 1)};
+    const int64_t first = blocks_.first(block), rows = blocks_.rows;
     for (int64_t s = 0; s < S_; ++s) {
-      tiles.template load<4>(keys_ + s * kTileWords, kTileRowBytes);
-      tiles.template load<5>(keys_ + (S_ + s) * kTileWords, kTileRowBytes);
+      tiles.template load<4>(keys + s * kTileWords, kTileRowBytes);
+      tiles.template load<5>(keys + (S_ + s) * kTileWords, kTileRowBytes);
       each<kBlocks>([&](auto b) INLINE {
-        const char* const high = parts_ + 2 * s * part_bytes() + first[b.value] * kTileRowBytes;
+        const char* const high = parts_ + 2 * s * part_bytes() + (first + b.value * rows) * kTileRowBytes;
         tiles.template load<6>(high, kTileRowBytes);
         tiles.template load<7>(high + part_bytes(), kTileRowBytes);
         tiles.template multiply<2 * b.value, 6, 4>();
@@ -159,52 +198,70 @@ class TileAttention {
         tiles.template multiply<2 * b.value, 7, 4>();
         tiles.template multiply<2 * b.value + 1, 7, 5>();
       });
+      meanwhile(s);
     }
     each<2 * kBlocks>([&](auto sum) INLINE {
-      float* const out = scores + first[sum.value / 2] * kScoreStride + column;
+      float* const out = scores + (first + sum.value / 2 * rows) * kScoreStride + column;
       tiles.template store<sum.value>(out + sum.value % 2 * kTileColumns, kScoreStride * 4);
     });
   }
 
-  // 32 weights to 16 words of high parts, rounded so that the low parts are what is left of 16 bits.
-  static void split_weights(float* weights) {
+  // 32 scores to weights, as 16 words of high parts and 16 of low ones: rounded to 16 bits, such that
+  // the low parts are what is left of these. All scores are there, or `count` of them.
+  template <bool kAll>
+  static void split_weights(float* row, int64_t count, float most, Vec& total) {
     Bits high[32 / kLanes], low[32 / kLanes];
     UNROLL for (int i = 0; i < 32 / kLanes; ++i) {
-      const Bits rounded = ((Bits)load(weights + i * kLanes) + 0x80) & 0xffffff00u;
+      Vec weight = exp2_of_negative(load(row + i * kLanes) - broadcast(most));
+      if (!kAll)
+        for (int64_t lane = std::max<int64_t>(count - i * kLanes, 0); lane < kLanes; ++lane) weight[lane] = 0;
+      total += weight;
+      const Bits rounded = ((Bits)weight + 0x80) & 0xffffff00u;
       high[i] = rounded & 0xffff0000u;
       low[i] = (Bits)((Vec)rounded - (Vec)high[i]);
     }
     constexpr int kHalf = 16 / kLanes;
     UNROLL for (int i = 0; i < kHalf; ++i) {
-      store(weights + i * kLanes, (Vec)(high[i] >> 16 | high[i + kHalf]));
-      store(weights + 16 + i * kLanes, (Vec)(low[i] >> 16 | low[i + kHalf]));
+      store(row + i * kLanes, (Vec)(high[i] >> 16 | high[i + kHalf]));
+      store(row + 16 + i * kLanes, (Vec)(low[i] >> 16 | low[i + kHalf]));
     }
   }
 
-  // Values of the columns to tiles, zeros behind.
+  bool is_finite(const bf16* value) const {
+    return std::all_of(value, value + D_, [](bf16 x) { return (x.bits & 0x7f80) != 0x7f80; });
+  }
+
+  // The first 32 of these columns' values to tiles, zeros behind.
   template <class Value>
-  void interleave(const Value& value, Range columns) const {
-    for (int64_t begin = columns.begin; begin < columns.end; begin += kTileInputs) {
-      float* const out = values_ + (begin - columns.begin) / kTileInputs * 2 * S_ * kTileWords;
-      for (int64_t i = 0; i < kTileRows; ++i) {
-        const auto row = [&](int64_t column) -> const bf16* {
-          return column < columns.end ? value(column) : nullptr;
-        };
-        interleave_rows(row(begin + i), row(begin + i + kTileRows), out + i * kTileColumns);
-      }
+  void interleave(const Value& value, Range columns, float* out) const {
+    for (int64_t i = 0; i < kTileRows; ++i) {
+      const auto row = [&](int64_t column) -> const bf16* {
+        return column < columns.end ? value(column) : nullptr;
+      };
+      const bf16 *const first = row(columns.begin + i), *const second = row(columns.begin + i + kTileRows);
+      for (int64_t d = 0; d < S_ * kTileInputs; d += kPair)
+        put_values(words_of(first, d), words_of(second, d), d, out + i * kTileColumns);
     }
   }
 
-  // Two entries' values to a row of their tiles. None is zeros.
-  void interleave_rows(const bf16* first, const bf16* second, float* out) const {
-    for (int64_t d = 0; d < S_ * kTileInputs; d += kPair) {
-      const Bits a = words_of(first, d), b = words_of(second, d);
-      const auto place = [&](int64_t at) {
-        return out + at / kTileColumns * kTileWords + at % kTileColumns;
-      };
-      store(place(d), (Vec)((a & 0xffffu) | b << 16));
-      store(place(d + kLanes), (Vec)(a >> 16 | (b & 0xffff0000u)));
-    }
+  // The same of entries that lie behind one another, and of whole vectors.
+  void interleave_run(const bf16* values, float* out) const {
+    for (int64_t i = 0; i < kTileRows; ++i, values += D_, out += kTileColumns)
+      for (int64_t d = 0; d < D_; d += kPair) {
+        Bits first, second;
+        std::memcpy(&first, values + d, sizeof first);
+        std::memcpy(&second, values + kTileRows * D_ + d, sizeof second);
+        put_values(first, second, d, out);
+      }
+  }
+
+  // kPair dimensions of two entries to a row of their tiles.
+  static void put_values(Bits first, Bits second, int64_t d, float* out) {
+    const auto place = [&](int64_t at) {
+      return out + at / kTileColumns * kTileWords + at % kTileColumns;
+    };
+    store(place(d), (Vec)((first & 0xffffu) | second << 16));
+    store(place(d + kLanes), (Vec)(first >> 16 | (second & 0xffff0000u)));
   }
 
   Bits words_of(const bf16* row, int64_t d) const {
@@ -216,38 +273,60 @@ class TileAttention {
     return words;
   }
 
-  // Adds the weighted values of the columns, which begin with a tile, or begins with them.
-  template <bool kFirst>
-  void weigh(const QueryBlocks& blocks, Range columns, const Attended& out) const {
-    for (int64_t block = 0; block < blocks.count; ++block) {
-      int64_t tile = 0;
-      for (; tile + 4 <= 2 * S_; tile += 4) weigh_block<kFirst, 4>(blocks, block, columns, tile, out);
-      if (tile < 2 * S_) weigh_block<kFirst, 2>(blocks, block, columns, tile, out);
+  // Adds the weighted values of the columns to what there is of those before; the chunk's first begin
+  // with zeros. put(column, tiles) lays 32 of them out.
+  template <class Put>
+  void weigh(const QueryBlocks& blocks, Range columns, const Attended& out, const Put& put) const {
+    const auto panel = [&](int64_t begin) { return values_ + begin / kPanelRanks % 2 * kPanelTiles * S_ * kTileWords; };
+    const auto lay_out = [&](int64_t column) {
+      if (column >= columns.end) return;
+      put(column, panel(column - columns.begin) + (column - columns.begin) % kPanelRanks / kTileInputs * 2 * S_ * kTileWords);
+    };
+    for (int64_t i = 0; i < kPanelRanks; i += kTileInputs) lay_out(columns.begin + i);
+    for (int64_t begin = columns.begin; begin < columns.end; begin += kPanelRanks) {
+      const Range part{begin, std::min(begin + kPanelRanks, columns.end)};
+      const float* const values = panel(begin - columns.begin);
+      const auto meanwhile = [&](int64_t column) { lay_out(column + kPanelRanks); };
+      const auto nothing = [](int64_t) {};
+      for (int64_t block = 0; block < blocks.count; ++block)
+        for (int64_t tile = 0; tile < 2 * S_; tile += 4) {
+          const auto go = [&](auto together, const auto& aside) {
+            weigh_block<decltype(together)::value>(blocks, block, part, values + tile * kTileWords, tile, out, aside);
+          };
+          const bool first = block == 0 && tile == 0, four = tile + 4 <= 2 * S_;
+          constexpr std::integral_constant<int, 4> kFour;
+          constexpr std::integral_constant<int, 2> kTwo;
+          if (first) four ? go(kFour, meanwhile) : go(kTwo, meanwhile);
+          else four ? go(kFour, nothing) : go(kTwo, nothing);
+        }
     }
   }
 
   // A block of queries and 16 kTogether dimensions.
-  template <bool kFirst, int kTogether>
-  void weigh_block(const QueryBlocks& blocks, int64_t block, Range columns, int64_t tile,
-                   const Attended& out) const {
+  template <int kTogether, class Meanwhile>
+  void weigh_block(const QueryBlocks& blocks, int64_t block, Range columns, const float* values,
+                   int64_t tile, const Attended& out, const Meanwhile& meanwhile) const {
     Tiles tiles(blocks.shape());
     const int64_t m = blocks.first(block), stride = attended_width(D_);
     float* const sums = out.values + m * stride + tile * kTileColumns;
     each<kTogether>([&](auto sum) INLINE {
-      if constexpr (kFirst) tiles.template zero<sum.value>();
-      else tiles.template load<sum.value>(sums + sum.value * kTileColumns, stride * 4);
+      if (columns.begin) tiles.template load<sum.value>(sums + sum.value * kTileColumns, stride * 4);
+      else tiles.template zero<sum.value>();
     });
     const float* weights = scores + m * kScoreStride + columns.begin;
-    const float* values = values_ + tile * kTileWords;
-    for (int64_t begin = columns.begin; begin < columns.end; begin += kTileInputs) {
+    for (int64_t column = columns.begin; column < columns.end; column += kTileInputs) {
       tiles.template load<6>(weights, kScoreStride * 4);
       tiles.template load<7>(weights + kTileColumns, kScoreStride * 4);
-      each<kTogether>([&](auto sum) INLINE {
-        constexpr int there = 4 + sum.value % 2;
-        tiles.template load<there>(values + sum.value * kTileWords, kTileRowBytes);
-        tiles.template multiply<sum.value, 6, there>();
-        tiles.template multiply<sum.value, 7, there>();
+      each<kTogether / 2>([&](auto pair) INLINE {
+        constexpr int first = 2 * pair.value, second = first + 1;
+        tiles.template load<4>(values + first * kTileWords, kTileRowBytes);
+        tiles.template load<5>(values + second * kTileWords, kTileRowBytes);
+        tiles.template multiply<first, 6, 4>();
+        tiles.template multiply<second, 6, 5>();
+        tiles.template multiply<first, 7, 4>();
+        tiles.template multiply<second, 7, 5>();
       });
+      meanwhile(column);
       weights += kTileInputs, values += 2 * S_ * kTileWords;
     }
     each<kTogether>([&](auto sum) INLINE {

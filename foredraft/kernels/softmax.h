@@ -37,16 +37,24 @@ struct Visible {
 // Numbers from one query's values to the next: whole vectors and whole tiles.
 inline int64_t attended_width(int64_t D) { return (D + 31) / 32 * 32; }
 
+// Rows of M queries' numbers: as many as blocks of equally many on tiles have.
+inline int64_t attended_rows(int64_t M) {
+  const int64_t blocks = (M + 15) / 16;
+  return (M + blocks - 1) / blocks * blocks;
+}
+
 // What M queries attended so far: unnormalised values in lane order, and by what to normalise them.
 struct Attended {
-  float* values;  // [M, attended_width(D)]
+  float* values;  // [attended_rows(M), attended_width(D)]
   float* most;    // [M] largest score
   float* sum;     // [M] of 2^(score - most)
 
-  static int64_t size(int64_t M, int64_t D) { return M * (attended_width(D) + 2); }
+  static int64_t size(int64_t M, int64_t D) {
+    return attended_rows(M) * (attended_width(D) + 32) / 32 * 32;  // whole lines
+  }
 
   static Attended in(float* memory, int64_t M, int64_t D) {
-    float* const behind = memory + M * attended_width(D);
+    float* const behind = memory + attended_rows(M) * attended_width(D);
     return {memory, behind, behind + M};
   }
 };
@@ -90,12 +98,17 @@ inline void fold(const Attended& all, const Attended& next, int64_t m, int64_t D
   all.most[m] = most[0];
 }
 
+// Of `count` scores, -infinity behind them in the last vector.
+inline float largest_score(const float* scores, int64_t count) {
+  Vec largest = load(scores);
+  for (int64_t i = kLanes; i < count; i += kLanes) largest = max(load(scores + i), largest);
+  return max_lanes(largest);
+}
+
 // Scores to unnormalised weights 2^(score - most), in place. The array has room for whole vectors.
 inline void to_weights(float* scores, int64_t count, float& most, float& sum) {
   for (int64_t i = count; i % kLanes; ++i) scores[i] = -INFINITY;
-  Vec largest = load(scores);
-  for (int64_t i = kLanes; i < count; i += kLanes) largest = max(load(scores + i), largest);
-  most = max_lanes(largest);
+  most = largest_score(scores, count);
   const Vec shift = broadcast(most);
   Vec total{};
   for (int64_t i = 0; i < count; i += kLanes) {
