@@ -200,9 +200,9 @@ class FloatAttention {
     to_weights(scores + m * kScoreStride, count, out.most[m], out.sum[m]);
   }
 
-  // What queries attended at entries that stand for the same ranks of all who see them: those of the
-  // first `common` see all, others may see some more. Their weights are in columns from 0 on. Returns
-  // how many were added for everybody who sees them; the rest is for weigh_rest.
+  // What queries attended at entries that stand for the same ranks of all who see them: the first
+  // `common` all do. Their weights are in columns from 0 on. Returns how many were added for everybody;
+  // the rest is for weigh_rest.
   // Few queries read the values as they are; for more they are converted once.
   int64_t weigh_shared(const Entries<const Weight>& values, Range range, int64_t common,
                        const Attended& out) const {

@@ -25,10 +25,9 @@ inline int64_t num_chunks(int64_t ranks) { return (ranks + kChunk - 1) / kChunk;
 inline std::vector<Visible> visible_entries(const ForedraftForward& forward) {
   std::vector<Visible> visible(static_cast<size_t>(forward.num_tokens));
   for (int64_t t = 0; t < forward.num_tokens; ++t) {
-    int64_t prefix = forward.prefixes[t], extra = forward.extra_starts[t];
-    const int64_t end = forward.extra_starts[t + 1];
-    while (extra < end && forward.extras[extra] == prefix) ++extra, ++prefix;  // as in a chain
-    visible[size_t(t)] = {prefix, forward.extras + extra, end - extra};
+    const int32_t start = forward.extra_starts[t];
+    visible[size_t(t)] = Visible::of(forward.prefixes[t], forward.extras + start,
+                                     forward.extra_starts[t + 1] - start);
   }
   return visible;
 }

@@ -2,14 +2,14 @@
 //
 // Shape legend: see attention.h; S steps of 32 dimensions.
 //
-// Queries and weights are two bfloat16 parts each, 16 bits of them, as activations are (tiles.h): first
-// the high parts are multiplied and added, then the low ones. Scores add up 32 dimensions at a time,
-// weighted values 32 ranks at a time, counted from the beginning of the chunk: ranks that a token
-// does not see are zeros there. So a query's numbers are the same whatever is computed beside it.
+// Queries and weights are two bfloat16 parts each, 16 bits of them, as activations are (tiles.h):
+// first the high parts are multiplied and added, then the low ones. Scores add up 32 dimensions at a
+// time, weighted values 32 ranks at a time, counted from the beginning of the chunk; ranks that a
+// token does not see are zeros there. So a query's numbers are the same whatever is computed beside.
 //
-// Words of two bfloat16 numbers are what tiles multiply. Of keys they hold two dimensions, as they lie
-// in the cache; of values the ranks r and r + 16, which spares weights any shuffling: the words of
-// weights are made of two vectors that lie behind one another.
+// Tiles multiply words of two bfloat16 numbers. Of keys these are two dimensions, as they lie in the
+// cache; of values the ranks r and r + 16, which spares weights any shuffling: their words are made
+// of two vectors that lie behind one another.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,6 @@ namespace foredraft {
 constexpr int64_t kTileWords = kTileBytes / 4;
 constexpr int64_t kTileColumns = 16;
 constexpr int64_t kPanelRanks = 64;  // whose values are laid out together
-constexpr int64_t kPanelTiles = kPanelRanks / kTileInputs * 2;  // per step of dimensions
 
 // Queries go over tiles in blocks of equally many; the last may have rows that are nobody's.
 struct QueryBlocks {
@@ -68,10 +67,11 @@ class TileAttention {
   static_assert(kScored == 2 * kTileColumns && kChunk % kPanelRanks == 0, "whole tiles");
 
   float* queries;  // [M, padded D], scaled
-  float* scores;   // [M, kScoreStride], then weights: of 32 ranks 16 words high parts and 16 low ones
+  float* scores;   // [M, kScoreStride], then weights: for 32 ranks 16 words of high parts, 16 of low
 
   static int64_t size(int64_t M, int64_t D) {
-    const int64_t tiles = steps(D) * (2 * 2 + 2 * kPanelTiles) + 1;  // and room for alignment
+    const int64_t entries = 2 * kScored + 2 * kPanelRanks;
+    const int64_t tiles = entries / kTileColumns * steps(D) + 1;  // and room for alignment
     const int64_t rows = attended_rows(M);
     return M * padded(D) + rows * (kScoreStride + steps(D) * kTileInputs) + tiles * kTileWords;
   }
@@ -82,13 +82,13 @@ class TileAttention {
     scores = reinterpret_cast<float*>(aligned * kTileRowBytes);
     parts_ = reinterpret_cast<char*>(scores + blocks_.size() * kScoreStride);
     keys_ = reinterpret_cast<float*>(parts_ + S_ * 2 * part_bytes());
-    values_ = keys_ + 2 * S_ * 2 * kTileWords;
+    values_ = keys_ + 2 * step_words();
   }
 
   // Takes over the queries, and the thread's tiles.
   void begin() const {
     whole();
-    if (D_ % kTileInputs) std::memset(keys_, 0, size_t(2 * S_ * 2 * kTileBytes));
+    if (D_ % kTileInputs) std::fill(keys_, values_, 0.0f);  // behind the last dimension
     for (int64_t m = 0; m < M_; ++m)
       for (int64_t s = 0; s < S_; ++s) {
         alignas(64) float row[kTileInputs] = {};
@@ -102,19 +102,19 @@ class TileAttention {
   template <class Before>
   void score(const Entries<const bf16>& keys, Range range, int64_t column,
              const Before& before) const {
-    const int64_t buffer_words = S_ * 2 * kTileWords;
     for (int64_t s = 0; s < S_; ++s) transpose(keys, range, s, keys_);
-    for (int64_t i = 0; range.begin < range.end; range.begin += kScored, column += kScored, ++i) {
+    for (int64_t i = 0; range.begin < range.end; ++i, column += kScored) {
       before(range.begin);
-      float *const here = keys_ + i % 2 * buffer_words, *const there = keys_ + (i + 1) % 2 * buffer_words;
-      const Range ahead{range.begin + kScored, range.end};
-      const auto meanwhile = [&](int64_t s) { transpose(keys, ahead, s, there); };
-      int64_t block = 0;
-      if (blocks_.count == 1) score_blocks<1>(block++, here, column, meanwhile);
-      else score_blocks<2>(block, here, column, meanwhile), block += 2;
+      range.begin += kScored;
+      const float* const here = keys_ + i % 2 * step_words();
+      float* const there = keys_ + (i + 1) % 2 * step_words();
+      const auto meanwhile = [&](int64_t s) { transpose(keys, range, s, there); };
       const auto nothing = [](int64_t) {};
-      for (; block + 2 <= blocks_.count; block += 2) score_blocks<2>(block, here, column, nothing);
-      if (block < blocks_.count) score_blocks<1>(block, here, column, nothing);
+      for (int64_t block = 0; block < blocks_.count; block += 2)
+        if (block + 1 == blocks_.count && block) score_blocks<1>(block, here, column, nothing);
+        else if (block + 1 == blocks_.count) score_blocks<1>(block, here, column, meanwhile);
+        else if (block) score_blocks<2>(block, here, column, nothing);
+        else score_blocks<2>(block, here, column, meanwhile);
     }
   }
 
@@ -127,7 +127,7 @@ class TileAttention {
     int64_t i = 0;
     for (; i + kTileInputs <= count; i += kTileInputs) split_weights<true>(row + i, 32, most, total);
     if (i < count) split_weights<false>(row + i, count - i, most, total), i += kTileInputs;
-    if (i < end) std::fill(row + i, row + (end + kTileInputs - 1) / kTileInputs * kTileInputs, 0.0f);
+    for (; i < end; i += kTileInputs) std::fill(row + i, row + i + kTileInputs, 0.0f);
     out.sum[m] = sum_lanes(total);
   }
 
@@ -168,6 +168,12 @@ class TileAttention {
   static int64_t steps(int64_t D) { return (D + kTileInputs - 1) / kTileInputs; }
 
   int64_t part_bytes() const { return blocks_.size() * kTileRowBytes; }
+  // Of 32 entries, keys or values.
+  int64_t step_words() const { return 2 * S_ * kTileWords; }
+  // Where the values of 32 columns are laid out: there is room for two panels.
+  float* values_of(int64_t column) const {
+    return values_ + column % (2 * kPanelRanks) / kTileInputs * step_words();
+  }
 
   // 32 dimensions of the first 32 keys of the range.
   void transpose(const Entries<const bf16>& keys, Range range, int64_t s, float* out) const {
@@ -190,7 +196,8 @@ class TileAttention {
       tiles.template load<4>(keys + s * kTileWords, kTileRowBytes);
       tiles.template load<5>(keys + (S_ + s) * kTileWords, kTileRowBytes);
       each<kBlocks>([&](auto b) INLINE {
-        const char* const high = parts_ + 2 * s * part_bytes() + (first + b.value * rows) * kTileRowBytes;
+        const char* const high =
+            parts_ + 2 * s * part_bytes() + (first + b.value * rows) * kTileRowBytes;
         tiles.template load<6>(high, kTileRowBytes);
         tiles.template load<7>(high + part_bytes(), kTileRowBytes);
         tiles.template multiply<2 * b.value, 6, 4>();
@@ -206,15 +213,16 @@ class TileAttention {
     });
   }
 
-  // 32 scores to weights, as 16 words of high parts and 16 of low ones: rounded to 16 bits, such that
-  // the low parts are what is left of these. All scores are there, or `count` of them.
+  // 32 scores to weights, as 16 words of high parts and 16 of low ones: rounded to 16 bits, such
+  // that the low parts are what is left of these. All scores are there, or `count` of them.
   template <bool kAll>
   static void split_weights(float* row, int64_t count, float most, Vec& total) {
     Bits high[32 / kLanes], low[32 / kLanes];
     UNROLL for (int i = 0; i < 32 / kLanes; ++i) {
       Vec weight = exp2_of_negative(load(row + i * kLanes) - broadcast(most));
       if (!kAll)
-        for (int64_t lane = std::max<int64_t>(count - i * kLanes, 0); lane < kLanes; ++lane) weight[lane] = 0;
+        for (int64_t lane = 0; lane < kLanes; ++lane)
+          if (i * kLanes + lane >= count) weight[lane] = 0;
       total += weight;
       const Bits rounded = ((Bits)weight + 0x80) & 0xffffff00u;
       high[i] = rounded & 0xffff0000u;
@@ -238,7 +246,8 @@ class TileAttention {
       const auto row = [&](int64_t column) -> const bf16* {
         return column < columns.end ? value(column) : nullptr;
       };
-      const bf16 *const first = row(columns.begin + i), *const second = row(columns.begin + i + kTileRows);
+      const bf16* const first = row(columns.begin + i);
+      const bf16* const second = row(columns.begin + i + kTileRows);
       for (int64_t d = 0; d < S_ * kTileInputs; d += kPair)
         put_values(words_of(first, d), words_of(second, d), d, out + i * kTileColumns);
     }
@@ -277,35 +286,32 @@ class TileAttention {
   // with zeros. put(column, tiles) lays 32 of them out.
   template <class Put>
   void weigh(const QueryBlocks& blocks, Range columns, const Attended& out, const Put& put) const {
-    const auto panel = [&](int64_t begin) { return values_ + begin / kPanelRanks % 2 * kPanelTiles * S_ * kTileWords; };
     const auto lay_out = [&](int64_t column) {
-      if (column >= columns.end) return;
-      put(column, panel(column - columns.begin) + (column - columns.begin) % kPanelRanks / kTileInputs * 2 * S_ * kTileWords);
+      if (column < columns.end) put(column, values_of(column));
     };
+    const auto meanwhile = [&](int64_t column) { lay_out(column + kPanelRanks); };
+    const auto nothing = [](int64_t) {};
     for (int64_t i = 0; i < kPanelRanks; i += kTileInputs) lay_out(columns.begin + i);
     for (int64_t begin = columns.begin; begin < columns.end; begin += kPanelRanks) {
-      const Range part{begin, std::min(begin + kPanelRanks, columns.end)};
-      const float* const values = panel(begin - columns.begin);
-      const auto meanwhile = [&](int64_t column) { lay_out(column + kPanelRanks); };
-      const auto nothing = [](int64_t) {};
+      const Range panel{begin, std::min(begin + kPanelRanks, columns.end)};
       for (int64_t block = 0; block < blocks.count; ++block)
-        for (int64_t tile = 0; tile < 2 * S_; tile += 4) {
-          const auto go = [&](auto together, const auto& aside) {
-            weigh_block<decltype(together)::value>(blocks, block, part, values + tile * kTileWords, tile, out, aside);
-          };
-          const bool first = block == 0 && tile == 0, four = tile + 4 <= 2 * S_;
-          constexpr std::integral_constant<int, 4> kFour;
-          constexpr std::integral_constant<int, 2> kTwo;
-          if (first) four ? go(kFour, meanwhile) : go(kTwo, meanwhile);
-          else four ? go(kFour, nothing) : go(kTwo, nothing);
-        }
+        for (int64_t tile = 0; tile < 2 * S_; tile += 4)
+          if (block || tile) weigh_block(blocks, block, panel, tile, out, nothing);
+          else weigh_block(blocks, block, panel, tile, out, meanwhile);
     }
+  }
+
+  template <class Meanwhile>
+  void weigh_block(const QueryBlocks& blocks, int64_t block, Range columns, int64_t tile,
+                   const Attended& out, const Meanwhile& meanwhile) const {
+    if (tile + 4 <= 2 * S_) weigh_tiles<4>(blocks, block, columns, tile, out, meanwhile);
+    else weigh_tiles<2>(blocks, block, columns, tile, out, meanwhile);
   }
 
   // A block of queries and 16 kTogether dimensions.
   template <int kTogether, class Meanwhile>
-  void weigh_block(const QueryBlocks& blocks, int64_t block, Range columns, const float* values,
-                   int64_t tile, const Attended& out, const Meanwhile& meanwhile) const {
+  void weigh_tiles(const QueryBlocks& blocks, int64_t block, Range columns, int64_t tile,
+                   const Attended& out, const Meanwhile& meanwhile) const {
     Tiles tiles(blocks.shape());
     const int64_t m = blocks.first(block), stride = attended_width(D_);
     float* const sums = out.values + m * stride + tile * kTileColumns;
@@ -313,8 +319,9 @@ class TileAttention {
       if (columns.begin) tiles.template load<sum.value>(sums + sum.value * kTileColumns, stride * 4);
       else tiles.template zero<sum.value>();
     });
-    const float* weights = scores + m * kScoreStride + columns.begin;
     for (int64_t column = columns.begin; column < columns.end; column += kTileInputs) {
+      const float* const weights = scores + m * kScoreStride + column;
+      const float* const values = values_of(column) + tile * kTileWords;
       tiles.template load<6>(weights, kScoreStride * 4);
       tiles.template load<7>(weights + kTileColumns, kScoreStride * 4);
       each<kTogether / 2>([&](auto pair) INLINE {
@@ -327,7 +334,6 @@ class TileAttention {
         tiles.template multiply<second, 7, 5>();
       });
       meanwhile(column);
-      weights += kTileInputs, values += 2 * S_ * kTileWords;
     }
     each<kTogether>([&](auto sum) INLINE {
       tiles.template store<sum.value>(sums + sum.value * kTileColumns, stride * 4);

@@ -23,6 +23,12 @@ struct Visible {
   const int32_t* extras;
   int64_t num_extras;
 
+  // Extras that follow the prefix at once, as those of a chain, belong to it.
+  static Visible of(int64_t prefix, const int32_t* extras, int64_t num_extras) {
+    for (; num_extras && *extras == prefix; --num_extras) ++prefix, ++extras;
+    return {prefix, extras, num_extras};
+  }
+
   int64_t count() const { return prefix + num_extras; }
 
   // The extras with ranks in [begin, end), as numbers of extras.
@@ -92,7 +98,7 @@ inline void fold(const Attended& all, const Attended& next, int64_t m, int64_t D
   const Vec old = exp2_of_negative(before - most), fresh = exp2_of_negative(there - most);
   float* values = all.values + m * attended_width(D);
   const float* added = next.values + m * attended_width(D);
-  for (int64_t d = 0; d < D; d += kLanes)
+  for (int64_t d = 0; d < padded(D); d += kLanes)
     store(values + d, fma(load(added + d), fresh, load(values + d) * old));
   all.sum[m] = fma(broadcast(next.sum[m]), fresh, broadcast(all.sum[m]) * old)[0];
   all.most[m] = most[0];

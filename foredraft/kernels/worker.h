@@ -42,8 +42,9 @@ namespace foredraft {
 template <class Weight, class Form>
 class Worker {
  public:
-  Worker(const ForedraftModel& model, const ForedraftForward& forward, const Workspace<Weight, Form>& work,
-         const std::vector<Visible>& visible, const AttentionPlan& plan, Member me)
+  Worker(const ForedraftModel& model, const ForedraftForward& forward,
+         const Workspace<Weight, Form>& work, const std::vector<Visible>& visible,
+         const AttentionPlan& plan, Member me)
       : model_(model), forward_(forward), work_(work), visible_(visible), plan_(plan), me_(me),
         clock_(me.index == 0 ? forward.phase_seconds : nullptr) {}
 
@@ -267,8 +268,8 @@ class Worker {
                     Range chunks) const {
     const int64_t T = tile.tokens.end - tile.tokens.begin, M = T * G;
     const int32_t* table = forward_.tables[tile.tokens.begin];
-    const AttentionScratch<Attention> scratch(
-        work_.attention + me_.index * work_.attention_size, M, D);
+    const AttentionScratch<Attention> scratch(work_.attention + me_.index * work_.attention_size,
+                                              M, D);
     put_queries(layer, tile.tokens, tile.kv_head, scratch.arithmetic);
     const auto seen = [&](void* store) {
       return cache<const Weight>(store, index).entries(table, tile.kv_head);

@@ -61,6 +61,7 @@ def _runtime(compiler: str, name: str) -> str:
     [
         ("decoder", "tests/models/test_fused.py", CORE),
         ("products", "tests/kernels/test_products.py", PRODUCTS),
+        ("attention", "tests/kernels/test_attention.py", "chain or tree or anything"),
         ("heads", "tests/drafters/test_candidates.py", ""),
         ("noise", "tests/core/test_noise.py", ""),
     ],
