@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
@@ -17,9 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.kernels.build import KernelUnavailable, build_in_cache, find_compiler
 from foredraft.kernels.instructions import InstructionSet, available
-from foredraft.paths import cache_root
+from tests.kernels.compiled import compiled
 
 BLOCK = 64
 CHUNK = 256
@@ -85,12 +83,7 @@ class Layer(ctypes.Structure):
 
 @functools.cache
 def library(instructions: InstructionSet) -> ctypes.CDLL:
-    try:
-        compiler = find_compiler(os.environ)
-    except KernelUnavailable as reason:
-        pytest.skip(str(reason))
-    path = build_in_cache(compiler, [cache_root() / "kernels"], "attention", instructions)
-    loaded = ctypes.CDLL(str(path))
+    loaded = compiled("attention", instructions)
     loaded.foredraft_attend.argtypes = [c_void_p, c_int64]
     loaded.foredraft_attend.restype = None
     loaded.foredraft_has_tiles.restype = c_int64
