@@ -6,6 +6,7 @@ R rows of N and H together, S slots with M blocks each.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 from array import array
@@ -207,6 +208,12 @@ def _reserved(num_bytes: int) -> Tensor:
     if sys.platform == "linux":
         flags |= getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
     try:
-        return torch.frombuffer(mmap.mmap(-1, num_bytes, flags), dtype=torch.uint8)
+        memory = mmap.mmap(-1, num_bytes, flags)
     except OSError as error:
         raise MemoryError(f"no room for {num_bytes} bytes of cache: {error}") from error
+    # A layer's entries lie a block apart: with small pages each few of them begin with a search for
+    # the address. The system may decline.
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -74,10 +74,19 @@ inline bool tiles_allowed() {
   return allowed;
 }
 
-// While this lives, the thread may use tiles of this shape.
+// While this lives, the thread may use tiles of this shape, or of others meanwhile.
 class TileSession {
  public:
-  explicit TileSession(TileShape shape) {
+  explicit TileSession(TileShape tiles) : tiles_(tiles) { resume(); }
+  ~TileSession() {
+    if (tiles_allowed()) asm volatile("tilerelease");
+  }
+  TileSession(const TileSession&) = delete;
+
+  void resume() const { shape(tiles_); }
+
+  // Gives the thread's tiles another shape; what they held is lost.
+  static void shape(TileShape tiles) {
     if (!tiles_allowed()) return;
     struct alignas(64) {
       uint8_t palette, start_row, reserved[14];
@@ -86,18 +95,17 @@ class TileSession {
     } config = {};
     config.palette = 1;
     for (int tile = 0; tile < 8; ++tile) {
-      config.rows[tile] = shape.rows[tile];
-      config.bytes[tile] = shape.bytes[tile];
+      config.rows[tile] = tiles.rows[tile];
+      config.bytes[tile] = tiles.bytes[tile];
     }
     asm volatile("ldtilecfg %0" ::"m"(config));
   }
-  ~TileSession() {
-    if (tiles_allowed()) asm volatile("tilerelease");
-  }
-  TileSession(const TileSession&) = delete;
+
+ private:
+  const TileShape tiles_;
 };
 
-// The thread's tiles, in the shape of its session.
+// The thread's tiles, in the shape that they have.
 struct Tiles {
   explicit Tiles(TileShape) {}
 
@@ -135,6 +143,8 @@ inline bool tiles_allowed() { return true; }
 
 struct TileSession {
   explicit TileSession(TileShape) {}
+  void resume() const {}
+  static void shape(TileShape) {}
 };
 
 class Tiles {
@@ -186,6 +196,8 @@ inline bool tiles_allowed() { return false; }
 
 struct TileSession {
   explicit TileSession(TileShape) {}
+  void resume() const {}
+  static void shape(TileShape) {}
 };
 
 struct Tiles {

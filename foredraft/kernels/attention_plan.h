@@ -26,8 +26,8 @@ inline std::vector<Visible> visible_entries(const ForedraftForward& forward) {
   std::vector<Visible> visible(static_cast<size_t>(forward.num_tokens));
   for (int64_t t = 0; t < forward.num_tokens; ++t) {
     const int32_t start = forward.extra_starts[t];
-    visible[size_t(t)] = {forward.prefixes[t], forward.extras + start,
-                          forward.extra_starts[t + 1] - start};
+    visible[size_t(t)] = Visible::of(forward.prefixes[t], forward.extras + start,
+                                     forward.extra_starts[t + 1] - start);
   }
   return visible;
 }

@@ -19,8 +19,8 @@ namespace {
 
 template <class Weight, class Form>
 Outcome run(const ForedraftModel& model, const ForedraftForward& forward) {
-  const Workspace<Form> work(model, forward.num_tokens, forward.num_wanted, forward.max_entries,
-                             forward.num_threads, forward.workspace);
+  const Workspace<Weight, Form> work(model, forward.num_tokens, forward.num_wanted,
+                                     forward.max_entries, forward.num_threads, forward.workspace);
   const std::vector<Visible> visible = visible_entries(forward);
   const AttentionPlan plan(model, forward, visible);
   return Entry::of_this_process().run(forward.workspace, forward.num_threads, [&](Member me) {
@@ -52,9 +52,9 @@ int64_t foredraft_has_tiles() { return tiles_allowed(); }
 __attribute__((visibility("default")))
 int64_t foredraft_workspace_size(const ForedraftModel* model, int64_t num_tokens,
                                  int64_t num_wanted, int64_t max_entries, int64_t num_threads) {
-  return with_types(*model, [&](auto, auto form) {
-    return Workspace<decltype(form)>(*model, num_tokens, num_wanted, max_entries, num_threads,
-                                     nullptr).size;
+  return with_types(*model, [&](auto weight, auto form) {
+    return Workspace<decltype(weight), decltype(form)>(*model, num_tokens, num_wanted, max_entries,
+                                                       num_threads, nullptr).size;
   });
 }
 

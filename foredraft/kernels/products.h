@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "attention_floats.h"
+#include "attention_tiles.h"
 #include "int8_tiles.h"
 #include "interface.h"
 #include "matmul.h"
@@ -81,6 +83,12 @@ struct Tiled {
     x.template prepare<Type>(rows, tokens);
   }
 };
+
+// How attention is computed beside matrices of a form. Those in few bits keep to float32, as on CPUs
+// without tiles: their texts are the same on both.
+template <class Weight, class Form>
+using AttentionOf =
+    std::conditional_t<std::is_same_v<Form, Tiled>, TileAttention, FloatAttention<Weight>>;
 
 // All of `rows`, in panels that stay in the nearest caches while all tokens pass over them:
 // put(token, row, value) for each output. While a panel is multiplied the one behind it is prefetched,

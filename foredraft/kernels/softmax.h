@@ -7,16 +7,27 @@
 #include <cmath>
 #include <cstdint>
 
+#include "entries.h"
 #include "simd.h"
 #include "team.h"
 
 namespace foredraft {
+
+constexpr int64_t kChunk = 256;  // ranks; part of what the result is defined by
+constexpr int64_t kScoreStride = kChunk + kRunEntries;  // scores are logarithms to base 2
+constexpr float kLog2E = 1.44269504f;
 
 // What one token sees.
 struct Visible {
   int64_t prefix;
   const int32_t* extras;
   int64_t num_extras;
+
+  // Extras that follow the prefix at once, as those of a chain, belong to it.
+  static Visible of(int64_t prefix, const int32_t* extras, int64_t num_extras) {
+    for (; num_extras && *extras == prefix; --num_extras) ++prefix, ++extras;
+    return {prefix, extras, num_extras};
+  }
 
   int64_t count() const { return prefix + num_extras; }
 
@@ -29,16 +40,28 @@ struct Visible {
   }
 };
 
+// Numbers from one query's values to the next: whole vectors and whole tiles.
+inline int64_t attended_width(int64_t D) { return (D + 31) / 32 * 32; }
+
+// Rows of M queries' numbers: as many as blocks of equally many on tiles have.
+inline int64_t attended_rows(int64_t M) {
+  const int64_t blocks = (M + 15) / 16;
+  return (M + blocks - 1) / blocks * blocks;
+}
+
 // What M queries attended so far: unnormalised values in lane order, and by what to normalise them.
 struct Attended {
-  float* values;  // [M, padded D]
+  float* values;  // [attended_rows(M), attended_width(D)]
   float* most;    // [M] largest score
   float* sum;     // [M] of 2^(score - most)
 
-  static int64_t size(int64_t M, int64_t D) { return M * (padded(D) + 2); }
+  static int64_t size(int64_t M, int64_t D) {
+    return attended_rows(M) * (attended_width(D) + 32) / 32 * 32;  // whole lines
+  }
 
   static Attended in(float* memory, int64_t M, int64_t D) {
-    return {memory, memory + M * padded(D), memory + M * (padded(D) + 1)};
+    float* const behind = memory + attended_rows(M) * attended_width(D);
+    return {memory, behind, behind + M};
   }
 };
 
@@ -73,20 +96,25 @@ inline void fold(const Attended& all, const Attended& next, int64_t m, int64_t D
   const Vec before = broadcast(all.most[m]), there = broadcast(next.most[m]);
   const Vec most = max(before, there);
   const Vec old = exp2_of_negative(before - most), fresh = exp2_of_negative(there - most);
-  float* values = all.values + m * padded(D);
-  const float* added = next.values + m * padded(D);
-  for (int64_t d = 0; d < D; d += kLanes)
+  float* values = all.values + m * attended_width(D);
+  const float* added = next.values + m * attended_width(D);
+  for (int64_t d = 0; d < padded(D); d += kLanes)
     store(values + d, fma(load(added + d), fresh, load(values + d) * old));
   all.sum[m] = fma(broadcast(next.sum[m]), fresh, broadcast(all.sum[m]) * old)[0];
   all.most[m] = most[0];
 }
 
+// Of `count` scores, -infinity behind them in the last vector.
+inline float largest_score(const float* scores, int64_t count) {
+  Vec largest = load(scores);
+  for (int64_t i = kLanes; i < count; i += kLanes) largest = max(load(scores + i), largest);
+  return max_lanes(largest);
+}
+
 // Scores to unnormalised weights 2^(score - most), in place. The array has room for whole vectors.
 inline void to_weights(float* scores, int64_t count, float& most, float& sum) {
   for (int64_t i = count; i % kLanes; ++i) scores[i] = -INFINITY;
-  Vec largest = load(scores);
-  for (int64_t i = kLanes; i < count; i += kLanes) largest = max(load(scores + i), largest);
-  most = max_lanes(largest);
+  most = largest_score(scores, count);
   const Vec shift = broadcast(most);
   Vec total{};
   for (int64_t i = 0; i < count; i += kLanes) {

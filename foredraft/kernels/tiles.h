@@ -63,6 +63,31 @@ inline Bits to_bf16(Vec x) {
   return x == x ? rounded : (word | 0x400000) & 0xffff0000;
 }
 
+// Every second one of kPair floats in the lane order of a type.
+inline Vec every_second(const float* x, int first, const bf16*) { return load(x + first * kLanes); }
+
+inline Vec every_second(const float* x, int first, const float*) {
+  float pair[kPair];
+  store_in_lane_order(pair, load(x), load(x + kLanes), static_cast<const bf16*>(nullptr));
+  return load(pair + first * kLanes);
+}
+
+// Both parts of 32 floats, of which `count` are there, whole pairs: a tile's row each.
+template <class Weight>
+inline void put_parts(const float* x, int64_t count, char* high_row, int64_t part_bytes) {
+  constexpr const Weight* kOrder = nullptr;  // names the type
+  for (int64_t i = 0; i < kTileInputs; i += kPair) {
+    const bool there = i < count;
+    const Vec even = there ? every_second(x + i, 0, kOrder) : Vec{};
+    const Vec odd = there ? every_second(x + i, 1, kOrder) : Vec{};
+    const Bits high_even = to_bf16(even), high_odd = to_bf16(odd);
+    const Bits high = high_odd | (high_even >> 16);
+    const Bits low = to_bf16(odd - (Vec)high_odd) | (to_bf16(even - (Vec)high_even) >> 16);
+    std::memcpy(high_row + i * sizeof(bf16), &high, sizeof high);
+    std::memcpy(high_row + part_bytes + i * sizeof(bf16), &low, sizeof low);
+  }
+}
+
 struct TileInputs {
   char* data;
   int64_t num_tokens, K;
@@ -94,37 +119,9 @@ struct TileInputs {
   void prepare(const float* rows, Range tokens) const {
     for (int64_t t = tokens.begin; t < tokens.end; ++t)
       for (int64_t step = 0; step < num_steps(K); ++step)
-        put<Weight>(rows + t * padded(K), step * kTileInputs,
-                    tile(t / blocks.tokens, step, 0) + t % blocks.tokens * kTileRowBytes);
-  }
-
- private:
-  // Both parts of a token's inputs [k, k + 32).
-  template <class Weight>
-  void put(const float* row, int64_t k, char* high_row) const {
-    char* const low_row = high_row + part_bytes();
-    for (int64_t i = 0; i < kTileInputs; i += kPair) {
-      const bool there = k + i < padded(K);
-      const Vec even = there ? evens(row + k + i, static_cast<const Weight*>(nullptr)) : Vec{};
-      const Vec odd = there ? odds(row + k + i, static_cast<const Weight*>(nullptr)) : Vec{};
-      const Bits high_even = to_bf16(even), high_odd = to_bf16(odd);
-      const Bits high = high_odd | (high_even >> 16);
-      const Bits low = to_bf16(odd - (Vec)high_odd) | (to_bf16(even - (Vec)high_even) >> 16);
-      std::memcpy(high_row + i * sizeof(bf16), &high, sizeof high);
-      std::memcpy(low_row + i * sizeof(bf16), &low, sizeof low);
-    }
-  }
-
-  // Of kPair floats in the lane order of a type.
-  static Vec evens(const float* x, const bf16*) { return load(x); }
-  static Vec odds(const float* x, const bf16*) { return load(x + kLanes); }
-  static Vec evens(const float* x, const float*) { return every_second(x, 0); }
-  static Vec odds(const float* x, const float*) { return every_second(x, 1); }
-
-  static Vec every_second(const float* x, int first) {
-    float pair[kPair];
-    store_in_lane_order(pair, load(x), load(x + kLanes), static_cast<const bf16*>(nullptr));
-    return load(pair + first * kLanes);
+        put_parts<Weight>(rows + t * padded(K) + step * kTileInputs, padded(K) - step * kTileInputs,
+                          tile(t / blocks.tokens, step, 0) + t % blocks.tokens * kTileRowBytes,
+                          part_bytes());
   }
 };
 

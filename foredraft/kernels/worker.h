@@ -42,8 +42,9 @@ namespace foredraft {
 template <class Weight, class Form>
 class Worker {
  public:
-  Worker(const ForedraftModel& model, const ForedraftForward& forward, const Workspace<Form>& work,
-         const std::vector<Visible>& visible, const AttentionPlan& plan, Member me)
+  Worker(const ForedraftModel& model, const ForedraftForward& forward,
+         const Workspace<Weight, Form>& work, const std::vector<Visible>& visible,
+         const AttentionPlan& plan, Member me)
       : model_(model), forward_(forward), work_(work), visible_(visible), plan_(plan), me_(me),
         clock_(me.index == 0 ? forward.phase_seconds : nullptr) {}
 
@@ -57,11 +58,12 @@ class Worker {
  private:
   const ForedraftModel& model_;
   const ForedraftForward& forward_;
-  const Workspace<Form>& work_;
+  const Workspace<Weight, Form>& work_;
   const std::vector<Visible>& visible_;
   const AttentionPlan& plan_;
   Member me_;
   PhaseClock clock_;
+  const typename Form::Session session_{forward_.num_tokens};
 
   const int64_t T = forward_.num_tokens, E = model_.hidden, D = model_.head_dim;
   const int64_t H = model_.num_heads, G = H / model_.num_kv_heads, F = model_.feed_forward;
@@ -78,7 +80,6 @@ class Worker {
   }
 
   void layers() {
-    const typename Form::Session session(T);
     embed();
     end(kOther);
     for (int64_t index = forward_.first_layer; index < forward_.end_layer; ++index) layer(index);
@@ -111,6 +112,7 @@ class Worker {
     end(kLinear);
   }
 
+  using Attention = AttentionOf<Weight, Form>;
   using Rows = typename Form::Rows;
   using Inputs = typename Form::Inputs;
   using Order = typename Form::Order;  // of normed and feed_forward rows
@@ -231,9 +233,10 @@ class Worker {
     for (int64_t i = 0; i < D; ++i) from_float(x[i], target[i]);
   }
 
-  // Finishes the queries of a tile: [tokens, G, padded D]. `x` is room for one.
-  void put_queries(const ForedraftLayer& layer, Range tokens, int64_t kv_head, float* row,
-                   float* x) const {
+  // Finishes the queries of a tile: [tokens, G, padded D].
+  void put_queries(const ForedraftLayer& layer, Range tokens, int64_t kv_head,
+                   const Attention& attention) const {
+    float *row = attention.queries, *x = attention.scores;  // room for one
     const float scale = kLog2E / std::sqrt(float(D));
     for (int64_t token = tokens.begin; token < tokens.end; ++token)
       for (int64_t head = kv_head * G; head < (kv_head + 1) * G; ++head, row += padded(D)) {
@@ -243,6 +246,7 @@ class Worker {
         rotate_head(x, work_.cosine + token * D / 2, work_.sine + token * D / 2, D);
         for (int64_t i = 0; i < D; ++i) row[i] = x[i] * scale;
       }
+    attention.begin();
   }
 
   template <class Type = Weight>
@@ -254,6 +258,7 @@ class Worker {
   void attend(int64_t index, const ForedraftLayer& layer) {
     for (const AttentionPlan::Piece& piece : plan_.pieces(me_.index))
       attend_piece(index, layer, *piece.tile, piece.chunks);
+    if constexpr (std::is_same_v<Attention, TileAttention>) session_.resume();
     if (plan_.shared().empty()) return;
     me_.sync();
     for (const AttentionPlan::Tile* tile : plan_.shared()) fold_kept(*tile);
@@ -263,28 +268,27 @@ class Worker {
                     Range chunks) const {
     const int64_t T = tile.tokens.end - tile.tokens.begin, M = T * G;
     const int32_t* table = forward_.tables[tile.tokens.begin];
-    const auto scratch =
-        AttentionScratch::in(work_.attention + me_.index * work_.attention_size, M, D);
-    put_queries(layer, tile.tokens, tile.kv_head, scratch.queries, scratch.scores);
+    const AttentionScratch<Attention> scratch(work_.attention + me_.index * work_.attention_size,
+                                              M, D);
+    put_queries(layer, tile.tokens, tile.kv_head, scratch.arithmetic);
     const auto seen = [&](void* store) {
       return cache<const Weight>(store, index).entries(table, tile.kv_head);
     };
-    AttentionTile<Weight> attention{seen(forward_.keys), seen(forward_.values), D, G,
-                                    &visible_[size_t(tile.tokens.begin)], T, {0, 0}, scratch};
-    const auto all = Attended::in(scratch.all, M, D);
-    const auto next = Attended::in(scratch.chunk, M, D);
+    AttentionTile<Weight, Attention> attention{
+        seen(forward_.keys), seen(forward_.values), D, G,
+        &visible_[size_t(tile.tokens.begin)], T, {0, 0}, scratch.arithmetic};
     for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
       const bool is_first = chunk == 0, is_last = chunk + 1 == chunks.end;
       attention.next = {(chunk + 1) * kChunk, is_last ? 0 : tile.ranks};
       attention.attend_chunk(chunk * kChunk, tile.partial >= 0 ? kept(tile, chunk)
-                                             : is_first        ? all
-                                                               : next);
+                                             : is_first        ? scratch.all
+                                                               : scratch.chunk);
       if (tile.partial >= 0 || is_first) continue;
       for (int64_t m = 0; m < M; ++m)
-        if (attention.reaches(m / G, chunk * kChunk)) fold(all, next, m, D);
+        if (attention.reaches(m / G, chunk * kChunk)) fold(scratch.all, scratch.chunk, m, D);
     }
     if (tile.partial < 0)
-      for (int64_t m = 0; m < M; ++m) put_attended(tile, m, all);
+      for (int64_t m = 0; m < M; ++m) put_attended(tile, m, scratch.all);
   }
 
   // What a chunk of a shared tile gave.
@@ -309,7 +313,7 @@ class Worker {
   void put_attended(const AttentionPlan::Tile& tile, int64_t m, const Attended& all) const {
     float* out = work_.attended + (tile.tokens.begin + m / G) * padded(H * D);
     const int64_t offset = (tile.kv_head * G + m % G) * D;
-    const float* values = all.values + m * padded(D);
+    const float* values = all.values + m * attended_width(D);
     const float factor = 1.0f / all.sum[m];
     if (offset % kPair == 0 && D % kPair == 0) {
       for (int64_t d = 0; d < D; ++d) out[offset + d] = values[d] * factor;

@@ -16,9 +16,11 @@ namespace foredraft {
 constexpr int64_t kFewTokens = 32;   // up to here each thread prepares its inputs alone
 
 // The work buffers of one forward, one after another in the caller's workspace. Rows in lane order
-// are padded to whole pairs. `Form` is one of products.h.
-template <class Form>
+// are padded to whole pairs. `Weight` and `Form` as in worker.h.
+template <class Weight, class Form>
 struct Workspace {
+  using Scratch = AttentionScratch<AttentionOf<Weight, Form>>;
+
   int64_t size = 0;  // floats
 
   float *hidden, *normed, *qkv, *cosine, *sine, *attended, *feed_forward;
@@ -47,7 +49,7 @@ struct Workspace {
     normed_size = whole_lines(std::max(T, num_wanted) * padded(E)) + kApart;
     const int64_t most_inputs = std::max({E, H * D, model.feed_forward});
     prepared_size = whole_lines(Form::prepared_size(T, most_inputs)) + kApart;
-    attention_size = whole_lines(AttentionScratch::size(tile_queries, D)) + kApart;
+    attention_size = whole_lines(Scratch::size(tile_queries, D)) + kApart;
     kept_chunk_size = whole_lines(Attended::size(tile_queries, D));
     const int64_t panel = panel_rows(matrix<Form>(nullptr, E), T);
     const int64_t panels = std::max<int64_t>(1, kScratch / T / panel);

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import platform
 from ctypes import c_int64, c_void_p
 
@@ -16,10 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.kernels.build import KernelUnavailable, build_in_cache, find_compiler
 from foredraft.kernels.instructions import INSTRUCTION_SETS, InstructionSet, cpu_features
 from foredraft.models.native.packed import PACKED, Int8Matrix, TiledMatrix, tensor_of
-from foredraft.paths import cache_root
+from tests.kernels.compiled import compiled
 
 FORM_INT8, FORM_INT4, FORM_TILED = 1, 2, 3
 ONE_ROUNDING = "-DFOREDRAFT_EMULATE_FMA"
@@ -44,12 +42,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 @functools.cache
 def library(instructions: InstructionSet) -> ctypes.CDLL:
-    try:
-        compiler = find_compiler(os.environ)
-    except KernelUnavailable as reason:
-        pytest.skip(str(reason))
-    path = build_in_cache(compiler, [cache_root() / "kernels"], "products", instructions)
-    loaded = ctypes.CDLL(str(path))
+    loaded = compiled("products", instructions)
     loaded.foredraft_multiply.argtypes = [
         *(c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p)
     ]

@@ -126,6 +126,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ("library", "tests", "which"),
     [
         ("decoder", "tests/models/test_fused.py", "tree_node or batch or growing or taps"),
+        ("attention", "tests/kernels/test_attention.py", "chain or tree or anything"),
         ("heads", "tests/drafters/test_candidates.py", ""),
         ("noise", "tests/core/test_noise.py", "all_ways or same_bits or says"),
     ],

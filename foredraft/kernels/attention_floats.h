@@ -1,0 +1,271 @@
+// Scores and weighted values in float32 multiply-adds.
+//
+// Shape legend: see attention.h; Q queries of a block, P pairs of vectors.
+//
+// Keys are transposed and values are converted in pieces that stay in the nearest cache while all
+// queries pass over them.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "entries.h"
+#include "simd.h"
+#include "softmax.h"
+#include "team.h"
+#include "transpose.h"
+
+namespace foredraft {
+
+constexpr int64_t kPanelFloats = 4096;  // of converted values: they stay in the nearest cache
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kVectorRegisters = 32;
+#else
+constexpr int kVectorRegisters = 16;
+#endif
+
+static_assert(kChunk % kRunEntries == 0 && kRunEntries % kPair == 0, "blocks within runs");
+
+// ---- scores -------------------------------------------------------------------------------------
+
+// A vector of words of the transposed keys: one dimension of float keys, two of bfloat16 ones.
+inline void put_dimensions(Ints words, int64_t word, float* out, const float*) {
+  store(out + word * kPair, (Vec)words);
+}
+
+inline void put_dimensions(Ints words, int64_t word, float* out, const bf16*) {
+  store(out + 2 * word * kPair, (Vec)((Bits)words << 16));
+  store(out + (2 * word + 1) * kPair, (Vec)((Bits)words & 0xffff0000u));
+}
+
+// The keys of kPair entries by dimensions: [D, kPair entries].
+template <class Weight>
+inline void transpose_pair(const Weight* keys, int64_t D, int64_t count, float* out) {
+  transpose_keys(keys, D, D, kPair, count, [&](Ints words, int64_t word, int64_t first) INLINE {
+    put_dimensions(words, word, out + first, keys);
+  });
+}
+
+// Scores of Q queries at kPair entries, whose keys are transposed: the even dimensions summed up in
+// their order plus the odd ones. Not inlined: the sums need all registers.
+template <int Q>
+__attribute__((noinline)) void score_block(const float* keys, int64_t D, const float* queries,
+                                           int64_t query_stride, float* scores,
+                                           int64_t score_stride) {
+  constexpr int kTogether = 4 * Q + 5 <= kVectorRegisters ? 2 : 1;  // both sums at once, if they fit
+  const auto add_up = [&](auto pass) INLINE {
+    Vec sum[kTogether][Q][2];
+    UNROLL for (int i = 0; i < kTogether; ++i)
+      UNROLL for (int q = 0; q < Q; ++q) sum[i][q][0] = sum[i][q][1] = Vec{};
+    for (int64_t d = pass; d < D; d += 2)
+      UNROLL for (int i = 0; i < kTogether; ++i) {
+        const Vec low = load_to_register(keys + (d + i) * kPair);
+        const Vec high = load_to_register(keys + (d + i) * kPair + kLanes);
+        UNROLL for (int q = 0; q < Q; ++q) {
+          const Vec factor = broadcast(queries[q * query_stride + d + i]);
+          sum[i][q][0] = fma(factor, low, sum[i][q][0]);
+          sum[i][q][1] = fma(factor, high, sum[i][q][1]);
+        }
+      }
+    UNROLL for (int q = 0; q < Q; ++q)
+      UNROLL for (int half = 0; half < 2; ++half) {
+        float* target = scores + q * score_stride + half * kLanes;
+        const Vec even = pass ? load(target) : sum[0][q][half];
+        store(target, pass + kTogether == 2 ? even + sum[kTogether - 1][q][half] : even);
+      }
+  };
+  add_up(std::integral_constant<int, 0>{});
+  if constexpr (kTogether == 1) add_up(std::integral_constant<int, 1>{});
+}
+
+// Calls block(integral constant Q, first query) for `count` queries in blocks of at most six.
+template <class Block>
+inline void in_query_blocks(int64_t count, const Block& block) {
+  const int64_t blocks = (count + 5) / 6;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t first = count * b / blocks;
+    switch (count * (b + 1) / blocks - first) {
+      case 1: block(std::integral_constant<int, 1>{}, first); break;
+      case 2: block(std::integral_constant<int, 2>{}, first); break;
+      case 3: block(std::integral_constant<int, 3>{}, first); break;
+      case 4: block(std::integral_constant<int, 4>{}, first); break;
+      case 5: block(std::integral_constant<int, 5>{}, first); break;
+      default: block(std::integral_constant<int, 6>{}, first); break;
+    }
+  }
+}
+
+// A pair of vectors as floats in lane order.
+inline void convert_pair(const float* source, float* out) { std::copy(source, source + kPair, out); }
+
+inline void convert_pair(const bf16* source, float* out) {
+  Bits words;
+  std::memcpy(&words, source, sizeof words);
+  store(out, (Vec)(words << 16));
+  store(out + kLanes, (Vec)(words & 0xffff0000u));
+}
+
+// ---- weighted values ----------------------------------------------------------------------------
+
+// P pairs of dimensions of Q queries: adds weight * value, entry by entry, to the sums at `out`.
+// Query q has its weights at weights + q * kScoreStride, that of the first entry in front; the
+// dimensions begin at d. Not inlined: the sums need all registers.
+template <int Q, int P, class Source>
+__attribute__((noinline)) void weigh_values(const Source& values, Range range, int64_t d,
+                                            const float* weight, float* out, int64_t out_stride) {
+  Vec sum[Q][2 * P];
+  UNROLL for (int q = 0; q < Q; ++q)
+    UNROLL for (int i = 0; i < 2 * P; ++i) sum[q][i] = load(out + q * out_stride + i * kLanes);
+  for (int64_t begin = range.begin; begin < range.end;) {
+    const int64_t end = std::min(range.end, begin / kRunEntries * kRunEntries + kRunEntries);
+    const auto* value = values.at(begin) + d;
+    for (; begin < end; ++begin, ++weight, value += values.D) {
+      UNROLL for (int p = 0; p < P; ++p) {
+        Vec first = load_first(value + p * kPair), second = load_second(value + p * kPair);
+        keep_in_register(first), keep_in_register(second);
+        if (kVectorRegisters == 16) asm("" : "+r"(weight));  // read them again: registers are short
+        UNROLL for (int q = 0; q < Q; ++q) {
+          const Vec factor = broadcast(weight[q * kScoreStride]);
+          sum[q][2 * p] = fma(factor, first, sum[q][2 * p]);
+          sum[q][2 * p + 1] = fma(factor, second, sum[q][2 * p + 1]);
+        }
+      }
+    }
+  }
+  UNROLL for (int q = 0; q < Q; ++q)
+    UNROLL for (int i = 0; i < 2 * P; ++i) store(out + q * out_stride + i * kLanes, sum[q][i]);
+}
+
+// All dimensions, which come in whole pairs.
+template <int Q, class Source>
+inline void weigh_all_values(const Source& values, Range range, int64_t D,
+                             const float* weights, float* out, int64_t out_stride) {
+  // Enough sums to hide the latency, none spilled.
+  constexpr int P = kVectorRegisters == 32 ? 2 : Q > 3 ? 1 : 2;
+  const auto pairs = [&](auto num_pairs, int64_t d) {
+    weigh_values<Q, num_pairs>(values, range, d, weights, out + d, out_stride);
+  };
+  int64_t d = 0;
+  for (; d + P * kPair <= D; d += P * kPair) pairs(std::integral_constant<int, P>{}, d);
+  for (; d < D; d += kPair) pairs(std::integral_constant<int, 1>{}, d);
+}
+
+// ---- both ---------------------------------------------------------------------------------------
+
+// The arithmetic of attention.h. Ranks are added one by one.
+template <class Weight>
+class FloatAttention {
+ public:
+  static constexpr int64_t kScored = kPair;  // entries that are scored together
+  static constexpr int64_t kWeighed = 1;     // ranks whose values are added together
+
+  float* queries;  // [M, padded D], scaled
+  float* scores;   // [M, kScoreStride], then weights
+
+  static int64_t size(int64_t M, int64_t D) {
+    return M * (padded(D) + kScoreStride) + D * kPair + panel_rows(D) * padded(D);
+  }
+
+  FloatAttention(float* memory, int64_t M, int64_t D)
+      : queries(memory),
+        scores(queries + M * padded(D)),
+        M_(M),
+        D_(D),
+        transposed_(scores + M * kScoreStride),
+        panel_(transposed_ + D * kPair) {}
+
+  // The queries are there.
+  void begin() const {}
+
+  // Scores of all queries at entries that lie behind one another, into columns from `column` on.
+  // What is behind their last one is nobody's. before(entry) is called before each kScored of them.
+  template <class Before>
+  void score(const Entries<const Weight>& keys, Range range, int64_t column,
+             const Before& before) const {
+    for (; range.begin < range.end; range.begin += kScored, column += kScored) {
+      before(range.begin);
+      transpose_pair(keys.at(range.begin), D_, range.end - range.begin, transposed_);
+      in_query_blocks(M_, [&](auto block, int64_t first) {
+        score_block<block>(transposed_, D_, queries + first * padded(D_), padded(D_),
+                           scores + first * kScoreStride + column, kScoreStride);
+      });
+    }
+  }
+
+  // The scores of a query's `count` ranks become weights. Others see ranks up to `end`.
+  void weights_of(int64_t m, int64_t count, int64_t end, const Attended& out) const {
+    (void)end;
+    to_weights(scores + m * kScoreStride, count, out.most[m], out.sum[m]);
+  }
+
+  // What queries attended at entries that stand for the same ranks of all who see them: the first
+  // `common` all do. Their weights are in columns from 0 on. Returns how many were added for everybody;
+  // the rest is for weigh_rest.
+  // Few queries read the values as they are; for more they are converted once.
+  int64_t weigh_shared(const Entries<const Weight>& values, Range range, int64_t common,
+                       const Attended& out) const {
+    std::fill(out.values, out.values + M_ * attended_width(D_), 0.0f);
+    const Range entries{range.begin, range.begin + common};
+    const auto value = [&](int64_t column) { return values.at(range.begin + column); };
+    if (M_ <= 6 && D_ % kPair == 0) weigh(values, entries, 0, {0, M_}, out);
+    else weigh_converted(value, {0, common}, {0, M_}, out);
+    return common;
+  }
+
+  // What weigh_rest is called for: so many queries at a time, and then all again.
+  void part(int64_t) const {}
+  void whole() const {}
+
+  // Adds for some queries what is weighed by these columns: value(column) is where they lie.
+  template <class Value>
+  void weigh_rest(const Value& value, Range columns, Range queries, const Attended& out) const {
+    weigh_converted(value, columns, queries, out);
+  }
+
+ private:
+  const int64_t M_, D_;
+  float* const transposed_;  // [D, kPair]
+  float* const panel_;       // converted values [rows, padded D]
+
+  static int64_t panel_rows(int64_t D) {
+    return std::max<int64_t>(kRunEntries, kPanelFloats / padded(D) / kRunEntries * kRunEntries);
+  }
+
+  template <class Value>
+  void weigh_converted(const Value& value, Range columns, Range queries,
+                       const Attended& out) const {
+    const int64_t step = panel_rows(D_);
+    for (int64_t first = columns.begin; first < columns.end; first += step) {
+      const int64_t end = std::min(first + step, columns.end);
+      for (int64_t column = first; column < end; ++column) convert(value(column), column - first);
+      weigh(Panel<const float>{panel_, padded(D_)}, {0, end - first}, first, queries, out);
+    }
+  }
+
+  // An entry's values as floats in lane order, into a row of the panel.
+  void convert(const Weight* value, int64_t row) const {
+    float* out = panel_ + row * padded(D_);
+    int64_t d = 0;
+    for (; d + kPair <= D_; d += kPair) convert_pair(value + d, out + d);
+    if (d == D_) return;
+    Weight rest[kPair] = {};
+    std::copy(value + d, value + D_, rest);
+    convert_pair(rest, out + d);
+  }
+
+  // Adds weighted entries; the weights of the first are in this column.
+  template <class Source>
+  void weigh(const Source& source, Range range, int64_t column, Range queries,
+             const Attended& out) const {
+    if (range.begin >= range.end) return;
+    in_query_blocks(queries.end - queries.begin, [&](auto block, int64_t offset) {
+      const int64_t m = queries.begin + offset;
+      weigh_all_values<block>(source, range, D_, scores + m * kScoreStride + column,
+                              out.values + m * attended_width(D_), attended_width(D_));
+    });
+  }
+};
+
+}  // namespace foredraft

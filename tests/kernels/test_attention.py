@@ -1,0 +1,189 @@
+"""Attention on tiles and in float32: what it is, and the same bits in any company.
+
+Shape legend: T tokens, G query heads of a key-value head, D head size, N entries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.kernels.instructions import InstructionSet, available
+from tests.kernels.compiled import compiled
+
+BLOCK = 64
+CHUNK = 256
+EMULATED = ("-DFOREDRAFT_EMULATE_FMA", "-DFOREDRAFT_EMULATE_TILES")
+PLAIN = InstructionSet("tiles in plain C++", "", flags=EMULATED)
+HERE = {one.name: one for one in available()}
+AMX = HERE.get("amx")
+BESIDE = (
+    InstructionSet("emulated beside vectors", "", flags=(*HERE["avx512"].flags, EMULATED[1]))
+    if "avx512" in HERE
+    else PLAIN
+)
+"""Tiles in plain C++, all else as on CPUs that have tiles."""
+ON_TILES = [PLAIN, BESIDE, *([AMX] if AMX else [])]
+SHAPES = [(3, 64), (1, 10), (5, 80), (17, 32)]
+"""Query heads of a key-value head, head size."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """What a token sees: entries before ``prefix``, and ``extras`` behind."""
+
+    prefix: int
+    extras: tuple[int, ...] = ()
+
+    @property
+    def seen(self) -> list[int]:
+        return [*range(self.prefix), *self.extras]
+
+
+def chain(first: int, count: int) -> list[Token]:
+    return [Token(first, tuple(range(first, first + i + 1))) for i in range(count)]
+
+
+def branches(first: int, count: int) -> list[Token]:
+    """A tree of three branches behind some tokens of a chain."""
+    ancestors: list[tuple[int, ...]] = [(first,)]
+    for i in range(1, count - 2):
+        ancestors.append((*ancestors[max(0, i - 3)], first + i))
+    return [Token(first - 1), Token(first), *(Token(first, seen) for seen in ancestors)]
+
+
+TOKENS = {
+    "chain": chain(500, 9),
+    "prompt": [Token(i + 1) for i in range(16)],
+    "over a chunk": chain(CHUNK - 3, 7),
+    "tree": branches(530, 14),
+    "tree over a chunk": branches(CHUNK - 2, 16),
+    "tree at the beginning": branches(2, 8),
+    "far apart": [Token(40), Token(300), Token(301, (310, 320)), Token(700), Token(31)],
+}
+
+
+class Layer(ctypes.Structure):
+    """``ForedraftAttention`` of kernels/attention.cpp."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_tokens", "group", "head_dim", "block_entries")),
+        *((name, c_void_p) for name in ("table", "prefixes", "extra_starts", "extras")),
+        *((name, c_void_p) for name in ("keys", "values", "queries", "out")),
+    )
+
+
+@functools.cache
+def library(instructions: InstructionSet) -> ctypes.CDLL:
+    loaded = compiled("attention", instructions)
+    loaded.foredraft_attend.argtypes = [c_void_p, c_int64]
+    loaded.foredraft_attend.restype = None
+    loaded.foredraft_has_tiles.restype = c_int64
+    return loaded
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Slot:
+    """Keys and values of 768 entries, in blocks that lie in disorder."""
+
+    def __init__(self, head_dim: int) -> None:
+        num_blocks = 12
+        self.head_dim = head_dim
+        self.table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).int()
+        shape = (num_blocks, BLOCK, head_dim)
+        self.keys, self.values = (noise(*shape, seed=i).bfloat16() for i in (1, 2))
+
+    def of_entries(self, store: Tensor) -> Tensor:
+        """[N, D], in the order of entries."""
+        return store[self.table.long()].view(-1, self.head_dim)
+
+    def attend(
+        self, instructions: InstructionSet, tokens: Sequence[Token], q_TGD: Tensor, tiles: bool
+    ) -> Tensor:
+        """What tokens attend, [T, G, D]."""
+        if tiles and not library(instructions).foredraft_has_tiles():
+            pytest.skip("the system does not let processes use tiles")
+        q_TGD, out_TGD = q_TGD.contiguous(), torch.empty_like(q_TGD)
+        extras = [entry for token in tokens for entry in token.extras]
+        starts = [sum(len(token.extras) for token in tokens[:i]) for i in range(len(tokens) + 1)]
+        numbers = [
+            torch.tensor(listed or [0], dtype=torch.int32)
+            for listed in ([token.prefix for token in tokens], starts, extras)
+        ]
+        tensors = [self.table, *numbers, self.keys, self.values, q_TGD, out_TGD]
+        sizes = (len(tokens), q_TGD.shape[1], self.head_dim, BLOCK)
+        layer = Layer(*sizes, *(tensor.data_ptr() for tensor in tensors))
+        library(instructions).foredraft_attend(ctypes.byref(layer), int(tiles))
+        return out_TGD
+
+    def reference(self, tokens: Sequence[Token], q_TGD: Tensor) -> Tensor:
+        """The same in float64."""
+        keys, values = (self.of_entries(s).double() for s in (self.keys, self.values))
+        rows = []
+        for token, q_GD in zip(tokens, q_TGD.double(), strict=True):
+            scores = q_GD @ keys[token.seen].T * math.log(2)  # queries are scaled for base 2
+            rows.append(scores.softmax(-1) @ values[token.seen])
+        return torch.stack(rows)
+
+
+def queries(num_tokens: int, group: int, head_dim: int) -> Tensor:
+    return noise(num_tokens, group, head_dim, seed=7) * 3 / math.sqrt(head_dim)
+
+
+WAYS = [*((one, True) for one in ON_TILES), (PLAIN, False), (next(iter(HERE.values())), False)]
+
+
+@pytest.mark.parametrize(("instructions", "tiles"), WAYS, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_token_attends_to_what_it_sees_and_in_company_with_the_same_bits(
+    name: str, shape: tuple[int, int], instructions: InstructionSet, tiles: bool
+) -> None:
+    slot, tokens = Slot(shape[1]), TOKENS[name]
+    q_TGD = queries(len(tokens), *shape)
+    together = slot.attend(instructions, tokens, q_TGD, tiles)
+    expected = slot.reference(tokens, q_TGD)
+    assert (together - expected).abs().max() < 2.0**-14 * expected.abs().max()
+    for i, token in enumerate(tokens):
+        alone = slot.attend(instructions, [token], q_TGD[i : i + 1], tiles)
+        assert torch.equal(alone[0], together[i])
+    for first, end in ((0, 2), (1, len(tokens)), (2, 5)):
+        some = slot.attend(instructions, tokens[first:end], q_TGD[first:end], tiles)
+        assert torch.equal(some, together[first:end])
+
+
+@pytest.mark.skipif(AMX is None, reason="this CPU has no tiles")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", TOKENS)
+def test_tiles_have_the_bits_of_their_emulation(name: str, shape: tuple[int, int]) -> None:
+    assert AMX is not None
+    slot, tokens = Slot(shape[1]), TOKENS[name]
+    q_TGD = queries(len(tokens), *shape)
+    found = slot.attend(AMX, tokens, q_TGD, tiles=True)
+    assert torch.equal(found, slot.attend(BESIDE, tokens, q_TGD, tiles=True))
+
+
+@pytest.mark.parametrize(("instructions", "tiles"), WAYS, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_a_token_does_not_see_may_be_anything(
+    bad: float, instructions: InstructionSet, tiles: bool
+) -> None:
+    slot, tokens = Slot(64), chain(500, 9)
+    q_TGD = queries(len(tokens), 3, 64)
+    expected = slot.attend(instructions, tokens, q_TGD, tiles)
+    for store in (slot.keys, slot.values):
+        store[slot.table[505 // BLOCK], 505 % BLOCK] = bad
+    found = slot.attend(instructions, tokens, q_TGD, tiles)
+    assert torch.equal(found[:5], expected[:5])
+    assert not found[5:].isfinite().all()
