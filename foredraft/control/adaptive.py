@@ -124,8 +124,9 @@ class AdaptiveBudget:
         if not rows:
             return
         self._context = sum(row.context for row in rows) // len(rows)
-        following = {self._following.get(row.request_id) for row in rows} - {None}
-        drafter_ms = times.draft_ms + times.learn_ms if self._is_measured and following else 0.0
+        named = (self._following.get(row.request_id) for row in rows)
+        following = {name for name in named if name is not None}
+        drafter_ms = self._drafter_ms(record, following)
         if record.is_decoding:
             if self._is_measured:
                 self._cost.observe(record.sizes, times.score_ms)
@@ -141,12 +142,20 @@ class AdaptiveBudget:
             name = self._following.get(row.request_id)
             if name is not None:
                 self._acceptance.observe(name, row)
-        if self._is_measured and len(following) == 1 and record.is_decoding:
-            num_asked = sum(row.budget > 0 for row in rows)
-            followed = sum(self._following.get(row.request_id) is not None for row in rows)
-            (name,) = following
-            assert name is not None
-            self._times.observe(name, num_asked, times.draft_ms, followed, times.learn_ms)
+
+    def _drafter_ms(self, record: StepRecord, following: set[str]) -> float:
+        """What drafters took of a step; the times of one alone are kept."""
+        times, rows = record.times, record.rows
+        if not self._is_measured or not following:
+            return 0.0
+        if len(following) > 1 or not record.is_decoding:
+            return times.draft_ms + times.learn_ms
+        num_asked = sum(row.budget > 0 for row in rows)
+        followed = sum(self._following.get(row.request_id) is not None for row in rows)
+        (name,) = following
+        took = (name, num_asked, times.draft_ms, followed, times.learn_ms)
+        self._times.observe(*took)
+        return self._times.without_hiccup(*took)
 
     def end(self, request_id: int) -> None:
         self._following.pop(request_id, None)

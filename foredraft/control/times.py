@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 _STEP = 0.2
 _FIRST = 3
 """Of so many times the shortest counts."""
+_HICCUP = 3.0
+"""What takes so many times the usual is the machine's doing."""
 _UNKNOWN = 0.02
 """Of a plain step, for each row: before anything is known."""
 
@@ -26,7 +28,7 @@ class _Curve:
         if self.seen[place] <= _FIRST:  # what happens only once is not how long it takes
             self.known[place] = min(before, per_row)
             return
-        after = min(per_row, 3.0 * before) if before > 0.0 else per_row  # nor is a hiccup
+        after = min(per_row, _HICCUP * before) if before > 0.0 else per_row  # nor is a hiccup
         self.known[place] = before + _STEP * (after - before)
 
     def ms(self, num_rows: int) -> float | None:
@@ -42,6 +44,12 @@ class _Curve:
     @property
     def most_rows(self) -> int:
         return 1 << max(self.known) if self.known else 0
+
+    def without_hiccup(self, num_rows: int, ms: float) -> float:
+        """At most so many times the usual, where that is known."""
+        if self.seen[_place(num_rows)] < _FIRST:
+            return ms
+        return min(ms, _HICCUP * self.known[_place(num_rows)] * num_rows)
 
 
 class DraftTimes:
@@ -59,6 +67,14 @@ class DraftTimes:
             self._proposing.setdefault(drafter, _Curve()).note(num_asked, draft_ms)
         if num_following:
             self._learning.setdefault(drafter, _Curve()).note(num_following, learn_ms)
+
+    def without_hiccup(
+        self, drafter: str, num_asked: int, draft_ms: float, num_following: int, learn_ms: float
+    ) -> float:
+        """What a step took, both together, as far as that was the drafter's doing."""
+        asked = self._proposing.get(drafter, _Curve()).without_hiccup(num_asked, draft_ms)
+        following = self._learning.get(drafter, _Curve()).without_hiccup(num_following, learn_ms)
+        return asked + following
 
     def step_ms(self, drafter: str, num_asked: int, num_following: int, plain_ms: float) -> float:
         """Both, for so many rows."""
