@@ -23,6 +23,7 @@ from foredraft.bench.step import Size
 from foredraft.bench.turns import PeerFailed
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
+from foredraft.kernels.threads import OPENMP_SPIN
 
 _CODE = "from foredraft.bench.peer_process import serve; serve()"
 _END_SECONDS = 10.0
@@ -69,8 +70,14 @@ class _Peer:
     def _start(self) -> None:
         if not self._can_start:
             raise PeerFailed(self.failure)
+        # How our command lets OpenMP's threads wait is not how a peer would run by itself.
+        environment = {name: v for name, v in os.environ.items() if name != OPENMP_SPIN}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _CODE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         weakref.finalize(self, _end, self._process)
         self._can_start = False

@@ -27,6 +27,7 @@ from foredraft.cli import (
 )
 from foredraft.cli.run_batch import run_batch_file
 from foredraft.core.errors import ConfigError, ForedraftError
+from foredraft.kernels.threads import spin_briefly
 from foredraft.version import __version__
 
 app = typer.Typer(
@@ -69,6 +70,7 @@ def main() -> None:
     Ctrl-C, 141 when the reader of our output has gone.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    spin_briefly()
     try:
         try:
             app()

@@ -9,6 +9,7 @@ out: now and then a few forwards run with a neighbouring number. A token's bits 
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping
 from statistics import fmean
 from typing import TypeAlias
 
@@ -25,6 +26,9 @@ _SUSPICIOUS, _FOLLOWED = 1.25, 4
 """So many forwards that take so many times the usual call for a trial of fewer threads."""
 _STEP = 0.2
 
+OPENMP_SPIN = "GOMP_SPINCOUNT"
+_SPIN_ROUNDS = 20_000
+
 ForwardSize: TypeAlias = tuple[int, ...]
 """Forwards that take about as long as each other."""
 
@@ -39,6 +43,17 @@ def available_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def spin_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's threads sleep soon after an operation, unless the user has said how they wait.
+
+    They wait for the next one for a millisecond otherwise, on cores that the kernel's own threads
+    need by then: a step with drafts takes 5 % longer. Not at all would be slow where torch runs
+    the forward. Must be called before torch is imported.
+    """
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault(OPENMP_SPIN, str(_SPIN_ROUNDS))
 
 
 def check_threads(num_threads: int) -> None:

@@ -13,6 +13,7 @@ from foredraft.kernels.threads import (
     available_cpus,
     check_threads,
     forward_size,
+    spin_briefly,
     steps_up_to,
 )
 
@@ -103,3 +104,13 @@ def test_what_the_machine_has_not_is_refused() -> None:
     check_threads(available_cpus())
     with pytest.raises(ConfigError, match="threads is 100000; this machine runs 1 to"):
         check_threads(100_000)
+
+
+def test_how_openmp_waits_is_the_users_to_say() -> None:
+    for said in ({"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}):
+        environment = dict(said)
+        spin_briefly(environment)
+        assert environment == said
+    silent: dict[str, str] = {}
+    spin_briefly(silent)
+    assert list(silent) == ["GOMP_SPINCOUNT"]
