@@ -86,7 +86,7 @@ def drafters(
     """Every drafter against plain decoding on the same prompts, by category.
 
     All run on one loaded target, peers in processes of their own, in rotating order; each text is
-    compared with the plain one. Exit status 1 if one of ours differs; with coupling "drawn" they
+    compared with the plain one. Exit status 1 if one of ours differs; with coupling "drawn" texts
     may.
     """
     from foredraft.bench.compare import summaries
