@@ -17,6 +17,7 @@ from foredraft.cli import (
     chat,
     demo,
     doctor,
+    export,
     generate,
     index,
     serve,
@@ -51,7 +52,7 @@ def _root(
     """Exact speculative decoding: your model's own text, faster, with nothing changed."""
 
 
-for command in (generate.generate, chat.chat, serve.serve, doctor.doctor, demo.demo):
+for command in (generate.generate, chat.chat, serve.serve, doctor.doctor, demo.demo, export.export):
     app.command()(command)
 app.command("run-batch")(run_batch_file)
 for group, name in (

@@ -213,14 +213,16 @@ class HeadWeights:
         layers: of each layer its tensors by name: ``attention_norm.weight`` [E], ``qkv.weight``
             [(H + 2G) D, E], ``output.weight`` [E, H D], ``mlp_norm.weight`` [E],
             ``gate_up.weight`` [2F, E] (gate first), ``down.weight`` [E, F]. Without the first three
-            a layer does not attend. There may be no layers: then norm and head alone are run.
-        norm_E: of the final norm.
+            a layer does not attend. Without the first two its queries, keys and values are handed
+            in: each token's input is [E + (H + 2G) D], and no other layer may follow. There may be
+            no layers: then norm and head alone are run.
+        norm_E: of the final norm; None: there is none, which only such a layer may do without.
         output_RE: the rows of the head.
         shape: sizes of the layers; ``vocab_size`` and ``num_hidden_layers`` are not looked at.
     """
 
     layers: Sequence[Mapping[str, Tensor]]
-    norm_E: Tensor
+    norm_E: Tensor | None
     output_RE: Tensor
     shape: ModelShape
 
@@ -263,7 +265,7 @@ class HeadRunner(Protocol):
 
         Args:
             inputs_TE: what goes into the first layer for each of them, in float32 or the
-                target's dtype.
+                target's dtype; see `HeadWeights.layers`.
 
         Returns:
             The last layer's output [T, E] in float32 for each token, before the norm; and float32

@@ -18,6 +18,8 @@ from foredraft.drafters.dspark.drafter import DsparkDrafter
 from foredraft.drafters.dspark.module import DsparkModule
 from foredraft.drafters.eagle.drafter import EagleDrafter
 from foredraft.drafters.eagle.module import EagleModule
+from foredraft.drafters.eagle3.drafter import Eagle3Drafter
+from foredraft.drafters.eagle3.module import Eagle3Module
 from foredraft.drafters.early_exit.adapted import AdaptedDrafter
 from foredraft.drafters.early_exit.module import AdapterModule
 from foredraft.drafters.hydra.drafter import HydraDrafter
@@ -58,6 +60,7 @@ KINDS: dict[str, Kind] = {
         DraftModelModule, lambda target, module: DistilledDrafter(module, target, CHAIN)
     ),
     "eagle": Kind(EagleModule, lambda target, module: EagleDrafter(module, target, CHAIN)),
+    "eagle3": Kind(Eagle3Module, lambda target, module: Eagle3Drafter(module, target, CHAIN)),
     "hydra": Kind(HydraModule, lambda target, module: HydraDrafter(module, target, CHAIN)),
 }
 
@@ -90,9 +93,9 @@ def test_training_predicts_what_drafting_says(
                 place = anchor + 1 + prediction.depth - prediction.shift
                 expected_R = prediction.logits_BLR[batch_index, place]
                 actual_R = logits_V if output_ids is None else logits_V[output_ids]
-                # What tokens add to a layer's input is kept in bfloat16.
+                # What tokens add to a layer's input, or to its keys, is kept in bfloat16.
                 error = (actual_R - expected_R.detach()).norm() / expected_R.detach().norm()
-                assert error < 0.02
+                assert error < 0.06
                 if output_ids is not None:
                     assert logits_V.isfinite().sum() == len(output_ids)
 

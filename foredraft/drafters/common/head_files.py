@@ -244,7 +244,9 @@ def read_info(directory: Path) -> HeadInfo:
     """
     path = directory / META
     if not path.is_file():
-        raise ConfigError(f"{directory} holds no trained head: there is no {META}")
+        theirs = (directory / "config.json").is_file()
+        more = "; a published EAGLE checkpoint goes with drafter 'eagle3'" if theirs else ""
+        raise ConfigError(f"{directory} holds no trained head: there is no {META}{more}")
     content = read_json(path)
     if content.get("format") != _FORMAT:
         raise ModelLoadError(

@@ -48,6 +48,8 @@ class LlamaLayer(nn.Module):
     ``mlp_norm.weight`` [E], ``gate_up.weight`` [2F, E] (gate first), ``down.weight`` [E, F].
     """
 
+    attention_norm: nn.Module
+
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.shape = shape
@@ -64,11 +66,16 @@ class LlamaLayer(nn.Module):
         """Its tensors by name, as `foredraft.models.base.HeadWeights` wants them."""
         return {name: tensor.detach() for name, tensor in self.named_parameters()}
 
+    def attention_input(self, x_BLE: Tensor) -> Tensor:
+        """What queries, keys and values are made of."""
+        normed: Tensor = self.attention_norm(x_BLE)
+        return normed
+
     def heads(self, x_BLE: Tensor, positions_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, L, D], keys and values [B, G, L, D]; rotated."""
         shape, (batch, length) = self.shape, x_BLE.shape[:2]
         num_heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-        qkv = self.qkv(self.attention_norm(x_BLE))
+        qkv = self.qkv(self.attention_input(x_BLE))
         qkv = qkv.view(batch, length, num_heads + 2 * groups, shape.head_dim).transpose(1, 2)
         queries, keys, values = qkv.split((num_heads, groups, groups), 1)
         cos_LD, sin_LD = rotary(shape, positions_L)

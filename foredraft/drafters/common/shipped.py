@@ -31,14 +31,19 @@ def shipped_head_of_files(
     kind: str, checkpoint: Checkpoint, shipped: Path = SHIPPED
 ) -> Path | None:
     """The same, told from the target's files: reads a few rows of its embeddings."""
+    found = fingerprint_of_files(checkpoint)
+    return None if found is None else _of_fingerprint(kind, found, shipped)
+
+
+def fingerprint_of_files(checkpoint: Checkpoint) -> str | None:
+    """As `identify` would have it of the loaded target; None: there are no embeddings."""
     stored = checkpoint.tensors.get(_EMBEDDINGS)
     if stored is None or len(stored.shape) != 2:
         return None
     with safe_open(str(stored.file), framework="pt") as file:
         rows = file.get_slice(_EMBEDDINGS)
         sizes = (*stored.shape, int(checkpoint.config.get("num_hidden_layers", 0)))
-        found = fingerprint(sizes, lambda ids: torch.cat([rows[i : i + 1] for i in ids.tolist()]))
-    return _of_fingerprint(kind, found, shipped)
+        return fingerprint(sizes, lambda ids: torch.cat([rows[i : i + 1] for i in ids.tolist()]))
 
 
 def _of_fingerprint(kind: str, fingerprint: str, shipped: Path) -> Path | None:

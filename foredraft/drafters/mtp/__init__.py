@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import cast
 
 from foredraft.drafters.base import DrafterContext, DrafterSpec
+from foredraft.drafters.common.checkpoints import is_checkpoint
 from foredraft.drafters.common.trained import (
     GROWTH_OPTIONS,
     HEAD_OPTION,
@@ -12,14 +13,14 @@ from foredraft.drafters.common.trained import (
 )
 from foredraft.drafters.mtp.drafter import MtpDrafter
 from foredraft.drafters.mtp.module import MtpModule
-from foredraft.drafters.mtp.native import is_native, read_native
+from foredraft.drafters.mtp.native import read_native
 from foredraft.models.base import Capabilities, HeadTarget
 
 
 def _build(context: DrafterContext) -> MtpDrafter:
     limits, target = growth_limits(context), cast(HeadTarget, context.target)
     directory = Path(str(context.options.get("head", ""))).expanduser()
-    if is_native(directory):
+    if is_checkpoint(directory):
         return MtpDrafter(read_native(directory, target.parts), target, limits)
     return MtpDrafter(trained_head(context, MtpModule), target, limits)
 

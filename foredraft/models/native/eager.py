@@ -110,9 +110,13 @@ class EagerDecoder:
         return rms_norm(x, weight, self._config.rms_norm_eps)
 
     def _attention(self, run: Run, index: int, layer: LayerWeights, hidden_TE: Tensor) -> Tensor:
-        config = self._config
         normed_TE = self._norm(hidden_TE, layer.attention_norm_E)
         qkv = self._linear(normed_TE, layer.qkv_weight, layer.qkv_bias)
+        return self._attended(run, index, layer, qkv)
+
+    def _attended(self, run: Run, index: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
+        """All of attention [T, E] behind queries, keys and values [T, (H + 2G) D]."""
+        config = self._config
         heads = qkv.view(len(qkv), -1, config.head_dim)
         num_query, num_kv = config.num_attention_heads, config.num_key_value_heads
         turned, value_TGD = torch.split(heads, [num_query + num_kv, num_kv], 1)

@@ -17,6 +17,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.models.base import HeadRow, HeadWeights, ModelShape
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.handed import HandedDecoder
 from foredraft.models.native.packed import Int8Matrix
 from foredraft.models.native.parts import rms_norm
 from foredraft.models.native.plan import ForwardPlan, RowSpan
@@ -51,7 +52,8 @@ class NativeHeadRunner:
     """See `foredraft.models.base.HeadRunner`.
 
     On CPU the matrices are rounded to 8 bits where the fused kernel runs them: a draft may be a
-    little worse for it, never wrong, and takes little more than half the time.
+    little worse for it, never wrong, and takes little more than half the time. A layer whose
+    queries, keys and values are handed in runs in plain torch.
 
     Args:
         head: the layers.
@@ -64,12 +66,17 @@ class NativeHeadRunner:
         self, head: HeadWeights, layers: StoredLayers, dtype: torch.dtype, fused: bool
     ) -> None:
         self.layers = layers
-        config = head_config(head)
+        config, is_handed = head_config(head), _is_handed(head)
+        fused = fused and not is_handed
         weights = _decoder_weights(head, dtype, packed=fused)
         self._input_dtype = torch.float32 if fused else dtype
         self._device = weights.device
         self._last = config.num_hidden_layers - 1
-        self._decoder = _new_decoder(config, weights, fused)
+        self._decoder = (
+            HandedDecoder(config, weights, head.norm_E is not None)
+            if is_handed
+            else _new_decoder(config, weights, fused)
+        )
         self._norm_E, self._norm_eps = weights.final_norm_E, config.rms_norm_eps
         self._prepared = _prepared(self._decoder, layers) if fused else None
 
@@ -149,9 +156,14 @@ def head_config(head: HeadWeights) -> DecoderConfig:
     shape = head.shape
     for layer in head.layers:
         _check_shapes(layer, shape)
-    if head.output_RE.shape[1:] != (shape.hidden_size,) != head.norm_E.shape:
+    if _is_handed(head) and len(head.layers) > 1:
+        raise ConfigError("a head whose queries, keys and values are handed in has one layer")
+    if head.norm_E is None and not _is_handed(head):
+        raise ConfigError("a head of this kind needs a final norm")
+    norm_shape = (shape.hidden_size,) if head.norm_E is None else tuple(head.norm_E.shape)
+    if not head.output_RE.shape[1:] == norm_shape == (shape.hidden_size,):
         raise ConfigError(
-            f"output rows {[*head.output_RE.shape]} and norm {[*head.norm_E.shape]} do not fit a "
+            f"output rows {[*head.output_RE.shape]} and norm {[*norm_shape]} do not fit a "
             f"hidden size of {shape.hidden_size}"
         )
     return replace(
@@ -172,16 +184,20 @@ def _check_shapes(layer: Mapping[str, Tensor], shape: ModelShape) -> None:
     hidden, feed = shape.hidden_size, shape.intermediate_size
     query = shape.num_attention_heads * shape.head_dim
     key_value = shape.num_key_value_heads * shape.head_dim
-    attention = {
+    before = {
         "attention_norm.weight": (hidden,),
         "qkv.weight": (query + 2 * key_value, hidden),
-        "output.weight": (hidden, query),
     }
-    expected = (attention if _attends(layer) else {}) | {
-        "mlp_norm.weight": (hidden,),
-        "gate_up.weight": (2 * feed, hidden),
-        "down.weight": (hidden, feed),
-    }
+    attention = {"output.weight": (hidden, query)} if _attends(layer) else {}
+    expected = (
+        (before if "qkv.weight" in layer else {})
+        | attention
+        | {
+            "mlp_norm.weight": (hidden,),
+            "gate_up.weight": (2 * feed, hidden),
+            "down.weight": (hidden, feed),
+        }
+    )
     for name, wanted in expected.items():
         if name not in layer or tuple(layer[name].shape) != wanted:
             found = [*layer[name].shape] if name in layer else "missing"
@@ -189,7 +205,12 @@ def _check_shapes(layer: Mapping[str, Tensor], shape: ModelShape) -> None:
 
 
 def _attends(layer: Mapping[str, Tensor]) -> bool:
-    return "qkv.weight" in layer
+    return "output.weight" in layer
+
+
+def _is_handed(head: HeadWeights) -> bool:
+    """Whether queries, keys and values are handed in."""
+    return any(_attends(layer) and "qkv.weight" not in layer for layer in head.layers)
 
 
 def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> DecoderWeights:
@@ -200,7 +221,7 @@ def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> Dec
     layers = tuple(
         LayerWeights(
             attention_norm_E=layer.get("attention_norm.weight", nothing.flatten()).to(dtype),
-            qkv_weight=matrix(layer["qkv.weight"]) if _attends(layer) else nothing,
+            qkv_weight=matrix(layer["qkv.weight"]) if "qkv.weight" in layer else nothing,
             qkv_bias=None,
             query_norm_D=None,
             key_norm_D=None,
@@ -214,8 +235,9 @@ def _decoder_weights(head: HeadWeights, dtype: torch.dtype, packed: bool) -> Dec
     )
     output_RE = head.output_RE.to(dtype)
     without = frozenset(i for i, layer in enumerate(head.layers) if not _attends(layer))
+    norm_E = output_RE.new_ones(head.shape.hidden_size) if head.norm_E is None else head.norm_E
     return DecoderWeights(
-        output_RE, layers, head.norm_E.to(dtype), matrix(output_RE), no_attention=without
+        output_RE, layers, norm_E.to(dtype), matrix(output_RE), no_attention=without
     )
 
 

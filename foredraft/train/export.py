@@ -1,0 +1,96 @@
+"""Trained heads in the layout that other engines load: speculators, which vLLM and SGLang read.
+
+https://github.com/vllm-project/speculators: a ``config.json`` with ``speculators_config`` (the
+algorithm, how tokens are proposed, whose head it is) beside the head's own sizes, and
+``model.safetensors``. The target's embeddings are left out; a reader takes them from the target.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foredraft.core.errors import ConfigError, unknown
+from foredraft.drafters.common.head_files import HeadInfo, read_head, read_info
+from foredraft.drafters.eagle3.module import Eagle3Module
+from foredraft.drafters.eagle3.published import published_config, published_tensors
+from foredraft.files import write_tensors, write_text
+
+FORMATS = ("speculators",)
+_VERSION = "0.7.0"
+"""Of speculators, whose schema this is."""
+_DRAFT_TOKENS = 3
+_WHY_NOT = {
+    "eagle": "its layer attends over the state alone and adds to state and embedding together, "
+    "and its own state goes through a matrix of its own",
+}
+"""What keeps a kind from being written, where it is near."""
+
+
+def export_head(
+    directory: Path, out: Path, format: str, verifier: str, architectures: Sequence[str]
+) -> None:
+    """Write a head's folder for other engines.
+
+    Args:
+        directory: the head.
+        out: the folder to write; a head that is there is written over, anything else is not.
+        format: one of `FORMATS`.
+        verifier: what other engines call its target: a hub id or a directory.
+        architectures: of the target, as its ``config.json`` has them.
+
+    Raises:
+        ConfigError: the head is of a kind that the format has no place for, or ``out`` holds
+            something else.
+        ModelLoadError: the head is damaged.
+        TrainingError: it cannot be written.
+    """
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    info = read_info(directory)
+    _check_kind(info, directory, format)
+    _check_free(out)
+    module = read_head(directory, Eagle3Module, info)
+    config = published_config(module) | {
+        "speculators_version": _VERSION,
+        "torch_dtype": "bfloat16",
+        "speculators_config": _proposing(verifier, architectures),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    write_tensors(out / "model.safetensors", published_tensors(module), {"format": "pt"})
+    write_text(out / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _proposing(verifier: str, architectures: Sequence[str]) -> Mapping[str, Any]:
+    greedy = {
+        "proposal_type": "greedy",
+        "speculative_tokens": _DRAFT_TOKENS,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [greedy],
+        "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
+    }
+
+
+def _check_kind(info: HeadInfo, directory: Path, format: str) -> None:
+    if info.kind == Eagle3Module.kind:
+        return
+    why = f": {_WHY_NOT[info.kind]}" if info.kind in _WHY_NOT else ""
+    raise ConfigError(
+        f"{format} has no place for the head in {directory}, which is of kind {info.kind!r}{why}. "
+        "Train one that it has a place for: foredraft train eagle3"
+    )
+
+
+def _check_free(out: Path) -> None:
+    if not out.exists() or not any(out.iterdir()):
+        return
+    path = out / "config.json"
+    if not path.is_file() or "speculators_model_type" not in path.read_text(errors="replace"):
+        raise ConfigError(f"{out} is there already and holds no exported head; choose another")
