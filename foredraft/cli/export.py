@@ -32,7 +32,7 @@ def export(
     foredraft export heads/eagle3 --format speculators --out heads/eagle3-speculators
     """
     from foredraft.cli.progress import RichProgress
-    from foredraft.drafters.common.head_files import read_info
+    from foredraft.drafters.common.head_folder import read_info
     from foredraft.drafters.common.shipped import fingerprint_of_files
     from foredraft.models.safety import Checkpoint
     from foredraft.models.store import resolve_model

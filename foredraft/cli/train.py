@@ -18,7 +18,7 @@ from foredraft.train.kinds import head_kinds
 
 if TYPE_CHECKING:
     from foredraft.cli.training_display import TrainingDisplay
-    from foredraft.drafters.common.head_files import TargetIdentity
+    from foredraft.drafters.common.head_folder import TargetIdentity
     from foredraft.llm import LLM
     from foredraft.train.texts import Text
 
@@ -146,7 +146,7 @@ def write_text(
     """
     from foredraft.cli.training_display import TrainingDisplay
     from foredraft.cli.writing import write_into
-    from foredraft.drafters.common.head_files import identify
+    from foredraft.drafters.common.head_folder import identify
     from foredraft.timing_lock import Heed
     from foredraft.train.writing import WritePlan
 
@@ -184,7 +184,8 @@ def _train(
     start_from: Path | None,
 ) -> None:
     from foredraft.cli.training_display import TrainingDisplay
-    from foredraft.drafters.common.head_files import identify, load_head
+    from foredraft.drafters.common.head_files import load_head
+    from foredraft.drafters.common.head_folder import identify
     from foredraft.paths import cache_root
     from foredraft.timing_lock import Heed
     from foredraft.train.kinds import checked_options, module_class

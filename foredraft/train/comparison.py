@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from foredraft.drafters.common.head_files import WEIGHTS, read_info
+from foredraft.drafters.common.head_folder import WEIGHTS, read_info
 from foredraft.train.curves import read_curves
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.drafters.common.head_files import HeadInfo, read_head, read_info
+from foredraft.drafters.common.head_files import read_head
+from foredraft.drafters.common.head_folder import HeadInfo, read_info
 from foredraft.drafters.eagle3.module import Eagle3Module
 from foredraft.drafters.eagle3.published import published_config, published_tensors
 from foredraft.files import write_tensors, write_text

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.head_files import TargetIdentity
+from foredraft.drafters.common.head_folder import TargetIdentity
 from foredraft.files import write_text
 from foredraft.models.json_files import read_json
 from foredraft.models.progress import Progress

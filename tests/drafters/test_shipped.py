@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from foredraft.drafters.common.head_files import identify, read_info
+from foredraft.drafters.common.head_folder import identify, read_info
 from foredraft.drafters.common.shipped import SHIPPED, shipped_head, shipped_head_of_files
 from foredraft.loading import resolve_drafter
 from foredraft.models.native.target import NativeTarget

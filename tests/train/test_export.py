@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.head_files import identify, save_head
+from foredraft.drafters.common.head_files import save_head
+from foredraft.drafters.common.head_folder import identify
 from foredraft.drafters.eagle.module import EagleModule
 from foredraft.drafters.eagle3.module import Eagle3Module
 from foredraft.drafters.eagle3.published import read_published

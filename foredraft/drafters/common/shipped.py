@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from foredraft.drafters.common.head_files import META, fingerprint, identify
+from foredraft.drafters.common.head_folder import META, fingerprint, identify
 from foredraft.models.base import Target
 from foredraft.models.safety import Checkpoint
 

@@ -11,7 +11,8 @@ from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DrafterContext, DrafterFactory
 from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.head import HeadModule
-from foredraft.drafters.common.head_files import identify, load_head
+from foredraft.drafters.common.head_files import load_head
+from foredraft.drafters.common.head_folder import identify
 from foredraft.drafters.common.options import checked_count, checked_ms
 from foredraft.drafters.common.shipped import shipped_head
 from foredraft.models.base import HeadTarget, PartsTarget
