@@ -122,6 +122,40 @@ for _kind in head_kinds():
 app.command()(o.with_option_objects(compare))
 
 
+@app.command("table")
+@o.with_option_objects
+def train_table(
+    data: DataOptions,
+    out: Out,
+    target: Target = DEFAULT_MODEL,
+    device: o.Device = "auto",
+    min_count: Annotated[
+        int, _option(_HOW, "Times that a context's likeliest successor must have come.", min=1)
+    ] = 2,
+    megabytes: Annotated[float, _option(_HOW, "Of the file, at most.", min=0.01)] = 4.0,
+) -> None:
+    """Learn a table of what follows what. It takes seconds, and starts anew each time."""
+    from foredraft.cli.training_display import TrainingDisplay
+    from foredraft.drafters.common.head_folder import identify
+    from foredraft.timing_lock import Heed
+    from foredraft.train.ngrams import TablePlan
+    from foredraft.train.table import train_table
+    from foredraft.train.target import TrainingTarget
+
+    llm = _load(target, device, _WRITTEN_AT_ONCE)
+    identity = _identity(llm, identify)
+    known = TrainingTarget(llm.target, identity.name, identity.tokenizer)
+    with Heed() as pause, TrainingDisplay(Console(stderr=True, highlight=False)) as display:
+        texts = _texts(data, out, llm, identity, display, pause)
+        if display.wants_stop():
+            raise typer.Exit(130)
+        made = {"data": data.data or ["self"], "command": _command()}
+        measured = train_table(known, texts, out, TablePlan(min_count, megabytes), made)
+    right = ", ".join(f"{n} {m['with earlier matches']:.3f}" for n, m in measured.items())
+    said = f"{out}: next tokens named right, with earlier matches: {right}"
+    Console(highlight=False).print(said, markup=False, soft_wrap=True)
+
+
 @app.command("write-text")
 def write_text(
     out: Out,

@@ -18,7 +18,7 @@ def model_card(
     """Markdown, written from what was measured."""
     depths = " | ".join(str(k + 1) for k in range(len(measured["greedy"])))
     greedy_anchors, sampled_anchors = measured["num_anchors"]
-    made = "\n".join(f"| {name} | {_shown(value)} |" for name, value in provenance.items())
+    made = "\n".join(f"| {name} | {shown(value)} |" for name, value in provenance.items())
     return f"""\
 # A drafter of kind {kind} for {target.name}
 
@@ -55,7 +55,8 @@ def _row(shares: Sequence[float]) -> str:
     return " | ".join(f"{share:.3f}" for share in shares)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value of a card's table."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list | tuple):

@@ -72,6 +72,21 @@ def test_only_heads_are_compared(tmp_path: Path) -> None:
     assert "head.json" in str(result.exception or result.output)
 
 
+def test_a_table_is_learnt_and_drafted_from(checkpoint: Path, tmp_path: Path) -> None:
+    from foredraft.train.texts import write_shard
+
+    write_shard(tmp_path / "texts", some_texts())
+    common = ("--target", str(checkpoint), "--data", str(tmp_path / "texts"))
+    out = str(tmp_path / "table")
+    result = run("table", *common, "--out", out, "--megabytes", "1")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "named right" in result.output
+    drafting = ("--drafter", "table", "--drafter-option", f"head={out}", "--max-tokens", "4")
+    words = ["generate", "a b", "--model", str(checkpoint), "--dtype", "float32", *drafting]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, (result.output, result.exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -190,7 +190,11 @@ class Setup:
     draft_model: Target | None
 
 
-WITH_HEADS = {"draft_model+head": "head", "early_exit+adapter": "adapter"}
+WITH_HEADS = {
+    "draft_model+head": "head",
+    "early_exit+adapter": "adapter",
+    "blend+table": "table",
+}
 """Drafters that a trained head turns into others: their names here, and the option that does it."""
 
 
@@ -218,6 +222,8 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     built = name.partition("+")[0]
     comes_along = option == "head" and shipped_head(head_kind(built), target) is not None
     options = {option: new_head(built)} if option and not comes_along else {}
+    if option == "table":
+        options = {"head": new_head(built), "table": new_table()}
     context = DrafterContext(target, draft_model, options, tokenizer=codec, draft_tokenizer=codec)
     return Setup(target, build_drafter(built, context), draft_model)
 
@@ -230,6 +236,8 @@ def head_kind(name: str) -> str:
 
 def new_head(kind: str) -> Path:
     """A saved head of the tiny llama that can name every other token."""
+    if kind == "table":
+        return new_table()
     from foredraft.drafters.common.head import TextBatch
     from foredraft.drafters.common.head_files import save_head
     from foredraft.train.kinds import module_class
@@ -250,6 +258,19 @@ def new_head(kind: str) -> Path:
     directory = Path(_scratch().name) / f"head-{kind}"
     info = {"target": source.identity, "provenance": {}, "measured": {}}
     save_head(directory, module, info, text, 2, "A head that nobody trained.")
+    return directory
+
+
+def new_table() -> Path:
+    """A saved table of the tiny llama, of texts that repeat what the prompts here say."""
+    from foredraft.train.ngrams import TablePlan
+    from foredraft.train.table import train_table
+    from foredraft.train.target import TrainingTarget
+    from foredraft.train.texts import Text
+
+    target = TrainingTarget(native_kind("eager").new_target(), "tiny llama")
+    texts = [Text(torch.arange(i, i + 24).remainder(6).numpy(), 4, i % 2) for i in range(12)]
+    train_table(target, texts, (directory := Path(_scratch().name) / "table"), TablePlan(), {})
     return directory
 
 

@@ -1,25 +1,48 @@
 """A trained head and the text's own repetitions, in one tree.
 
 At each node that the head scores, what it says and what followed the longest earlier match become
-one opinion. Where a copy is nearly sure, at the root or later, or the head's forwards are used up,
-the copy alone goes on. So each token is proposed by whoever is likelier right about it, and nobody
-goes first.
+one opinion; so does what a table of the target's earlier text says, where there is one. Where a
+copy is nearly sure, at the root or later, or the head's forwards are used up, the copy alone goes
+on. So each token is proposed by whoever is likelier right about it, and nobody goes first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, cast
 
 from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
-from foredraft.drafters.base import DrafterSpec, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import (
+    DrafterContext,
+    DrafterSpec,
+    DraftRequest,
+    DraftRow,
+    Observation,
+)
 from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.growing import SURE, GrowthLimits
-from foredraft.drafters.common.trained import GROWTH_OPTIONS, HEAD_OPTION, built_with
+from foredraft.drafters.common.growing import SURE, GrowthLimits, Guide
+from foredraft.drafters.common.trained import (
+    GROWTH_OPTIONS,
+    HEAD_OPTION,
+    growth_limits,
+    trained_head,
+)
 from foredraft.drafters.eagle.drafter import EagleDrafter
 from foredraft.drafters.eagle.module import EagleModule
 from foredraft.drafters.suffix import SuffixText
+from foredraft.drafters.table import found_table
+from foredraft.drafters.table.ngrams import NgramTable
+from foredraft.drafters.table.opinions import TableText
 from foredraft.models.base import Capabilities, HeadTarget
+
+
+class GrowingText(Guide, Protocol):
+    """A request's text that says what may follow."""
+
+    def commit(self, token: int) -> None:
+        """Append a committed token."""
+        ...
 
 
 class BlendDrafter(EagleDrafter):
@@ -29,18 +52,29 @@ class BlendDrafter(EagleDrafter):
         module: a trained head.
         target: its target.
         limits: how far a tree may grow by the head.
+        table: of the target's earlier text.
     """
 
     def __init__(
-        self, module: EagleModule, target: HeadTarget, limits: GrowthLimits | None = None
+        self,
+        module: EagleModule,
+        target: HeadTarget,
+        limits: GrowthLimits | None = None,
+        table: NgramTable | None = None,
     ) -> None:
         super().__init__(module, target, limits)
-        self._texts: dict[int, SuffixText] = {}
+        self._texts: dict[int, GrowingText] = {}
+        self._table = table
         self._may_branch = target.capabilities.tree_attention
 
     def begin(self, request: DraftRequest) -> None:
         super().begin(request)
-        self._texts[request.request_id] = SuffixText(request.tokens)
+        is_sampled = request.params.temperature > 0.0
+        self._texts[request.request_id] = (
+            SuffixText(request.tokens)
+            if self._table is None
+            else TableText(request.tokens, self._table, is_sampled)
+        )
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         copied = {row.request_id: self._copied(row) for row in rows if self._is_sure(row)}
@@ -71,14 +105,24 @@ class BlendDrafter(EagleDrafter):
         self._texts.pop(request_id, None)
         super().end(request_id)
 
-    def guide(self, request_id: int) -> SuffixText:
+    def guide(self, request_id: int) -> Guide:
         return self._texts[request_id]
 
 
+def _build(context: DrafterContext) -> BlendDrafter:
+    limits, head = growth_limits(context), trained_head(context, EagleModule)
+    table = found_table(context, "table")
+    return BlendDrafter(head, cast(HeadTarget, context.target), limits, table)
+
+
 DRAFTER = DrafterSpec(
-    build=built_with(EagleModule, BlendDrafter),
+    build=_build,
     summary="a trained head and copies of earlier text, in one tree",
-    options={**HEAD_OPTION, **GROWTH_OPTIONS},
+    options={
+        **HEAD_OPTION,
+        **GROWTH_OPTIONS,
+        "table": "directory of a table that joins in (the one that comes with the model, if any)",
+    },
     num_draft_tokens=16,
     needs=Capabilities(parts=True, cache_layers=True),
     required_options=("head",),

@@ -28,7 +28,10 @@ class MatchConfidence:
         self._trials = [prior_weight] * len(prior)
 
     def __getitem__(self, length: int) -> float:
-        group = bisect_left(_LENGTHS, length)
+        return self.of_class(bisect_left(_LENGTHS, length))
+
+    def of_class(self, group: int) -> float:
+        """Likewise, by the number of the class."""
         return self._hits[group] / self._trials[group]
 
     @property
@@ -38,6 +41,9 @@ class MatchConfidence:
 
     def record(self, length: int, hit: bool) -> None:
         """A match of ``length`` tokens predicted the next token rightly or not."""
-        group = bisect_left(_LENGTHS, length)
+        self.record_class(bisect_left(_LENGTHS, length), hit)
+
+    def record_class(self, group: int, hit: bool) -> None:
+        """Likewise, by the number of the class."""
         self._hits[group] += hit
         self._trials[group] += 1.0

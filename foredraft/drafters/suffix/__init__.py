@@ -30,7 +30,7 @@ from foredraft.drafters.common.priors import priors
 from foredraft.drafters.suffix.automaton import NO_MATCH, Match, SuffixAutomaton
 from foredraft.drafters.suffix.past_outputs import PastOutputs, tenant_file
 
-_Place = tuple[Match, ...]
+SuffixPlace = tuple[Match, ...]
 """Where a text stands in each source: its longest suffix there."""
 
 
@@ -72,7 +72,7 @@ class SuffixText:
             Source(self._own, MatchConfidence(priors().repeated_text)),
             *(Source(automaton, MatchConfidence(priors().other_text)) for automaton in shared),
         ]
-        self.place: _Place = (self._own.end, *(NO_MATCH for _ in shared))
+        self.place: SuffixPlace = (self._own.end, *(NO_MATCH for _ in shared))
 
     def commit(self, token: int) -> None:
         """Append a committed token, after seeing whether it was foreseen."""
@@ -82,7 +82,7 @@ class SuffixText:
         self._own.extend(token)
         self.place = (self._own.end, *self.advance(self.place, token)[1:])
 
-    def successors(self, place: _Place) -> Iterator[tuple[int, float, _Place]]:
+    def successors(self, place: SuffixPlace) -> Iterator[tuple[int, float, SuffixPlace]]:
         """What the most promising source says comes after ``place``, for `best_first`."""
         pairs = zip(self._sources, place, strict=True)
         place = tuple(source.automaton.with_followers(match) for source, match in pairs)
@@ -90,7 +90,7 @@ class SuffixText:
         for token, prob in found:
             yield token, prob, self.advance(place, token)
 
-    def advance(self, place: _Place, token: int) -> _Place:
+    def advance(self, place: SuffixPlace, token: int) -> SuffixPlace:
         """Where ``token`` leads from ``place``."""
         pairs = zip(self._sources, place, strict=True)
         return tuple(source.automaton.advance(match, token) for source, match in pairs)

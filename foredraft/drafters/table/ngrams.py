@@ -1,0 +1,163 @@
+"""What followed the last few tokens in a target's own text: a small table in one mapped file.
+
+A context of one to five tokens is kept by a key of 32 bits, the number of its tokens mixed in; two
+contexts of one key happen once in some ten thousand look-ups, and cost a draft. With each stand its
+likeliest successors. Their chances are those of back-off by interpolation: what a shorter context
+says counts less the more often the longer one was seen, so that the longest context which is there
+says all (Jelinek and Mercer, 1980; weights as of Witten and Bell, 1991).
+
+Shape legend: C contexts, K successors of each.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from foredraft.core.errors import ModelLoadError
+from foredraft.drafters.common.head_folder import (
+    SELF_TEST,
+    WEIGHTS,
+    TargetIdentity,
+    check_kind,
+    check_target,
+    check_weights,
+    read_info,
+)
+from foredraft.models.safety import check_safetensors
+
+KIND = "table"
+LONGEST = 5
+"""Tokens of a context."""
+NUM_SUCCESSORS = 3
+_MASK = (1 << 64) - 1
+SEEDS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
+"""Odd numbers that keys are mixed with."""
+Context = tuple[int, ...]
+
+
+def next_hash(hashed: int, token: int) -> int:
+    """The hash of a context that is one token longer, at its front; 0 is that of none.
+
+    `foredraft.train.ngrams` computes the same for many places at once.
+    """
+    mixed = (hashed * SEEDS[0] + token + 1) & _MASK
+    mixed ^= mixed >> 29
+    mixed = (mixed * SEEDS[1]) & _MASK
+    return mixed ^ (mixed >> 32)
+
+
+class NgramTable:
+    """Successors of contexts.
+
+    Args:
+        keys_C: uint32, ascending: the lower 32 bits of the contexts' hashes.
+        tokens_CK: uint16 or int32 ids, the likeliest first.
+        chances_CK: uint8, in 255ths; 0: there is no such successor.
+        shares: how often the likeliest token came, by situation and tenths of its chance, in
+            "greedy" text and in "sampled"; see `foredraft.drafters.table.opinions`.
+    """
+
+    def __init__(
+        self,
+        keys_C: Tensor,
+        tokens_CK: Tensor,
+        chances_CK: Tensor,
+        shares: Mapping[str, Sequence[Sequence[float]]],
+    ) -> None:
+        self.shares = shares
+        self._tensors = {"keys": keys_C, "tokens": tokens_CK, "chances": chances_CK}
+        # Single items come out of a memoryview several times faster than out of an array.
+        self._keys = keys_C.numpy().data
+        self._tokens = tokens_CK.flatten().numpy().data
+        self._chances = chances_CK.flatten().numpy().data
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What is stored."""
+        return self._tensors
+
+    def successors(self, context: Sequence[int]) -> list[tuple[int, float]]:
+        """What may follow, likeliest first, by the longest context that is known.
+
+        Args:
+            context: any tokens; the last few are looked at.
+        """
+        hashed, found = 0, -1
+        for length in range(1, min(LONGEST, len(context)) + 1):
+            hashed = next_hash(hashed, context[-length])
+            key = hashed & 0xFFFFFFFF
+            place = bisect_left(self._keys, key)
+            if place < len(self._keys) and self._keys[place] == key:
+                found = place
+        if found < 0:
+            return []
+        span = range(found * NUM_SUCCESSORS, (found + 1) * NUM_SUCCESSORS)
+        return [(self._tokens[i], self._chances[i] / 255.0) for i in span if self._chances[i]]
+
+
+def load_table(directory: Path, target: TargetIdentity, vocab_size: int) -> NgramTable:
+    """A table, mapped and checked: kind, target, file, and what it says of some contexts.
+
+    Raises:
+        ConfigError: no table is there, or it is of another target.
+        ModelLoadError: it is damaged, or does not say what it did when it was saved.
+    """
+    info = read_info(directory)
+    check_kind(info, KIND, directory)
+    check_target(info, target, directory)
+    check_weights(directory, info)
+    stored = load_file(directory / WEIGHTS)
+    try:
+        keys_C, tokens_CK, chances_CK = (stored[n] for n in ("keys", "tokens", "chances"))
+        shares = {name: info.config["shares"][name] for name in ("greedy", "sampled")}
+        table = NgramTable(keys_C, tokens_CK, chances_CK, shares)
+        expected = (len(keys_C), NUM_SUCCESSORS)
+        if not tuple(tokens_CK.shape) == tuple(chances_CK.shape) == expected:
+            raise ValueError(f"tokens {[*tokens_CK.shape]} and chances {[*chances_CK.shape]}")
+        if len(keys_C) and int(tokens_CK.to(torch.int64).max()) >= vocab_size:
+            raise ValueError(f"a token is not below the vocabulary of {vocab_size}")
+        if not all(0.0 < share < 1.0 for rows in shares.values() for row in rows for share in row):
+            raise ValueError("a share is not between 0 and 1")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelLoadError(f"{directory} cannot be used: {error!r:.200}") from error
+    _run_self_test(directory / SELF_TEST, table)
+    return table
+
+
+def self_test(table: NgramTable, contexts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Some contexts, and what the table says follows: `load_table` compares it."""
+    whole = [context for context in contexts if len(context) == LONGEST]
+    said = [_padded(table.successors(context)) for context in whole]
+    return {
+        "contexts": torch.tensor(whole, dtype=torch.int64).reshape(-1, LONGEST),
+        "tokens": torch.tensor([[t for t, _ in each] for each in said], dtype=torch.int64),
+        "chances": torch.tensor([[c for _, c in each] for each in said], dtype=torch.float32),
+    }
+
+
+def _padded(found: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [*found, *[(-1, 0.0)] * (NUM_SUCCESSORS - len(found))]
+
+
+def _run_self_test(path: Path, table: NgramTable) -> None:
+    check_safetensors(path)
+    stored = load_file(path)
+    try:
+        actual = self_test(table, stored["contexts"].tolist())
+        same = all(torch.equal(actual[name], stored[name]) for name in actual)
+    except (KeyError, IndexError, RuntimeError, ValueError) as problem:
+        raise ModelLoadError(f"{path} cannot be run: {problem!r:.200}") from problem
+    if not same:
+        raise ModelLoadError(
+            f"{path}: the table says something else than when it was saved; it is damaged, or of "
+            "another version of foredraft. Train it again"
+        )

@@ -1,0 +1,166 @@
+"""Learn a table of n-grams, measure it on text that was kept from it, and write its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foredraft.core.errors import ConfigError
+from foredraft.drafters.common.head_folder import Learnt, TargetIdentity, write_folder
+from foredraft.drafters.table.ngrams import KIND, LONGEST, NgramTable, self_test
+from foredraft.drafters.table.opinions import NUM_CLASSES, SITUATIONS, TableText
+from foredraft.train.card import shown
+from foredraft.train.ngrams import TablePlan, learn_table
+from foredraft.train.target import TrainingTarget
+from foredraft.train.texts import Text, usable
+from foredraft.version import __version__
+
+_PRIOR_TRIALS = 20.0
+_HELD_OUT_TEXTS = 200
+_TESTED = 64
+
+
+@dataclass
+class _Tally:
+    """Of one kind of text: places, where the table is right, and where both together are."""
+
+    places: int = 0
+    table: int = 0
+    both: int = 0
+
+
+def measure(
+    table: NgramTable, texts: Sequence[Text]
+) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
+    """What it names right in texts that it was not learnt from.
+
+    Returns:
+        Shares of next tokens named right, for people; and the shares by situation and chance that
+        `NgramTable.shares` wants.
+    """
+    tallies = {name: _Tally() for name in ("greedy", "sampled")}
+    hits = {n: np.zeros((SITUATIONS, NUM_CLASSES)) for n in tallies}
+    trials = {n: np.zeros((SITUATIONS, NUM_CLASSES)) for n in tallies}
+    for text in texts:
+        name = "sampled" if text.temperature else "greedy"
+        _tally(table, text, tallies[name], hits[name], trials[name])
+    middles = (np.arange(NUM_CLASSES) + 0.5) / NUM_CLASSES
+    shares = {
+        n: ((hits[n] + _PRIOR_TRIALS * middles) / (trials[n] + _PRIOR_TRIALS)).tolist()
+        for n in tallies
+    }
+    return {name: _shown(tally) for name, tally in tallies.items()}, shares
+
+
+def _tally(
+    table: NgramTable,
+    text: Text,
+    tally: _Tally,
+    hits: NDArray[np.float64],
+    trials: NDArray[np.float64],
+) -> None:
+    tokens = text.tokens.tolist()
+    follower = TableText(tokens[: text.num_prompt], table, bool(text.temperature))
+    for i in range(text.num_prompt, len(tokens)):
+        named = table.successors(tokens[max(0, i - LONGEST) : i])
+        opinion = follower.opinion(follower.place)
+        tally.places += 1
+        tally.table += bool(named) and named[0][0] == tokens[i]
+        if opinion.chances:
+            is_right = opinion.first == tokens[i]
+            tally.both += is_right
+            hits[opinion.situation, opinion.chance_class] += is_right
+            trials[opinion.situation, opinion.chance_class] += 1
+        follower.commit(tokens[i])
+
+
+def _shown(tally: _Tally) -> Mapping[str, float]:
+    places = max(1, tally.places)
+    return {
+        "table": tally.table / places,
+        "with earlier matches": tally.both / places,
+        "places": tally.places,
+    }
+
+
+def train_table(
+    target: TrainingTarget,
+    texts: Sequence[Text],
+    out: Path,
+    plan: TablePlan,
+    provenance: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Learn a table from texts, measure it on those that are kept from it, and write its folder.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        ConfigError: the texts are another model's, or all of them are kept from it.
+        TrainingError: it cannot be written.
+    """
+    known = usable(texts, target.shape.vocab_size, target.max_context)
+    learnt = [text for text in known if not text.is_held_out]
+    held_out = [text for text in known if text.is_held_out][:_HELD_OUT_TEXTS]
+    if not learnt:
+        raise ConfigError("there is too little text to learn from: write more")
+    table = learn_table(learnt, target.shape.vocab_size, plan)
+    measured, shares = measure(table, held_out)
+    made = {**provenance, "texts": len(learnt), "reply tokens": sum(map(_num_reply, learnt))}
+    made |= {"contexts": len(table), "min_count": plan.min_count, "foredraft": __version__}
+    folder = Learnt(
+        KIND,
+        {"shares": shares},
+        target.shape,
+        table.tensors,
+        self_test(table, _some_contexts(learnt)),
+        _card(target.identity, measured, made),
+    )
+    write_folder(out, folder, {"target": target.identity, "provenance": made, "measured": measured})
+    return measured
+
+
+def _num_reply(text: Text) -> int:
+    return len(text.reply_ids)
+
+
+def _some_contexts(texts: Sequence[Text]) -> list[list[int]]:
+    """For the self test."""
+    return [text.tokens[-LONGEST:].tolist() for text in texts[: 4 * _TESTED]][:_TESTED]
+
+
+def _card(target: TargetIdentity, measured: Mapping[str, Any], made: Mapping[str, Any]) -> str:
+    rows = "\n".join(
+        f"| {name} | {found['table']:.3f} | {found['with earlier matches']:.3f} | "
+        f"{found['places']:,} |"
+        for name, found in measured.items()
+    )
+    how = "\n".join(f"| {name} | {shown(value)} |" for name, value in made.items())
+    return f"""\
+# A table of what {target.name} writes
+
+What followed the last one to five tokens in text that **{target.name}** (fingerprint
+`{target.fingerprint}`) wrote before, for drafting in foredraft. It computes nothing; the
+target checks every guess.
+
+```sh
+foredraft generate "…" --model {target.name} --drafter table --drafter-option head=THIS_FOLDER
+```
+
+## Next tokens named right in held-out replies
+
+| replies | the table | with earlier matches in the text | places |
+|---|---|---|---|
+{rows}
+
+## How it was made
+
+| | |
+|---|---|
+{how}
+"""
