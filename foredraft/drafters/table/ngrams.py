@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -36,6 +37,8 @@ LONGEST = 5
 """Tokens of a context."""
 NUM_SUCCESSORS = 3
 _MASK = (1 << 64) - 1
+_HALF = 16
+"""Bits of half a key."""
 SEEDS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 """Odd numbers that keys are mixed with."""
 Context = tuple[int, ...]
@@ -74,6 +77,9 @@ class NgramTable:
         self._tensors = {"keys": keys_C, "tokens": tokens_CK, "chances": chances_CK}
         # Single items come out of a memoryview several times faster than out of an array.
         self._keys = keys_C.numpy().data
+        # Where the keys of each upper half begin: a few are left to search.
+        halves = np.arange((1 << _HALF) + 1, dtype=np.uint64) << np.uint64(_HALF)
+        self._starts = np.searchsorted(keys_C.numpy(), halves).data
         self._tokens = tokens_CK.flatten().numpy().data
         self._chances = chances_CK.flatten().numpy().data
 
@@ -91,12 +97,13 @@ class NgramTable:
         Args:
             context: any tokens; the last few are looked at.
         """
-        hashed, found = 0, -1
+        hashed, found, keys, starts = 0, -1, self._keys, self._starts
         for length in range(1, min(LONGEST, len(context)) + 1):
             hashed = next_hash(hashed, context[-length])
             key = hashed & 0xFFFFFFFF
-            place = bisect_left(self._keys, key)
-            if place < len(self._keys) and self._keys[place] == key:
+            end = starts[(key >> _HALF) + 1]
+            place = bisect_left(keys, key, starts[key >> _HALF], end)
+            if place < end and keys[place] == key:
                 found = place
         if found < 0:
             return []

@@ -26,6 +26,8 @@ _COPY_WEIGHT = 2.0 / 3.0
 where the larger of both opinions named 0.691."""
 _MOST = 0.99
 _PRIOR_WEIGHT = 24.0
+_REMEMBERED = 1024
+"""Contexts whose successors a request keeps."""
 
 TablePlace = tuple[SuffixPlace, Context]
 
@@ -69,11 +71,12 @@ class TableText:
         self._own, self._table = SuffixText(prompt), table
         shares = table.shares["sampled" if is_sampled else "greedy"]
         self._confidence = [MatchConfidence(row, _PRIOR_WEIGHT) for row in shares]
+        self._named: dict[Context, list[tuple[int, float]]] = {}
         self.place: TablePlace = (self._own.place, tuple(prompt[-LONGEST:]))
 
     def opinion(self, place: TablePlace) -> Opinion:
         """What may follow a place."""
-        copied, named = list(self._own.successors(place[0])), self._table.successors(place[1])
+        copied, named = list(self._own.successors(place[0])), self._named_after(place[1])
         places = {token: following for token, _, following in copied}
         if not copied or not named:
             return Opinion(named or [(token, chance) for token, chance, _ in copied], places, ALONE)
@@ -82,6 +85,15 @@ class TableText:
             chances[token] = chances.get(token, 0.0) + _COPY_WEIGHT * chance
         ranked = sorted(chances.items(), key=lambda pair: -pair[1])
         return Opinion(ranked, places, AGREED if copied[0][0] == named[0][0] else PARTED)
+
+    def _named_after(self, context: Context) -> list[tuple[int, float]]:
+        """What the table says: places are asked about as drafts, as roots and as committed text."""
+        named = self._named.get(context)
+        if named is None:
+            if len(self._named) >= _REMEMBERED:
+                self._named.clear()
+            named = self._named[context] = self._table.successors(context)
+        return named
 
     def successors(self, place: TablePlace) -> Iterator[tuple[int, float, TablePlace]]:
         """Tokens that may follow, likeliest first, each with its chance and its place."""
