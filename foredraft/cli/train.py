@@ -137,6 +137,7 @@ def train_table(
     """Learn a table of what follows what. It takes seconds, and starts anew each time."""
     from foredraft.cli.training_display import TrainingDisplay
     from foredraft.drafters.common.head_folder import identify
+    from foredraft.drafters.table.ngrams import BOTH
     from foredraft.timing_lock import Heed
     from foredraft.train.ngrams import TablePlan
     from foredraft.train.table import train_table
@@ -151,7 +152,7 @@ def train_table(
             raise typer.Exit(130)
         made = {"data": data.data or ["self"], "command": _command()}
         measured = train_table(known, texts, out, TablePlan(min_count, megabytes), made)
-    right = ", ".join(f"{n} {m['with earlier matches']:.3f}" for n, m in measured.items())
+    right = ", ".join(f"{n} {m[BOTH]:.3f}" for n, m in measured.items())
     said = f"{out}: next tokens named right, with earlier matches: {right}"
     Console(highlight=False).print(said, markup=False, soft_wrap=True)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.common.head_folder import Learnt, TargetIdentity, write_folder
-from foredraft.drafters.table.ngrams import KIND, LONGEST, NgramTable, self_test
+from foredraft.drafters.table.ngrams import BOTH, KIND, LONGEST, NgramTable, self_test
 from foredraft.drafters.table.opinions import NUM_CLASSES, SITUATIONS, TableText
 from foredraft.train.card import shown
 from foredraft.train.ngrams import TablePlan, learn_table
@@ -83,7 +83,7 @@ def _shown(tally: _Tally) -> Mapping[str, float]:
     places = max(1, tally.places)
     return {
         "table": tally.table / places,
-        "with earlier matches": tally.both / places,
+        BOTH: tally.both / places,
         "places": tally.places,
     }
 
@@ -136,8 +136,7 @@ def _some_contexts(texts: Sequence[Text]) -> list[list[int]]:
 
 def _card(target: TargetIdentity, measured: Mapping[str, Any], made: Mapping[str, Any]) -> str:
     rows = "\n".join(
-        f"| {name} | {found['table']:.3f} | {found['with earlier matches']:.3f} | "
-        f"{found['places']:,} |"
+        f"| {name} | {found['table']:.3f} | {found[BOTH]:.3f} | {found['places']:,} |"
         for name, found in measured.items()
     )
     how = "\n".join(f"| {name} | {shown(value)} |" for name, value in made.items())

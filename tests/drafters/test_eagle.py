@@ -29,7 +29,10 @@ def new_target(decoder: str) -> NativeTarget:
 
 def new_module(target: NativeTarget) -> EagleModule:
     torch.manual_seed(1)
-    return EagleModule(TinySource(target).shape, (0, 2), range(0, 96, 2)).eval()
+    module = EagleModule(TinySource(target).shape, (0, 2), 48)
+    assert module.output_ids_R is not None
+    module.output_ids_R.mul_(2)
+    return module.eval()
 
 
 @pytest.fixture(params=["eager", "fused"])

@@ -81,7 +81,7 @@ def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
 
 
 def read(directory: Path) -> Eagle3Module | FirstEagleModule:
-    return read_published(directory, TARGET.parts, VOCAB, len(TARGET.capabilities.taps))
+    return read_published(directory, TARGET)
 
 
 def assert_same_logits(one: Eagle3Module, other: Any) -> None:

@@ -89,7 +89,7 @@ def new_module(family: str) -> MtpModule:
 @pytest.mark.parametrize("family", [layout.family for layout in LAYOUTS])
 def test_each_layout_is_read(family: str, tmp_path: Path) -> None:
     module = new_module(family)
-    read = read_native(write(tmp_path, stored(family, module)), TARGET.parts)
+    read = read_native(write(tmp_path, stored(family, module)), TARGET)
     batch = text_batch(TARGET, [random_text(12)], module.taps)
     for mine, theirs in zip(module.predictions(batch, 3), read.predictions(batch, 3), strict=True):
         torch.testing.assert_close(mine.logits_BLR, theirs.logits_BLR, rtol=1e-3, atol=1e-3)
@@ -115,4 +115,4 @@ def test_what_does_not_fit_is_named(
     tensors = stored("Qwen3-Next", new_module("Qwen3-Next"))
     change(tensors)
     with pytest.raises(error, match=says):
-        read_native(write(tmp_path, tensors), TARGET.parts)
+        read_native(write(tmp_path, tensors), TARGET)

@@ -15,7 +15,7 @@ from foredraft.drafters.eagle.module import EagleModule
 from foredraft.drafters.eagle3.module import Eagle3Module
 from foredraft.drafters.eagle3.published import read_published
 from foredraft.train.export import export_head
-from tests.drafters.heads import OUTPUT_IDS, VOCAB, TinySource, shaken, text_batch, tiny_target
+from tests.drafters.heads import OUTPUT_IDS, TinySource, shaken, text_batch, tiny_target
 
 TARGET = tiny_target()
 VERIFIER = ("org/tiny", ["LlamaForCausalLM"])
@@ -36,7 +36,7 @@ def test_an_exported_head_is_the_same_head(tmp_path: Path) -> None:
     module = saved(Eagle3Module, tmp_path / "head")
     for _ in range(2):  # what was exported before is written over
         export_head(tmp_path / "head", tmp_path / "out", "speculators", *VERIFIER)
-    found = read_published(tmp_path / "out", TARGET.parts, VOCAB, 3)
+    found = read_published(tmp_path / "out", TARGET)
     batch = text_batch(TARGET, [[7, 1, 9, 30, 4, 4, 2]], module.taps)
     for mine, theirs in zip(module.predictions(batch, 3), found.predictions(batch, 3), strict=True):
         torch.testing.assert_close(mine.logits_BLR, theirs.logits_BLR)

@@ -5,7 +5,7 @@ Shape legend: B texts, L tokens, E hidden size, R output rows.
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,25 +16,25 @@ from foredraft.drafters.common.head import HeadModule, HeadSource, output_rows
 from foredraft.models.base import ModelShape
 
 
-class RowsHead(HeadModule, ABC):
-    """What heads with rows of their own have in common: the rows, and which tokens they stand for.
+class NamingHead(HeadModule, ABC):
+    """What heads that name some tokens have in common: which tokens their output rows stand for.
 
     Args:
         shape: of the target.
         taps: the layers it reads.
         num_rows: R; None: a row for every token.
-
-    Attributes:
-        output: the output rows [R, E].
     """
 
     def __init__(self, shape: ModelShape, taps: Sequence[int], num_rows: int | None) -> None:
         super().__init__()
         self.shape, self.taps = shape, tuple(taps)
-        size = (num_rows or shape.vocab_size, shape.hidden_size)
-        self.output = nn.Parameter(torch.randn(size) * shape.hidden_size**-0.5)
         ids_R = None if num_rows is None else torch.arange(num_rows)
         self.register_buffer("output_ids_R", ids_R)
+
+    @property
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """The output rows [R, E]."""
 
     @property
     def num_rows(self) -> int | None:
@@ -44,9 +44,26 @@ class RowsHead(HeadModule, ABC):
     @torch.no_grad()
     def take_output(self, source: HeadSource, output_ids: Sequence[int] | None) -> None:
         """Start from the target's own rows for these tokens."""
-        self.output.copy_(output_rows(source.head(), output_ids))
+        self.rows.copy_(output_rows(source.head(), output_ids))
         if self.output_ids_R is not None and output_ids is not None:
             self.output_ids_R.copy_(torch.as_tensor(output_ids))
+
+
+class RowsHead(NamingHead, ABC):
+    """A `NamingHead` with rows of its own.
+
+    Attributes:
+        output: the output rows [R, E].
+    """
+
+    def __init__(self, shape: ModelShape, taps: Sequence[int], num_rows: int | None) -> None:
+        super().__init__(shape, taps, num_rows)
+        size = (num_rows or shape.vocab_size, shape.hidden_size)
+        self.output = nn.Parameter(torch.randn(size) * shape.hidden_size**-0.5)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.output
 
 
 def num_rows_of(output_ids: Sequence[int] | None) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -256,6 +256,27 @@ class StepDrafter(BaseDrafter):
             states_NE, logits_NR = self._runner.run([chain], inputs_NE)
             state_E, logits_R = states_NE[0], logits_NR[0]
         return draft.build()
+
+
+class ModuleDrafter(StepDrafter):
+    """A trained module drafts trees; a subclass names what runs it.
+
+    Args:
+        module: of the kind that ``runner`` takes; its ``taps``, ``output_ids_R`` and ``promise``
+            are as those of a `HeadModule`.
+        target: its target.
+        limits: how far a tree may grow.
+
+    Attributes:
+        runner: a `StepRunner`, made of module and target.
+    """
+
+    runner: ClassVar[type[Any]]
+
+    def __init__(self, module: Any, target: HeadTarget, limits: GrowthLimits | None = None) -> None:
+        runner: StepRunner = self.runner(module, target)
+        super().__init__(runner, target, module.taps, module.output_ids_R, limits)
+        self.promise = module.promise
 
 
 def _joined(reads: Sequence[_Read]) -> _Read:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
+
+from torch import nn
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.base import Drafter, DrafterContext, DrafterFactory
+from foredraft.drafters.common.checkpoints import is_checkpoint
 from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.head import HeadModule
 from foredraft.drafters.common.head_files import load_head
@@ -61,18 +64,24 @@ def trained_head(context: DrafterContext, module: type[M], option: str = "head")
 
 
 def built_with(
-    module: type[M], drafter: Callable[[M, HeadTarget, GrowthLimits], Drafter]
+    module: type[M],
+    drafter: Callable[[Any, HeadTarget, GrowthLimits], Drafter],
+    read: Callable[[Path, HeadTarget], nn.Module] | None = None,
 ) -> DrafterFactory:
     """What builds a drafter that grows trees with a trained head.
 
     Args:
         module: the class of the head's kind.
         drafter: made from the head, its target, and how far a tree may grow.
+        read: reads a head from somebody's checkpoint; None: only heads that were saved here.
     """
 
     def build(context: DrafterContext) -> Drafter:
-        limits, head = growth_limits(context), trained_head(context, module)
-        return drafter(head, cast(HeadTarget, context.target), limits)
+        limits, target = growth_limits(context), cast(HeadTarget, context.target)
+        directory = Path(str(context.options.get("head", ""))).expanduser()
+        if read is not None and is_checkpoint(directory):
+            return drafter(read(directory, target), target, limits)
+        return drafter(trained_head(context, module), target, limits)
 
     return build
 

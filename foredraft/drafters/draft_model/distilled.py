@@ -13,9 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.llama_layer import LlamaLayer
-from foredraft.drafters.common.steps import StepDrafter
+from foredraft.drafters.common.steps import ModuleDrafter
 from foredraft.drafters.draft_model.module import DraftModelModule
 from foredraft.models.base import HeadRow, HeadTarget, HeadWeights
 
@@ -50,17 +49,7 @@ class DistilledRunner:
         return self._runner.run(rows, inputs_TE)
 
 
-class DistilledDrafter(StepDrafter):
-    """A `DraftModelModule` drafts trees.
+class DistilledDrafter(ModuleDrafter):
+    """A `DraftModelModule` drafts trees."""
 
-    Args:
-        module: a trained draft model.
-        target: its target.
-        limits: how far a tree may grow.
-    """
-
-    def __init__(
-        self, module: DraftModelModule, target: HeadTarget, limits: GrowthLimits | None = None
-    ) -> None:
-        runner = DistilledRunner(module, target)
-        super().__init__(runner, target, module.taps, module.output_ids_R, limits)
+    runner = DistilledRunner

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.joining import Joined, JoinedTokens
-from foredraft.drafters.common.steps import StepDrafter
+from foredraft.drafters.common.steps import ModuleDrafter
 from foredraft.drafters.eagle.module import EagleModule
 from foredraft.models.base import HeadRow, HeadTarget, HeadWeights
 
@@ -59,18 +58,7 @@ class EagleRunner:
         return self._runner.run(rows, inputs_TE)
 
 
-class EagleDrafter(StepDrafter):
-    """An `EagleModule` drafts trees.
+class EagleDrafter(ModuleDrafter):
+    """An `EagleModule` drafts trees."""
 
-    Args:
-        module: a trained head.
-        target: its target.
-        limits: how far a tree may grow.
-    """
-
-    def __init__(
-        self, module: EagleModule, target: HeadTarget, limits: GrowthLimits | None = None
-    ) -> None:
-        runner = EagleRunner(module, target)
-        super().__init__(runner, target, module.taps, module.output_ids_R, limits)
-        self.promise = module.promise
+    runner = EagleRunner

@@ -19,37 +19,26 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.drafters.common.anchored import AnchoredAttention
-from foredraft.drafters.common.head import (
-    HeadModule,
-    HeadSource,
-    Prediction,
-    TextBatch,
-    output_rows,
-)
+from foredraft.drafters.common.head import HeadSource, Prediction, TextBatch
 from foredraft.drafters.common.llama_layer import LlamaLayer, RMSNorm
+from foredraft.drafters.common.rows import NamingHead, following, num_rows_of
 from foredraft.models.base import ModelShape
 
 
-class EagleModule(HeadModule):
+class EagleModule(NamingHead):
     """See the module docstring.
 
     Args:
         shape: of the target.
         taps: the target's layers whose outputs it reads.
-        output_ids: the tokens it may name; None: all.
+        num_rows: see `NamingHead`.
     """
 
     kind = "eagle"
 
-    def __init__(
-        self, shape: ModelShape, taps: Sequence[int], output_ids: Sequence[int] | None
-    ) -> None:
-        super().__init__()
-        self.shape, self.taps = shape, tuple(taps)
+    def __init__(self, shape: ModelShape, taps: Sequence[int], num_rows: int | None) -> None:
+        super().__init__(shape, taps, num_rows)
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
-        num_rows = shape.vocab_size if output_ids is None else len(output_ids)
-        ids = None if output_ids is None else torch.as_tensor(output_ids, dtype=torch.int64)
-        self.register_buffer("output_ids_R", ids)
         self.tap_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in taps)
         self.own_norm, self.embedding_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.join_taps = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
@@ -57,32 +46,33 @@ class EagleModule(HeadModule):
         self.join_embedding = nn.Linear(hidden, hidden, bias=False)
         self.layer = LlamaLayer(shape)
         self.norm = RMSNorm(hidden, eps)
-        self.output = nn.Linear(hidden, num_rows, bias=False)
+        self.output = nn.Linear(hidden, num_rows or shape.vocab_size, bias=False)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.output.weight
 
     @classmethod
     def start(
         cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
     ) -> Self:
         taps = options.get("taps") or usual_taps(source.shape.num_hidden_layers)
-        module = cls(source.shape, taps, output_ids)
+        module = cls(source.shape, taps, num_rows_of(output_ids))
+        module.take_output(source, output_ids)
         with torch.no_grad():
-            rows_RE = output_rows(source.head(), output_ids)
-            module.output.weight.copy_(rows_RE)
             # Logits of about 1: a layer that knows nothing yet must not be sure of anything.
-            module.norm.weight.fill_(1.0 / float(rows_RE.norm(dim=1).mean()))
+            module.norm.weight.fill_(1.0 / float(module.rows.norm(dim=1).mean()))
             module.layer.load_state_dict(dict(source.layer(-1)))
         return module
 
     @classmethod
     def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
         num_rows = config["num_output_rows"]
-        ids = None if num_rows is None else range(num_rows)  # the true ones come with the weights
-        return cls(shape, config["taps"], ids)
+        return cls(shape, config["taps"], None if num_rows is None else int(num_rows))
 
     @property
     def config(self) -> dict[str, Any]:
-        rows = None if self.output_ids_R is None else len(self.output_ids_R)
-        return {"taps": list(self.taps), "num_output_rows": rows}
+        return {"taps": list(self.taps), "num_output_rows": self.num_rows}
 
     @classmethod
     def option_help(cls) -> Mapping[str, str]:
@@ -109,14 +99,14 @@ class EagleModule(HeadModule):
         return joined
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        following = batch.embeddings_BLE.roll(-1, 1)
-        x_BLE = self.inputs(following, [batch.taps[layer] for layer in self.taps])
+        embeddings_BLE = following(batch.embeddings_BLE, 1)
+        x_BLE = self.inputs(embeddings_BLE, [batch.taps[layer] for layer in self.taps])
         attention = AnchoredAttention(self.layer)
         found = []
         for step in range(depth):
             if step:
-                following = following.roll(-1, 1)
-                x_BLE = self.own_inputs(following, x_BLE)
+                embeddings_BLE = following(batch.embeddings_BLE, step + 1)
+                x_BLE = self.own_inputs(embeddings_BLE, x_BLE)
             x_BLE = attention.step(x_BLE, step)
             states = self.norm(x_BLE)
             found.append(Prediction(states, self.output.weight, step + 2, step + 1))

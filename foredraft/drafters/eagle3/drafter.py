@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.joining import Joined, JoinedTokens
-from foredraft.drafters.common.steps import StepDrafter
+from foredraft.drafters.common.steps import ModuleDrafter
 from foredraft.drafters.eagle3.module import Eagle3Module
 from foredraft.models.base import HeadRow, HeadTarget, HeadWeights
 
@@ -85,17 +84,7 @@ class _Fusion:
         return joined_TE * (x_TK.square().mean(-1, keepdim=True) + self._eps).sqrt()
 
 
-class Eagle3Drafter(StepDrafter):
-    """An `Eagle3Module` drafts trees.
+class Eagle3Drafter(ModuleDrafter):
+    """An `Eagle3Module` drafts trees."""
 
-    Args:
-        module: a trained head.
-        target: its target.
-        limits: how far a tree may grow.
-    """
-
-    def __init__(
-        self, module: Eagle3Module, target: HeadTarget, limits: GrowthLimits | None = None
-    ) -> None:
-        runner = Eagle3Runner(module, target)
-        super().__init__(runner, target, module.taps, module.output_ids_R, limits)
+    runner = Eagle3Runner

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.drafters.common.anchored import AnchoredAttention
-from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.head import Prediction, TextBatch
 from foredraft.drafters.common.llama_layer import LlamaLayer, RMSNorm
 from foredraft.drafters.common.rows import following
-from foredraft.drafters.common.steps import StepDrafter
+from foredraft.drafters.common.steps import ModuleDrafter
 from foredraft.models.base import HeadRow, HeadTarget, HeadWeights, ModelShape
 
 
@@ -48,6 +47,9 @@ class FirstEagleModule(nn.Module):
     Attributes:
         output: the target's head [V, E].
     """
+
+    output_ids_R: Tensor | None = None
+    promise: tuple[float, float] | None = None
 
     def __init__(self, shape: ModelShape, has_bias: bool) -> None:
         super().__init__()
@@ -110,16 +112,7 @@ def _weight(weight: Tensor, target: HeadTarget) -> Tensor:
     return weight.detach().to(target.parts.device, target.parts.dtype)
 
 
-class FirstEagleDrafter(StepDrafter):
-    """A `FirstEagleModule` drafts trees.
+class FirstEagleDrafter(ModuleDrafter):
+    """A `FirstEagleModule` drafts trees."""
 
-    Args:
-        module: a trained head.
-        target: its target.
-        limits: how far a tree may grow.
-    """
-
-    def __init__(
-        self, module: FirstEagleModule, target: HeadTarget, limits: GrowthLimits | None = None
-    ) -> None:
-        super().__init__(FirstEagleRunner(module, target), target, module.taps, None, limits)
+    runner = FirstEagleRunner

@@ -34,7 +34,7 @@ from foredraft.drafters.common.checkpoints import (
 )
 from foredraft.drafters.eagle3.first import FirstEagleModule
 from foredraft.drafters.eagle3.module import Eagle3Module, published_taps
-from foredraft.models.base import ModelShape, TargetParts
+from foredraft.models.base import HeadTarget, ModelShape, TargetParts
 from foredraft.models.json_files import read_json
 
 _LAYERS = ("layers.0.", "midlayer.")
@@ -69,21 +69,18 @@ class _Published:
         return f"the EAGLE head in {self.where}"
 
 
-def read_published(
-    directory: Path, parts: TargetParts, vocab_size: int, num_layers: int
-) -> Eagle3Module | FirstEagleModule:
+def read_published(directory: Path, target: HeadTarget) -> Eagle3Module | FirstEagleModule:
     """A head from somebody's checkpoint: EAGLE-3, or EAGLE-1 and 2, told apart by their tensors.
 
     Args:
-        parts: of the target.
-        vocab_size: V, of the target.
-        num_layers: of the target.
+        target: its target.
 
     Raises:
         ConfigError: there is no such head, it is of another target, or something of it has no
             place here.
         ModelLoadError: the checkpoint is damaged.
     """
+    parts, vocab_size = target.parts, target.vocab_size
     config = read_json(directory / "config.json")
     sizes = _sizes(config, directory)
     shape = shape_of({"vocab_size": vocab_size, **sizes}, directory / "config.json")
@@ -99,7 +96,7 @@ def read_published(
         found = tensors.below("")
     _check_embeddings(found.get(_TARGETS[0]), parts, directory)
     own = {name: tensor for name, tensor in found.items() if name not in _TARGETS}
-    shape = replace(shape, num_hidden_layers=num_layers)
+    shape = replace(shape, num_hidden_layers=len(target.capabilities.taps))
     published = _Published(directory, config, shape, own, layer)
     return _read_third(published, parts) if layer + _STATE_NORM in own else _read_first(
         published, parts

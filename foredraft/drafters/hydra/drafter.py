@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.joining import Joined, JoinedTokens
-from foredraft.drafters.common.steps import StepDrafter
+from foredraft.drafters.common.steps import ModuleDrafter
 from foredraft.drafters.hydra.module import HydraModule
 from foredraft.models.base import HeadRow, HeadTarget, HeadWeights
 
@@ -60,18 +59,7 @@ class HydraRunner:
         return self._runner.run(alone, inputs_TE)
 
 
-class HydraDrafter(StepDrafter):
-    """A `HydraModule` drafts trees.
+class HydraDrafter(ModuleDrafter):
+    """A `HydraModule` drafts trees."""
 
-    Args:
-        module: a trained head.
-        target: its target.
-        limits: how far a tree may grow.
-    """
-
-    def __init__(
-        self, module: HydraModule, target: HeadTarget, limits: GrowthLimits | None = None
-    ) -> None:
-        runner = HydraRunner(module, target)
-        super().__init__(runner, target, module.taps, module.output_ids_R, limits)
-        self.promise = module.promise
+    runner = HydraRunner

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.common.joining import Joined, JoinedTokens
-from foredraft.drafters.common.steps import StepDrafter
+from foredraft.drafters.common.steps import ModuleDrafter
 from foredraft.drafters.mtp.module import MtpModule
 from foredraft.models.base import HeadRow, HeadTarget, HeadWeights
 
@@ -54,18 +53,7 @@ class MtpRunner:
         return self._runner.run(rows, inputs_TE)
 
 
-class MtpDrafter(StepDrafter):
-    """An `MtpModule` drafts trees, its one layer used again for each depth.
+class MtpDrafter(ModuleDrafter):
+    """An `MtpModule` drafts trees, its one layer used again for each depth."""
 
-    Args:
-        module: a trained head.
-        target: its target.
-        limits: how far a tree may grow.
-    """
-
-    def __init__(
-        self, module: MtpModule, target: HeadTarget, limits: GrowthLimits | None = None
-    ) -> None:
-        runner = MtpRunner(module, target)
-        super().__init__(runner, target, module.taps, module.output_ids_R, limits)
-        self.promise = module.promise
+    runner = MtpRunner

@@ -29,7 +29,7 @@ from foredraft.drafters.common.checkpoints import (
     under_our_names,
 )
 from foredraft.drafters.mtp.module import MtpModule
-from foredraft.models.base import TargetParts
+from foredraft.models.base import HeadTarget
 from foredraft.models.json_files import read_json
 
 
@@ -98,11 +98,11 @@ LAYOUTS = (
 _ADVICE = "Train one: foredraft train mtp"
 
 
-def read_native(directory: Path, parts: TargetParts) -> MtpModule:
+def read_native(directory: Path, target: HeadTarget) -> MtpModule:
     """The MTP layer that a checkpoint comes with; of several the first.
 
     Args:
-        parts: of the target, whose final norm and head it shares.
+        target: its final norm and head are the layer's too.
 
     Raises:
         ConfigError: there is none, or one that is not as a llama layer.
@@ -115,6 +115,7 @@ def read_native(directory: Path, parts: TargetParts) -> MtpModule:
         layout, prefix = _find(tensors.names, directory)
         weights = _weights(layout, tensors.below(prefix, layout.unused), directory)
     ids_V = torch.arange(shape.vocab_size)
+    parts = target.parts
     norm_E = final_norm(parts, shape.rms_norm_eps)
     weights |= {"target_norm.weight": norm_E, "output": parts.head_rows(ids_V)}
     module = MtpModule(shape, None, layout.returns)

@@ -42,6 +42,7 @@ class TableDrafter(PerRequestDrafter[TableText]):
     def __init__(self, table: NgramTable, price: Price | None = None, tree: bool = True) -> None:
         super().__init__()
         self._table, self._price, self._tree = table, price, tree
+        self.promise = table.promise
 
     def begin_request(self, request: DraftRequest) -> TableText:
         return TableText(request.tokens, self._table, request.params.temperature > 0.0)

@@ -33,6 +33,8 @@ from foredraft.drafters.common.head_folder import (
 from foredraft.models.safety import check_safetensors
 
 KIND = "table"
+BOTH = "with earlier matches"
+"""What is measured of a table and the text's own repetitions together."""
 LONGEST = 5
 """Tokens of a context."""
 NUM_SUCCESSORS = 3
@@ -64,6 +66,7 @@ class NgramTable:
         chances_CK: uint8, in 255ths; 0: there is no such successor.
         shares: how often the likeliest token came, by situation and tenths of its chance, in
             "greedy" text and in "sampled"; see `foredraft.drafters.table.opinions`.
+        promise: see `foredraft.drafters.base.BaseDrafter`.
     """
 
     def __init__(
@@ -72,8 +75,9 @@ class NgramTable:
         tokens_CK: Tensor,
         chances_CK: Tensor,
         shares: Mapping[str, Sequence[Sequence[float]]],
+        promise: tuple[float, float] | None = None,
     ) -> None:
-        self.shares = shares
+        self.shares, self.promise = shares, promise
         self._tensors = {"keys": keys_C, "tokens": tokens_CK, "chances": chances_CK}
         # Single items come out of a memoryview several times faster than out of an array.
         self._keys = keys_C.numpy().data
@@ -126,7 +130,8 @@ def load_table(directory: Path, target: TargetIdentity, vocab_size: int) -> Ngra
     try:
         keys_C, tokens_CK, chances_CK = (stored[n] for n in ("keys", "tokens", "chances"))
         shares = {name: info.config["shares"][name] for name in ("greedy", "sampled")}
-        table = NgramTable(keys_C, tokens_CK, chances_CK, shares)
+        first = [float(info.measured[name][BOTH]) for name in ("greedy", "sampled")]
+        table = NgramTable(keys_C, tokens_CK, chances_CK, shares, (first[0], first[1]))
         expected = (len(keys_C), NUM_SUCCESSORS)
         if not tuple(tokens_CK.shape) == tuple(chances_CK.shape) == expected:
             raise ValueError(f"tokens {[*tokens_CK.shape]} and chances {[*chances_CK.shape]}")
