@@ -24,6 +24,7 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.drafters.common.head_folder import (
     SELF_TEST,
     WEIGHTS,
+    HeadInfo,
     TargetIdentity,
     check_kind,
     check_target,
@@ -130,8 +131,7 @@ def load_table(directory: Path, target: TargetIdentity, vocab_size: int) -> Ngra
     try:
         keys_C, tokens_CK, chances_CK = (stored[n] for n in ("keys", "tokens", "chances"))
         shares = {name: info.config["shares"][name] for name in ("greedy", "sampled")}
-        first = [float(info.measured[name][BOTH]) for name in ("greedy", "sampled")]
-        table = NgramTable(keys_C, tokens_CK, chances_CK, shares, (first[0], first[1]))
+        table = NgramTable(keys_C, tokens_CK, chances_CK, shares, _promise(info))
         expected = (len(keys_C), NUM_SUCCESSORS)
         if not tuple(tokens_CK.shape) == tuple(chances_CK.shape) == expected:
             raise ValueError(f"tokens {[*tokens_CK.shape]} and chances {[*chances_CK.shape]}")
@@ -143,6 +143,13 @@ def load_table(directory: Path, target: TargetIdentity, vocab_size: int) -> Ngra
         raise ModelLoadError(f"{directory} cannot be used: {error!r:.200}") from error
     _run_self_test(directory / SELF_TEST, table)
     return table
+
+
+def _promise(info: HeadInfo) -> tuple[float, float] | None:
+    greedy, sampled = (info.measured[name] for name in ("greedy", "sampled"))
+    if not greedy["places"] or not sampled["places"]:
+        return None
+    return float(greedy[BOTH]), float(sampled[BOTH])
 
 
 def self_test(table: NgramTable, contexts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
