@@ -55,9 +55,10 @@ void attend(const ForedraftAttention& a) {
                                __builtin_ctzll(uint64_t(a.block_entries))};
   };
   AttentionTile<bf16, Arithmetic> tile{
-      entries(a.keys), entries(a.values), D, G, visible.data(), T, {0, 0}, scratch.arithmetic};
+      entries(a.keys), entries(a.values), D, G, visible.data(), T,
+      {entries(a.keys), entries(a.values), {0, 0}}, scratch.arithmetic};
   for (int64_t begin = 0; begin < ranks; begin += kChunk) {
-    tile.next = {begin + kChunk, ranks};
+    tile.next.entries = {begin + kChunk, ranks};
     tile.attend_chunk(begin, begin ? scratch.chunk : scratch.all);
     for (int64_t m = 0; begin && m < M; ++m)
       if (tile.reaches(m / G, begin)) fold(scratch.all, scratch.chunk, m, D);

@@ -39,6 +39,13 @@ struct AttentionScratch {
         arithmetic(memory + 2 * Attended::size(M, D), M, D) {}
 };
 
+// Entries that come next, to be prefetched.
+template <class Weight>
+struct Ahead {
+  Entries<const Weight> keys, values;
+  Range entries;
+};
+
 // Some tokens of a row at the query heads that share a key-value head.
 template <class Weight, class Arithmetic>
 struct AttentionTile {
@@ -46,7 +53,7 @@ struct AttentionTile {
   int64_t D, group;        // G
   const Visible* visible;  // [T]
   int64_t num_tokens;      // T
-  Range next;              // entries of the chunk to come, to be prefetched
+  Ahead<Weight> next;      // of the chunk to come
   const Arithmetic& arithmetic;  // with queries; the G heads of a token are neighbours
 
   int64_t num_queries() const { return num_tokens * group; }
@@ -117,11 +124,13 @@ struct AttentionTile {
   void score_prefixes(int64_t begin, int64_t end) const {
     // Inlined: a function that does nothing but prefetch counts as one that does nothing.
     arithmetic.score(keys, {begin, end}, 0, [&](int64_t entry) INLINE {
-      if (const int64_t ahead = next.begin + entry - begin; ahead < next.end) {
-        prefetch<kToL2>(keys.at(ahead));
-        prefetch<kToL2>(values.at(ahead));
+      const Range ahead{next.entries.begin + entry - begin, next.entries.end};
+      if (ahead.begin < ahead.end) {
+        prefetch<kToL2>(next.keys.at(ahead.begin));
+        prefetch<kToL2>(next.values.at(ahead.begin));
       }
-      if (entry + kScored < std::max(end, next.end)) prefetch<3>(keys.at(entry + kScored));
+      if (entry + kScored < end) prefetch<3>(keys.at(entry + kScored));
+      else if (ahead.begin < ahead.end) prefetch<3>(next.keys.at(next.entries.begin));
     });
   }
 

@@ -25,9 +25,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "attention.h"
+#include "attend.h"
 #include "attention_plan.h"
-#include "entries.h"
 #include "interface.h"
 #include "products.h"
 #include "rows.h"
@@ -66,7 +65,7 @@ class Worker {
   const typename Form::Session session_{forward_.num_tokens};
 
   const int64_t T = forward_.num_tokens, E = model_.hidden, D = model_.head_dim;
-  const int64_t H = model_.num_heads, G = H / model_.num_kv_heads, F = model_.feed_forward;
+  const int64_t H = model_.num_heads, F = model_.feed_forward;
   const int64_t qkv_width = (H + 2 * model_.num_kv_heads) * D;
 
   const bool few_ = T <= kFewTokens;
@@ -112,7 +111,6 @@ class Worker {
     end(kLinear);
   }
 
-  using Attention = AttentionOf<Weight, Form>;
   using Rows = typename Form::Rows;
   using Inputs = typename Form::Inputs;
   using Order = typename Form::Order;  // of normed and feed_forward rows
@@ -227,100 +225,15 @@ class Worker {
       rotate_head(x, work_.cosine + token * D / 2, work_.sine + token * D / 2, D);
       store = forward_.keys;
     }
-    Weight* target = cache(store, index)
+    Weight* target = cache_layer<Weight>(model_, forward_, store, index)
                          .entries(forward_.tables[token], kv_head % model_.num_kv_heads)
                          .at(forward_.entries[token]);
     for (int64_t i = 0; i < D; ++i) from_float(x[i], target[i]);
   }
 
-  // Finishes the queries of a tile: [tokens, G, padded D].
-  void put_queries(const ForedraftLayer& layer, Range tokens, int64_t kv_head,
-                   const Attention& attention) const {
-    float *row = attention.queries, *x = attention.scores;  // room for one
-    const float scale = kLog2E / std::sqrt(float(D));
-    for (int64_t token = tokens.begin; token < tokens.end; ++token)
-      for (int64_t head = kv_head * G; head < (kv_head + 1) * G; ++head, row += padded(D)) {
-        const float* source = work_.qkv + token * qkv_width + head * D;
-        std::copy(source, source + D, x);
-        normalise_head(x, layer.query_norm, D, model_.norm_eps);
-        rotate_head(x, work_.cosine + token * D / 2, work_.sine + token * D / 2, D);
-        for (int64_t i = 0; i < D; ++i) row[i] = x[i] * scale;
-      }
-    attention.begin();
-  }
-
-  template <class Type = Weight>
-  CacheLayer<Type> cache(void* store, int64_t index) const {
-    return {static_cast<Type*>(store) + index * forward_.layer_stride, forward_.block_stride,
-            forward_.head_stride, D, __builtin_ctzll(uint64_t(forward_.block_entries))};
-  }
-
   void attend(int64_t index, const ForedraftLayer& layer) {
-    for (const AttentionPlan::Piece& piece : plan_.pieces(me_.index))
-      attend_piece(index, layer, *piece.tile, piece.chunks);
-    if constexpr (std::is_same_v<Attention, TileAttention>) session_.resume();
-    if (plan_.shared().empty()) return;
-    me_.sync();
-    for (const AttentionPlan::Tile* tile : plan_.shared()) fold_kept(*tile);
-  }
-
-  void attend_piece(int64_t index, const ForedraftLayer& layer, const AttentionPlan::Tile& tile,
-                    Range chunks) const {
-    const int64_t T = tile.tokens.end - tile.tokens.begin, M = T * G;
-    const int32_t* table = forward_.tables[tile.tokens.begin];
-    const AttentionScratch<Attention> scratch(work_.attention + me_.index * work_.attention_size,
-                                              M, D);
-    put_queries(layer, tile.tokens, tile.kv_head, scratch.arithmetic);
-    const auto seen = [&](void* store) {
-      return cache<const Weight>(store, index).entries(table, tile.kv_head);
-    };
-    AttentionTile<Weight, Attention> attention{
-        seen(forward_.keys), seen(forward_.values), D, G,
-        &visible_[size_t(tile.tokens.begin)], T, {0, 0}, scratch.arithmetic};
-    for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
-      const bool is_first = chunk == 0, is_last = chunk + 1 == chunks.end;
-      attention.next = {(chunk + 1) * kChunk, is_last ? 0 : tile.ranks};
-      attention.attend_chunk(chunk * kChunk, tile.partial >= 0 ? kept(tile, chunk)
-                                             : is_first        ? scratch.all
-                                                               : scratch.chunk);
-      if (tile.partial >= 0 || is_first) continue;
-      for (int64_t m = 0; m < M; ++m)
-        if (attention.reaches(m / G, chunk * kChunk)) fold(scratch.all, scratch.chunk, m, D);
-    }
-    if (tile.partial < 0)
-      for (int64_t m = 0; m < M; ++m) put_attended(tile, m, scratch.all);
-  }
-
-  // What a chunk of a shared tile gave.
-  Attended kept(const AttentionPlan::Tile& tile, int64_t chunk) const {
-    const int64_t M = (tile.tokens.end - tile.tokens.begin) * G;
-    return Attended::in(work_.kept_chunks + (tile.partial + chunk) * work_.kept_chunk_size, M, D);
-  }
-
-  // Folds this thread's share of a shared tile's queries.
-  void fold_kept(const AttentionPlan::Tile& tile) const {
-    const Range mine = me_.share((tile.tokens.end - tile.tokens.begin) * G);
-    const Attended all = kept(tile, 0);
-    for (int64_t m = mine.begin; m < mine.end; ++m) {
-      const int64_t count = visible_[size_t(tile.tokens.begin + m / G)].count();
-      for (int64_t chunk = 1; chunk * kChunk < count; ++chunk) fold(all, kept(tile, chunk), m, D);
-      put_attended(tile, m, all);
-    }
-  }
-
-  // Normalises what query m of a tile attended. Both sides are in lane order, where heads are
-  // whole pairs.
-  void put_attended(const AttentionPlan::Tile& tile, int64_t m, const Attended& all) const {
-    float* out = work_.attended + (tile.tokens.begin + m / G) * padded(H * D);
-    const int64_t offset = (tile.kv_head * G + m % G) * D;
-    const float* values = all.values + m * attended_width(D);
-    const float factor = 1.0f / all.sum[m];
-    if (offset % kPair == 0 && D % kPair == 0) {
-      for (int64_t d = 0; d < D; ++d) out[offset + d] = values[d] * factor;
-    } else {
-      for (int64_t d = 0; d < D; ++d)
-        out[lane_order<Weight>(offset + d)] = values[lane_order<Weight>(d)] * factor;
-    }
+    AttentionPhase<Weight, Form>{model_, forward_, work_, visible_, plan_, me_, index, layer}.run();
+    if constexpr (std::is_same_v<AttentionOf<Weight, Form>, TileAttention>) session_.resume();
   }
 
   // hidden += x . W (+ bias)

@@ -1,0 +1,149 @@
+// The attention phase of a layer: a thread's pieces of it, and what threads fold together.
+//
+// Shape legend: see worker.h.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "attention.h"
+#include "attention_plan.h"
+#include "entries.h"
+#include "interface.h"
+#include "products.h"
+#include "rows.h"
+#include "simd.h"
+#include "team.h"
+#include "workspace.h"
+
+namespace foredraft {
+
+// The keys or values of a layer; Type is their number, const or not.
+template <class Type>
+inline CacheLayer<Type> cache_layer(const ForedraftModel& model, const ForedraftForward& forward,
+                                    void* store, int64_t index) {
+  return {static_cast<Type*>(store) + index * forward.layer_stride, forward.block_stride,
+          forward.head_stride, model.head_dim, __builtin_ctzll(uint64_t(forward.block_entries))};
+}
+
+// From rotated keys and raw queries to attended rows in lane order.
+template <class Weight, class Form>
+class AttentionPhase {
+ public:
+  AttentionPhase(const ForedraftModel& model, const ForedraftForward& forward,
+                 const Workspace<Weight, Form>& work, const std::vector<Visible>& visible,
+                 const AttentionPlan& plan, Member& me, int64_t index,
+                 const ForedraftLayer& layer)
+      : model_(model), forward_(forward), work_(work), visible_(visible), plan_(plan), me_(me),
+        index_(index), layer_(layer) {}
+
+  void run() const {
+    const std::vector<AttentionPlan::Piece>& pieces = plan_.pieces(me_.index);
+    for (size_t i = 0; i < pieces.size(); ++i)
+      attend(pieces[i], i + 1 < pieces.size() ? &pieces[i + 1] : nullptr);
+    if (plan_.shared().empty()) return;
+    me_.sync();
+    for (const AttentionPlan::Tile* tile : plan_.shared()) fold_kept(*tile);
+  }
+
+ private:
+  using Attention = AttentionOf<Weight, Form>;
+
+  const ForedraftModel& model_;
+  const ForedraftForward& forward_;
+  const Workspace<Weight, Form>& work_;
+  const std::vector<Visible>& visible_;
+  const AttentionPlan& plan_;
+  Member& me_;
+  const int64_t index_;
+  const ForedraftLayer& layer_;
+
+  const int64_t D = model_.head_dim, H = model_.num_heads, G = H / model_.num_kv_heads;
+
+  // Finishes the queries of a tile: [tokens, G, padded D].
+  void put_queries(Range tokens, int64_t kv_head, const Attention& attention) const {
+    float *row = attention.queries, *x = attention.scores;  // room for one
+    const float scale = kLog2E / std::sqrt(float(D));
+    for (int64_t token = tokens.begin; token < tokens.end; ++token)
+      for (int64_t head = kv_head * G; head < (kv_head + 1) * G; ++head, row += padded(D)) {
+        const float* source = work_.qkv + token * (H + 2 * model_.num_kv_heads) * D + head * D;
+        std::copy(source, source + D, x);
+        normalise_head(x, layer_.query_norm, D, model_.norm_eps);
+        rotate_head(x, work_.cosine + token * D / 2, work_.sine + token * D / 2, D);
+        for (int64_t i = 0; i < D; ++i) row[i] = x[i] * scale;
+      }
+    attention.begin();
+  }
+
+  // What the queries of a tile see from a chunk on.
+  Ahead<Weight> seen(const AttentionPlan::Tile& tile, int64_t chunk) const {
+    const auto entries = [&](void* store) {
+      return cache_layer<const Weight>(model_, forward_, store, index_)
+          .entries(forward_.tables[tile.tokens.begin], tile.kv_head);
+    };
+    return {entries(forward_.keys), entries(forward_.values), {chunk * kChunk, tile.ranks}};
+  }
+
+  void attend(const AttentionPlan::Piece& piece, const AttentionPlan::Piece* following) const {
+    const AttentionPlan::Tile& tile = *piece.tile;
+    const Range chunks = piece.chunks;
+    const int64_t T = tile.tokens.end - tile.tokens.begin, M = T * G;
+    const AttentionScratch<Attention> scratch(work_.attention + me_.index * work_.attention_size,
+                                              M, D);
+    put_queries(tile.tokens, tile.kv_head, scratch.arithmetic);
+    const Ahead<Weight> here = seen(tile, 0);
+    AttentionTile<Weight, Attention> attention{
+        here.keys, here.values, D, G, &visible_[size_t(tile.tokens.begin)], T, here,
+        scratch.arithmetic};
+    for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
+      const bool is_first = chunk == 0, is_last = chunk + 1 == chunks.end;
+      attention.next.entries.begin = (chunk + 1) * kChunk;
+      if (is_last && following)
+        attention.next = seen(*following->tile, following->chunks.begin);
+      else if (is_last) attention.next.entries.end = 0;
+      attention.attend_chunk(chunk * kChunk, tile.partial >= 0 ? kept(tile, chunk)
+                                             : is_first        ? scratch.all
+                                                               : scratch.chunk);
+      if (tile.partial >= 0 || is_first) continue;
+      for (int64_t m = 0; m < M; ++m)
+        if (attention.reaches(m / G, chunk * kChunk)) fold(scratch.all, scratch.chunk, m, D);
+    }
+    if (tile.partial < 0)
+      for (int64_t m = 0; m < M; ++m) put_attended(tile, m, scratch.all);
+  }
+
+  // What a chunk of a shared tile gave.
+  Attended kept(const AttentionPlan::Tile& tile, int64_t chunk) const {
+    const int64_t M = (tile.tokens.end - tile.tokens.begin) * G;
+    return Attended::in(work_.kept_chunks + (tile.partial + chunk) * work_.kept_chunk_size, M, D);
+  }
+
+  // Folds this thread's share of a shared tile's queries.
+  void fold_kept(const AttentionPlan::Tile& tile) const {
+    const Range mine = me_.share((tile.tokens.end - tile.tokens.begin) * G);
+    const Attended all = kept(tile, 0);
+    for (int64_t m = mine.begin; m < mine.end; ++m) {
+      const int64_t count = visible_[size_t(tile.tokens.begin + m / G)].count();
+      for (int64_t chunk = 1; chunk * kChunk < count; ++chunk) fold(all, kept(tile, chunk), m, D);
+      put_attended(tile, m, all);
+    }
+  }
+
+  // Normalises what query m of a tile attended. Both sides are in lane order, where heads are
+  // whole pairs.
+  void put_attended(const AttentionPlan::Tile& tile, int64_t m, const Attended& all) const {
+    float* out = work_.attended + (tile.tokens.begin + m / G) * padded(H * D);
+    const int64_t offset = (tile.kv_head * G + m % G) * D;
+    const float* values = all.values + m * attended_width(D);
+    const float factor = 1.0f / all.sum[m];
+    if (offset % kPair == 0 && D % kPair == 0) {
+      for (int64_t d = 0; d < D; ++d) out[offset + d] = values[d] * factor;
+    } else {
+      for (int64_t d = 0; d < D; ++d)
+        out[lane_order<Weight>(offset + d)] = values[lane_order<Weight>(d)] * factor;
+    }
+  }
+};
+
+}  // namespace foredraft
