@@ -6,7 +6,7 @@ Shape legend: N nodes, R output rows, V vocabulary, K candidates of a node.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -95,20 +95,26 @@ class OutputRows:
 
     def _laws(
         self, logits_NR: Tensor, scale: float, copied: Sequence[Sequence[Choice]]
-    ) -> list[Law]:
-        """Of all tokens, since noise may choose any of them; copied ones as in `blended`."""
-        laws = []
+    ) -> Iterator[Law]:
+        """Of all tokens, since noise may choose any of them; copied ones as in `blended`.
+
+        Each is of the same memory: the one before is gone. Written by numpy, as torch would wake
+        other threads for it, which takes longer than the work.
+        """
+        logits_V = torch.full((self._vocab_size,), -math.inf)
+        at_V, ids_R = logits_V.numpy(), self._ids_R.numpy()
         for node, logits_R in enumerate(logits_NR.float().cpu()):
-            logits_V = logits_R.clone() if self._all else self.spread(logits_R)
-            if copied and copied[node]:
+            at_V[ids_R] = logits_R.numpy()
+            tokens = copied[node] if copied else ()
+            if tokens:
                 # As if the head had said so: with z the log of its total, p = exp(scale * l - z).
                 z = float((logits_R * scale).logsumexp(0))
-                for token, chance in copied[node]:
-                    own = (1.0 - _COPIED_WEIGHT) * math.exp(float(logits_V[token]) * scale - z)
+                for token, chance in tokens:
+                    own = (1.0 - _COPIED_WEIGHT) * math.exp(float(at_V[token]) * scale - z)
                     odds = (own + _COPIED_WEIGHT * chance) / (1.0 - _COPIED_WEIGHT)
-                    logits_V[token] = (math.log(max(odds, 1e-12)) + z) / scale
-            laws.append(Law(logits_V, scale, 0))
-        return laws
+                    at_V[token] = (math.log(max(odds, 1e-12)) + z) / scale
+            yield Law(logits_V, scale, 0)
+            at_V[[token for token, _ in tokens]] = -math.inf  # it may have no row
 
 
 def blended(learned: Sequence[Choice], copied: Sequence[Choice]) -> list[Choice]:
