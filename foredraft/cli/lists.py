@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from foredraft.core.errors import ConfigError, unknown
+
+_T = TypeVar("_T")
 
 
 def names(text: str | None) -> list[str]:
@@ -31,10 +34,7 @@ def whole_numbers(option: str, text: str) -> list[int]:
     Raises:
         ConfigError: something else is there.
     """
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{option} {text!r} is not whole numbers with commas") from None
+    return _parsed(option, text, int, "whole numbers with commas")
 
 
 def counts(option: str, text: str) -> list[int]:
@@ -55,7 +55,11 @@ def numbers(option: str, text: str) -> list[float]:
     Raises:
         ConfigError: something else is there.
     """
+    return _parsed(option, text, float, "one or more numbers")
+
+
+def _parsed(option: str, text: str, kind: Callable[[str], _T], what: str) -> list[_T]:
     try:
-        return [float(part) for part in text.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{option} {text!r} is not one or more numbers") from None
+        raise ConfigError(f"{option} {text!r} is not {what}") from None

@@ -5,13 +5,14 @@ in an order of trust, in trees and chains alike. Counts of a request begin with 
 worth a few observations, and forget slowly. Requests whose distribution is bent by something that
 the others do not share (a grammar, bans, penalties) teach nobody but themselves.
 
-Shape legend: K slots.
+Shape legend: K slots; 2 for filled, and filled and accepted; 3 for how much noise there is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -81,14 +82,13 @@ class Hope:
         greedy, little, much = (share * chance for chance in self.first)
         return replace(self, first=(greedy, little, much))
 
-    def rates(self, kind: Kind) -> Array:
-        """[2, K] of requests of a kind: see `SlotCounts.rates`."""
+    @cached_property
+    def rates_32K(self) -> Array:
+        """[3, 2, K] by noise: see `SlotCounts.rates`."""
         slots = np.arange(MOST_SLOTS)
         filled = self.filled * 0.95**slots
-        rates_2K: Array = np.stack(
-            (filled, np.minimum(filled, self.first[kind[0]] * _FALLING**slots))
-        )
-        return rates_2K
+        by_noise = [np.minimum(filled, first * _FALLING**slots) for first in self.first]
+        return np.stack([np.stack((filled, accepted)) for accepted in by_noise])
 
 
 class SlotCounts:
@@ -171,11 +171,14 @@ class Acceptance:
 
     def kind_rates(self, drafter: str, kind: Kind) -> Array:
         """[2, K] of requests like these."""
-        hope = self._hopes.get(drafter, Hope())
         counts = self._kinds.get((drafter, kind))
-        hope_2K = hope.rates(kind)
-        return hope_2K if counts is None else counts.rates(hope_2K, hope.weight)
+        hoped_2K = self.hoped(drafter, kind)
+        return hoped_2K if counts is None else counts.rates(hoped_2K, self._hope(drafter).weight)
 
     def hoped(self, drafter: str, kind: Kind) -> Array:
         """[2, K] of requests like these, had nothing been seen yet."""
-        return self._hopes.get(drafter, Hope()).rates(kind)
+        rates_2K: Array = self._hope(drafter).rates_32K[kind[0]]
+        return rates_2K
+
+    def _hope(self, drafter: str) -> Hope:
+        return self._hopes.setdefault(drafter, Hope())

@@ -126,7 +126,7 @@ class AdaptiveBudget:
         self._context = sum(row.context for row in rows) // len(rows)
         named = (self._following.get(row.request_id) for row in rows)
         following = {name for name in named if name is not None}
-        drafter_ms = self._drafter_ms(record, following)
+        drafter_ms = self._note_drafter(record, following)
         if record.is_decoding:
             if self._is_measured:
                 self._cost.observe(record.sizes, times.score_ms)
@@ -143,8 +143,8 @@ class AdaptiveBudget:
             if name is not None:
                 self._acceptance.observe(name, row)
 
-    def _drafter_ms(self, record: StepRecord, following: set[str]) -> float:
-        """What drafters took of a step; the times of one alone are kept."""
+    def _note_drafter(self, record: StepRecord, following: set[str]) -> float:
+        """Keep the times of a step that had one drafter; what drafters took of any."""
         times, rows = record.times, record.rows
         if not self._is_measured or not following:
             return 0.0
@@ -153,9 +153,7 @@ class AdaptiveBudget:
         num_asked = sum(row.budget > 0 for row in rows)
         followed = sum(self._following.get(row.request_id) is not None for row in rows)
         (name,) = following
-        took = (name, num_asked, times.draft_ms, followed, times.learn_ms)
-        self._times.observe(*took)
-        return self._times.without_hiccup(*took)
+        return self._times.observe(name, num_asked, times.draft_ms, followed, times.learn_ms)
 
     def end(self, request_id: int) -> None:
         self._following.pop(request_id, None)
@@ -204,4 +202,4 @@ class AdaptiveBudget:
             plan.drafter is not None and not plan.is_trial
         ):
             return False
-        return self._planner.balance(plan.plain_ms) > 0.0
+        return self.ledger.left_ms(plan.plain_ms) > 0.0

@@ -286,15 +286,15 @@ class Planner:
             )
             for name, drafter in self.drafters.items()
         }
-        plain_rate = num_rows / prices.ms(0)
+        enough = _MARGIN * num_rows / prices.ms(0)
         for name in sorted(rates, key=lambda name: -rates[name]):
-            if rates[name] > _MARGIN * plain_rate and self._may_follow(name, following, prices):
+            if rates[name] > enough and self._may_follow(name, following, prices):
                 best = name
                 break
         else:
             best = None
         if best is None or self.drafters[best].joins_late:
-            return self._given_a_chance(kind, following, num_rows, prices) or best
+            return self._given_a_chance(kind, following, prices, enough) or best
         return best
 
     def _may_follow(self, name: str, following: Following, prices: PriceList) -> bool:
@@ -305,20 +305,24 @@ class Planner:
         return is_known and self._ledger.can_lose(asking, prices.ms(0))
 
     def _given_a_chance(
-        self, kind: Kind, following: Following, num_rows: int, prices: PriceList
+        self, kind: Kind, following: Following, prices: PriceList, enough: float
     ) -> str | None:
         """One that does not seem to pay, and could not come later, follows now and then.
 
         Only where it would pay if it did what was hoped, and ever more seldom. Following is cheap;
         whether it gets to draft is decided as for all others.
+
+        Args:
+            enough: the rate that pays.
         """
+        num_rows = len(following) + 1
         for name, drafter in self.drafters.items():
             if drafter.joins_late or name in following.values():
                 continue
             hoped = self._rate_for_new(
                 drafter, self._acceptance.hoped(name, kind), num_rows, prices
             )
-            if hoped <= _MARGIN * num_rows / prices.ms(0):
+            if hoped <= enough:
                 continue
             left, pause = self._chances.get(name, (0, 1))
             is_due = left <= 0 and self._may_follow(name, following, prices)
@@ -349,11 +353,7 @@ class Planner:
 
     def _stake(self, plain_ms: float) -> float:
         """Milliseconds that one step may put at risk."""
-        return _STAKE * self.balance(plain_ms)
-
-    def balance(self, plain_ms: float) -> float:
-        """Milliseconds that may still be lost."""
-        return self._ledger.left_ms(plain_ms)
+        return _STAKE * self._ledger.left_ms(plain_ms)
 
     def room(self, row: Request) -> int:
         """Most nodes that a row may draft."""

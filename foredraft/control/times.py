@@ -21,15 +21,19 @@ class _Curve:
     known: dict[int, float] = field(default_factory=dict)
     seen: Counter[int] = field(default_factory=Counter)
 
-    def note(self, num_rows: int, ms: float) -> None:
+    def note(self, num_rows: int, ms: float) -> float:
+        """Returns what of it was no hiccup: at most so many times the usual, once that is known."""
         place, per_row = _place(num_rows), ms / num_rows
         before = self.known.get(place, per_row)
         self.seen[place] += 1
         if self.seen[place] <= _FIRST:  # what happens only once is not how long it takes
             self.known[place] = min(before, per_row)
-            return
-        after = min(per_row, _HICCUP * before) if before > 0.0 else per_row  # nor is a hiccup
-        self.known[place] = before + _STEP * (after - before)
+        else:  # nor is a hiccup
+            after = min(per_row, _HICCUP * before) if before > 0.0 else per_row
+            self.known[place] = before + _STEP * (after - before)
+        if self.seen[place] < _FIRST:
+            return ms
+        return min(ms, _HICCUP * self.known[place] * num_rows)
 
     def ms(self, num_rows: int) -> float | None:
         """By the nearest number of rows that was seen; None: none was."""
@@ -45,12 +49,6 @@ class _Curve:
     def most_rows(self) -> int:
         return 1 << max(self.known) if self.known else 0
 
-    def without_hiccup(self, num_rows: int, ms: float) -> float:
-        """At most so many times the usual, where that is known."""
-        if self.seen[_place(num_rows)] < _FIRST:
-            return ms
-        return min(ms, _HICCUP * self.known[_place(num_rows)] * num_rows)
-
 
 class DraftTimes:
     """What each drafter takes a step: to propose, and to follow what was committed."""
@@ -61,20 +59,17 @@ class DraftTimes:
 
     def observe(
         self, drafter: str, num_asked: int, draft_ms: float, num_following: int, learn_ms: float
-    ) -> None:
-        """A step in which this drafter was the only one."""
-        if num_asked:
-            self._proposing.setdefault(drafter, _Curve()).note(num_asked, draft_ms)
-        if num_following:
-            self._learning.setdefault(drafter, _Curve()).note(num_following, learn_ms)
-
-    def without_hiccup(
-        self, drafter: str, num_asked: int, draft_ms: float, num_following: int, learn_ms: float
     ) -> float:
-        """What a step took, both together, as far as that was the drafter's doing."""
-        asked = self._proposing.get(drafter, _Curve()).without_hiccup(num_asked, draft_ms)
-        following = self._learning.get(drafter, _Curve()).without_hiccup(num_following, learn_ms)
-        return asked + following
+        """A step in which this drafter was the only one.
+
+        Returns:
+            Milliseconds of both together, as far as they were the drafter's doing.
+        """
+        if num_asked:
+            draft_ms = self._proposing.setdefault(drafter, _Curve()).note(num_asked, draft_ms)
+        if num_following:
+            learn_ms = self._learning.setdefault(drafter, _Curve()).note(num_following, learn_ms)
+        return draft_ms + learn_ms
 
     def step_ms(self, drafter: str, num_asked: int, num_following: int, plain_ms: float) -> float:
         """Both, for so many rows."""

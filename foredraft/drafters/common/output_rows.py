@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,11 @@ class OutputRows:
         """Logits [V]: tokens without a row cannot occur."""
         if self._all:
             return logits_R
+        if logits_R.is_cpu and logits_R.dtype == torch.float32:
+            # torch would wake other threads for it, which takes longer than the work.
+            at_V = np.full(self._vocab_size, -math.inf, dtype=np.float32)
+            at_V[self._ids_R.numpy()] = logits_R.numpy()
+            return torch.from_numpy(at_V)
         logits_V = logits_R.new_full((self._vocab_size,), -math.inf)
         logits_V[self._ids_R.to(logits_R.device)] = logits_R
         return logits_V
@@ -96,25 +102,17 @@ class OutputRows:
     def _laws(
         self, logits_NR: Tensor, scale: float, copied: Sequence[Sequence[Choice]]
     ) -> Iterator[Law]:
-        """Of all tokens, since noise may choose any of them; copied ones as in `blended`.
-
-        Each is of the same memory: the one before is gone. Written by numpy, as torch would wake
-        other threads for it, which takes longer than the work.
-        """
-        logits_V = torch.full((self._vocab_size,), -math.inf)
-        at_V, ids_R = logits_V.numpy(), self._ids_R.numpy()
+        """Of all tokens, since noise may choose any of them; copied ones as in `blended`."""
         for node, logits_R in enumerate(logits_NR.float().cpu()):
-            at_V[ids_R] = logits_R.numpy()
-            tokens = copied[node] if copied else ()
-            if tokens:
+            logits_V = logits_R.clone() if self._all else self.spread(logits_R)
+            if copied and copied[node]:
                 # As if the head had said so: with z the log of its total, p = exp(scale * l - z).
                 z = float((logits_R * scale).logsumexp(0))
-                for token, chance in tokens:
-                    own = (1.0 - _COPIED_WEIGHT) * math.exp(float(at_V[token]) * scale - z)
+                for token, chance in copied[node]:
+                    own = (1.0 - _COPIED_WEIGHT) * math.exp(float(logits_V[token]) * scale - z)
                     odds = (own + _COPIED_WEIGHT * chance) / (1.0 - _COPIED_WEIGHT)
-                    at_V[token] = (math.log(max(odds, 1e-12)) + z) / scale
+                    logits_V[token] = (math.log(max(odds, 1e-12)) + z) / scale
             yield Law(logits_V, scale, 0)
-            at_V[[token for token, _ in tokens]] = -math.inf  # it may have no row
 
 
 def blended(learned: Sequence[Choice], copied: Sequence[Choice]) -> list[Choice]:
