@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from foredraft.core.noise import gumbel_argmax, gumbel_noise, gumbel_top
+from foredraft.core.named import NamedLaws
+from foredraft.core.noise import Scored, gumbel_argmax, gumbel_noise, gumbel_top
 from foredraft.core.rng import Purpose, keyed_uniform
 from foredraft.core.sampling import Law, draw_token
 
@@ -60,6 +61,12 @@ class SharedChoices(Protocol):
             law: the drafter's own, of the token ``depth`` places after the last committed one.
             trust: how much a better score says, for drafters that are better or worse than most.
         """
+        ...
+
+    def best_each(
+        self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
+    ) -> list[list[Choice]]:
+        """`best` of several laws over some of the tokens, each with its depth."""
         ...
 
     def among(
@@ -128,12 +135,15 @@ class KeyedSharedChoices:
     def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
         if law.scale is None:
             return _likeliest(law, count)
-        # More than asked for: what comes behind the last one says how sure it is.
-        wanted = max(count + 1, _LOOKED_AT)
+        wanted = _num_looked_at(count)
         scored = gumbel_top(law.logits_V, wanted, self.seed, self._at(depth), law.scale)
-        chances = _softmax([trust * score for _, score in scored])
-        pairs = zip(scored, chances, strict=True)
-        return [Choice(token, chance) for (token, _), chance in pairs][:count]
+        return _best(scored, count, trust)
+
+    def best_each(
+        self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
+    ) -> list[list[Choice]]:
+        found = laws.top(_num_looked_at(count), self.seed, [*map(self._at, depths)])
+        return [_best(scored, count, trust) for scored in found]
 
     def among(
         self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
@@ -147,7 +157,7 @@ class KeyedSharedChoices:
                 for c, g in zip(candidates, noise, strict=True)
             ),
             reverse=True,
-        )[: max(count + 1, _LOOKED_AT)]
+        )[: _num_looked_at(count)]
         # The best of the unnamed tokens is Gumbel around the log of their mass: the chance that
         # it stays below the best named score is known.
         unnamed = max(0.0, 1.0 - sum(c.chance for c in candidates))
@@ -178,6 +188,11 @@ class LikeliestChoices:
 
     def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
         return _likeliest(law, count)
+
+    def best_each(
+        self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
+    ) -> list[list[Choice]]:
+        return [_likeliest(laws.law(place), count) for place in range(len(depths))]
 
     def among(
         self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST
@@ -239,6 +254,17 @@ def _likeliest(law: Law, count: int) -> list[Choice]:
     found = [Choice(token, chance) for token, chance in pairs if chance > 0.0]
     # Of equal logits torch may name any first; the target takes the first.
     return [Choice(law.token, found[0].chance), *(c for c in found if c.token != law.token)][:count]
+
+
+def _num_looked_at(count: int) -> int:
+    """More than asked for: what comes behind the last one says how sure it is."""
+    return max(count + 1, _LOOKED_AT)
+
+
+def _best(scored: Scored, count: int, trust: float) -> list[Choice]:
+    chances = _softmax([trust * score for _, score in scored])
+    pairs = zip(scored, chances, strict=True)
+    return [Choice(token, chance) for (token, _), chance in pairs][:count]
 
 
 def _softmax(scores: Sequence[float]) -> list[float]:

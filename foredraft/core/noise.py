@@ -168,6 +168,10 @@ def _library() -> ctypes.CDLL | None:
     top.restype = integer
     library.foredraft_draw_rows.argtypes = [pointer, *[integer] * 3, *[pointer] * 5]
     library.foredraft_draw_rows.restype = None
+    named = library.foredraft_gumbel_top_named
+    named.argtypes = [pointer, *[integer] * 2, *[pointer] * 2, integer, *[pointer] * 4, integer]
+    named.argtypes += [pointer] * 3
+    named.restype = integer
     noise.argtypes = [pointer, integer, word, word, pointer]
     noise.restype = None
     return library

@@ -6,16 +6,17 @@ Shape legend: N nodes, R output rows, V vocabulary, K candidates of a node.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from foredraft.core.choices import Choice, DrawnChoices
+from foredraft.core.named import NamedLaws, NamedTokens
+from foredraft.core.noise import Array
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import SamplingRules
-from foredraft.core.sampling import Law
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.common.candidates import Candidates
 
@@ -40,18 +41,16 @@ class OutputRows:
     def __init__(self, ids_R: Tensor | None, vocab_size: int) -> None:
         self._ids_R = torch.arange(vocab_size) if ids_R is None else ids_R.cpu()
         self._candidates = Candidates(self._ids_R)
-        self._vocab_size, self._all = vocab_size, ids_R is None
+        self._tokens = NamedTokens(self._ids_R.numpy(), vocab_size)
 
     def spread(self, logits_R: Tensor) -> Tensor:
         """Logits [V]: tokens without a row cannot occur."""
-        if self._all:
+        if self._tokens.are_all:
             return logits_R
         if logits_R.is_cpu and logits_R.dtype == torch.float32:
             # torch would wake other threads for it, which takes longer than the work.
-            at_V = np.full(self._vocab_size, -math.inf, dtype=np.float32)
-            at_V[self._ids_R.numpy()] = logits_R.numpy()
-            return torch.from_numpy(at_V)
-        logits_V = logits_R.new_full((self._vocab_size,), -math.inf)
+            return torch.from_numpy(self._tokens.spread(logits_R.numpy()))
+        logits_V = logits_R.new_full((self._tokens.vocab_size,), -math.inf)
         logits_V[self._ids_R.to(logits_R.device)] = logits_R
         return logits_V
 
@@ -84,10 +83,7 @@ class OutputRows:
         assert not isinstance(row.choices, DrawnChoices)
         if not is_greedy and not _has_filter(params):
             laws = self._laws(logits_NR, scale, copied)
-            return [
-                row.choices.best(law, len(guesses), count, HEAD_TRUST)
-                for law, guesses in zip(laws, drafted, strict=True)
-            ]
+            return row.choices.best_each(laws, [*map(len, drafted)], count, HEAD_TRUST)
         wanted = count if is_greedy else _CANDIDATES
         likeliest = self._candidates.likeliest(logits_NR, wanted, scale)
         found = []
@@ -101,18 +97,44 @@ class OutputRows:
 
     def _laws(
         self, logits_NR: Tensor, scale: float, copied: Sequence[Sequence[Choice]]
-    ) -> Iterator[Law]:
+    ) -> NamedLaws:
         """Of all tokens, since noise may choose any of them; copied ones as in `blended`."""
-        for node, logits_R in enumerate(logits_NR.float().cpu()):
-            logits_V = logits_R.clone() if self._all else self.spread(logits_R)
-            if copied and copied[node]:
-                # As if the head had said so: with z the log of its total, p = exp(scale * l - z).
-                z = float((logits_R * scale).logsumexp(0))
-                for token, chance in copied[node]:
-                    own = (1.0 - _COPIED_WEIGHT) * math.exp(float(logits_V[token]) * scale - z)
-                    odds = (own + _COPIED_WEIGHT * chance) / (1.0 - _COPIED_WEIGHT)
-                    logits_V[token] = (math.log(max(odds, 1e-12)) + z) / scale
-            yield Law(logits_V, scale, 0)
+        values_NR = np.ascontiguousarray(logits_NR.detach().float().cpu().numpy())
+        others: list[list[tuple[int, float]]] = [[] for _ in values_NR]
+        if any(copied):
+            values_NR = values_NR.copy()
+            for node, choices in enumerate(copied):
+                if choices:
+                    others[node] = self._mix_in(values_NR[node], scale, choices)
+        return NamedLaws(self._tokens, values_NR, scale, others)
+
+    def _mix_in(
+        self, values_R: Array, scale: float, copied: Sequence[Choice]
+    ) -> list[tuple[int, float]]:
+        """Change logits as if the head had said what is copied too.
+
+        Returns:
+            Copied tokens that have no row, with their logits.
+        """
+        # With z the log of the head's total, p = exp(scale * logit - z).
+        z = _log_total(values_R, scale)
+        others = []
+        for token, chance in copied:
+            row = self._tokens.row(token)
+            own = 0.0 if row is None else math.exp(float(values_R[row]) * scale - z)
+            odds = own + _COPIED_WEIGHT / (1.0 - _COPIED_WEIGHT) * chance
+            logit = (math.log(max(odds, 1e-12)) + z) / scale
+            if row is None:
+                others.append((token, logit))
+            else:
+                values_R[row] = logit
+        return others
+
+
+def _log_total(values_R: Array, scale: float) -> float:
+    most = values_R.max()
+    total = np.exp((values_R - most) * np.float32(scale)).sum()
+    return float(most) * scale + math.log(float(total))
 
 
 def blended(learned: Sequence[Choice], copied: Sequence[Choice]) -> list[Choice]:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from foredraft.cache.base import Cache
 from foredraft.core.choices import TRUST, Choice, DrawnChoices, SharedChoices
 from foredraft.core.errors import ConfigError, unknown
+from foredraft.core.named import NamedLaws
 from foredraft.core.proposal import NO_PROPOSAL, Proposal, Renaming
 from foredraft.core.rules import SamplingRules
 from foredraft.core.sampling import Law
@@ -109,6 +110,11 @@ class _RenamedChoices:
         logits_V[new_S] = law.logits_V[old_S]
         renamed = Law(logits_V, law.scale, int(logits_V.argmax()))
         return self._back(self.choices.best(renamed, depth, count, trust))
+
+    def best_each(
+        self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
+    ) -> list[list[Choice]]:
+        return [self.best(laws.law(n), depth, count, trust) for n, depth in enumerate(depths)]
 
     def among(
         self, candidates: Sequence[Choice], depth: int, count: int = 1, trust: float = TRUST

@@ -1,0 +1,122 @@
+"""Laws over some of a vocabulary's tokens: those that a head has output rows for.
+
+The same choices as from logits over the whole vocabulary where all others are -inf, in a fraction
+of the time, several places of a text in one call.
+
+Shape legend: N rows of logits, R named tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from foredraft.core.noise import Array, NoiseRow, Scored, compiled, gumbel_top_rows
+from foredraft.core.sampling import Law
+
+_GROUP = 256
+"""Tokens that `foredraft.core.noise` makes coarse bytes of together."""
+
+
+class NamedTokens:
+    """Which token each output row stands for.
+
+    Args:
+        ids_R: ascending.
+        vocab_size: V.
+    """
+
+    def __init__(self, ids_R: Array, vocab_size: int) -> None:
+        self.ids_R = np.ascontiguousarray(ids_R, dtype=np.int64)
+        self.vocab_size = vocab_size
+        groups = np.arange(0, vocab_size + _GROUP, _GROUP)
+        self.starts = np.searchsorted(self.ids_R, groups).astype(np.int64)
+        """The first row of each group of tokens, and their number."""
+        self.lows_R = (self.ids_R % _GROUP).astype(np.uint8)
+        """Of each row its token within the group: little to read between one forward and another."""
+
+    @property
+    def are_all(self) -> bool:
+        """Whether every token has a row."""
+        return len(self.ids_R) == self.vocab_size
+
+    def row(self, token: int) -> int | None:
+        """None: the token has none."""
+        row = int(np.searchsorted(self.ids_R, token))
+        return row if row < len(self.ids_R) and self.ids_R[row] == token else None
+
+    def spread(self, logits_R: Array) -> Array:
+        """Logits [V]: tokens without a row cannot occur."""
+        at_V = np.full(self.vocab_size, -math.inf, dtype=logits_R.dtype)
+        at_V[self.ids_R] = logits_R
+        return at_V
+
+
+@dataclass(frozen=True)
+class NamedLaws:
+    """What follows at several places.
+
+    Attributes:
+        tokens: what the columns stand for.
+        logits_NR: contiguous float32.
+        scale: 1 / temperature.
+        others: for each place further tokens that may follow, with their logits.
+    """
+
+    tokens: NamedTokens
+    logits_NR: Array
+    scale: float
+    others: Sequence[Sequence[tuple[int, float]]]
+
+    def law(self, place: int) -> Law:
+        """The same over all tokens."""
+        logits_V = self.tokens.spread(self.logits_NR[place])
+        for token, logit in self.others[place]:
+            logits_V[token] = logit
+        return Law(torch.from_numpy(logits_V), self.scale, int(logits_V.argmax()))
+
+    def top(self, count: int, seed: int, positions: Sequence[int]) -> list[Scored]:
+        """`foredraft.core.noise.gumbel_top` of each place, at its position.
+
+        Raises:
+            ValueError: as there.
+        """
+        library = compiled()
+        if library is None or self.tokens.are_all:
+            return self._dense_top(count, seed, positions)
+        num_places, num_rows = self.logits_NR.shape
+        keys = (NoiseRow * num_places)(*[NoiseRow(seed, at, self.scale) for at in positions])
+        others = [pair for pairs in self.others for pair in pairs]
+        ends = (ctypes.c_int64 * num_places)(*accumulate(map(len, self.others)))
+        tokens = (ctypes.c_int64 * (num_places * count))()
+        scores = (ctypes.c_double * (num_places * count))()
+        found = (ctypes.c_int64 * num_places)()
+        done = library.foredraft_gumbel_top_named(
+            *(self.logits_NR.ctypes.data, num_places, num_rows, self.tokens.lows_R.ctypes.data),
+            *(self.tokens.starts.ctypes.data, len(self.tokens.starts) - 1, ends),
+            (ctypes.c_int64 * len(others))(*[token for token, _ in others]),
+            (ctypes.c_double * len(others))(*[logit for _, logit in others]),
+            *(keys, count, tokens, scores, found),
+        )
+        if done < num_places:
+            raise ValueError(f"the largest of {num_rows} logits of a draft is not finite")
+        starts = range(0, num_places * count, count)
+        return [
+            list(zip(tokens[start : start + n], scores[start : start + n], strict=True))
+            for start, n in zip(starts, found, strict=True)
+        ]
+
+    def _dense_top(self, count: int, seed: int, positions: Sequence[int]) -> list[Scored]:
+        logits_NV = self.logits_NR
+        if not self.tokens.are_all or any(self.others):
+            logits_NV = np.stack([self.law(n).logits_V.numpy() for n in range(len(positions))])
+        num_places = len(positions)
+        return gumbel_top_rows(
+            logits_NV, count, [seed] * num_places, positions, [self.scale] * num_places
+        )
