@@ -30,6 +30,10 @@ class NamedTokens:
     Args:
         ids_R: ascending.
         vocab_size: V.
+
+    Attributes:
+        starts: the first row of each group of tokens, and at the end R.
+        lows_R: each row's token within its group, a byte: there is little to read.
     """
 
     def __init__(self, ids_R: Array, vocab_size: int) -> None:
@@ -37,9 +41,7 @@ class NamedTokens:
         self.vocab_size = vocab_size
         groups = np.arange(0, vocab_size + _GROUP, _GROUP)
         self.starts = np.searchsorted(self.ids_R, groups).astype(np.int64)
-        """The first row of each group of tokens, and their number."""
         self.lows_R = (self.ids_R % _GROUP).astype(np.uint8)
-        """Of each row its token within the group: little to read between one forward and another."""
 
     @property
     def are_all(self) -> bool:
