@@ -242,6 +242,7 @@ class Row {
     philox(key_, uint32_t(group) * kLanes, words);
     uint8_t coarse[kGroup], column_min[kColumns];
     std::memcpy(coarse, words, sizeof coarse);
+    if (most + kBounds.of[1] < best.floor()) return visit_loudest(group, coarse, best);
     for (int i = 0; i < kColumns; ++i) {
       const uint8_t a = std::min(coarse[i], coarse[kColumns + i]);
       const uint8_t b = std::min(coarse[2 * kColumns + i], coarse[3 * kColumns + i]);
@@ -264,14 +265,27 @@ class Row {
     }
   }
 
-  void visit_column(int64_t group, int column, const uint8_t* coarse, Best& best) const {
-    for (int i = column; i < kGroup; i += kColumns) {
-      const double score = scaled(group_logits(group)[i]);
-      if (score == kNever || score + kBounds.of[coarse[i]] < best.floor()) continue;
-      const int64_t token = group * kGroup + i;
-      const uint64_t r = random_52(key_, uint32_t(token), coarse[i]);
-      if (score + close_bound(r) >= best.floor()) best.offer(token, score + gumbel(r));
+  // Of a group where no other coarse byte than 0 can win: one token in 256, and most groups.
+  void visit_loudest(int64_t group, const uint8_t* coarse, Best& best) const {
+    for (int start = 0; start < kGroup; start += 8) {
+      uint64_t eight;
+      std::memcpy(&eight, coarse + start, sizeof eight);
+      if (!((eight - 0x0101010101010101) & ~eight & 0x8080808080808080)) continue;
+      for (int i = start; i < start + 8; ++i)
+        if (coarse[i] == 0) visit_token(group, i, 0, best);
     }
+  }
+
+  void visit_column(int64_t group, int column, const uint8_t* coarse, Best& best) const {
+    for (int i = column; i < kGroup; i += kColumns) visit_token(group, i, coarse[i], best);
+  }
+
+  void visit_token(int64_t group, int i, uint8_t coarse, Best& best) const {
+    const double score = scaled(group_logits(group)[i]);
+    if (score == kNever || score + kBounds.of[coarse] < best.floor()) return;
+    const int64_t token = group * kGroup + i;
+    const uint64_t r = random_52(key_, uint32_t(token), coarse);
+    if (score + close_bound(r) >= best.floor()) best.offer(token, score + gumbel(r));
   }
 };
 

@@ -35,7 +35,7 @@ class GrowthLimits:
     max_depth: int = 6
     width: int = 4
     branching: int = 4
-    round_cost: float = 0.06
+    round_cost: float = 0.1
 
 
 SURE = 0.8

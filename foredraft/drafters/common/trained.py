@@ -31,7 +31,7 @@ GROWTH_OPTIONS = MappingProxyType(
         "max_depth": "most tokens on a path (6)",
         "width": "nodes that are looked below at once (4)",
         "branching": "tokens below one node, below the root three times as many; 1: chains (4)",
-        "round_cost": "time of one forward of the head, in plain steps (0.06)",
+        "round_cost": "time of one forward of the head, in plain steps (0.1)",
     }
 )
 """Options of heads that draft step by step; see `GrowthLimits`."""

@@ -200,7 +200,7 @@ DRAFTER = DrafterSpec(
         "draft_ms": "best-first: time of one draft forward, in milliseconds (0)",
         "head": "directory of a distilled draft model, instead of a draft model",
         "branching": "head: tokens that hang below one node; 1 drafts chains (4)",
-        "round_cost": "head: time of one of its forwards, in plain steps (0.06)",
+        "round_cost": "head: time of one of its forwards, in plain steps (0.1)",
     },
     num_draft_tokens=4,
     draft_model="required",
