@@ -19,7 +19,7 @@ _TRIAL = 3
 """Forwards of a trial."""
 _FIRST_TRIAL, _MOST_BETWEEN = 12, 128
 """Forwards up to the first trial, and between later ones: each that finds nothing doubles them."""
-_AFTER_WIN = 4
+_AFTER_WIN = 2
 """Forwards from a trial that won to the next: what it has beaten may only have had a hiccup."""
 _LOST = 1.4
 """A trial ends at a forward that took so many times the usual."""

@@ -66,8 +66,8 @@ def test_the_number_follows_the_machine() -> None:
     assert run(chooser, idle(2), 300)[-20:].count(2) >= 17
 
 
-@pytest.mark.parametrize("hiccup", [1, 4, 6, 12])
-def test_hiccups_of_the_machine_cost_little(hiccup: int) -> None:
+@pytest.mark.parametrize(("hiccup", "most"), [(1, 1.02), (4, 1.06), (8, 1.0), (12, 0.95)])
+def test_hiccups_of_the_machine_cost_little(hiccup: int, most: float) -> None:
     """Every 64 forwards another process takes a core for some of them."""
     for seed in range(3):
         chooser, generator, spent, with_all = ThreadChooser(2), random.Random(seed), 0.0, 0.0
@@ -76,7 +76,7 @@ def test_hiccups_of_the_machine_cost_little(hiccup: int) -> None:
             threads, noise = chooser.choose((1,)), generator.uniform(0.95, 1.05)
             chooser.observe((1,), machine(threads) * noise)
             spent, with_all = spent + machine(threads) * noise, with_all + machine(2) * noise
-        assert spent < 1.035 * with_all
+        assert spent < most * with_all
 
 
 def test_long_and_short_forwards_in_turn_do_not_deceive_it() -> None:
