@@ -107,6 +107,11 @@ inline void accumulate(Vec& sum, Vec a, Vec b) {
 #endif
 }
 
+// 0, 1, 2, ...
+template <int... kLane>
+inline Ints lane_numbers(std::integer_sequence<int, kLane...>) { return Ints{kLane...}; }
+inline Ints lane_numbers() { return lane_numbers(std::make_integer_sequence<int, kLanes>{}); }
+
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 // ---- sums over lanes: one fixed tree for every vector -------------------------------------------
