@@ -76,13 +76,33 @@ class AttentionPhase {
     attention.begin();
   }
 
-  // What the queries of a tile see from a chunk on.
-  Ahead<Weight> seen(const AttentionPlan::Tile& tile, int64_t chunk) const {
-    const auto entries = [&](void* store) {
-      return cache_layer<const Weight>(model_, forward_, store, index_)
-          .entries(forward_.tables[tile.tokens.begin], tile.kv_head);
-    };
-    return {entries(forward_.keys), entries(forward_.values), {chunk * kChunk, tile.ranks}};
+  Entries<const Weight> entries(void* store, const AttentionPlan::Tile& tile) const {
+    return cache_layer<const Weight>(model_, forward_, store, index_)
+        .entries(forward_.tables[tile.tokens.begin], tile.kv_head);
+  }
+
+  // Has the entries of a piece's chunk fetched. Behind a whole one, the rest goes with it.
+  void add_chunk(const AttentionPlan::Piece& piece, int64_t chunk, Ahead<Weight>& ahead) const {
+    const AttentionPlan::Tile& tile = *piece.tile;
+    if (chunk < piece.chunks.end)
+      ahead.add(entries(forward_.keys, tile), entries(forward_.values, tile),
+                {chunk * kChunk, std::min((chunk + 1) * kChunk, tile.ranks)});
+  }
+
+  // What is fetched while a chunk is computed: the next one, and with a piece's last whole one the
+  // beginning of the following piece. What is behind that is done too soon to fetch anything.
+  Ahead<Weight> ahead_of(const AttentionPlan::Piece& piece, int64_t chunk,
+                         const AttentionPlan::Piece* following) const {
+    Ahead<Weight> ahead;
+    add_chunk(piece, chunk + 1, ahead);
+    if (following && chunk == last_long_chunk(piece)) add_chunk(*following, following->chunks.begin, ahead);
+    return ahead;
+  }
+
+  static int64_t last_long_chunk(const AttentionPlan::Piece& piece) {
+    const Range chunks = piece.chunks;
+    const bool is_whole = chunks.end * kChunk <= piece.tile->ranks;
+    return is_whole || chunks.end - chunks.begin == 1 ? chunks.end - 1 : chunks.end - 2;
   }
 
   void attend(const AttentionPlan::Piece& piece, const AttentionPlan::Piece* following) const {
@@ -92,19 +112,15 @@ class AttentionPhase {
     const AttentionScratch<Attention> scratch(work_.attention + me_.index * work_.attention_size,
                                               M, D);
     put_queries(tile.tokens, tile.kv_head, scratch.arithmetic);
-    const Ahead<Weight> here = seen(tile, 0);
-    AttentionTile<Weight, Attention> attention{
-        here.keys, here.values, D, G, &visible_[size_t(tile.tokens.begin)], T, here,
-        scratch.arithmetic};
+    const AttentionTile<Weight, Attention> attention{
+        entries(forward_.keys, tile), entries(forward_.values, tile), D, G,
+        &visible_[size_t(tile.tokens.begin)], T, scratch.arithmetic};
     for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
-      const bool is_first = chunk == 0, is_last = chunk + 1 == chunks.end;
-      attention.next.entries.begin = (chunk + 1) * kChunk;
-      if (is_last && following)
-        attention.next = seen(*following->tile, following->chunks.begin);
-      else if (is_last) attention.next.entries.end = 0;
-      attention.attend_chunk(chunk * kChunk, tile.partial >= 0 ? kept(tile, chunk)
-                                             : is_first        ? scratch.all
-                                                               : scratch.chunk);
+      const bool is_first = chunk == 0;
+      attention.attend_chunk(chunk * kChunk, ahead_of(piece, chunk, following),
+                             tile.partial >= 0 ? kept(tile, chunk)
+                             : is_first        ? scratch.all
+                                               : scratch.chunk);
       if (tile.partial >= 0 || is_first) continue;
       for (int64_t m = 0; m < M; ++m)
         if (attention.reaches(m / G, chunk * kChunk)) fold(scratch.all, scratch.chunk, m, D);

@@ -56,10 +56,11 @@ void attend(const ForedraftAttention& a) {
   };
   AttentionTile<bf16, Arithmetic> tile{
       entries(a.keys), entries(a.values), D, G, visible.data(), T,
-      {entries(a.keys), entries(a.values), {0, 0}}, scratch.arithmetic};
+                                       scratch.arithmetic};
   for (int64_t begin = 0; begin < ranks; begin += kChunk) {
-    tile.next.entries = {begin + kChunk, ranks};
-    tile.attend_chunk(begin, begin ? scratch.chunk : scratch.all);
+    Ahead<bf16> next;
+    next.add(tile.keys, tile.values, {begin + kChunk, std::min(begin + 2 * kChunk, ranks)});
+    tile.attend_chunk(begin, next, begin ? scratch.chunk : scratch.all);
     for (int64_t m = 0; begin && m < M; ++m)
       if (tile.reaches(m / G, begin)) fold(scratch.all, scratch.chunk, m, D);
   }

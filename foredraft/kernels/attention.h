@@ -16,8 +16,8 @@
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "entries.h"
-#include "matmul.h"
 #include "softmax.h"
 #include "team.h"
 
@@ -39,13 +39,6 @@ struct AttentionScratch {
         arithmetic(memory + 2 * Attended::size(M, D), M, D) {}
 };
 
-// Entries that come next, to be prefetched.
-template <class Weight>
-struct Ahead {
-  Entries<const Weight> keys, values;
-  Range entries;
-};
-
 // Some tokens of a row at the query heads that share a key-value head.
 template <class Weight, class Arithmetic>
 struct AttentionTile {
@@ -53,7 +46,6 @@ struct AttentionTile {
   int64_t D, group;        // G
   const Visible* visible;  // [T]
   int64_t num_tokens;      // T
-  Ahead<Weight> next;      // of the chunk to come
   const Arithmetic& arithmetic;  // with queries; the G heads of a token are neighbours
 
   int64_t num_queries() const { return num_tokens * group; }
@@ -61,17 +53,21 @@ struct AttentionTile {
   // Whether a token has ranks in the chunk that begins here.
   bool reaches(int64_t token, int64_t begin) const { return visible[token].count() > begin; }
 
-  // What all queries attended in the ranks [begin, begin + kChunk).
-  void attend_chunk(int64_t begin, const Attended& out) const {
+  // What all queries attended in the ranks [begin, begin + kChunk). Meanwhile what is next is fetched.
+  void attend_chunk(int64_t begin, Ahead<Weight> next, const Attended& out) const {
     const Extents here = extents(begin);
-    score_prefixes(begin, begin + here.longest);
+    next.share_out(arithmetic.num_pauses(here.longest, here.shared));
+    const auto between = [&]() INLINE { next.pull(); };
+    arithmetic.score(keys, {begin, begin + here.longest}, 0, between);
     score_extras(begin);
     for (int64_t t = 0; t < num_tokens; ++t)
       if (reaches(t, begin))
-        for (int64_t m = t * group; m < (t + 1) * group; ++m)
+        for (int64_t m = t * group; m < (t + 1) * group; ++m) {
           arithmetic.weights_of(m, ranks_within(t, begin), here.shared, out);
+          between();
+        }
     const Range shared{begin, begin + here.shared};
-    const int64_t done = arithmetic.weigh_shared(values, shared, here.common, out);
+    const int64_t done = arithmetic.weigh_shared(values, shared, here.common, out, between);
     if (done == here.end) return;
     arithmetic.part(group);
     for (int64_t t = 0; t < num_tokens; ++t) weigh_rest(t, begin, done, out);
@@ -113,27 +109,6 @@ struct AttentionTile {
     return std::min(visible[token].count() - begin, kChunk);
   }
 
-  // Pulls entries that are scored together towards the core, into the first cache or the second.
-  template <int kWhere>
-  INLINE void prefetch(const Weight* entries) const {
-    for (int64_t i = 0; i < kScored * D; i += 64 / int64_t(sizeof(Weight)))
-      __builtin_prefetch(entries + i, 0, kWhere);
-  }
-
-  // Scores at the entries [begin, end).
-  void score_prefixes(int64_t begin, int64_t end) const {
-    // Inlined: a function that does nothing but prefetch counts as one that does nothing.
-    arithmetic.score(keys, {begin, end}, 0, [&](int64_t entry) INLINE {
-      const Range ahead{next.entries.begin + entry - begin, next.entries.end};
-      if (ahead.begin < ahead.end) {
-        prefetch<kToL2>(next.keys.at(ahead.begin));
-        prefetch<kToL2>(next.values.at(ahead.begin));
-      }
-      if (entry + kScored < end) prefetch<3>(keys.at(entry + kScored));
-      else if (ahead.begin < ahead.end) prefetch<3>(next.keys.at(next.entries.begin));
-    });
-  }
-
   // Scores of the extras among the chunk's ranks go where their ranks are.
   void score_extras(int64_t begin) const {
     int64_t first = INT64_MAX, last = -1;
@@ -145,7 +120,7 @@ struct AttentionTile {
     }
     if (last < 0) return;
     for (int64_t entry = first / kScored * kScored; entry <= last; entry += kScored) {
-      arithmetic.score(keys, {entry, std::min(entry + kScored, last + 1)}, kChunk, [](int64_t) {});
+      arithmetic.score(keys, {entry, std::min(entry + kScored, last + 1)}, kChunk, [] {});
       for (int64_t t = 0; t < num_tokens; ++t) order_by_rank(t, begin, entry);
     }
   }

@@ -179,13 +179,19 @@ class FloatAttention {
   // The queries are there.
   void begin() const {}
 
+  // How often between() is called for so many ranks that are scored, and weighed for all queries.
+  int64_t num_pauses(int64_t scored, int64_t weighed) const {
+    const auto times = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
+    return times(scored, kScored) + M_ + times(weighed, panel_rows(D_));
+  }
+
   // Scores of all queries at entries that lie behind one another, into columns from `column` on.
-  // What is behind their last one is nobody's. before(entry) is called before each kScored of them.
-  template <class Before>
+  // What is behind their last one is nobody's. Now and then between() is called.
+  template <class Between>
   void score(const Entries<const Weight>& keys, Range range, int64_t column,
-             const Before& before) const {
+             const Between& between) const {
     for (; range.begin < range.end; range.begin += kScored, column += kScored) {
-      before(range.begin);
+      between();
       transpose_pair(keys.at(range.begin), D_, range.end - range.begin, transposed_);
       in_query_blocks(M_, [&](auto block, int64_t first) {
         score_block<block>(transposed_, D_, queries + first * padded(D_), padded(D_),
@@ -204,13 +210,18 @@ class FloatAttention {
   // `common` all do. Their weights are in columns from 0 on. Returns how many were added for everybody;
   // the rest is for weigh_rest.
   // Few queries read the values as they are; for more they are converted once.
+  template <class Between>
   int64_t weigh_shared(const Entries<const Weight>& values, Range range, int64_t common,
-                       const Attended& out) const {
+                       const Attended& out, const Between& between) const {
     std::fill(out.values, out.values + M_ * attended_width(D_), 0.0f);
-    const Range entries{range.begin, range.begin + common};
     const auto value = [&](int64_t column) { return values.at(range.begin + column); };
-    if (M_ <= 6 && D_ % kPair == 0) weigh(values, entries, 0, {0, M_}, out);
-    else weigh_converted(value, {0, common}, {0, M_}, out);
+    for (int64_t first = 0; first < common; first += panel_rows(D_)) {
+      const Range columns{first, std::min(first + panel_rows(D_), common)};
+      const Range entries{range.begin + columns.begin, range.begin + columns.end};
+      if (M_ <= 6 && D_ % kPair == 0) weigh(values, entries, first, {0, M_}, out);
+      else weigh_converted(value, columns, {0, M_}, out);
+      between();
+    }
     return common;
   }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -48,14 +49,18 @@ class AttentionPlan {
   AttentionPlan(const ForedraftModel& model, const ForedraftForward& forward,
                 const std::vector<Visible>& visible)
       : pieces_(size_t(forward.num_threads)) {
-    // Tiles get smaller until each thread has two pieces of work.
+    // Tiles get smaller until each thread has two pieces of work. Those of one chunk are better cut in as
+    // few places as there must be: each part reads the same entries.
     for (int64_t step = kTileTokens; step >= 1; step /= 2) {
       tiles_.clear();
       for (int64_t r = 0; r < forward.num_rows; ++r)
         add_tiles(forward.rows[r], step, model.num_kv_heads, visible);
       int64_t pieces = 0;
-      for (const Tile& tile : tiles_) pieces += std::max<int64_t>(1, tile.ranks / kChunk);
+      for (const Tile& tile : tiles_) pieces += long_chunks(tile);
       if (pieces >= 2 * forward.num_threads) break;
+      if (pieces > int64_t(tiles_.size())) continue;
+      cut_where_shares_end(forward.num_threads, visible);
+      break;
     }
     deal_out(forward.num_threads);
     for (const auto& mine : pieces_)
@@ -79,15 +84,42 @@ class AttentionPlan {
 
   void add_tiles(const ForedraftRow& row, int64_t step, int64_t kv_heads,
                  const std::vector<Visible>& visible) {
-    for (int64_t t = row.first_token; t < row.end_token; t += step) {
-      const Range tokens{t, std::min(t + step, row.end_token)};
-      int64_t ranks = 0;
-      for (int64_t token = tokens.begin; token < tokens.end; ++token)
-        ranks = std::max(ranks, visible[size_t(token)].count());
+    for (int64_t t = row.first_token; t < row.end_token; t += step)
       for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head)
-        tiles_.push_back({tokens, kv_head, ranks});
+        add_tile({t, std::min(t + step, row.end_token)}, kv_head, visible);
+  }
+
+  void add_tile(Range tokens, int64_t kv_head, const std::vector<Visible>& visible) {
+    int64_t ranks = 0;
+    for (int64_t token = tokens.begin; token < tokens.end; ++token)
+      ranks = std::max(ranks, visible[size_t(token)].count());
+    tiles_.push_back({tokens, kv_head, ranks});
+  }
+
+  // Between those tokens where a thread's even share of all work ends.
+  void cut_where_shares_end(int64_t threads, const std::vector<Visible>& visible) {
+    const std::vector<Tile> whole = std::move(tiles_);
+    tiles_.clear();
+    int64_t total = 0, before = 0;
+    for (const Tile& tile : whole) total += work(tile, {0, num_chunks(tile.ranks)});
+    for (const Tile& tile : whole) {
+      const int64_t here = work(tile, {0, num_chunks(tile.ranks)});
+      const int64_t a_token = std::max<int64_t>(here / (tile.tokens.end - tile.tokens.begin), 1);
+      int64_t first = tile.tokens.begin;
+      for (int64_t thread = 1; thread < threads; ++thread) {
+        const int64_t there = total * thread / threads - before;
+        const int64_t token = tile.tokens.begin + (there + a_token / 2) / a_token;
+        if (token <= first || token >= tile.tokens.end) continue;
+        add_tile({first, token}, tile.kv_head, visible);
+        first = token;
+      }
+      add_tile({first, tile.tokens.end}, tile.kv_head, visible);
+      before += here;
     }
   }
+
+  // Whole chunks of a tile: what is behind them goes with the last.
+  static int64_t long_chunks(const Tile& tile) { return std::max<int64_t>(tile.ranks / kChunk, 1); }
 
   // Chunks, or whole tiles if there are many, go to the thread in whose share of all work their
   // middle lies. What is behind the last whole chunk goes with it: it is not worth a barrier.
@@ -97,7 +129,7 @@ class AttentionPlan {
     for (const Tile& tile : tiles_) total += work(tile, {0, num_chunks(tile.ranks)});
     for (const Tile& tile : tiles_) {
       const int64_t count = num_chunks(tile.ranks);
-      const int64_t last = std::max<int64_t>(tile.ranks / kChunk - 1, 0);  // whole one
+      const int64_t last = long_chunks(tile) - 1;
       for (Range chunks{0, 0}; chunks.begin < count; chunks.begin = chunks.end) {
         chunks.end = whole || chunks.begin == last ? count : chunks.begin + 1;
         const int64_t here = work(tile, chunks);

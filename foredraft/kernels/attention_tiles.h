@@ -31,6 +31,7 @@ namespace foredraft {
 constexpr int64_t kTileWords = kTileBytes / 4;
 constexpr int64_t kTileColumns = 16;
 constexpr int64_t kPanelRanks = 64;  // whose values are laid out together
+constexpr int kDimensionTiles = 4;   // tiles of values that are weighed together
 
 // Queries go over tiles in blocks of equally many; the last may have rows that are nobody's.
 struct QueryBlocks {
@@ -99,16 +100,22 @@ class TileAttention {
       }
   }
 
-  template <class Before>
+  // How often between() is called for so many ranks that are scored, and weighed for all queries.
+  int64_t num_pauses(int64_t scored, int64_t weighed) const {
+    const auto times = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
+    return times(scored, kScored) * S_ + M_ +
+           times(weighed, kWeighed) * blocks_.count * times(2 * S_, kDimensionTiles);
+  }
+
+  template <class Between>
   void score(const Entries<const bf16>& keys, Range range, int64_t column,
-             const Before& before) const {
+             const Between& between) const {
     for (int64_t s = 0; s < S_; ++s) transpose(keys, range, s, keys_);
     for (int64_t i = 0; range.begin < range.end; ++i, column += kScored) {
-      before(range.begin);
       range.begin += kScored;
       const float* const here = keys_ + i % 2 * step_words();
       float* const there = keys_ + (i + 1) % 2 * step_words();
-      const auto meanwhile = [&](int64_t s) { transpose(keys, range, s, there); };
+      const auto meanwhile = [&](int64_t s) INLINE { transpose(keys, range, s, there), between(); };
       const auto nothing = [](int64_t) {};
       for (int64_t block = 0; block < blocks_.count; block += 2)
         if (block + 1 == blocks_.count && block) score_blocks<1>(block, here, column, nothing);
@@ -132,18 +139,20 @@ class TileAttention {
   }
 
   // Where a query has no weight a value must not matter: one that is not finite would.
+  template <class Between>
   int64_t weigh_shared(const Entries<const bf16>& values, Range range, int64_t common,
-                       const Attended& out) const {
+                       const Attended& out, const Between& between) const {
     for (int64_t entry = range.begin + common; entry < range.end; ++entry)
       if (!is_finite(values.at(entry))) range.end = range.begin + common / kWeighed * kWeighed;
     const Range columns{0, range.end - range.begin};
     if (columns.end == 0) std::fill(out.values, out.values + M_ * attended_width(D_), 0.0f);
     const auto value = [&](int64_t column) { return values.at(range.begin + column); };
-    weigh(blocks_, columns, out, [&](int64_t column, float* tiles) {
+    const auto put = [&](int64_t column, float* tiles) {
       if (column + kTileInputs <= columns.end && D_ % kPair == 0)
         interleave_run(value(column), tiles);
       else interleave(value, {column, columns.end}, tiles);
-    });
+    };
+    weigh(blocks_, columns, out, put, between);
     return columns.end;
   }
 
@@ -153,9 +162,10 @@ class TileAttention {
 
   template <class Value>
   void weigh_rest(const Value& value, Range columns, Range queries, const Attended& out) const {
-    weigh(QueryBlocks::exactly(queries), columns, out, [&](int64_t column, float* tiles) {
+    const auto put = [&](int64_t column, float* tiles) {
       interleave(value, {column, columns.end}, tiles);
-    });
+    };
+    weigh(QueryBlocks::exactly(queries), columns, out, put, [] {});
   }
 
  private:
@@ -179,8 +189,9 @@ class TileAttention {
   void transpose(const Entries<const bf16>& keys, Range range, int64_t s, float* out) const {
     if (range.begin >= range.end) return;
     const int64_t d = s * kTileInputs;
-    transpose_keys(keys.at(range.begin) + d, D_, std::min(kTileInputs, D_ - d), kScored,
-                   range.end - range.begin, [&](Ints words, int64_t word, int64_t first) INLINE {
+    // Entries behind the last one are nobody's, and as near: whole vectors are faster.
+    transpose_keys(keys.at(range.begin) + d, D_, std::min(kTileInputs, D_ - d), kScored, kScored,
+                   [&](Ints words, int64_t word, int64_t first) INLINE {
       float* const tile = out + (first / kTileColumns * S_ + s) * kTileWords;
       store(tile + word * kTileColumns + first % kTileColumns, (Vec)words);
     });
@@ -220,9 +231,7 @@ class TileAttention {
     Bits high[32 / kLanes], low[32 / kLanes];
     UNROLL for (int i = 0; i < 32 / kLanes; ++i) {
       Vec weight = exp2_of_negative(load(row + i * kLanes) - broadcast(most));
-      if (!kAll)
-        for (int64_t lane = 0; lane < kLanes; ++lane)
-          if (i * kLanes + lane >= count) weight[lane] = 0;
+      if (!kAll) weight = lane_numbers() < int32_t(count - i * kLanes) ? weight : Vec{};
       total += weight;
       const Bits rounded = ((Bits)weight + 0x80) & 0xffffff00u;
       high[i] = rounded & 0xffff0000u;
@@ -284,18 +293,19 @@ class TileAttention {
 
   // Adds the weighted values of the columns to what there is of those before; the chunk's first begin
   // with zeros. put(column, tiles) lays 32 of them out.
-  template <class Put>
-  void weigh(const QueryBlocks& blocks, Range columns, const Attended& out, const Put& put) const {
+  template <class Put, class Between>
+  void weigh(const QueryBlocks& blocks, Range columns, const Attended& out, const Put& put,
+             const Between& between) const {
     const auto lay_out = [&](int64_t column) {
       if (column < columns.end) put(column, values_of(column));
     };
-    const auto meanwhile = [&](int64_t column) { lay_out(column + kPanelRanks); };
-    const auto nothing = [](int64_t) {};
+    const auto meanwhile = [&](int64_t column) INLINE { lay_out(column + kPanelRanks), between(); };
+    const auto nothing = [&](int64_t) INLINE { between(); };
     for (int64_t i = 0; i < kPanelRanks; i += kTileInputs) lay_out(columns.begin + i);
     for (int64_t begin = columns.begin; begin < columns.end; begin += kPanelRanks) {
       const Range panel{begin, std::min(begin + kPanelRanks, columns.end)};
       for (int64_t block = 0; block < blocks.count; ++block)
-        for (int64_t tile = 0; tile < 2 * S_; tile += 4)
+        for (int64_t tile = 0; tile < 2 * S_; tile += kDimensionTiles)
           if (block || tile) weigh_block(blocks, block, panel, tile, out, nothing);
           else weigh_block(blocks, block, panel, tile, out, meanwhile);
     }
@@ -304,7 +314,7 @@ class TileAttention {
   template <class Meanwhile>
   void weigh_block(const QueryBlocks& blocks, int64_t block, Range columns, int64_t tile,
                    const Attended& out, const Meanwhile& meanwhile) const {
-    if (tile + 4 <= 2 * S_) weigh_tiles<4>(blocks, block, columns, tile, out, meanwhile);
+    if (tile + kDimensionTiles <= 2 * S_) weigh_tiles<kDimensionTiles>(blocks, block, columns, tile, out, meanwhile);
     else weigh_tiles<2>(blocks, block, columns, tile, out, meanwhile);
   }
 

@@ -21,10 +21,6 @@
 
 namespace foredraft {
 
-// Prefetches go to the second cache: the first has too few buffers for misses, and its loads would
-// wait behind them (a third of the bandwidth, measured on Zen 4).
-constexpr int kToL2 = 2;
-
 constexpr int64_t kPanelRows = 12;  // row blocks of every height divide it
 constexpr int64_t kLargePanelRows = 4 * kPanelRows;
 constexpr int64_t kManyTokens = 48;  // from here on larger panels: activations outweigh weights

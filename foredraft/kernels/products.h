@@ -2,8 +2,9 @@
 //
 // A form says what its matrices are (`Rows`), what it makes of activations first (`Inputs`), in whose
 // lane order it wants rows of floats (`Order`), how many rows it gives to a thread at least, and what a
-// thread holds while it multiplies so many tokens (`Session`). Its all_tokens()
-// and panel_rows() are overloads for these types. `Head` is the form of the matrix that gives logits.
+// thread holds while it multiplies so many tokens (`Session`), and whether attention beside it is computed
+// on tiles. Its all_tokens() and panel_rows() are overloads for these types. `Head` is the form of the
+// matrix that gives logits.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +29,7 @@ struct Plain {
   using Head = Plain;
   using Order = Weight;
   static constexpr int64_t kShareRows = kPanelRows;
-  static constexpr bool kPrepares = false;
+  static constexpr bool kPrepares = false, kAttendsOnTiles = false;
   struct Session {
     explicit Session(int64_t) {}  // more than a variable nobody uses
   };
@@ -41,17 +42,17 @@ struct Plain {
 };
 
 // 8 or 4 bits with scales, int8.h. The head has 8 in either case.
-template <class Format>
+template <class Format, bool kTileAttention>
 struct Packed {
   using Rows = PackedMatrix<Format>;
   using Inputs = PackedInputs<Format>;
-  using Head = Packed<Bits8>;
+  using Head = Packed<Bits8, kTileAttention>;
   using Order = float;
   struct Session : TileSession {
     explicit Session(int64_t num_tokens) : TileSession(digit_tile_shape(num_tokens)) {}
   };
   static constexpr int64_t kShareRows = kGroupRows;
-  static constexpr bool kPrepares = true;
+  static constexpr bool kPrepares = true, kAttendsOnTiles = kTileAttention;
 
   static int64_t prepared_size(int64_t T, int64_t K) { return Inputs::size(T, K); }
   static Inputs inputs(float* memory, const float*, int64_t T, int64_t K) { return {memory, T, K}; }
@@ -73,7 +74,7 @@ struct Tiled {
     explicit Session(int64_t num_tokens) : TileSession(tile_shape(num_tokens)) {}
   };
   static constexpr int64_t kShareRows = kGroupRows;
-  static constexpr bool kPrepares = true;
+  static constexpr bool kPrepares = true, kAttendsOnTiles = true;
 
   static int64_t prepared_size(int64_t T, int64_t K) { return Inputs::size(T, K); }
   static Inputs inputs(float* memory, const float*, int64_t T, int64_t K) { return {memory, T, K}; }
@@ -84,11 +85,10 @@ struct Tiled {
   }
 };
 
-// How attention is computed beside matrices of a form. Those in few bits keep to float32, as on CPUs
-// without tiles: their texts are the same on both.
+// How attention is computed beside matrices of a form.
 template <class Weight, class Form>
 using AttentionOf =
-    std::conditional_t<std::is_same_v<Form, Tiled>, TileAttention, FloatAttention<Weight>>;
+    std::conditional_t<Form::kAttendsOnTiles, TileAttention, FloatAttention<Weight>>;
 
 // All of `rows`, in panels that stay in the nearest caches while all tokens pass over them:
 // put(token, row, value) for each output. While a panel is multiplied the one behind it is prefetched,
@@ -112,9 +112,15 @@ inline typename Form::Rows matrix(const void* data, int64_t K) {
 // Calls work(form) with a ForedraftForm of a model whose embeddings are of type Weight.
 template <class Weight, class Work>
 inline auto with_form(int64_t form, const Work& work) {
-  if (form == kFormInt8) return work(Packed<Bits8>{});
-  if (form == kFormInt4) return work(Packed<Bits4>{});
-  if constexpr (kTiles && std::is_same_v<Weight, bf16>)
+  constexpr bool kTileCache = kTiles && std::is_same_v<Weight, bf16>;  // bfloat16 as well
+  const bool attends_on_tiles = kTileCache && tiles_allowed();
+  const auto packed = [&](auto format) {
+    using Format = decltype(format);
+    return attends_on_tiles ? work(Packed<Format, kTileCache>{}) : work(Packed<Format, false>{});
+  };
+  if (form == kFormInt8) return packed(Bits8{});
+  if (form == kFormInt4) return packed(Bits4{});
+  if constexpr (kTileCache)
     if (form == kFormTiled) return work(Tiled{});
   return work(Plain<Weight>{});
 }

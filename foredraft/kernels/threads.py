@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from statistics import fmean
+from statistics import fmean, median_low
 from typing import TypeAlias
 
 from foredraft.core.errors import ConfigError
@@ -19,11 +19,13 @@ _TRIAL = 3
 """Forwards of a trial."""
 _FIRST_TRIAL, _MOST_BETWEEN = 12, 128
 """Forwards up to the first trial, and between later ones: each that finds nothing doubles them."""
+_AFTER_WIN = 2
+"""Forwards from a trial that won to the next: what it has beaten may only have had a hiccup."""
 _LOST = 1.4
 """A trial ends at a forward that took so many times the usual."""
 _WON = 0.95
 _SUSPICIOUS, _FOLLOWED = 1.25, 4
-"""So many forwards that take so many times the usual call for a trial of fewer threads."""
+"""When most of so many forwards take so many times the usual, fewer threads are tried."""
 _STEP = 0.2
 
 OPENMP_SPIN = "GOMP_SPINCOUNT"
@@ -109,7 +111,7 @@ class ThreadChooser:
             return
         self._ratios = [*self._ratios[1 - _FOLLOWED :], seconds / (usual or seconds)]
         self._left -= 1
-        slower = len(self._ratios) == _FOLLOWED and fmean(self._ratios) > _SUSPICIOUS
+        slower = len(self._ratios) == _FOLLOWED and median_low(self._ratios) > _SUSPICIOUS
         if slower and self._best > 0:
             self._direction, self._between = -1, _FIRST_TRIAL
         if self._left <= 0 or slower:
@@ -128,7 +130,7 @@ class ThreadChooser:
         mean = fmean(self._ratios)
         if mean < _WON:
             self._usual = {size: mean * seconds for size, seconds in self._usual.items()}
-            self._best, self._between = self._trying, _FIRST_TRIAL
+            self._best, self._between = self._trying, _AFTER_WIN
         else:
             self._trying, self._direction = self._best, -self._direction
             self._between = min(2 * self._between, _MOST_BETWEEN)

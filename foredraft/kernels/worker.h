@@ -22,7 +22,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <vector>
 
 #include "attend.h"
@@ -233,7 +232,7 @@ class Worker {
 
   void attend(int64_t index, const ForedraftLayer& layer) {
     AttentionPhase<Weight, Form>{model_, forward_, work_, visible_, plan_, me_, index, layer}.run();
-    if constexpr (std::is_same_v<AttentionOf<Weight, Form>, TileAttention>) session_.resume();
+    if constexpr (Form::kAttendsOnTiles) session_.resume();
   }
 
   // hidden += x . W (+ bias)

@@ -62,8 +62,21 @@ def test_busy_cores_are_left_to_their_users(cores: int, free: int) -> None:
 def test_the_number_follows_the_machine() -> None:
     chooser = ThreadChooser(2)
     run(chooser, idle(2), 300)
-    assert run(chooser, busy(1), 60)[-5:] == [1] * 5
+    assert run(chooser, busy(1), 60)[-20:].count(1) >= 17
     assert run(chooser, idle(2), 300)[-20:].count(2) >= 17
+
+
+@pytest.mark.parametrize(("hiccup", "most"), [(1, 1.02), (4, 1.06), (8, 1.0), (12, 0.95)])
+def test_hiccups_of_the_machine_cost_little(hiccup: int, most: float) -> None:
+    """Every 64 forwards another process takes a core for some of them."""
+    for seed in range(3):
+        chooser, generator, spent, with_all = ThreadChooser(2), random.Random(seed), 0.0, 0.0
+        for i in range(2000):
+            machine = busy(1) if i % 64 < hiccup else idle(2)
+            threads, noise = chooser.choose((1,)), generator.uniform(0.95, 1.05)
+            chooser.observe((1,), machine(threads) * noise)
+            spent, with_all = spent + machine(threads) * noise, with_all + machine(2) * noise
+        assert spent < most * with_all
 
 
 def test_long_and_short_forwards_in_turn_do_not_deceive_it() -> None:
