@@ -64,12 +64,18 @@ def test_a_client_that_never_reads_is_cut_off(load: Callable[..., LLM]) -> None:
             connection.close()
 
 
-def test_headers_that_never_end(load: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize("asked_before", [False, True], ids=["at once", "after a request"])
+def test_headers_that_never_end(load: Callable[..., LLM], asked_before: bool) -> None:
     with running(load, header_timeout=0.3) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nx-slow: ")
             connection.settimeout(5)
+            if asked_before:
+                connection.sendall(f"GET /health HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
+                reply = b""
+                while not reply.endswith(b"}"):
+                    reply += connection.recv(1000)
+            connection.sendall(b"GET /health HTTP/1.1\r\nx-slow: ")
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(100) == b""
 
