@@ -161,12 +161,16 @@ def test_draining_lets_replies_end_and_takes_no_more(load: Callable[..., LLM]) -
         assert not server.thread.is_alive()
 
 
-def test_what_does_not_end_in_time_ends_with_an_error(load: Callable[..., LLM]) -> None:
-    with running(load, drain_timeout=0.2) as server, server.client() as client:
+@pytest.mark.parametrize(("drain_timeout", "asked"), [(0.2, 1), (60.0, 2)], ids=["late", "twice"])
+def test_what_does_not_end_in_time_ends_with_an_error(
+    load: Callable[..., LLM], drain_timeout: float, asked: int
+) -> None:
+    with running(load, drain_timeout=drain_timeout) as server, server.client() as client:
         with client.stream("POST", CHAT, json=LONG | {"stream": True}) as reply:
             lines = reply.iter_lines()
             next(lines)
-            server.loop.call_soon_threadsafe(server.server.end)
+            for _ in range(asked):
+                server.loop.call_soon_threadsafe(server.server.end)
             last = [line for line in lines if line.startswith("data: ")][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
 
