@@ -59,15 +59,19 @@ def measure_streaming(
     """
     engine: list[float] = []
     server: list[float] = []
+
+    def by_engine() -> None:
+        engine.append(_by_engine(llm, asked))
+        advance("engine")
+
+    def by_client(url: str) -> None:
+        server.append(_by_client(url, asked))
+        advance("server")
+
     with _serving(llm) as url:
-        for number in range(rounds + 1):
-            turns = [
-                (engine, lambda: _by_engine(llm, asked)),
-                (server, lambda: _by_client(url, asked)),
-            ]
-            for rates, answer in turns if number % 2 else turns[::-1]:
-                rates.append(answer())
-                advance("engine" if rates is engine else "server")
+        for _ in range(rounds + 1):
+            by_engine()
+            by_client(url)
     added = [own / served - 1 for own, served in zip(engine[1:], server[1:], strict=True)]
     return StreamingFigure(
         statistics.median(engine[1:]),
