@@ -34,7 +34,7 @@ def serve_stream(
     """
     from foredraft.bench.prompts import load_prompts
     from foredraft.bench.report import check_outputs, write_json
-    from foredraft.bench.serve_clients import Asked
+    from foredraft.bench.serve_clients import SEED, Asked
     from foredraft.bench.streaming import measure_streaming
 
     check_outputs(json_file)
@@ -49,4 +49,6 @@ def serve_stream(
         f"({min(figure.rounds):.1%} to {max(figure.rounds):.1%} in {rounds} rounds)"
     )
     if json_file:
-        write_json(json_file, {"drafter": llm.drafter_name, **asdict(figure)}, seed=1)
+        by_round = [{"added": added} for added in figure.rounds]
+        figures = {"drafter": llm.drafter_name, **asdict(figure), "rounds": by_round}
+        write_json(json_file, figures, SEED)
