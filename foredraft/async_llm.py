@@ -95,6 +95,8 @@ class _Mailbox:
         self._arrived.set()
 
     async def take(self) -> Event:
+        if self._events:
+            await asyncio.sleep(0)  # a reader who lags behind must not keep the others waiting
         while not self._events:
             self._arrived.clear()
             await self._arrived.wait()

@@ -12,10 +12,15 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
 from foredraft.core.errors import ForedraftError
+
+CHAT = "/v1/chat/completions"
+SEED = 1
+"""Of every request."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ class ClientsFigure:
 
 
 @dataclass
-class _Reply:
+class Reply:
+    """What came of one request: its tokens, and seconds to the first and to the end."""
+
     tokens: int
     first_s: float
     total_s: float
@@ -72,12 +79,12 @@ def compare(
     """
     figures: list[ClientsFigure] = []
     for count in clients:
-        replies: dict[str, list[_Reply]] = {name: [] for name in servers}
+        replies: dict[str, list[Reply]] = {name: [] for name in servers}
         rates: dict[str, list[float]] = {name: [] for name in servers}
         names = list(servers)
         for number in range(rounds + 1):
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                came, seconds = asyncio.run(_round(servers[name], count, asked))
+                came, seconds = asyncio.run(ask_all(servers[name], count, asked))
                 if number:  # the first is to warm up
                     replies[name] += came
                     rates[name].append(sum(reply.tokens for reply in came) / seconds)
@@ -86,7 +93,7 @@ def compare(
 
 
 def _figure(
-    name: str, clients: int, replies: Sequence[_Reply], rates: Sequence[float]
+    name: str, clients: int, replies: Sequence[Reply], rates: Sequence[float]
 ) -> ClientsFigure:
     several = [reply for reply in replies if reply.tokens > 1]
     between = [(reply.total_s - reply.first_s) / (reply.tokens - 1) for reply in several]
@@ -100,9 +107,14 @@ def _figure(
     )
 
 
-async def _round(url: str, clients: int, asked: Asked) -> tuple[list[_Reply], float]:
+async def ask_all(url: str, clients: int, asked: Asked) -> tuple[list[Reply], float]:
+    """Every prompt once, by so many clients; the replies, and seconds in all.
+
+    Raises:
+        ForedraftError: the server does not answer.
+    """
     waiting = [*asked.prompts]
-    replies: list[_Reply] = []
+    replies: list[Reply] = []
     began = time.perf_counter()
 
     async def client(http: httpx.AsyncClient) -> None:
@@ -117,18 +129,22 @@ async def _round(url: str, clients: int, asked: Asked) -> tuple[list[_Reply], fl
     return replies, time.perf_counter() - began
 
 
-async def _ask(http: httpx.AsyncClient, prompt: str, asked: Asked) -> _Reply:
-    """One streamed reply. Tokens are the server's own count, or its events where it tells none."""
-    body = {
+def request_body(prompt: str, asked: Asked) -> dict[str, Any]:
+    """Of one streamed chat reply whose last chunk counts its tokens."""
+    return {
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": asked.max_tokens,
         "temperature": asked.temperature,
-        "seed": 1,
+        "seed": SEED,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+async def _ask(http: httpx.AsyncClient, prompt: str, asked: Asked) -> Reply:
+    """One streamed reply. Tokens are the server's own count, or its events where it tells none."""
     began, first, events, counted = time.perf_counter(), 0.0, 0, 0
-    async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+    async with http.stream("POST", CHAT, json=request_body(prompt, asked)) as reply:
         if reply.status_code != 200:
             raise ForedraftError(f"{http.base_url}: {(await reply.aread()).decode()[:300]}")
         async for line in reply.aiter_lines():
@@ -139,4 +155,4 @@ async def _ask(http: httpx.AsyncClient, prompt: str, asked: Asked) -> _Reply:
             if any(choice["delta"].get("content") for choice in chunk["choices"]):
                 events += 1
                 first = first or time.perf_counter() - began
-    return _Reply(counted or events, first, time.perf_counter() - began)
+    return Reply(counted or events, first, time.perf_counter() - began)

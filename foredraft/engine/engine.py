@@ -364,7 +364,7 @@ class Engine:
         return self._event(row)
 
     def _event(self, row: Row) -> Event:
-        finished = row.is_over
+        finished, is_first = row.is_over, not row.num_sent
         token_ids, num_accepted, num_drafted = row.take()
         pieces = tuple(row.text.take(final=finished))
         reader = self._readers.get(row.request_id)
@@ -381,6 +381,7 @@ class Engine:
             row.parent_id,
             row.index,
             num_drafted,
+            row.found_of_prompt if is_first and token_ids else None,
         )
         if reader is not None:
             reader(event)

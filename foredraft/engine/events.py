@@ -25,6 +25,8 @@ class Event:
         parent_id: the id of the first of the replies to one prompt; its own where there is one.
         index: which of these replies it is.
         num_drafted: draft tokens that the step sent to verification for it.
+        prompt_logprobs: of the prompt, where the request asks for them, with the reply's first
+            tokens; else None.
     """
 
     request_id: int
@@ -37,6 +39,7 @@ class Event:
     parent_id: int = -1
     index: int = 0
     num_drafted: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 Reader = Callable[[Event], None]

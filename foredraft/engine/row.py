@@ -223,6 +223,11 @@ class Row:
         """Of the last ``count`` tokens, where the request asks for them."""
         return tuple(self.logprobs[len(self.logprobs) - count :]) if self.logprobs else ()
 
+    @property
+    def found_of_prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Log probabilities of the prompt, where the request asks for them."""
+        return tuple(self.prompt_logprobs.found) if self.prompt_logprobs else None
+
     def result(self) -> GenerationResult:
         """What it produced; it must be over."""
         request = self.request
@@ -240,7 +245,7 @@ class Row:
             parent_id=self.parent_id,
             index=self.index,
             logprobs=None if request.params.logprobs is None else tuple(self.logprobs),
-            prompt_logprobs=tuple(self.prompt_logprobs.found) if self.prompt_logprobs else None,
+            prompt_logprobs=self.found_of_prompt,
         )
 
     def check(self, cache: Cache) -> None:

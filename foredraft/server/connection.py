@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _SEND_BUFFER = 256 << 10
@@ -16,45 +17,60 @@ def bounded_protocol(header_timeout: float, send_timeout: float) -> type[asyncio
     """uvicorn's HTTP/1.1, which drops a client that sends no headers, or reads nothing, in time.
 
     Args:
-        header_timeout: seconds from connecting to the end of the first request's headers.
+        header_timeout: seconds from connecting to the end of the first request's headers, and from
+            the beginning of each further request to the end of its own.
         send_timeout: seconds that data may wait for a client to read.
     """
 
     class BoundedProtocol(H11Protocol):
-        _timer: asyncio.TimerHandle | None = None
-
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             sock = transport.get_extra_info("socket")
             if sock is not None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-            self._start(header_timeout)
+            self._headers = _Deadline(header_timeout, self.loop, transport)
+            self._unread = _Deadline(send_timeout, self.loop, transport)
+            self._headers.begin()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.cycle is not None:  # a request's headers are complete
-                self._stop()
+            if self.conn.their_state is h11.IDLE:  # what has come so far is no whole head
+                self._headers.begin()
+            else:
+                self._headers.lift()
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._start(send_timeout)
+            self._unread.begin()
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._stop()
+            self._unread.lift()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._stop()
+            self._headers.lift()
+            self._unread.lift()
             super().connection_lost(exc)
 
-        def _start(self, seconds: float) -> None:
-            self._stop()
-            # Not `close`, which would wait until the client has read what is there.
-            self._timer = self.loop.call_later(seconds, self.transport.abort)
-
-        def _stop(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
     return BoundedProtocol
+
+
+class _Deadline:
+    """Drops a connection, unless it is lifted in time."""
+
+    def __init__(
+        self, seconds: float, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport
+    ) -> None:
+        self._seconds, self._loop, self._transport = seconds, loop, transport
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """From now on, unless it has begun already."""
+        if self._timer is None:
+            # Not `close`, which would wait until the client has read what is there.
+            self._timer = self._loop.call_later(self._seconds, self._transport.abort)
+
+    def lift(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -59,7 +59,7 @@ class ServerContext:
         self.failure: BaseException | None = None
         self._engine: AsyncLLM | None = None
         self._for_predictions: AsyncLLM | None = None
-        self._is_draining = False
+        self._is_draining, self._is_hurried = False, False
         self._live: set[Generation] = set()
         self._salt = hashlib.sha256(str(time.time_ns()).encode()).digest()
 
@@ -204,7 +204,7 @@ class ServerContext:
         """Take no more requests, and wait for those under way; in the end they are ended."""
         self._is_draining = True
         until = time.monotonic() + self.settings.drain_timeout
-        while self._live and time.monotonic() < until:
+        while self._live and time.monotonic() < until and not self._is_hurried:
             await asyncio.sleep(0.05)
         error = unavailable("the server shut down before the reply was over", "draining")
         for generation in [*self._live]:
@@ -212,6 +212,10 @@ class ServerContext:
         last = time.monotonic() + 2.0
         while self._live and time.monotonic() < last:
             await asyncio.sleep(0.02)
+
+    def hurry(self) -> None:
+        """Do not wait for those under way: end them."""
+        self._is_hurried = True
 
     async def _engine_for(self, params: SamplingParams) -> AsyncLLM:
         """The engine whose drafter looks at what the request brings."""

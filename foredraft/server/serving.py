@@ -58,16 +58,18 @@ class GracefulServer(uvicorn.Server):
         await super()._serve(sockets)  # type: ignore[arg-type]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._draining is not None or self._loop is None:
-            super().handle_exit(signal.SIGINT, frame)  # the second time: at once
+        if self.should_exit or self._loop is None:
+            super().handle_exit(signal.SIGINT, frame)  # nothing is left that could be ended well
             return
         self._captured_signals.append(sig)
         self._loop.call_soon_threadsafe(self.end)
 
     def end(self) -> None:
-        """Begin to end; call it on the server's loop."""
+        """Begin to end, and the second time do not wait; call it on the server's loop."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
+        else:
+            self._context.hurry()
 
     async def _drain(self) -> None:
         if self._context.num_live:

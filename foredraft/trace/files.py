@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from pydantic import ValidationError
 
@@ -14,9 +14,6 @@ from foredraft.trace.format import VERSION, Run, Step
 from foredraft.trace.record import Tracer
 from foredraft.trace.texts import Decoding
 from foredraft.version import __version__
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _T = TypeVar("_T", Run, Step)
 
@@ -57,12 +54,7 @@ class TraceFile:
     def __enter__(self) -> TraceFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
 

@@ -271,6 +271,16 @@ def test_serving_is_simulated_and_written_down(bench: Run, tmp_path: Path) -> No
     assert [f["concurrency"] for f in report["forwards"]] == [1, 3, 1, 3]
 
 
+def test_streaming_is_measured_beside_the_engine(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    asked = ("--drafter", "suffix", "--limit", "1", "--max-tokens", "8", "--rounds", "1")
+    result = bench("serve-stream", *asked, "--json", str(path))
+    assert result.exit_code == 0, result.exception
+    report = json.loads(path.read_text())
+    rates = report["engine_tokens_per_s"], report["served_tokens_per_s"]
+    assert report["rounds"] == [{"added": pytest.approx(rates[0] / rates[1] - 1)}]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.core.choices import VerifyChoices
+from foredraft.core.choices import DrawnChoices, VerifyChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
 from foredraft.core.sampling import Law, NodeLaws, law_of
@@ -63,7 +63,7 @@ class Scripted:
 
 
 @dataclass
-class Told:
+class Told(DrawnChoices):
     """A draft stream that draws what it is told."""
 
     tokens: Sequence[int]

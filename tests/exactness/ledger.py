@@ -22,6 +22,7 @@ import pytest
 from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
+from foredraft.core.choices import DrawnChoices
 from foredraft.core.draws import Draw, Wanted
 from foredraft.core.sampling import Law as TokenLaw
 from foredraft.engine import fetch as engine_fetch
@@ -114,7 +115,7 @@ def total_variation(left: Law[Result], right: Law[Result]) -> float:
     return math.fsum(abs(left.get(x, 0.0) - right.get(x, 0.0)) for x in {**left, **right}) / 2
 
 
-class LedgerChoices:
+class LedgerChoices(DrawnChoices):
     """Draft and verify choices of one step, each taken by a number of its own."""
 
     def __init__(self, ledger: Ledger) -> None:

@@ -189,7 +189,7 @@ class WrongRows(TokenCache):
 
 
 @dataclass(frozen=True)
-class _Tampered:
+class _Tampered(DrawnChoices):
     choices: DrawnChoices
     change: Change
 

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from foredraft.core import params as sampling
 from foredraft.models.tokenizer import Tokenizer
 from tests.server.conftest import Running
 from tests.server.events import data_of, names_of
@@ -83,7 +82,6 @@ def test_echo(client: httpx.Client) -> None:
     assert nothing["usage"]["completion_tokens"] == 0
 
 
-@pytest.mark.skipif("logprobs" in getattr(sampling, "_UNREADY", ()), reason="not built yet")
 def test_prompts_are_scored(client: httpx.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("The ferry crosses")
     body = {"prompt": [ids, ids[:3]], "echo": True, "logprobs": 1, "max_tokens": 1}
@@ -96,6 +94,20 @@ def test_prompts_are_scored(client: httpx.Client, tokenizer: Tokenizer) -> None:
     offsets = first["logprobs"]["text_offset"]
     for token, offset in zip(first["logprobs"]["tokens"], offsets, strict=True):
         assert first["text"][offset : offset + len(token)] == token
+
+
+@pytest.mark.parametrize("max_tokens", [0, 6])
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompts_are_scored_in_streams_too(client: httpx.Client, max_tokens: int, n: int) -> None:
+    body = {"prompt": "The ferry", "echo": True, "logprobs": 2, "n": n, **COMMON}
+    body["max_tokens"] = max_tokens
+    whole = client.post("/v1/completions", json=body).json()["choices"]
+    chunks = data_of(client.post("/v1/completions", json=body | {"stream": True}))[:-1]
+    told = [choice for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    for choice in whole:
+        own = [each["logprobs"] for each in told if each["index"] == choice["index"]]
+        added = {name: [x for each in own for x in each[name]] for name in choice["logprobs"]}
+        assert added == choice["logprobs"]
 
 
 # --------------------------------------------------------------------------------------- responses
@@ -133,6 +145,21 @@ def test_a_response_streamed(client: httpx.Client) -> None:
     deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
     assert "".join(deltas) == chat_text(client)
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == chat_text(client)
+
+
+def test_a_response_says_how_likely_its_tokens_were(client: httpx.Client) -> None:
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    body = {"input": USER, "max_output_tokens": 20, **asked, **COMMON}
+    part = client.post("/v1/responses", json=body).json()["output"][0]["content"][0]
+    assert len(part["logprobs"]) == 20
+    assert len(part["logprobs"][0]["top_logprobs"]) == 2
+    events = data_of(client.post("/v1/responses", json=body | {"stream": True}))
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    told = [entry for delta in deltas for entry in delta["logprobs"]]
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == part["logprobs"]
+    assert told == part["logprobs"][: len(told)]
+    assert len(told) >= 19  # the last may complete no character
 
 
 def test_agents_probe_and_bring_tools_that_nobody_knows(client: httpx.Client) -> None:

@@ -64,12 +64,18 @@ def test_a_client_that_never_reads_is_cut_off(load: Callable[..., LLM]) -> None:
             connection.close()
 
 
-def test_headers_that_never_end(load: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize("asked_before", [False, True], ids=["at once", "after a request"])
+def test_headers_that_never_end(load: Callable[..., LLM], asked_before: bool) -> None:
     with running(load, header_timeout=0.3) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nx-slow: ")
             connection.settimeout(5)
+            if asked_before:
+                connection.sendall(f"GET /health HTTP/1.1\r\nhost: {host}\r\n\r\n".encode())
+                reply = b""
+                while not reply.endswith(b"}"):
+                    reply += connection.recv(1000)
+            connection.sendall(b"GET /health HTTP/1.1\r\nx-slow: ")
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(100) == b""
 
@@ -155,12 +161,16 @@ def test_draining_lets_replies_end_and_takes_no_more(load: Callable[..., LLM]) -
         assert not server.thread.is_alive()
 
 
-def test_what_does_not_end_in_time_ends_with_an_error(load: Callable[..., LLM]) -> None:
-    with running(load, drain_timeout=0.2) as server, server.client() as client:
+@pytest.mark.parametrize(("drain_timeout", "asked"), [(0.2, 1), (60.0, 2)], ids=["late", "twice"])
+def test_what_does_not_end_in_time_ends_with_an_error(
+    load: Callable[..., LLM], drain_timeout: float, asked: int
+) -> None:
+    with running(load, drain_timeout=drain_timeout) as server, server.client() as client:
         with client.stream("POST", CHAT, json=LONG | {"stream": True}) as reply:
             lines = reply.iter_lines()
             next(lines)
-            server.loop.call_soon_threadsafe(server.server.end)
+            for _ in range(asked):
+                server.loop.call_soon_threadsafe(server.server.end)
             last = [line for line in lines if line.startswith("data: ")][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
 

@@ -15,6 +15,7 @@ from foredraft.cli.bench.report import report
 from foredraft.cli.bench.serve_clients import serve_clients
 from foredraft.cli.bench.serve_load import serve_load
 from foredraft.cli.bench.serve_sim import serve_sim
+from foredraft.cli.bench.serve_stream import serve_stream
 from foredraft.cli.bench.step import step
 from foredraft.timing_lock import measuring
 
@@ -31,7 +32,7 @@ def _alone(context: typer.Context) -> None:
 
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_clients),
-    *(prefix, grammar, quality, memory, report),
+    *(serve_stream, prefix, grammar, quality, memory, report),
 )
 for command in COMMANDS:
     app.command()(command)

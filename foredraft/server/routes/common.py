@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends
@@ -16,7 +15,8 @@ from foredraft.openai_fields import Body, given
 from foredraft.server.context import ServerContext
 from foredraft.server.disconnect import unless_gone
 from foredraft.server.errors import ApiError, as_api_error
-from foredraft.server.wire import JsonResponse, event_stream
+from foredraft.server.event_stream import EventStream
+from foredraft.server.wire import JsonResponse
 
 IGNORED_HEADER = "x-foredraft-ignored"
 _MAX_IGNORED = 32
@@ -99,17 +99,15 @@ async def stream_of(
     """
     first = await anext(events)
 
-    async def guarded() -> AsyncIterator[bytes]:
+    async def guarded() -> AsyncGenerator[bytes, None]:
         try:
             if first:
                 yield first
             async for event in events:
                 yield event
-                await asyncio.sleep(0)  # events that wait must not keep the others' out
         except Exception as error:
             yield as_event(as_api_error(error))
         finally:
             await events.aclose()
 
-    settings = context.settings
-    return event_stream(guarded(), settings.ping_interval, settings.send_timeout, headers)
+    return EventStream(guarded(), context.settings.ping_interval, headers)

@@ -159,10 +159,18 @@ class Completions:
         }
 
     def _chunk_logprobs(self, index: int, event: Event) -> dict[str, Any] | None:
-        """Of a step. Those of the prompt are known at the end only, and come then."""
-        if not self._logprobs or self._nothing_new or not event.logprobs:
+        """Of a step; those of an echoed prompt go with the first tokens, as its text does."""
+        if not self._logprobs:
             return None
-        return self._logprobs[index].format(event.token_ids, event.logprobs)
+        tokens: list[int] = []
+        entries: list[TokenLogprobs | None] = []
+        if self._echo and event.prompt_logprobs is not None:
+            tokens += self._prompt(index)
+            entries += event.prompt_logprobs
+        if not self._nothing_new:
+            tokens += event.token_ids
+            entries += event.logprobs
+        return self._logprobs[index].format(tokens, entries) if tokens else None
 
     def _chunk(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -49,7 +49,8 @@ class Responses:
         self._context, self._ask = context, ask
         self._numbers = itertools.count()
         self._blocks = Blocks()
-        self._logprobs: list[TokenLogprobs] = []
+        self._untold: list[TokenLogprobs] = []  # of text that is still to come
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of text that has come, by block
         self._response = _begun(ask, body)
 
     async def whole(self) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class Responses:
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response}
         async for _, event in generation:
-            self._logprobs += event.logprobs
+            self._untold += event.logprobs
             for change in self._blocks.add(parser.take(event)):
                 for each in self._changed(*change):
                     yield each
@@ -112,6 +113,8 @@ class Responses:
     def _changed(self, change: Change, block: Block, text: str) -> Iterator[dict[str, Any]]:
         at: dict[str, Any] = {"output_index": block.number, "item_id": self._item_id(block)}
         is_over = change == "close"
+        if block.kind != "text":
+            self._untold = []  # tokens of thoughts and calls
         item = {"output_index": block.number, "item": self._item(block, is_over)}
         if change == "open":
             yield {"type": "response.output_item.added", **item}
@@ -126,7 +129,9 @@ class Responses:
         self, change: Change, block: Block, text: str, at: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
         kind = "output_text" if block.kind == "text" else "reasoning_text"
-        extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        extra: dict[str, Any] = {}
+        if block.kind == "text":
+            extra = {"logprobs": self._formatted(self._told_with(change, block))}
         if change == "open":
             yield {"type": "response.content_part.added", **at, "part": self._part(block, False)}
         elif change == "delta":
@@ -134,6 +139,18 @@ class Responses:
         else:
             yield {"type": f"response.{kind}.done", **at, "text": block.text, **extra}
             yield {"type": "response.content_part.done", **at, "part": self._part(block, True)}
+
+    def _told_with(self, change: Change, block: Block) -> Sequence[TokenLogprobs]:
+        """The log probabilities that go with a change of a text: new ones, and at its end all."""
+        told = self._logprobs.setdefault(block.number, [])
+        if change == "open":
+            return ()
+        new, self._untold = self._untold, []
+        told += new
+        return told if change == "close" else new
+
+    def _formatted(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
+        return chat_logprobs(self._context.tokenizer, entries)["content"] if entries else []
 
     def _item_id(self, block: Block) -> str:
         prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
@@ -155,14 +172,12 @@ class Responses:
     def _part(self, block: Block, is_over: bool) -> dict[str, Any]:
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": block.text}
-        logprobs: list[Any] = []
-        if is_over and self._logprobs:
-            logprobs = chat_logprobs(self._context.tokenizer, self._logprobs)["content"]
+        told = self._logprobs.get(block.number, []) if is_over else []
         return {
             "type": "output_text",
             "text": block.text,
             "annotations": [],
-            "logprobs": logprobs,
+            "logprobs": self._formatted(told),
         }
 
 
