@@ -83,10 +83,10 @@ def read_compared(folder: Path) -> list[ComparedHead]:
 def _naming(name: str, numbers: int, info: HeadInfo) -> list[ComparedHead]:
     """What names tokens without computing, in greedy text."""
     made = {"tokens learnt from": info.provenance.get("reply tokens", 0)}
+    names = {TABLE: name, COPIES: "copies", BOTH: f"{name} + copies"}
     found = []
     for who, shares in info.measured["greedy"].get(BY_DEPTH, {}).items():
         measured = {"greedy": shares, "committed_greedy": tokens_a_step(shares)}
-        own = ({}, 0) if who == COPIES else (made, numbers)
-        title = name if who == TABLE else f"{name}, {who}" if who == BOTH else who
-        found.append(ComparedHead(title, KIND, own[1], own[0], measured, ()))
+        learnt = (0, {}) if who == COPIES else (numbers, made)
+        found.append(ComparedHead(names[who], KIND, *learnt, measured, ()))
     return found

@@ -138,7 +138,7 @@ class MtpRunner:
         stops = [*accumulate(counts)]
         texts = [tokens[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
         states_TE, logits_NR = self._heads[0].run(rows, inputs_TE)
-        made = [[*states_TE.split(counts)]]
+        made = [[*torch.split(states_TE, counts)]]
         for k in range(1, len(self._heads)):
             made.append(self._follow(k, rows, texts, made[-1]))
         along_TCE = states_TE.new_zeros(len(tokens), self._num_states, self._size)
@@ -171,7 +171,8 @@ class MtpRunner:
         if not runs:
             return states
         inputs_TE = self._heads[k].inputs([torch.cat(states)], tokens)
-        return [*self._heads[k].run(runs, inputs_TE)[0].split([*map(len, states)])]
+        made_TE, _ = self._heads[k].run(runs, inputs_TE)
+        return [*torch.split(made_TE, [*map(len, states)])]
 
     def _num_read(self, row: HeadRow) -> int:
         end = self._ends.get(row.slot)
@@ -180,7 +181,7 @@ class MtpRunner:
     def _run_nodes(
         self, rows: Sequence[HeadRow], inputs_NE: Tensor, tokens: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        states_NCE = inputs_NE.unflatten(1, (self._num_states, self._size))
+        states_NCE = inputs_NE.reshape(len(tokens), self._num_states, self._size)
         along_NCE = torch.zeros_like(states_NCE)
         logits_NR = inputs_NE.new_empty(len(tokens), self._num_rows)
         # From the last on: of a node that several read, what the first of them says is what counts.
