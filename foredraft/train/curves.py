@@ -75,11 +75,12 @@ def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: str | P
     }
     for axis, (key, title) in zip(axes, pictures.items(), strict=True):
         for name, lines in curves.items():
-            points = [(line["tokens"], line[key]) for line in lines if key in line]
+            points = [(line["tokens"] / 1000, line[key]) for line in lines if key in line]
             style = {"linewidth": 0.8} if key == "loss" else {"marker": "."}
             axis.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
         axis.set_title(title, loc="left", fontsize="medium")
-        axis.set_xlabel("tokens seen")
+        axis.set_xlabel("thousand tokens seen")
+    axes[0].set_yscale("log")
     axes[1].legend(fontsize="small")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
