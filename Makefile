@@ -3,6 +3,7 @@
 # make test-all, make lint, make types, make example: what CI and contributors run besides
 # make test-clients: real clients (SDKs, lm-eval, guidellm, Schemathesis, ...) against the server
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
+# make kinds: train all kinds small, and compare them
 # make reference: write docs/reference from the docstrings, and docs/results.md from docs/results
 # Each target but clean makes its own virtual environment in .venv first.
 
@@ -16,10 +17,10 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-page test-all test-clients lint types example reference heads heads-gpu clean
+.PHONY: help demo test test-page test-all test-clients lint types example reference heads heads-gpu kinds clean
 
 help:
-	@sed -n '1,7s/^# //p' Makefile
+	@sed -n '1,8s/^# //p' Makefile
 
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
@@ -107,6 +108,20 @@ heads: $(VENV)/.installed
 	  OMP_WAIT_POLICY=passive $(BIN)/foredraft train $$kind --out $(HEADS_OUT)/$$kind \
 	    --data $(HEADS_OUT)/texts $(HEADS_DATA:%=--data %) \
 	    --device $(HEADS_DEVICE) --minutes $(HEADS_MINUTES) $(HEADS_TRAIN) || exit 1; done
+
+# Every kind on as much of the same text, reading the same layers: docs/kinds.md.
+KINDS = eagle eagle3 mtp hydra medusa dspark draft-model early-exit
+KINDS_DATA ?= $(HEADS_OUT)/texts
+KINDS_TOKENS ?= 150k
+kind-eagle kind-eagle3 kind-dspark: KIND_OPTIONS = --option taps=5,14,29
+kind-early-exit: KIND_OPTIONS = --option exit_layer=6
+kind-%: $(VENV)/.installed
+	$(BIN)/foredraft train $* --data $(KINDS_DATA) --tokens $(KINDS_TOKENS) --evaluations 6 \
+	  --out $(HEADS_OUT)/kinds/$* $(KIND_OPTIONS)
+kinds: $(KINDS:%=kind-%)
+	$(BIN)/foredraft train table --data $(KINDS_DATA) --out $(HEADS_OUT)/kinds/table
+	$(BIN)/foredraft train compare $(KINDS:%=$(HEADS_OUT)/kinds/%) $(HEADS_OUT)/kinds/table \
+	  --json docs/results/kinds.json --plot docs/kinds.png
 
 # A piece of ten minutes, for machines that are lent for no longer; run it until it says it is done.
 HEADS_PIECE ?= 570

@@ -8,7 +8,6 @@ from typing import Any
 from foredraft.bench.compare import Summary
 from foredraft.bench.step import StepFigure
 from foredraft.core.errors import ConfigError
-from foredraft.train.comparison import ComparedHead
 
 
 def pyplot() -> Any:
@@ -69,30 +68,4 @@ def plot_steps(figures: Sequence[StepFigure], floor_ms: Mapping[int, float], pat
     axis.set_ylim(bottom=0)
     axis.legend(fontsize="small")
     figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def plot_heads(heads: Sequence[ComparedHead], path: str) -> None:
-    """Loss, and tokens a step on held-out text, over tokens seen: a line a head.
-
-    Raises:
-        ConfigError: no head has curves.
-    """
-    drawn = [head for head in heads if head.curves]
-    if not drawn:
-        raise ConfigError("none of these folders has training/curves.jsonl to draw")
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
-    for head in drawn:
-        steps = [line for line in head.curves if "loss" in line]
-        axes[0].plot([s["tokens"] for s in steps], [s["loss"] for s in steps], linewidth=0.8)
-        for axis, key in zip(axes[1:], ("committed_greedy", "committed_sampled"), strict=True):
-            places = [test["tokens"] for test in head.evaluations]
-            axis.plot(places, [t[key] for t in head.evaluations], marker=".", label=head.name)
-    titles = "loss in training", "tokens a step, greedy", "tokens a step, temperature 1"
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set_title(title, loc="left", fontsize="medium")
-        axis.set_xlabel("tokens seen")
-    axes[1].legend(fontsize="small")
-    figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -109,6 +109,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _is_cell(value: Any) -> bool:
+    """A figure, or some of them."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(each, int | float) for each in value)
     return value is None or isinstance(value, str | int | float)
 
 
@@ -116,4 +119,6 @@ def _cell(value: Any) -> str:
     """Four digits are more than any of our figures is good for."""
     if value is None:
         return ""
+    if isinstance(value, list):
+        return " ".join(map(_cell, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")

@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from foredraft.cli import options as o
+from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.train.comparison import ComparedHead
 
 
 def compare(
-    heads: Annotated[list[Path], typer.Argument(help="Folders of trained heads, of any kinds.")],
+    heads: Annotated[list[Path], typer.Argument(help="Folders of heads and tables, of any kinds.")],
     plot: Annotated[
         str | None, typer.Option(help="Draw their curves over tokens seen to this file.")
     ] = None,
@@ -28,9 +29,11 @@ def compare(
     """
     from foredraft.bench.report import check_outputs, write_json
     from foredraft.train.comparison import read_compared
+    from foredraft.train.curves import draw_curves
 
     check_outputs(json_file, plot)
-    found = sorted(map(read_compared, heads), key=lambda head: -head.measured["committed_greedy"])
+    found = [head for folder in heads for head in read_compared(folder)]
+    found.sort(key=lambda head: -head.measured["committed_greedy"])
     console = Console(highlight=False)
     console.print(_table(found))
     console.print(
@@ -40,9 +43,10 @@ def compare(
         soft_wrap=True,
     )
     if plot is not None:
-        from foredraft.bench.plots import plot_heads
-
-        plot_heads(found, plot)
+        drawn = {head.name: head.curves for head in found if head.curves}
+        if not drawn:
+            raise ConfigError("none of these folders has training/curves.jsonl to draw")
+        draw_curves(drawn, plot)
     if json_file is not None:
         write_json(json_file, {"heads": [head.as_dict() for head in found]}, 0)
 
@@ -62,11 +66,11 @@ def _table(heads: list[ComparedHead]) -> Table:
             head.kind,
             f"{head.parameters / 1e6:.1f}M",
             f"{made.get('tokens learnt from', 0) / 1e3:.0f}k",
-            f"{made.get('minutes', 0.0):.0f}",
+            f"{made.get('minutes', 0.0):.1f}",
             _shares(measured["greedy"]),
-            _shares(measured["sampled"]),
+            _shares(measured.get("sampled", ())),
             f"{measured['committed_greedy']:.2f}",
-            f"{measured['committed_sampled']:.2f}",
+            f"{measured['committed_sampled']:.2f}" if "committed_sampled" in measured else "",
             "yes" if head.still_rises else "",
         )
     return table

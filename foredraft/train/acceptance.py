@@ -10,7 +10,7 @@ Shape legend: B texts, L tokens, N anchors, R output rows, D depths.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -164,17 +164,42 @@ class AcceptanceCount:
         sampled_DN = torch.cat(self._sampled, 1) if self._sampled else empty
         overlap_DN = torch.cat(self._overlap, 1) if self._overlap else empty
         greedy = tuple((self._right / self._tried.clamp(min=1)).tolist())
-        chain = torch.tensor(greedy).cumprod(0).sum().item() if greedy else 0.0
         num = sampled_DN.shape[1]
         return Acceptance(
             greedy=greedy,
             sampled=tuple(sampled_DN.mean(1).tolist()) if num else (0.0,) * depth,
             overlap=tuple(overlap_DN.mean(1).tolist()) if num else (0.0,) * depth,
-            committed_greedy=1.0 + chain,
+            committed_greedy=tokens_a_step(greedy),
             committed_sampled=1.0 + (sampled_DN.cumprod(0).sum(0).mean().item() if num else 0.0),
             covered=torch.cat(self._covered).mean().item() if num else 0.0,
             num_anchors=(int(self._tried[0]) if depth else 0, num),
         )
+
+
+def tokens_a_step(shares: Sequence[float]) -> float:
+    """What a chain commits, its depths right so often where all before were right."""
+    reached, total = 1.0, 1.0
+    for share in shares:
+        reached *= share
+        total += reached
+    return total
+
+
+def shares_by_depth(rights: Iterable[Sequence[bool]], depth: int) -> list[float]:
+    """As `Acceptance.greedy`, for what names the token after any text.
+
+    Args:
+        rights: of each text, where the token of its reply was named right.
+    """
+    right, tried = [0] * depth, [0] * depth
+    for of_text in rights:
+        for first in range(1, len(of_text)):  # what comes first is the target's own
+            for k, is_right in enumerate(of_text[first : first + depth]):
+                tried[k] += 1
+                right[k] += is_right
+                if not is_right:
+                    break
+    return [r / max(1, t) for r, t in zip(right, tried, strict=True)]
 
 
 def by_depth(predictions: Sequence[Prediction], depth: int) -> list[Prediction]:

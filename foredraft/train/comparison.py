@@ -10,8 +10,11 @@ from typing import Any
 
 from safetensors import safe_open
 
-from foredraft.drafters.common.head_folder import WEIGHTS, read_info
+from foredraft.drafters.common.head_folder import WEIGHTS, HeadInfo, read_info
+from foredraft.drafters.table.ngrams import BOTH, KIND
+from foredraft.train.acceptance import tokens_a_step
 from foredraft.train.curves import read_curves
+from foredraft.train.table import BY_DEPTH, COPIES, TABLE
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class ComparedHead:
         name: of the folder.
         parameters: numbers in its weights.
         made: how it was (`HeadInfo.provenance`).
-        measured: acceptance on held-out text (`HeadInfo.measured`).
+        measured: acceptance on held-out text (`HeadInfo.measured`); of a table's only that in
+            greedy text.
         curves: lines of its training; none where only the result is there.
     """
 
@@ -58,8 +62,8 @@ class ComparedHead:
         }
 
 
-def read_compared(folder: Path) -> ComparedHead:
-    """What a folder holds.
+def read_compared(folder: Path) -> list[ComparedHead]:
+    """What a folder holds: a head; of a table, also what the text's own repetitions reach.
 
     Raises:
         ModelLoadError: it is no head's, or damaged.
@@ -68,7 +72,21 @@ def read_compared(folder: Path) -> ComparedHead:
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         sizes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
     numbers = sum(map(math.prod, sizes))
+    name = folder.resolve().name
+    if info.kind == KIND:
+        return _naming(name, numbers, info)
     curves = folder / "training" / "curves.jsonl"
     lines = read_curves(curves) if curves.exists() else []
-    name = folder.resolve().name
-    return ComparedHead(name, info.kind, numbers, info.provenance, info.measured, lines)
+    return [ComparedHead(name, info.kind, numbers, info.provenance, info.measured, lines)]
+
+
+def _naming(name: str, numbers: int, info: HeadInfo) -> list[ComparedHead]:
+    """What names tokens without computing, in greedy text."""
+    made = {"tokens learnt from": info.provenance.get("reply tokens", 0)}
+    names = {TABLE: name, COPIES: "copies", BOTH: f"{name} + copies"}
+    found = []
+    for who, shares in info.measured["greedy"].get(BY_DEPTH, {}).items():
+        measured = {"greedy": shares, "committed_greedy": tokens_a_step(shares)}
+        learnt = (0, {}) if who == COPIES else (numbers, made)
+        found.append(ComparedHead(names[who], KIND, *learnt, measured, ()))
+    return found

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,12 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def draw_curves(lines: list[dict[str, Any]], path: Path) -> bool:
-    """Draw loss, and tokens a step, over tokens seen.
+def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> bool:
+    """Draw loss, and tokens a step on held-out text, over tokens seen: a line for each head.
+
+    Args:
+        curves: lines of each head's file, by its name.
+        path: of the picture.
 
     Returns:
         False where matplotlib is not installed: there is no picture then.
@@ -63,18 +67,22 @@ def draw_curves(lines: list[dict[str, Any]], path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    steps = [line for line in lines if "loss" in line]
-    left.plot([line["tokens"] for line in steps], [line["loss"] for line in steps], linewidth=0.8)
-    left.set_xlabel("tokens seen")
-    left.set_ylabel("loss")
-    tests = [line for line in lines if "score" in line]
-    for name, label in (("committed_greedy", "greedy"), ("committed_sampled", "temperature 1")):
-        right.plot([t["tokens"] for t in tests], [t[name] for t in tests], marker=".", label=label)
-    right.set_xlabel("tokens seen")
-    right.set_ylabel("tokens a step, held-out text")
-    right.legend()
-    figure.savefig(path, dpi=120)
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    pictures = {
+        "loss": "loss in training",
+        "committed_greedy": "tokens a step, greedy",
+        "committed_sampled": "tokens a step, temperature 1",
+    }
+    for axis, (key, title) in zip(axes, pictures.items(), strict=True):
+        for name, lines in curves.items():
+            points = [(line["tokens"] / 1000, line[key]) for line in lines if key in line]
+            style = {"linewidth": 0.8} if key == "loss" else {"marker": "."}
+            axis.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
+        axis.set_title(title, loc="left", fontsize="medium")
+        axis.set_xlabel("thousand tokens seen")
+    axes[0].set_yscale("log")
+    axes[1].legend(fontsize="small")
+    figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return True
 

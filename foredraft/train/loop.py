@@ -247,10 +247,8 @@ class Trainer:
             self.counters.best = self._acceptance.score
             self._keep_best(self._acceptance)
         self.save()
-        draw_curves(
-            read_curves(self._out / "training" / "curves.jsonl"),
-            self._out / "training" / "curves.png",
-        )
+        curves = self._out / "training" / "curves.jsonl"
+        draw_curves({self._out.name: read_curves(curves)}, curves.with_suffix(".png"))
         self._monitor.evaluated(self._status())
 
     def _keep_best(self, acceptance: Acceptance) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,42 @@ from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.common.head_folder import Learnt, TargetIdentity, write_folder
+from foredraft.drafters.suffix import SuffixText
 from foredraft.drafters.table.ngrams import BOTH, KIND, LONGEST, NgramTable, self_test
 from foredraft.drafters.table.opinions import NUM_CLASSES, SITUATIONS, TableText
+from foredraft.train.acceptance import shares_by_depth
 from foredraft.train.card import shown
 from foredraft.train.ngrams import TablePlan, learn_table
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text, usable
 from foredraft.version import __version__
 
+TABLE, COPIES = "table", "earlier matches"
+"""Who names a token, beside `BOTH`."""
+BY_DEPTH = "by depth"
+_DEPTH = 3
 _PRIOR_TRIALS = 20.0
 _HELD_OUT_TEXTS = 200
 _TESTED = 64
 
 
-@dataclass
 class _Tally:
-    """Of one kind of text: places, where the table is right, and where both together are."""
+    """Where the next token was named right in texts of one kind: for each text, by each.
 
-    places: int = 0
-    table: int = 0
-    both: int = 0
+    Attributes:
+        rights: of the table, of what followed earlier matches in the text, and of both together.
+    """
+
+    def __init__(self) -> None:
+        self.rights: dict[str, list[list[bool]]] = {name: [] for name in (TABLE, COPIES, BOTH)}
+
+    def shown(self) -> dict[str, Any]:
+        """Shares of all places; and of the draft tokens of a chain, by depth."""
+        flat = {name: [*chain.from_iterable(texts)] for name, texts in self.rights.items()}
+        places = len(flat[TABLE])
+        shares = {name: sum(rights) / max(1, places) for name, rights in flat.items()}
+        depths = {n: shares_by_depth(texts, _DEPTH) for n, texts in self.rights.items()}
+        return {**shares, "places": places, BY_DEPTH: depths}
 
 
 def measure(
@@ -54,7 +70,7 @@ def measure(
         n: ((hits[n] + _PRIOR_TRIALS * middles) / (trials[n] + _PRIOR_TRIALS)).tolist()
         for n in tallies
     }
-    return {name: _shown(tally) for name, tally in tallies.items()}, shares
+    return {name: tally.shown() for name, tally in tallies.items()}, shares
 
 
 def _tally(
@@ -66,26 +82,22 @@ def _tally(
 ) -> None:
     tokens = text.tokens.tolist()
     follower = TableText(tokens[: text.num_prompt], table, bool(text.temperature))
+    own = SuffixText(tokens[: text.num_prompt])
+    right: dict[str, list[bool]] = {name: [] for name in tally.rights}
     for i in range(text.num_prompt, len(tokens)):
         named = table.successors(tokens[max(0, i - LONGEST) : i])
+        copied = next(own.successors(own.place), None)
         opinion = follower.opinion(follower.place)
-        tally.places += 1
-        tally.table += bool(named) and named[0][0] == tokens[i]
+        right[TABLE].append(bool(named) and named[0][0] == tokens[i])
+        right[COPIES].append(copied is not None and copied[0] == tokens[i])
+        right[BOTH].append(bool(opinion.chances) and opinion.first == tokens[i])
         if opinion.chances:
-            is_right = opinion.first == tokens[i]
-            tally.both += is_right
-            hits[opinion.situation, opinion.chance_class] += is_right
+            hits[opinion.situation, opinion.chance_class] += right[BOTH][-1]
             trials[opinion.situation, opinion.chance_class] += 1
         follower.commit(tokens[i])
-
-
-def _shown(tally: _Tally) -> Mapping[str, float]:
-    places = max(1, tally.places)
-    return {
-        "table": tally.table / places,
-        BOTH: tally.both / places,
-        "places": tally.places,
-    }
+        own.commit(tokens[i])
+    for name, found in right.items():
+        tally.rights[name].append(found)
 
 
 def train_table(
@@ -136,7 +148,8 @@ def _some_contexts(texts: Sequence[Text]) -> list[list[int]]:
 
 def _card(target: TargetIdentity, measured: Mapping[str, Any], made: Mapping[str, Any]) -> str:
     rows = "\n".join(
-        f"| {name} | {found['table']:.3f} | {found[BOTH]:.3f} | {found['places']:,} |"
+        f"| {name} | {found[TABLE]:.3f} | {found[COPIES]:.3f} | {found[BOTH]:.3f} "
+        f"| {found['places']:,} |"
         for name, found in measured.items()
     )
     how = "\n".join(f"| {name} | {shown(value)} |" for name, value in made.items())
@@ -153,8 +166,8 @@ foredraft generate "…" --model {target.name} --drafter table --drafter-option 
 
 ## Next tokens named right in held-out replies
 
-| replies | the table | with earlier matches in the text | places |
-|---|---|---|---|
+| replies | the table | earlier matches in the text | both | places |
+|---|---|---|---|---|
 {rows}
 
 ## How it was made

@@ -34,6 +34,11 @@ def test_records_are_a_table_and_their_parts_columns(tmp_path: Path) -> None:
     assert "| name | parts_ms: head |\n| --- | ---: |\n| target | 1.235 |\n| a\\|b |  |" in page
 
 
+def test_figures_of_one_thing_share_a_cell(tmp_path: Path) -> None:
+    page = rendered(tmp_path, {"heads": [{"name": "eagle", "greedy": [0.51234, 0.5]}]})
+    assert "| eagle | 0.5123 0.5 |" in page
+
+
 def test_raw_trials_stay_in_the_file(tmp_path: Path) -> None:
     page = rendered(tmp_path, {"trials": [{"prompt": "p", "stats": {"steps": 3}}]})
     assert "steps" not in page

@@ -81,6 +81,12 @@ def test_a_table_is_learnt_and_drafted_from(checkpoint: Path, tmp_path: Path) ->
     result = run("table", *common, "--out", out, "--megabytes", "1")
     assert result.exit_code == 0, (result.output, result.exception)
     assert "named right" in result.output
+    side_by_side = tmp_path / "heads.json"
+    result = run("compare", out, "--json", str(side_by_side))
+    assert result.exit_code == 0, (result.output, result.exception)
+    found = {head["name"]: head for head in json.loads(side_by_side.read_text())["heads"]}
+    assert found.keys() == {"table", "copies", "table + copies"}
+    assert all(len(head["greedy"]) == 3 for head in found.values())
     drafting = ("--drafter", "table", "--drafter-option", f"head={out}", "--max-tokens", "4")
     words = ["generate", "a b", "--model", str(checkpoint), "--dtype", "float32", *drafting]
     result = CliRunner().invoke(app, words)

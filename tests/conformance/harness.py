@@ -194,8 +194,11 @@ WITH_HEADS = {
     "draft_model+head": "head",
     "early_exit+adapter": "adapter",
     "blend+table": "table",
+    "mtp+heads": "head",
 }
 """Drafters that a trained head turns into others: their names here, and the option that does it."""
+HOW_MADE: dict[str, dict[str, Any]] = {"mtp+heads": {"heads": 3}}
+"""Options that their heads are made with, by those names."""
 
 
 def spec_of(name: str) -> DrafterSpec:
@@ -221,7 +224,7 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     codec = kind.new_codec()
     built = name.partition("+")[0]
     comes_along = option == "head" and shipped_head(head_kind(built), target) is not None
-    options = {option: new_head(built)} if option and not comes_along else {}
+    options = {option: new_head(built, name)} if option and not comes_along else {}
     if option == "table":
         options = {"head": new_head(built), "table": new_table()}
     context = DrafterContext(target, draft_model, options, tokenizer=codec, draft_tokenizer=codec)
@@ -234,8 +237,8 @@ def head_kind(name: str) -> str:
     return "eagle" if name == "blend" else name
 
 
-def new_head(kind: str) -> Path:
-    """A saved head of the tiny llama that can name every other token."""
+def new_head(kind: str, made: str = "") -> Path:
+    """A saved head of the tiny llama that can name every other token; see `HOW_MADE`."""
     if kind == "table":
         return new_table()
     from foredraft.drafters.common.head import TextBatch
@@ -246,7 +249,9 @@ def new_head(kind: str) -> Path:
     target = native_kind("eager").new_target()
     source = TrainingTarget(target, "tiny llama")
     torch.manual_seed(9)
-    module = module_class(head_kind(kind)).start(source, range(0, target.vocab_size, 2), {})
+    module = module_class(head_kind(kind)).start(
+        source, range(0, target.vocab_size, 2), HOW_MADE.get(made, {})
+    )
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if name in ("output", "output.weight"):
@@ -255,7 +260,7 @@ def new_head(kind: str) -> Path:
     (states,) = source.read([tokens.numpy()], module.taps)
     taps = {layer: states.layers[layer][None] for layer in module.taps}
     text = TextBatch(tokens[None], torch.tensor([6]), source.embed(tokens)[None], taps)
-    directory = Path(_scratch().name) / f"head-{kind}"
+    directory = Path(_scratch().name) / f"head-{kind}-{made}"
     info = {"target": source.identity, "provenance": {}, "measured": {}}
     save_head(directory, module, info, text, 2, "A head that nobody trained.")
     return directory

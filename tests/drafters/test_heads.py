@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -45,15 +45,27 @@ CHAIN = GrowthLimits(DEPTH, width=1, branching=1, round_cost=0.0)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of head, and a chain drafter for one."""
+    """A kind of head with some options, and a chain drafter for one."""
 
     module: type[HeadModule]
     drafter: Callable[[NativeTarget, Any], Drafter]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def start(self, target: NativeTarget, output_ids: Sequence[int] | None) -> HeadModule:
+        return self.module.start(TinySource(target), output_ids, self.options)
+
+
+def mtp(heads: int) -> Kind:
+    return Kind(
+        MtpModule, lambda target, module: MtpDrafter(module, target, CHAIN), {"heads": heads}
+    )
 
 
 KINDS: dict[str, Kind] = {
     "medusa": Kind(MedusaModule, lambda target, module: MedusaDrafter(module, target, width=1)),
-    "mtp": Kind(MtpModule, lambda target, module: MtpDrafter(module, target, CHAIN)),
+    "mtp": mtp(1),
+    "mtp, two heads": mtp(2),
+    "mtp, three heads": mtp(3),
     "dspark": Kind(DsparkModule, lambda target, module: DsparkDrafter(module, target)),
     "early_exit": Kind(AdapterModule, lambda target, module: AdaptedDrafter(module, target)),
     "draft_model": Kind(
@@ -79,7 +91,7 @@ def target() -> NativeTarget:
 def test_training_predicts_what_drafting_says(
     kind: Kind, target: NativeTarget, output_ids: list[int] | None
 ) -> None:
-    module = shaken(kind.module.start(TinySource(target), output_ids, {}))
+    module = shaken(kind.start(target, output_ids))
     text, other = random_text(24), random_text(17, seed=2)
     module.eval()
     predictions = module.predictions(text_batch(target, [text, other], module.taps), DEPTH)
@@ -102,7 +114,7 @@ def test_training_predicts_what_drafting_says(
 
 def test_a_module_is_made_again_from_its_config(kind: Kind, target: NativeTarget) -> None:
     source = TinySource(target)
-    module = shaken(kind.module.start(source, OUTPUT_IDS, {}))
+    module = shaken(kind.start(target, OUTPUT_IDS))
     again = kind.module.from_config(source.shape, module.config)
     again.load_state_dict(module.state_dict())
     batch = text_batch(target, [random_text(12)], module.taps)
@@ -115,7 +127,7 @@ def test_a_module_is_made_again_from_its_config(kind: Kind, target: NativeTarget
 
 def test_all_of_it_learns(kind: Kind, target: NativeTarget) -> None:
     """No parameter is left out of the predictions."""
-    module = shaken(kind.module.start(TinySource(target), OUTPUT_IDS, {}))
+    module = shaken(kind.start(target, OUTPUT_IDS))
     batch = text_batch(target, [random_text(12)], module.taps)
     predictions = module.predictions(batch, 4)
     loss = sum(prediction.logits_BLR.square().mean() for prediction in predictions)
@@ -127,7 +139,7 @@ def test_all_of_it_learns(kind: Kind, target: NativeTarget) -> None:
 def test_it_can_be_taught(kind: Kind, target: NativeTarget) -> None:
     """From where it starts, some steps on two texts halve what it does not know of them."""
     torch.manual_seed(0)
-    module = kind.module.start(TinySource(target), None, {}).train()
+    module = kind.start(target, None).train()
     texts = [random_text(24), random_text(24, seed=2)]
     batch = text_batch(target, texts, module.taps)
     optimiser = torch.optim.Adam(module.parameters(), lr=3e-3)

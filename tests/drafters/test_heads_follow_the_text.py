@@ -24,7 +24,7 @@ from foredraft.drafters.base import (
 )
 from foredraft.engine.engine import Engine
 from foredraft.models.native.target import NativeTarget
-from tests.drafters.heads import OUTPUT_IDS, VOCAB, TinySource, shaken
+from tests.drafters.heads import OUTPUT_IDS, VOCAB, shaken
 from tests.drafters.test_eagle import new_target
 from tests.drafters.test_heads import KINDS, Kind
 
@@ -45,7 +45,7 @@ def target(request: pytest.FixtureRequest) -> NativeTarget:
 
 def new_drafter(kind: Kind, target: NativeTarget) -> Drafter:
     torch.manual_seed(1)
-    return kind.drafter(target, shaken(kind.module.start(TinySource(target), OUTPUT_IDS, {})))
+    return kind.drafter(target, shaken(kind.start(target, OUTPUT_IDS)))
 
 
 def sampling(temperature: float, max_tokens: int = 20) -> SamplingParams:
@@ -80,7 +80,9 @@ def converse(
 def entries(drafter: Drafter, engine: Engine, text: Sequence[int]) -> list[Tensor]:
     """Keys and values of what is kept of a text, layer by layer; nothing if it keeps none."""
     slot, length = engine.prefixes.open(text)
-    at_least = len(text) - 1 - drafter.look_ahead
+    # The last token was not read; entries end look_ahead before the text does, and as many more
+    # depend on what comes after what two texts share.
+    at_least = len(text) - max(1, 2 * drafter.look_ahead)
     assert length >= at_least
     found = [
         torch.cat(layers.read(layer, slot, at_least))

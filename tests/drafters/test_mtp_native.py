@@ -25,7 +25,7 @@ Change = Callable[[dict[str, Tensor]], object]
 
 
 def layer_names(weights: dict[str, Tensor], at: str) -> dict[str, Tensor]:
-    """A decoder layer as checkpoints name it."""
+    """A head's decoder layer as checkpoints name it."""
     shape = TARGET.config
     query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * 16
     q, k, v = weights["layer.qkv.weight"].split((query, key, key))
@@ -43,13 +43,25 @@ def layer_names(weights: dict[str, Tensor], at: str) -> dict[str, Tensor]:
     }
 
 
+PREFIXES = {"DeepSeek-V3": "model.layers.{}.", "Qwen3-Next": "mtp."}
+"""Of a head's names; of other families `_OTHERS`."""
+_OTHERS = "model.mtp_layers.{}."
+SEVERAL = [layout.family for layout in LAYOUTS if layout.family != "Qwen3-Next"]
+"""Families whose names count the heads."""
+
+
 def stored(family: str, module: MtpModule) -> dict[str, Tensor]:
     """The module's weights as a checkpoint of that family would hold them."""
-    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    first = TARGET.config.num_hidden_layers if family == "DeepSeek-V3" else 0
+    found = {"model.layers.0.input_layernorm.weight": torch.zeros(3)}
+    for number, head in enumerate(module.heads):
+        prefix = PREFIXES.get(family, _OTHERS).format(first + number)
+        found |= stored_head(family, prefix, {n: w.clone() for n, w in head.state_dict().items()})
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def stored_head(family: str, prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     layout = next(layout for layout in LAYOUTS if layout.family == family)
-    prefix = {"DeepSeek-V3": "model.layers.3.", "Qwen3-Next": "mtp."}.get(
-        family, "model.mtp_layers.0."
-    )
     if layout.hidden_first:
         first, second = weights["join.weight"].chunk(2, 1)
         weights["join.weight"] = torch.cat((second, first), 1)
@@ -60,25 +72,24 @@ def stored(family: str, module: MtpModule) -> dict[str, Tensor]:
         prefix + layout.norm: weights["norm.weight"],
         **layer_names(weights, prefix + layout.layer),
         **{prefix + name: torch.zeros(2) for name in layout.unused},
-        "model.layers.0.input_layernorm.weight": torch.zeros(3),
     }
     if layout.less_one:
         found |= {name: tensor - 1.0 for name, tensor in found.items() if tensor.ndim == 1}
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+    return found
 
 
-def write(directory: Path, tensors: dict[str, Tensor]) -> Path:
+def write(directory: Path, tensors: dict[str, Tensor], **config: object) -> Path:
     source = TinySource(TARGET)
-    (directory / "config.json").write_text(json.dumps(asdict(source.shape)))
+    (directory / "config.json").write_text(json.dumps(asdict(source.shape) | config))
     save_file(tensors, directory / "model.safetensors")
     return directory
 
 
-def new_module(family: str) -> MtpModule:
+def new_module(family: str, heads: int = 1) -> MtpModule:
     torch.manual_seed(2)
     returns = next(layout.returns for layout in LAYOUTS if layout.family == family)
     source = TinySource(TARGET)
-    module = MtpModule.start(source, None, {"returns": returns})
+    module = MtpModule.start(source, None, {"returns": returns, "heads": heads})
     shaken(module)
     with torch.no_grad():  # these are the target's own, and not in the checkpoint's layer
         module.target_norm.weight.copy_(source.final_norm())
@@ -86,15 +97,28 @@ def new_module(family: str) -> MtpModule:
     return module.eval()
 
 
-@pytest.mark.parametrize("family", [layout.family for layout in LAYOUTS])
-def test_each_layout_is_read(family: str, tmp_path: Path) -> None:
-    module = new_module(family)
-    read = read_native(write(tmp_path, stored(family, module)), TARGET)
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [*((layout.family, 1) for layout in LAYOUTS), *((family, 3) for family in SEVERAL)],
+)
+def test_each_layout_is_read(family: str, heads: int, tmp_path: Path) -> None:
+    module = new_module(family, heads)
+    directory = write(tmp_path, stored(family, module), num_nextn_predict_layers=heads)
+    read = read_native(directory, TARGET)
+    assert len(read.heads) == heads
     batch = text_batch(TARGET, [random_text(12)], module.taps)
     for mine, theirs in zip(module.predictions(batch, 3), read.predictions(batch, 3), strict=True):
         torch.testing.assert_close(mine.logits_BLR, theirs.logits_BLR, rtol=1e-3, atol=1e-3)
     drafter = build_drafter("mtp", DrafterContext(TARGET, options={"head": str(tmp_path)}))
     assert isinstance(drafter, MtpDrafter)
+    assert drafter.look_ahead == heads
+
+
+def test_a_head_in_the_middle_that_is_missing_is_noticed(tmp_path: Path) -> None:
+    tensors = stored("DeepSeek-V3", new_module("DeepSeek-V3", 3))
+    some = {n: w for n, w in tensors.items() if not n.startswith("model.layers.4.")}
+    with pytest.raises(ModelLoadError, match=r"says num_nextn_predict_layers=3.* holds 2 \(model"):
+        read_native(write(tmp_path, some, num_nextn_predict_layers=3), TARGET)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from foredraft.train.acceptance import gumbel_acceptance
+from foredraft.train.acceptance import gumbel_acceptance, shares_by_depth, tokens_a_step
 
 
 def by_definition(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -36,3 +36,10 @@ def test_shared_noise_agrees_as_often_as_draws_do() -> None:
 def test_equal_distributions_always_agree() -> None:
     p = torch.tensor([[0.7, 0.2, 0.1, 0.0]])
     assert abs(float(gumbel_acceptance(p, p)) - 1.0) < 1e-6
+
+
+def test_shares_by_depth_are_of_places_where_all_before_were_right() -> None:
+    # The first token of a reply is nobody's draft. Chains: R R W, R W, W, R; and none.
+    shares = shares_by_depth([[False, True, True, False, True], [True]], 3)
+    assert shares == [3 / 4, 1 / 2, 0.0]
+    assert tokens_a_step(shares) == 1 + 3 / 4 + 3 / 8

@@ -6,12 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.drafters import build_drafter
+from foredraft.drafters.base import DrafterContext
 from foredraft.drafters.common.head import HeadModule, TextBatch
 from foredraft.drafters.common.head_files import load_head
+from foredraft.models.native.target import NativeTarget
 from foredraft.train.kinds import checked_options, head_kinds, module_class
 from foredraft.train.target import TrainingTarget
+from tests.conformance.harness import run
 from tests.train.helpers import Watch, plan_of, train
 
 
@@ -47,6 +53,22 @@ def test_confidences_are_scaled_to_held_out_text(
     assert head.state_dict()["confidence_scale_S"].tolist() in [
         pytest.approx(found, rel=0.01) for found in scales
     ]
+
+
+def test_heads_for_each_depth_draft_as_they_were_trained(
+    target: TrainingTarget, checkpoint: Path, tmp_path: Path
+) -> None:
+    plan = plan_of(tokens=20_000, evaluations=1, depth=3, first_depth_until=0.0, output_rows=0)
+    module = module_class("mtp")
+    train(target, tmp_path / "head", kind=module, plan=plan, options={"heads": 3})
+    runs_on = NativeTarget.load(checkpoint, torch.float32)
+    head = DrafterContext(runs_on, options={"head": str(tmp_path / "head")})
+    prompts, params = [[5, 9, 13], [7]], SamplingParams(temperature=1.0, seed=4, max_tokens=60)
+    plain = build_drafter("none", DrafterContext(runs_on))
+    expected = run(runs_on, plain, prompts, params, 0)
+    results = run(runs_on, build_drafter("mtp", head), prompts, params, 6)
+    assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+    assert sum(r.stats.accepted for r in results) > 0.1 * sum(r.stats.steps for r in results)
 
 
 def test_unknown_kinds_and_options_name_the_nearest() -> None:

@@ -255,5 +255,5 @@ def test_curves_survive_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "curves.jsonl"
     path.write_text(json.dumps({"tokens": 1, "loss": 2.0}) + '\n{"tokens": 2, "lo')
     assert read_curves(path) == [{"tokens": 1, "loss": 2.0}]
-    drawn = draw_curves(read_curves(path), tmp_path / "curves.png")
+    drawn = draw_curves({"head": read_curves(path)}, tmp_path / "curves.png")
     assert drawn == (tmp_path / "curves.png").exists()

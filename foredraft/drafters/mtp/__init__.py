@@ -1,4 +1,4 @@
-"""Multi-token prediction: one trained layer carries the target's last state on, token by token."""
+"""Multi-token prediction: trained layers carry the target's last state on, token by token."""
 
 from foredraft.drafters.base import DrafterSpec
 from foredraft.drafters.common.trained import GROWTH_OPTIONS, HEAD_OPTION, built_with
@@ -9,7 +9,7 @@ from foredraft.models.base import Capabilities
 
 DRAFTER = DrafterSpec(
     build=built_with(MtpModule, MtpDrafter, read_native),
-    summary="one trained layer carries the target's last state on, token by token",
+    summary="trained layers carry the target's last state on, token by token",
     options={**HEAD_OPTION, **GROWTH_OPTIONS},
     num_draft_tokens=8,
     needs=Capabilities(parts=True, cache_layers=True),

@@ -1,9 +1,9 @@
-"""MTP weights that a checkpoint comes with, where the layer is as a llama layer is.
+"""MTP weights that a checkpoint comes with, where the layers are as a llama layer is.
 
-Several families were trained with such a layer. Their names differ, and so do the order in which
-state and embedding are joined, whether norms are stored less 1, and what goes on to the next
-token. Most of the large ones have latent attention or mixtures of experts there: what does not fit
-is named and refused, never left out.
+Several families were trained with such layers, one or one for each depth. Their names differ, and
+so do the order in which state and embedding are joined, whether norms are stored less 1, and what
+goes on to the next token. Most of the large ones have latent attention or mixtures of experts
+there: what does not fit is named and refused, never left out.
 
 Shape legend: V vocabulary, E hidden size.
 """
@@ -11,15 +11,16 @@ Shape legend: V vocabulary, E hidden size.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.core.errors import ConfigError
+from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters.common.checkpoints import (
     CheckpointTensors,
     fill,
@@ -96,39 +97,47 @@ LAYOUTS = (
 )
 
 _ADVICE = "Train one: foredraft train mtp"
+_COUNT = "num_nextn_predict_layers"
 
 
 def read_native(directory: Path, target: HeadTarget) -> MtpModule:
-    """The MTP layer that a checkpoint comes with; of several the first.
+    """The MTP heads that a checkpoint comes with.
 
     Args:
-        target: its final norm and head are the layer's too.
+        target: its final norm and head are theirs too.
 
     Raises:
         ConfigError: there is none, or one that is not as a llama layer.
-        ModelLoadError: the checkpoint is damaged.
+        ModelLoadError: the checkpoint is damaged, or does not hold as many as its config says.
     """
     path = directory / "config.json"
-    shape = shape_of(read_json(path), path)
+    config = read_json(path)
+    shape = shape_of(config, path)
+    weights: dict[str, Tensor] = {}
     with ExitStack() as stack:
         tensors = CheckpointTensors(directory, stack)
-        layout, prefix = _find(tensors.names, directory)
-        weights = _weights(layout, tensors.below(prefix, layout.unused), directory)
+        layout, prefixes = _find(tensors.names, directory)
+        _check_count(config, prefixes, directory)
+        for number, prefix in enumerate(prefixes):
+            found = _weights(layout, tensors.below(prefix, layout.unused), directory)
+            weights |= {f"heads.{number}.{name}": weight for name, weight in found.items()}
     ids_V = torch.arange(shape.vocab_size)
     parts = target.parts
     norm_E = final_norm(parts, shape.rms_norm_eps)
     weights |= {"target_norm.weight": norm_E, "output": parts.head_rows(ids_V)}
-    module = MtpModule(shape, None, layout.returns)
+    module = MtpModule(shape, None, layout.returns, len(prefixes))
     fill(module, weights, f"the MTP layer in {directory}")
     return module
 
 
-def _find(names: Sequence[str], directory: Path) -> tuple[Layout, str]:
+def _find(names: Sequence[str], directory: Path) -> tuple[Layout, list[str]]:
+    """The layout, and what the names of each head's tensors begin with, by depth."""
     for layout in LAYOUTS:
         pattern = re.compile(f"({layout.prefix}){re.escape(layout.join)}$")
         found = [match for name in names if (match := pattern.match(name))]
         if found:
-            return layout, min(found, key=lambda m: int(m[2]) if m.re.groups > 1 else 0)[1]
+            found.sort(key=lambda match: int(match[2]) if match.re.groups > 1 else 0)
+            return layout, [match[1] for match in found]
     families = ", ".join(layout.family for layout in LAYOUTS)
     raise ConfigError(
         f"{directory} holds no MTP layer under the names of {families}; train one: foredraft train "
@@ -136,8 +145,18 @@ def _find(names: Sequence[str], directory: Path) -> tuple[Layout, str]:
     )
 
 
+def _check_count(config: Mapping[str, Any], prefixes: Sequence[str], directory: Path) -> None:
+    """A head reads what the one before it made: none may be missing."""
+    said = config.get(_COUNT)
+    if said is not None and said != len(prefixes):
+        raise ModelLoadError(
+            f"{directory / 'config.json'} says {_COUNT}={said!r:.20}, and the checkpoint holds "
+            f"{len(prefixes)} ({', '.join(prefixes)}): copy all of its files"
+        )
+
+
 def _weights(layout: Layout, found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
-    """Under the names of `MtpModule`."""
+    """Under the names of `MtpHead`."""
     names = {
         "embedding_norm.weight": (layout.embedding_norm,),
         "hidden_norm.weight": (layout.hidden_norm,),
