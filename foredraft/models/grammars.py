@@ -125,9 +125,8 @@ class _GuidanceMatcher:
         _check(self._matcher)
         return done == 1
 
-    def rollback(self, count: int) -> None:
-        self._matcher.rollback(count)
-        _check(self._matcher)
+    def copy(self) -> Matcher:
+        return _GuidanceMatcher(self._matcher.deep_copy(), self._vocab_size, self._ends)
 
     def forced(self) -> Sequence[int]:
         tokens: list[int] = self._matcher.compute_ff_tokens()

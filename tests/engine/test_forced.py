@@ -51,8 +51,10 @@ class Form:
         self._place += 1
         return True
 
-    def rollback(self, count: int) -> None:
-        self._place -= count
+    def copy(self) -> Form:
+        other = Form(self._is_lame)
+        other._place = self._place
+        return other
 
     def forced(self) -> Sequence[int]:
         if self._is_lame:

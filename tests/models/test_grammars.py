@@ -166,3 +166,28 @@ def test_a_vocabulary_that_is_padded(tokenizer: Tokenizer) -> None:
     mask_V = matcher.mask()
     assert len(mask_V) == tokenizer.vocab_size + 13
     assert not mask_V[tokenizer.vocab_size :].any()
+
+
+def test_a_guess_that_is_taken_back_leaves_nothing_behind(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    """llguidance's own way back loses a token here, once a mask was made behind the array."""
+    tags = {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3}
+    schema = {
+        "type": "object",
+        "properties": {"tags": tags, "old": {"type": "boolean"}},
+        "required": ["tags", "old"],
+        "additionalProperties": False,
+    }
+    rules, fresh = (rules_of(grammars, tokenizer, Grammar.json_schema(schema)) for _ in range(2))
+    logits_V = torch.zeros(tokenizer.vocab_size)
+    begun, guess, rest = (
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in ('{"tags": [\n "a"\n,\n"Im', 'i"\n]\n', 'i"\n,\n')
+    )
+    text = [*PROMPT, *begun]
+    rules.law(logits_V, text, guess)
+    for token in rest:
+        text.append(token)
+        rules.is_complete(text)
+    assert torch.equal(rules.law(logits_V, text).logits_V, fresh.law(logits_V, text).logits_V)

@@ -1,9 +1,10 @@
 """What a grammar allows at a place of the text, committed or drafted.
 
-A matcher reads tokens one after the other and can take them back. It is left where it was asked
-last and moved to where it is asked next by the tokens in which the two differ, so following a path
-of a tree costs no more than the path. Masks are kept until the next commit: a drafter asks for the
-same places as verification.
+A matcher reads tokens one after the other. One reads what is committed and nothing else; a copy
+of it goes ahead along guesses, and is dropped for a new one where it would have to turn back. It is
+never asked to take tokens back: copies are as cheap, and llguidance (1.9) can lose a token so, once
+it has made a mask. Masks are kept until the next commit: a drafter asks for the same places as
+verification.
 
 Shape legend: V vocabulary.
 """
@@ -36,11 +37,11 @@ class Matcher(Protocol):
         ...
 
     def consume(self, token: int) -> bool:
-        """Read a token; False, and nothing is read, if it may not come or ends the text."""
+        """Read a token; False if it may not come or ends the text, and this matcher is spoilt."""
         ...
 
-    def rollback(self, count: int) -> None:
-        """Take the last tokens back."""
+    def copy(self) -> Matcher:
+        """One that stands where this one does, and goes on by itself."""
         ...
 
     def forced(self) -> Sequence[int]:
@@ -61,9 +62,10 @@ class GrammarRule:
     """
 
     def __init__(self, matcher: Matcher, end_ids: frozenset[int]) -> None:
-        self._matcher, self._end_ids = matcher, end_ids
-        self._read: list[int] = []
-        self._num_settled = 0  # tokens read that are committed
+        self._beginning, self._end_ids = matcher, end_ids
+        self._settled, self._num_settled = matcher.copy(), 0  # behind the committed tokens
+        self._ahead: Matcher | None = None  # behind those of `_path`, too
+        self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Array | None] = {}
 
     def mask(self, reply: Sequence[int], drafted: Sequence[int]) -> Array | None:
@@ -75,13 +77,15 @@ class GrammarRule:
         self._settle(reply)
         path = tuple(drafted)
         if path not in self._masks:
-            self._masks[path] = self._matcher.mask() if self._follows(path) else None
+            ahead = self._follow(path)
+            self._masks[path] = None if ahead is None else ahead.mask()
         return self._masks[path]
 
     def permits(self, token: int, reply: Sequence[int], drafted: Sequence[int]) -> bool:
         """Whether a token may come after these; far cheaper than a mask."""
         self._settle(reply)
-        return self._follows(drafted) and self._matcher.permits(token)
+        ahead = self._follow(drafted)
+        return ahead is not None and ahead.permits(token)
 
     def forced(self, reply: Sequence[int]) -> Sequence[int]:
         """What follows the reply, as far as the grammar leaves next to no choice.
@@ -91,9 +95,10 @@ class GrammarRule:
         chain: list[int] = []
         while len(chain) < _MAX_FORCED:
             mask_V = self.mask(reply, chain)
-            if mask_V is None or not self._go_to(chain) or self._matcher.is_complete():
+            ahead = self._go_to(chain)
+            if mask_V is None or ahead is None or ahead.is_complete():
                 break
-            found = list(self._matcher.forced())
+            found = list(ahead.forced())
             if not found and np.count_nonzero(mask_V) == 1:
                 found = [int(mask_V.argmax())]
             if not found:
@@ -104,35 +109,32 @@ class GrammarRule:
     def is_complete(self, reply: Sequence[int]) -> bool:
         """Whether nothing but the end can follow the reply."""
         self._settle(reply)
-        return self._go_to(()) and self._matcher.is_complete()
+        return self._settled.is_complete()
 
     def _settle(self, reply: Sequence[int]) -> None:
         """Read what has been committed since the last time."""
         if len(reply) == self._num_settled:
             return
         self._masks.clear()
-        if len(reply) < self._num_settled:  # another text
-            self._num_settled = 0
-        if not self._go_to(reply[self._num_settled :]):
-            raise GrammarError(f"the reply of {len(reply)} tokens does not follow its grammar")
-        self._num_settled = len(reply)
+        self._ahead = None
+        is_other = len(reply) < self._num_settled
+        settled = (self._beginning if is_other else self._settled).copy()
+        for token in reply[0 if is_other else self._num_settled :]:
+            if not settled.consume(token):
+                raise GrammarError(f"the reply of {len(reply)} tokens does not follow its grammar")
+        self._settled, self._num_settled = settled, len(reply)
 
-    def _follows(self, path: Sequence[int]) -> bool:
-        """Whether anything can come behind these guesses; the matcher is behind them then."""
-        return not (path and path[-1] in self._end_ids) and self._go_to(path)
+    def _follow(self, path: Sequence[int]) -> Matcher | None:
+        """A matcher behind these guesses; None if nothing can come there."""
+        return None if path and path[-1] in self._end_ids else self._go_to(path)
 
-    def _go_to(self, path: Sequence[int]) -> bool:
-        """Move the matcher behind the committed tokens and these; False if it cannot read them."""
-        common = self._num_settled
-        for token in path:
-            if common == len(self._read) or self._read[common] != token:
-                break
-            common += 1
-        if common < len(self._read):
-            self._matcher.rollback(len(self._read) - common)
-            del self._read[common:]
-        for token in path[common - self._num_settled :]:
-            if not self._matcher.consume(token):
-                return False
-            self._read.append(token)
-        return True
+    def _go_to(self, path: Sequence[int]) -> Matcher | None:
+        """A matcher behind the committed tokens and these; None if they cannot be read."""
+        if self._ahead is None or [*path[: len(self._path)]] != self._path:
+            self._ahead, self._path = self._settled.copy(), []
+        for token in path[len(self._path) :]:
+            if not self._ahead.consume(token):
+                self._ahead = None
+                return None
+            self._path.append(token)
+        return self._ahead
