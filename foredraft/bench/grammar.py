@@ -1,7 +1,7 @@
 """What a grammar costs, and whether its replies hold: JSON by a schema, drawn at temperature 1.
 
-Rows with the grammar and rows without take turns, so that what the machine does meanwhile meets
-both alike. Those without go on for as many tokens as their neighbour with the grammar wrote: then
+Some of the replies are timed beside free text, in turns, so that what the machine does meanwhile
+meets both alike. Free text goes on for as many tokens as its neighbour with the grammar wrote: then
 both time the same number of tokens at the same lengths.
 """
 
@@ -43,7 +43,7 @@ class GrammarRun:
     Attributes:
         is_valid: whether it is JSON as the schema has it.
         tokens: of the reply with the grammar.
-        ms_per_token, free_ms_per_token: with the grammar and without.
+        ms_per_token, free_ms_per_token: with the grammar and without; None: not timed beside it.
         accepted: drafted tokens in the reply with the grammar.
     """
 
@@ -52,20 +52,24 @@ class GrammarRun:
     text: str
     tokens: int
     ms_per_token: float
-    free_ms_per_token: float
+    free_ms_per_token: float | None
     accepted: int
 
 
-def measure_grammar(llm: LLM, count: int, temperature: float = 1.0) -> Iterator[GrammarRun]:
-    """Replies one after the other, each with a seed of its own."""
+def measure_grammar(
+    llm: LLM, count: int, temperature: float = 1.0, num_timed: int | None = None
+) -> Iterator[GrammarRun]:
+    """Replies one after the other, each with a seed of its own; the first are timed (None: all)."""
     grammar = Grammar.json_schema(SCHEMA)
     for seed in range(count):
         prompt = _prompt(llm, seed)
         params = SamplingParams(temperature=temperature, seed=seed, max_tokens=_MAX_TOKENS)
         ruled, ms = _timed(llm, prompt, replace(params, grammar=grammar))
         tokens = max(2, len(ruled.token_ids))
-        free = replace(params, max_tokens=tokens, ignore_eos=True)
-        _, free_ms = _timed(llm, prompt, free)
+        free_ms = None
+        if num_timed is None or seed < num_timed:
+            free = replace(params, max_tokens=tokens, ignore_eos=True)
+            _, free_ms = _timed(llm, prompt, free)
         yield GrammarRun(
             seed, is_valid(ruled), ruled.text, tokens, ms, free_ms, ruled.stats.accepted
         )
@@ -97,11 +101,12 @@ def is_valid(result: GenerationResult) -> bool:
 
 def summary(runs: Sequence[GrammarRun]) -> dict[str, Any]:
     """The figures of all runs together."""
-    with_grammar = median(run.ms_per_token for run in runs)
-    without = median(run.free_ms_per_token for run in runs)
+    pairs = [(r.ms_per_token, r.free_ms_per_token) for r in runs if r.free_ms_per_token]
+    with_grammar, without = (median(column) for column in zip(*pairs, strict=True))
     total = sum(run.tokens for run in runs)
     return {
         "replies": len(runs),
+        "timed": len(pairs),
         "valid": sum(run.is_valid for run in runs),
         "tokens": total,
         "accepted_share": round(sum(run.accepted for run in runs) / total, 4),

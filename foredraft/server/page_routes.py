@@ -7,7 +7,7 @@ served as they are written, under a policy that lets nothing in from elsewhere.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -22,9 +22,8 @@ from starlette.responses import Response
 from foredraft.core.errors import ConfigError, ForedraftError, PromptError
 from foredraft.llm import LLM
 from foredraft.machine import cpu_name
-from foredraft.server.event_stream import EventStream
 from foredraft.server.page_runs import MAX_DRAFT_TOKENS, Lanes, RunBody, run_lanes
-from foredraft.server.wire import JsonResponse, data_event
+from foredraft.server.wire import JsonResponse, data_event, event_stream
 from foredraft.version import __version__
 
 PAGE = Path(__file__).parent / "page"
@@ -34,6 +33,8 @@ MAX_RUNS = 4
 """Runs of the page at once."""
 
 _PING_SECONDS = 15.0
+_SEND_SECONDS = 30.0
+"""How long a reader may leave what it was sent unread."""
 _log = logging.getLogger("foredraft.server")
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -106,7 +107,7 @@ class _Page:
         except (ConfigError, PromptError) as error:
             raise HTTPException(400, str(error)) from error
 
-    async def stream(self, events: Iterator[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+    async def stream(self, events: Iterator[dict[str, Any]]) -> AsyncIterator[bytes]:
         """A run as server-sent events; a reader who leaves ends it within a step."""
         self._num_runs += 1  # here and not in `open`: what is never read is never counted
         try:
@@ -149,7 +150,7 @@ def include_page(app: FastAPI, context: PageContext) -> None:
     async def run(body: RunBody, request: Request) -> Response:
         key_id = getattr(request.state, "key_id", None)
         events = await run_in_threadpool(page.open, body, key_id)
-        return EventStream(page.stream(events), _PING_SECONDS)
+        return event_stream(page.stream(events), _PING_SECONDS, _SEND_SECONDS)
 
     @router.post("/page/forward")
     async def forward(body: ForwardBody) -> Response:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import EventSourceResponse
 from starlette.responses import Response
 
 DONE = b"data: [DONE]\n\n"
@@ -36,3 +38,19 @@ def data_event(value: Any) -> bytes:
 def named_event(value: Mapping[str, Any]) -> bytes:
     """An event with its type's name, as OpenAI's responses and Anthropic have it."""
     return b"event: " + str(value["type"]).encode() + b"\n" + data_event(value)
+
+
+def event_stream(
+    events: AsyncIterator[bytes],
+    ping_interval: float,
+    send_timeout: float,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Events as they come, with comments between them when there is silence."""
+    return EventSourceResponse(
+        events,
+        ping=ping_interval,
+        ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+        send_timeout=send_timeout,
+        headers=dict(headers or {}),
+    )

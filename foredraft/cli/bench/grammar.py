@@ -19,10 +19,11 @@ def grammar(
     running: o.ModelOptions,
     draft: o.DraftOptions,
     replies: Annotated[int, typer.Option(min=1, help="How many replies to draw.")] = 500,
+    timed: Annotated[int, typer.Option(min=1, help="How many beside free text.")] = 100,
     temperature: Annotated[float, typer.Option(help="Of the replies.")] = 1.0,
     json_file: o.JsonFile = None,
 ) -> None:
-    """Draw JSON by a schema, check each reply, and time it against free text of the same length.
+    """Draw JSON by a schema, check each reply, and time some against free text of the same length.
 
     Ends with status 1 if a reply is not what the schema describes.
 
@@ -39,7 +40,7 @@ def grammar(
     llm = o.load_llm(o.load_options(running, draft))
     runs = []
     with progress_bar(replies) as advance:
-        for run in measure_grammar(llm, replies, temperature):
+        for run in measure_grammar(llm, replies, temperature, timed):
             runs.append(run)
             advance("drawing")
     found = summary(runs)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends
@@ -15,8 +16,7 @@ from foredraft.openai_fields import Body, given
 from foredraft.server.context import ServerContext
 from foredraft.server.disconnect import unless_gone
 from foredraft.server.errors import ApiError, as_api_error
-from foredraft.server.event_stream import EventStream
-from foredraft.server.wire import JsonResponse
+from foredraft.server.wire import JsonResponse, event_stream
 
 IGNORED_HEADER = "x-foredraft-ignored"
 _MAX_IGNORED = 32
@@ -99,15 +99,17 @@ async def stream_of(
     """
     first = await anext(events)
 
-    async def guarded() -> AsyncGenerator[bytes, None]:
+    async def guarded() -> AsyncIterator[bytes]:
         try:
             if first:
                 yield first
             async for event in events:
                 yield event
+                await asyncio.sleep(0)  # events that wait must not keep the others' out
         except Exception as error:
             yield as_event(as_api_error(error))
         finally:
             await events.aclose()
 
-    return EventStream(guarded(), context.settings.ping_interval, headers)
+    settings = context.settings
+    return event_stream(guarded(), settings.ping_interval, settings.send_timeout, headers)
