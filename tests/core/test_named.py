@@ -9,21 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foredraft.core import named, noise
+from foredraft.core import named
 from foredraft.core.choices import KeyedSharedChoices, LikeliestChoices
 from foredraft.core.named import NamedLaws, NamedTokens
 from foredraft.core.noise import gumbel_top
 
 VOCAB = 1000
-
-
-@pytest.fixture(params=["compiled", "numpy"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test on either half."""
-    if request.param == "numpy":
-        monkeypatch.setattr(noise, "_library", lambda: None)
-    elif noise._library() is None:
-        pytest.skip("no compiled half here")
 
 
 def laws_of(random: np.random.Generator, num_rows: int, num_others: int) -> NamedLaws:

@@ -31,15 +31,6 @@ Array = np.ndarray[Any, Any]
 SIZES = [*range(1, 71), 255, 256, 257, 1000, 49_152]
 
 
-@pytest.fixture(params=["compiled", "numpy"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test on either half."""
-    if request.param == "numpy":
-        monkeypatch.setattr(noise, "_library", lambda: None)
-    elif noise._library() is None:
-        pytest.skip("no compiled half here")
-
-
 both = pytest.mark.usefixtures("path")
 
 
