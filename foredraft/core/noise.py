@@ -14,7 +14,7 @@ index):
     coarse   index = 16 (v >> 8) + ((v >> 2) & 15),  word (v >> 6) & 3,  byte v & 3, lowest first
     fine     index = 2^31 + v,                       word 0, then the high 12 bits of word 1
 
-**Same bits everywhere.** Compiled (kernels/noise.cpp) and numpy do the same IEEE +, -, *, / in the
+**Same bits everywhere.** Compiled (kernels/gumbel.h) and numpy do the same IEEE +, -, *, / in the
 same order, with a logarithm of our own: libraries differ in the last bit of theirs.
 
 **What is skipped.** The coarse byte bounds the noise: -log u > w >= c / 256, so g < -log(c / 256).
@@ -237,7 +237,7 @@ def _philox(index_M: Array, seed: int, position: int) -> list[Array]:
 
 
 def _log(x_M: Array) -> Array:
-    """The logarithm of normal doubles > 0; the comment in noise.cpp says how."""
+    """The logarithm of normal doubles > 0; the comment in gumbel.h says how."""
     bits_M = x_M.view(np.int64)
     exponent_M = (bits_M - _SQRT_HALF) >> 52
     k, f = exponent_M.astype(np.float64), (bits_M - (exponent_M << 52)).view(np.float64) - 1.0
