@@ -134,6 +134,7 @@ def test_the_race_ends_in_two_equal_hashes(page: Any, address: str) -> None:
 def test_the_tour_runs_its_parts_and_explains_its_answers(page: Any, address: str) -> None:
     page.goto(address + "#tour")
     parts = page.locator(".part")
+    parts.nth(5).wait_for(state="attached")  # they are built when the script has run
     assert parts.count() == 6
     for i in range(6):
         part = parts.nth(i)
