@@ -57,9 +57,9 @@ class GrammarRun:
 
 
 def measure_grammar(
-    llm: LLM, count: int, temperature: float = 1.0, num_timed: int | None = None
+    llm: LLM, count: int, temperature: float, num_timed: int
 ) -> Iterator[GrammarRun]:
-    """Replies one after the other, each with a seed of its own; the first are timed (None: all)."""
+    """Replies one after the other, each with a seed of its own; the first are timed."""
     grammar = Grammar.json_schema(SCHEMA)
     for seed in range(count):
         prompt = _prompt(llm, seed)
@@ -67,7 +67,7 @@ def measure_grammar(
         ruled, ms = _timed(llm, prompt, replace(params, grammar=grammar))
         tokens = max(2, len(ruled.token_ids))
         free_ms = None
-        if num_timed is None or seed < num_timed:
+        if seed < num_timed:
             free = replace(params, max_tokens=tokens, ignore_eos=True)
             _, free_ms = _timed(llm, prompt, free)
         yield GrammarRun(
@@ -101,7 +101,7 @@ def is_valid(result: GenerationResult) -> bool:
 
 def summary(runs: Sequence[GrammarRun]) -> dict[str, Any]:
     """The figures of all runs together."""
-    pairs = [(r.ms_per_token, r.free_ms_per_token) for r in runs if r.free_ms_per_token]
+    pairs = [(r.ms_per_token, r.free_ms_per_token) for r in runs if r.free_ms_per_token is not None]
     with_grammar, without = (median(column) for column in zip(*pairs, strict=True))
     total = sum(run.tokens for run in runs)
     return {

@@ -17,7 +17,14 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from foredraft.core.noise import Array, NoiseRow, Scored, compiled, gumbel_top_rows
+from foredraft.core.noise import (
+    Array,
+    NoiseRow,
+    Scored,
+    TopArrays,
+    compiled,
+    gumbel_top_rows,
+)
 from foredraft.core.sampling import Law
 
 _GROUP = 256
@@ -96,23 +103,17 @@ class NamedLaws:
         keys = (NoiseRow * num_places)(*[NoiseRow(seed, at, self.scale) for at in positions])
         others = [pair for pairs in self.others for pair in pairs]
         ends = (ctypes.c_int64 * num_places)(*accumulate(map(len, self.others)))
-        tokens = (ctypes.c_int64 * (num_places * count))()
-        scores = (ctypes.c_double * (num_places * count))()
-        found = (ctypes.c_int64 * num_places)()
+        top = TopArrays(num_places, count)
         done = library.foredraft_gumbel_top_named(
             *(self.logits_NR.ctypes.data, num_places, num_rows, self.tokens.lows_R.ctypes.data),
             *(self.tokens.starts.ctypes.data, len(self.tokens.starts) - 1, ends),
             (ctypes.c_int64 * len(others))(*[token for token, _ in others]),
             (ctypes.c_double * len(others))(*[logit for _, logit in others]),
-            *(keys, count, tokens, scores, found),
+            *(keys, *top.arguments),
         )
         if done < num_places:
             raise ValueError(f"the largest of {num_rows} logits of a draft is not finite")
-        starts = range(0, num_places * count, count)
-        return [
-            list(zip(tokens[start : start + n], scores[start : start + n], strict=True))
-            for start, n in zip(starts, found, strict=True)
-        ]
+        return top.scored()
 
     def _dense_top(self, count: int, seed: int, positions: Sequence[int]) -> list[Scored]:
         logits_NV = self.logits_NR

@@ -155,6 +155,29 @@ class NoiseRow(ctypes.Structure):
     )
 
 
+class TopArrays:
+    """Where the compiled half puts the best tokens of rows."""
+
+    def __init__(self, num_rows: int, count: int) -> None:
+        self._count = count
+        self._tokens = (ctypes.c_int64 * (num_rows * count))()
+        self._scores = (ctypes.c_double * (num_rows * count))()
+        self._found = (ctypes.c_int64 * num_rows)()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As its functions end: how many are wanted, and where they go."""
+        return self._count, self._tokens, self._scores, self._found
+
+    def scored(self) -> list[Scored]:
+        """Of each row what was found."""
+        starts = range(0, len(self._tokens), self._count)
+        return [
+            list(zip(self._tokens[i : i + n], self._scores[i : i + n], strict=True))
+            for i, n in zip(starts, self._found, strict=True)
+        ]
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The compiled half, built at the first draw; None where that is not possible."""
@@ -191,22 +214,14 @@ def _compiled_top(
     scales: Sequence[float],
 ) -> list[Scored]:
     num_rows, vocab = logits_NV.shape
-    count = min(count, vocab)
     keys = (NoiseRow * num_rows)(*zip(seeds, positions, scales, strict=True))
-    tokens = (ctypes.c_int64 * (num_rows * count))()
-    scores = (ctypes.c_double * (num_rows * count))()
-    found = (ctypes.c_int64 * num_rows)()
-    is_double = logits_NV.dtype == np.float64
+    top, is_double = TopArrays(num_rows, min(count, vocab)), logits_NV.dtype == np.float64
     done = library.foredraft_gumbel_top(
-        *(logits_NV.ctypes.data, is_double, num_rows, vocab, keys, count, tokens, scores, found)
+        *(logits_NV.ctypes.data, is_double, num_rows, vocab, keys, *top.arguments)
     )
     if done < num_rows:
         raise _not_finite(logits_NV[done])
-    starts = range(0, num_rows * count, count)
-    return [
-        list(zip(tokens[start : start + n], scores[start : start + n], strict=True))
-        for start, n in zip(starts, found, strict=True)
-    ]
+    return top.scored()
 
 
 # ---- numpy --------------------------------------------------------------------------------------

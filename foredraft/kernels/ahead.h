@@ -20,14 +20,14 @@ class Ahead {
   void add(const Entries<const Weight>& keys, const Entries<const Weight>& values, Range entries) {
     const int64_t count = entries.end - entries.begin;
     if (count <= 0) return;
-    run_lines_ = (kRunEntries * keys.D * int64_t(sizeof(Weight)) + kLine - 1) / kLine;
-    num_runs_ += (count + kRunEntries - 1) / kRunEntries;
+    run_lines_ = ceil_div(kRunEntries * keys.D * int64_t(sizeof(Weight)), kLine);
+    num_runs_ += ceil_div(count, kRunEntries);
     pieces_[num_pieces_++] = {keys, values, entries};
   }
 
   // So many calls of pull() are to fetch all of it.
   void share_out(int64_t calls) {
-    lines_a_call_ = calls ? (num_runs_ * run_lines_ + calls - 1) / calls : 0;
+    lines_a_call_ = calls ? ceil_div(num_runs_ * run_lines_, calls) : 0;
   }
 
   // Inlined: a function that does nothing but prefetch counts as one that does nothing.

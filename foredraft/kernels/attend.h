@@ -95,7 +95,8 @@ class AttentionPhase {
                          const AttentionPlan::Piece* following) const {
     Ahead<Weight> ahead;
     add_chunk(piece, chunk + 1, ahead);
-    if (following && chunk == last_long_chunk(piece)) add_chunk(*following, following->chunks.begin, ahead);
+    if (following && chunk == last_long_chunk(piece))
+      add_chunk(*following, following->chunks.begin, ahead);
     return ahead;
   }
 

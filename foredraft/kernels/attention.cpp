@@ -55,8 +55,7 @@ void attend(const ForedraftAttention& a) {
                                __builtin_ctzll(uint64_t(a.block_entries))};
   };
   AttentionTile<bf16, Arithmetic> tile{
-      entries(a.keys), entries(a.values), D, G, visible.data(), T,
-                                       scratch.arithmetic};
+      entries(a.keys), entries(a.values), D, G, visible.data(), T, scratch.arithmetic};
   for (int64_t begin = 0; begin < ranks; begin += kChunk) {
     Ahead<bf16> next;
     next.add(tile.keys, tile.values, {begin + kChunk, std::min(begin + 2 * kChunk, ranks)});

@@ -181,8 +181,7 @@ class FloatAttention {
 
   // How often between() is called for so many ranks that are scored, and weighed for all queries.
   int64_t num_pauses(int64_t scored, int64_t weighed) const {
-    const auto times = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
-    return times(scored, kScored) + M_ + times(weighed, panel_rows(D_));
+    return ceil_div(scored, kScored) + M_ + ceil_div(weighed, panel_rows(D_));
   }
 
   // Scores of all queries at entries that lie behind one another, into columns from `column` on.

@@ -102,9 +102,8 @@ class TileAttention {
 
   // How often between() is called for so many ranks that are scored, and weighed for all queries.
   int64_t num_pauses(int64_t scored, int64_t weighed) const {
-    const auto times = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
-    return times(scored, kScored) * S_ + M_ +
-           times(weighed, kWeighed) * blocks_.count * times(2 * S_, kDimensionTiles);
+    return ceil_div(scored, kScored) * S_ + M_ +
+           ceil_div(weighed, kWeighed) * blocks_.count * ceil_div(2 * S_, kDimensionTiles);
   }
 
   template <class Between>
@@ -314,7 +313,8 @@ class TileAttention {
   template <class Meanwhile>
   void weigh_block(const QueryBlocks& blocks, int64_t block, Range columns, int64_t tile,
                    const Attended& out, const Meanwhile& meanwhile) const {
-    if (tile + kDimensionTiles <= 2 * S_) weigh_tiles<kDimensionTiles>(blocks, block, columns, tile, out, meanwhile);
+    if (tile + kDimensionTiles <= 2 * S_)
+      weigh_tiles<kDimensionTiles>(blocks, block, columns, tile, out, meanwhile);
     else weigh_tiles<2>(blocks, block, columns, tile, out, meanwhile);
   }
 

@@ -220,14 +220,6 @@ SEPARATE float largest_of(const float* __restrict logits, int64_t count, int* st
   return *std::max_element(most, most + kLanes);
 }
 
-// A logit that cannot reach the floor with any coarse byte but 0; nor then can smaller ones. Where it
-// comes from does not matter: it is tried before it is used.
-float hopeless(double base, double scale, double floor) {
-  const float guess = float(base + (floor - kBounds.of[1]) / scale - 1e-4);
-  const bool holds = (double(guess) - base) * scale + kBounds.of[1] < floor;
-  return holds ? guess : -std::numeric_limits<float>::infinity();
-}
-
 // The same as `Row::find` of logits that are -inf for all tokens without a row.
 bool find_named(const float* logits, const Named& named, const Others& others, Key key, double scale,
                 Best& best) {
@@ -245,10 +237,8 @@ bool find_named(const float* logits, const Named& named, const Others& others, K
     philox(key, uint32_t(group) * kLanes, words);
     uint8_t coarse[kGroup];
     std::memcpy(coarse, words, sizeof coarse);
-    const float low = hopeless(base, scale, best.floor());
     for (int64_t r = first; r < end; ++r) {
       const uint8_t byte = coarse[named.lows[r]];
-      if (logits[r] <= low && byte != 0) continue;
       const double score = (double(logits[r]) - base) * scale;
       if (score + kBounds.of[byte] < best.floor() || score == kNever) continue;
       const int64_t token = group * kGroup + named.lows[r];

@@ -273,7 +273,9 @@ inline int64_t lane_order<bf16>(int64_t i) {
   return i - within + within / 2 + (within % 2) * kLanes;
 }
 
-inline int64_t padded(int64_t size) { return (size + kPair - 1) / kPair * kPair; }
+inline int64_t ceil_div(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+inline int64_t padded(int64_t size) { return ceil_div(size, kPair) * kPair; }
 
 // Two vectors of consecutive elements in lane order.
 inline void store_in_lane_order(float* target, Vec a, Vec b, const float*) {

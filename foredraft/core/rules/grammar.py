@@ -63,7 +63,7 @@ class GrammarRule:
 
     def __init__(self, matcher: Matcher, end_ids: frozenset[int]) -> None:
         self._beginning, self._end_ids = matcher, end_ids
-        self._settled, self._num_settled = matcher.copy(), 0  # behind the committed tokens
+        self._settled, self._num_settled = matcher, 0  # behind the committed tokens
         self._ahead: Matcher | None = None  # behind those of `_path`, too
         self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Array | None] = {}
@@ -117,9 +117,10 @@ class GrammarRule:
             return
         self._masks.clear()
         self._ahead = None
-        is_other = len(reply) < self._num_settled
-        settled = (self._beginning if is_other else self._settled).copy()
-        for token in reply[0 if is_other else self._num_settled :]:
+        if len(reply) < self._num_settled:  # another text
+            self._settled, self._num_settled = self._beginning, 0
+        settled = self._settled.copy()
+        for token in reply[self._num_settled :]:
             if not settled.consume(token):
                 raise GrammarError(f"the reply of {len(reply)} tokens does not follow its grammar")
         self._settled, self._num_settled = settled, len(reply)

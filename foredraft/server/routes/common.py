@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -105,7 +104,6 @@ async def stream_of(
                 yield first
             async for event in events:
                 yield event
-                await asyncio.sleep(0)  # events that wait must not keep the others' out
         except Exception as error:
             yield as_event(as_api_error(error))
         finally:
