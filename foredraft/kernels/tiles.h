@@ -177,9 +177,10 @@ inline void tile_product(const uint8_t* groups, int64_t group_bytes, const TileI
   });
 }
 
-// With several passes what stays in the second cache while they are made, else a few products.
+// With several passes what one product takes, so that the passes find it in the nearest cache; else a
+// few products.
 inline int64_t panel_rows(const TileMatrix&, int64_t num_tokens) {
-  return (TokenBlocks(num_tokens).passes > 1 ? 16 : 8) * kGroupRows;
+  return (TokenBlocks(num_tokens).passes > 1 ? 2 : 8) * kGroupRows;
 }
 
 // So many groups from `row` against one pass of tokens.
