@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from foredraft.core.noise import Array, NoiseRow, compiled
+from foredraft.core.noise import Array, compiled
 
 
 class Draw(NamedTuple):
@@ -27,19 +27,59 @@ class Draw(NamedTuple):
     logit: float
 
 
-class Wanted(NamedTuple):
-    """A row to draw for.
+class DrawKey(NamedTuple):
+    """What a token is drawn with.
 
     Attributes:
-        row: which of the N.
-        seed, position: of its noise.
+        seed, position: of the noise.
         scale: of the logits; 0 draws the likeliest token.
     """
+
+    seed: int
+    position: int
+    scale: float
+
+
+class DrawRow(ctypes.Structure):
+    """``ForedraftDraw`` of kernels/draw.h."""
+
+    _fields_ = (
+        ("row", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("scale", ctypes.c_double),
+        ("token", ctypes.c_int64),
+        ("best", ctypes.c_int64),
+        ("logit", ctypes.c_double),
+    )
+
+
+class Wanted(NamedTuple):
+    """A row to draw from: which of the N, and as in `DrawKey`."""
 
     row: int
     seed: int
     position: int
     scale: float
+
+
+class DrawRows:
+    """Draws as compiled code makes them, in place.
+
+    Attributes:
+        rows: to be filled in.
+        are_done: whether they have been.
+    """
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self.are_done = False
+        self.rows = (DrawRow * len(wanted))(*[DrawRow(*one) for one in wanted])
+
+    def found(self) -> list[Draw | None]:
+        """None where the largest logit is not finite or one is NaN."""
+        return [
+            Draw(row.token, row.best, row.logit) if row.token >= 0 else None for row in self.rows
+        ]
 
 
 def draw_rows(logits_NV: Tensor | Array, wanted: Sequence[Wanted]) -> list[Draw | None]:
@@ -49,40 +89,22 @@ def draw_rows(logits_NV: Tensor | Array, wanted: Sequence[Wanted]) -> list[Draw 
         logits_NV: contiguous float32 or float64 on CPU.
 
     Returns:
-        None where the largest logit is not finite or one is NaN, and for all that have a scale
-        without the compiled half: there is nothing to be gained without it.
+        As `DrawRows.found`; None also for all that have a scale without the compiled half: there is
+        nothing to be gained without it.
     """
     logits_NV = logits_NV.detach().numpy() if isinstance(logits_NV, Tensor) else logits_NV
-    found: list[Draw | None] = [None] * len(wanted)
-    drawn = []
-    for i, row in enumerate(wanted):
-        if row.scale == 0.0:
-            found[i] = _likeliest(logits_NV[row.row])
-        else:
-            drawn.append(i)
-    if drawn:
-        for i, draw in zip(drawn, _drawn(logits_NV, [wanted[i] for i in drawn]), strict=True):
-            found[i] = draw
-    return found
+    library = compiled()
+    if library is None or not logits_NV.flags.c_contiguous:
+        return [None if one.scale else _likeliest(logits_NV[one.row]) for one in wanted]
+    draws = DrawRows(wanted)
+    library.foredraft_draw_rows(
+        *(logits_NV.ctypes.data, logits_NV.dtype == np.float64, logits_NV.shape[1]),
+        *(len(wanted), draws.rows),
+    )
+    return draws.found()
 
 
 def _likeliest(logits_V: Array) -> Draw | None:
     token = int(logits_V.argmax())  # of a NaN, if there is one
     logit = float(logits_V[token])
     return Draw(token, token, logit) if math.isfinite(logit) else None
-
-
-def _drawn(logits_NV: Array, wanted: Sequence[Wanted]) -> list[Draw | None]:
-    library, count = compiled(), len(wanted)
-    if library is None or not logits_NV.flags.c_contiguous:
-        return [None] * count
-    rows = (ctypes.c_int64 * count)(*(row.row for row in wanted))
-    keys = (NoiseRow * count)(*[NoiseRow(*row[1:]) for row in wanted])
-    tokens, best = (ctypes.c_int64 * count)(), (ctypes.c_int64 * count)()
-    logits = (ctypes.c_double * count)()
-    library.foredraft_draw_rows(
-        *(logits_NV.ctypes.data, logits_NV.dtype == np.float64, logits_NV.shape[1]),
-        *(count, rows, keys, tokens, best, logits),
-    )
-    found = zip(tokens, best, logits, strict=True)
-    return [Draw(token, b, logit) if token >= 0 else None for token, b, logit in found]

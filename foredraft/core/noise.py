@@ -189,7 +189,7 @@ def _library() -> ctypes.CDLL | None:
     top, noise = library.foredraft_gumbel_top, library.foredraft_gumbel_noise
     top.argtypes = [pointer, *[integer] * 3, pointer, integer, *[pointer] * 3]
     top.restype = integer
-    library.foredraft_draw_rows.argtypes = [pointer, *[integer] * 3, *[pointer] * 5]
+    library.foredraft_draw_rows.argtypes = [pointer, *[integer] * 3, pointer]
     library.foredraft_draw_rows.restype = None
     named = library.foredraft_gumbel_top_named
     named.argtypes = [pointer, *[integer] * 2, *[pointer] * 2, integer, *[pointer] * 4, integer]

@@ -11,29 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foredraft.core.draws import Wanted, draw_rows
+from foredraft.core.draws import DrawKey, Wanted, draw_rows
 from foredraft.core.rules import Rules
-from foredraft.core.rules.base import only_scale
 from foredraft.core.sampling import Law, check_finite
 from foredraft.core.tree import ROOT
 from foredraft.models.base import Scores
-
-
-class RowKey(NamedTuple):
-    """What a row draws its next token with.
-
-    Attributes:
-        seed: of the request.
-        position: of the token.
-    """
-
-    seed: int
-    position: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,7 @@ class FetchedRow:
 
 
 def fetch(
-    scores: Scores, rules: Sequence[Rules], keys: Sequence[RowKey] | None = None
+    scores: Scores, rules: Sequence[Rules], keys: Sequence[DrawKey | None] = ()
 ) -> list[FetchedRow]:
     """Each row's scores as its rules need them.
 
@@ -80,13 +66,14 @@ def fetch(
     looked at.
 
     Args:
-        keys: one a row; None: nothing is drawn ahead.
+        keys: what the next token of each row is drawn with; None where a look at its law is needed.
+            None at all: nothing is drawn ahead.
     """
     logits_NV = scores.logits_NV
     each = logits_NV.unbind()
     rows = [FetchedRow(each[span.start : span.stop]) for span in scores.heads]
     if is_on_host(logits_NV):
-        return rows if keys is None else _drawn_ahead(rows, scores, rules, keys)
+        return _drawn_ahead(rows, scores, keys) if any(keys) else rows
     greedy = [i for i, rule in enumerate(rules) if rule.takes_best and scores.heads[i]]
     others = [i for i in range(len(rows)) if i not in greedy and scores.heads[i]]
     if greedy:
@@ -104,16 +91,20 @@ def fetch(
 
 
 def _drawn_ahead(
-    rows: list[FetchedRow], scores: Scores, rules: Sequence[Rules], keys: Sequence[RowKey]
+    rows: list[FetchedRow], scores: Scores, keys: Sequence[DrawKey | None]
 ) -> list[FetchedRow]:
-    scales = [
-        only_scale(rule) if span else None for rule, span in zip(rules, scores.heads, strict=True)
+    wanted = [
+        (i, key)
+        for i, (key, span) in enumerate(zip(keys, scores.heads, strict=True))
+        if key is not None and span
     ]
-    simple = [i for i, scale in enumerate(scales) if scale is not None]
-    wanted = [Wanted(scores.heads[i].start, *keys[i], scales[i] or 0.0) for i in simple]
-    for i, draw in zip(simple, draw_rows(scores.logits_NV, wanted), strict=True):
+    draws = scores.draws
+    if draws is None:
+        places = [Wanted(scores.heads[i].start, *key) for i, key in wanted]
+        draws = draw_rows(scores.logits_NV, places)
+    for (i, key), draw in zip(wanted, draws, strict=True):
         if draw is not None:  # else it is looked at alone, and found out what is wrong
-            law = Law(rows[i].logits_NV[0], scales[i] or None, draw.best)
+            law = Law(rows[i].logits_NV[0], key.scale or None, draw.best)
             rows[i] = FetchedRow(rows[i].logits_NV, None, law, draw.token)
     return rows
 

@@ -11,18 +11,20 @@ from foredraft.cache.base import Cache
 from foredraft.cache.prefix import Session
 from foredraft.control.base import Allowance
 from foredraft.core.choices import KeyedVerifyChoices
+from foredraft.core.draws import DrawKey
 from foredraft.core.errors import ForedraftError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import Proposal
 from foredraft.core.request import FinishReason, Request, SpeculationStats
 from foredraft.core.rules import Rules
+from foredraft.core.rules.base import only_scale
 from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.core.verify.evidence import Evidence
 from foredraft.drafters.base import DraftRow
 from foredraft.engine.detokenize import TextAssembler
-from foredraft.engine.fetch import FetchedRow, RowKey
+from foredraft.engine.fetch import FetchedRow
 from foredraft.engine.prompt_logprobs import PromptLogprobs
 from foredraft.models.base import ScoreRow
 
@@ -131,10 +133,6 @@ class Row:
         if self.prompt_logprobs is None:
             return self.num_pending
         return self.prompt_logprobs.num_readable(self.request.num_cached, self.num_pending)
-
-    @property
-    def key(self) -> RowKey:
-        return RowKey(self.request.seed, len(self.request.tokens))
 
     @property
     def is_over(self) -> bool:
@@ -335,6 +333,13 @@ class Turn:
         )
 
     @cached_property
+    def draw_key(self) -> DrawKey | None:
+        """What its next token is drawn with, where its law is nothing but scaled logits."""
+        scale = only_scale(self.row.rules) if self.reads_all else None
+        request = self.row.request
+        return None if scale is None else DrawKey(request.seed, len(request.tokens), scale)
+
+    @cached_property
     def reads_aloud(self) -> bool:
         """Whether each of the tokens read is asked about; see `PromptLogprobs`."""
         found = self.row.prompt_logprobs
@@ -353,4 +358,6 @@ class Turn:
         if self.reads_aloud:
             first, *others = self.pending
             return ScoreRow(slot, [first], TokenTree.chain(others))
-        return ScoreRow(slot, self.pending, proposal.tree, self.reads_all, proposal.computed)
+        return ScoreRow(
+            *(slot, self.pending, proposal.tree, self.reads_all, proposal.computed), self.draw_key
+        )

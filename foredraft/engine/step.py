@@ -47,7 +47,7 @@ def step(parts: Parts, batch: Sequence[Turn]) -> None:
     laps.append(parts.clock())
     taps = _taps_for(parts.drafter, allowances)
     scores = parts.target.score([*map(Turn.score_row, batch, proposals)], taps)
-    fetched = fetch(scores, [t.row.rules for t in batch], [t.row.key for t in batch])
+    fetched = fetch(scores, [t.row.rules for t in batch], [t.draw_key for t in batch])
     laps.append(parts.clock())
     verdicts = [*map(Turn.verify, batch, proposals, fetched)]
     commits = [*map(commit, batch, proposals, verdicts)]

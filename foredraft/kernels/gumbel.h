@@ -16,6 +16,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "bytes of words are rea
 #define SEPARATE __attribute__((noinline))
 
 namespace foredraft {
+namespace noise {
 
 constexpr int kLanes = 16;            // philox blocks computed side by side
 constexpr int kGroup = 16 * kLanes;   // tokens that they give the coarse bits of
@@ -143,4 +144,5 @@ class Best {
   double* const scores_;
 };
 
+}  // namespace noise
 }  // namespace foredraft

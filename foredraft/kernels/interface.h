@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "draw.h"
+
 extern "C" {
 
 struct ForedraftLayer {
@@ -62,6 +64,8 @@ struct ForedraftForward {
   float* workspace;
   int64_t num_threads;
   double* phase_seconds;        // [4] linear layers, attention, head, all else; or null
+  int64_t num_draws;
+  ForedraftDraw* draws;         // from logits of this forward
 };
 
 }  // extern "C"

@@ -51,6 +51,7 @@ class Worker {
     normalise<typename Form::Head>(forward_.num_wanted, forward_.wanted, model_.final_norm);
     head();
     end(kHead);
+    draw();
   }
 
  private:
@@ -305,6 +306,14 @@ class Worker {
            [&](int64_t token, int64_t row, float value) {
              forward_.logits[token * V + row] = value;
            });
+  }
+
+  // Next tokens, a row a thread.
+  void draw() {
+    if (!forward_.num_draws) return;
+    for (int64_t i = me_.index; i < forward_.num_draws; i += me_.size)
+      noise::draw(forward_.logits, model_.vocab, forward_.draws[i]);
+    end(kOther);
   }
 };
 

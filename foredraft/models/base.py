@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import Cache, CacheLayers
+from foredraft.core.draws import Draw, DrawKey
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 
@@ -74,6 +75,8 @@ class ScoreRow:
         tree: draft tokens; empty unless all that are pending are read.
         wants_logits: False for a chunk after which nothing is to be said yet.
         computed: what is known already of these very tokens, if anything.
+        draw: what the token after the pending ones is drawn with, where its law is nothing but
+            scaled logits. A target may draw it in the forward (`Scores.draws`), or ignore this.
     """
 
     slot: int
@@ -81,6 +84,7 @@ class ScoreRow:
     tree: TokenTree = EMPTY_TREE
     wants_logits: bool = True
     computed: Computed | None = None
+    draw: DrawKey | None = None
 
 
 @dataclass(frozen=True)
@@ -106,12 +110,15 @@ class Scores(Sequence[RowScores]):
         heads: the rows of ``logits_NV`` that belong to each row of the forward.
         taps: for each tapped layer its output [T, E] over all tokens of the forward.
         tokens: the rows of these that belong to each row of the forward.
+        draws: of the rows that have a `ScoreRow.draw`, in order, as `draw_rows` finds them; None:
+            nothing was drawn.
     """
 
     logits_NV: Tensor
     heads: tuple[range, ...]
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     tokens: tuple[range, ...] = ()
+    draws: Sequence[Draw | None] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[RowScores]) -> Scores:

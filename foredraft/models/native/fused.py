@@ -129,6 +129,9 @@ class FusedDecoder:
         with self._lock:
             described = self._describe_forward(plan, logits_NV, tapped)
             _point_to_entries(described, plan, cache)
+            if plan.draws is not None:
+                described.num_draws, described.draws = len(plan.draws.rows), plan.draws.rows
+                plan.draws.are_done = True
             self._call(described)
         if plan.is_beginning:
             return logits_NV, tapped

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 
+from foredraft.core.draws import DrawRow
+
 FORM_PLAIN, FORM_INT8, FORM_INT4, FORM_TILED = range(4)
 """``ForedraftForm``."""
 
@@ -60,4 +62,6 @@ class Forward(ctypes.Structure):
         ("workspace", c_void_p),
         ("num_threads", c_int64),
         ("phase_seconds", POINTER(c_double)),
+        ("num_draws", c_int64),
+        ("draws", POINTER(DrawRow)),
     ]

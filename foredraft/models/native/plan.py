@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from foredraft.core.draws import DrawRows
 from foredraft.models.base import ScoreRow
 
 
@@ -52,6 +53,7 @@ class ForwardPlan:
         rows: one span a row.
         layers: the layers to run; None: all.
         hidden_TE: what the layer before ``layers`` gave; None: start from the embeddings.
+        draws: from the logits; a decoder may leave them undone.
     """
 
     token_ids: list[int]
@@ -64,6 +66,7 @@ class ForwardPlan:
     rows: list[RowSpan]
     layers: range | None = None
     hidden_TE: Tensor | None = None
+    draws: DrawRows | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

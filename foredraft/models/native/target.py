@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.store import Entries
+from foredraft.core.draws import DrawRows, Wanted
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
 from foredraft.models.native.config import DecoderConfig, read_config
@@ -125,12 +126,14 @@ class NativeTarget:
         if resumed:
             plan = resumed.rest(plan, self.decoder, self.cache, self.num_layers)
         to_run = [tap for tap in taps if not resumed or tap >= resumed.exit_layer]
+        plan = replace(plan, draws=_draws(rows, plan))
         logits_NV, tapped = self.decoder.forward(plan, self.cache, to_run)
         for tap in {*taps}.difference(to_run):  # the layer that the plan goes on from
             assert plan.hidden_TE is not None
             tapped[tap] = plan.hidden_TE.to(self.weights.dtype)
-        heads = tuple(span.heads for span in plan.rows)
-        return Scores(logits_NV, heads, tapped, tuple(span.tokens for span in plan.rows))
+        draws = plan.draws.found() if plan.draws and plan.draws.are_done else None
+        heads, tokens = zip(*((span.heads, span.tokens) for span in plan.rows), strict=True)
+        return Scores(logits_NV, heads, tapped, tokens, draws)
 
     @property
     def parts(self) -> NativeParts:
@@ -186,3 +189,13 @@ class NativeTarget:
     def _view(self, weights: DecoderWeights) -> NativeTarget:
         config = replace(self.config, num_hidden_layers=len(weights.layers))
         return NativeTarget(config, weights, self._new_decoder, self.max_context)
+
+
+def _draws(rows: Sequence[ScoreRow], plan: ForwardPlan) -> DrawRows | None:
+    """What the rows want drawn; None: nothing."""
+    wanted = [
+        Wanted(span.heads.start, *row.draw)
+        for row, span in zip(rows, plan.rows, strict=True)
+        if row.draw is not None and span.heads
+    ]
+    return DrawRows(wanted) if wanted else None
