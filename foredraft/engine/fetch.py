@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.core.draws import DrawKey, Wanted, draw_rows
+from foredraft.core.draws import Draw, DrawKey, Wanted, draw_rows
 from foredraft.core.rules import Rules
 from foredraft.core.sampling import Law, check_finite
 from foredraft.core.tree import ROOT
@@ -30,14 +30,19 @@ class FetchedRow:
         logits_NV: after the last token read (number 0) and after each node, [V] each; on the host
             unless ``best`` is there.
         best: the likeliest token and its logit at each position, where nothing else is needed.
-        root: the law after the last token read, where it is known already.
-        drawn: the token drawn from it.
+        draw: the token after the last one read, where it is drawn already.
+        scale: of the logits that it was drawn from.
     """
 
     logits_NV: Sequence[Tensor]
     best: Sequence[tuple[int, float]] | None = None
-    root: Law | None = None
-    drawn: int | None = None
+    draw: Draw | None = None
+    scale: float = 0.0
+
+    @property
+    def drawn(self) -> int | None:
+        """The token after the last one read, where it is drawn already."""
+        return self.draw.token if self.draw else None
 
     def law(self, node: int, rules: Rules, text: Sequence[int], drafted: Sequence[int]) -> Law:
         """The target's law after ``node``.
@@ -46,8 +51,8 @@ class FetchedRow:
             NonFiniteScoresError: its logits are not finite.
             ForedraftError: the rules allow no token.
         """
-        if node == ROOT and self.root is not None:
-            return self.root
+        if node == ROOT and self.draw is not None:
+            return Law(self.logits_NV[0], self.scale or None, self.draw.best)
         logits_V = self.logits_NV[node + 1]
         if self.best is None:
             return rules.law(logits_V, text, drafted)
@@ -70,8 +75,7 @@ def fetch(
             None at all: nothing is drawn ahead.
     """
     logits_NV = scores.logits_NV
-    each = logits_NV.unbind()
-    rows = [FetchedRow(each[span.start : span.stop]) for span in scores.heads]
+    rows = [FetchedRow(_LogitRows(logits_NV, span)) for span in scores.heads]
     if is_on_host(logits_NV):
         return _drawn_ahead(rows, scores, keys) if any(keys) else rows
     greedy = [i for i, rule in enumerate(rules) if rule.takes_best and scores.heads[i]]
@@ -104,9 +108,21 @@ def _drawn_ahead(
         draws = draw_rows(scores.logits_NV, places)
     for (i, key), draw in zip(wanted, draws, strict=True):
         if draw is not None:  # else it is looked at alone, and found out what is wrong
-            law = Law(rows[i].logits_NV[0], key.scale or None, draw.best)
-            rows[i] = FetchedRow(rows[i].logits_NV, None, law, draw.token)
+            rows[i] = FetchedRow(rows[i].logits_NV, None, draw, key.scale)
     return rows
+
+
+class _LogitRows(Sequence[Tensor]):
+    """Some rows of logits. Of most steps few are looked at."""
+
+    def __init__(self, logits_NV: Tensor, span: range) -> None:
+        self._logits_NV, self._span = logits_NV, span
+
+    def __len__(self) -> int:
+        return len(self._span)
+
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+        return self._logits_NV[self._span[index]]
 
 
 def is_on_host(tensor: Tensor) -> bool:
