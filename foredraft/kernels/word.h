@@ -1,7 +1,7 @@
 // A word that one thread writes and another waits for: a brief spin, and then sleep.
 //
-// Phases of a forward take microseconds, so the thread waited for usually is about to come: asking
-// the system to sleep and to be woken would take longer. But where a neighbour has taken its core, it
+// Phases of a forward take some ten microseconds, so the thread waited for usually is about to come:
+// asking the system to sleep and to be woken would take longer. But where a neighbour has taken its core, it
 // comes milliseconds later, and a thread that spins until then takes the machine from everybody,
 // from the late thread too.
 #pragma once
@@ -20,8 +20,10 @@
 
 namespace foredraft {
 
-// Longer than threads of a team are apart where each has a core; far shorter than a core is lent.
-constexpr std::chrono::microseconds kSpinTime{60};
+// Longer than threads of a team are apart where each has a core, also when another thread takes one for
+// a moment, as a server's does with each event: where a core of a virtual machine has fallen asleep,
+// waking it takes longer than that moment. Far shorter than a core is lent.
+constexpr std::chrono::microseconds kSpinTime{500};
 
 class Word {
  public:
