@@ -180,13 +180,20 @@ class Cache {
     const int64_t T = int64_t(ids.size()), N = int64_t(wanted.size());
     Floats workspace(size_t(foredraft_workspace_size(&made_.model, T, N, most, threads)), NAN);
     double seconds[kNumPhases];
+    std::vector<ForedraftDraw> draws;
+    for (int64_t n = 0; n < N; ++n) draws.push_back({n, uint64_t(n), 7, n % 2 ? 0.9 : 0.0, -2, -2, 0});
     const ForedraftForward forward{
         T, N, int64_t(rows.size()), most, ids.data(), positions.data(), entries.data(),
         tables.data(), prefixes.data(), extra_starts.data(), extras.data(), wanted.data(),
         spans.data(), keys_.data(), values_.data(), kBlockEntries, block_stride_, layer_stride(),
         kBlockEntries * made_.model.head_dim, logits.data(), layers.begin, layers.end,
-        layers.hidden, taps, workspace.data(), threads, seconds};
+        layers.hidden, taps, workspace.data(), threads, seconds, N, draws.data()};
     if (foredraft_forward(&made_.model, &forward) != kDone) std::abort();
+    for (const ForedraftDraw& found : draws) {
+      ForedraftDraw alone = found;
+      noise::draw(logits.data(), made_.model.vocab, alone);
+      if (found.token < 0 || found.token != alone.token || found.best != alone.best) std::abort();
+    }
     return logits;
   }
 

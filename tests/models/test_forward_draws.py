@@ -1,0 +1,75 @@
+"""Next tokens drawn in the forward: those that are drawn from its logits afterwards."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.core.draws import DrawKey, Wanted, draw_rows
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.models.base import ScoreRow
+from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.target import NativeTarget
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_checkpoint(directory, NATIVE_CONFIGS["llama"]())
+    return directory
+
+
+def target(checkpoint: Path, num_threads: int = 1) -> NativeTarget:
+    try:
+        load_library()
+    except KernelUnavailable as reason:
+        pytest.skip(f"no fused kernel: {reason}")
+    decoder = partial(FusedDecoder, num_threads=num_threads)
+    return NativeTarget.load(checkpoint, torch.float32, new_decoder=decoder)
+
+
+def rows(model: NativeTarget) -> list[ScoreRow]:
+    """With and without drafts, a chunk that says nothing, and one that wants no draw."""
+    slots = [model.cache.allocate() for _ in range(6)]
+    tree = TokenTree((4, 5, 6), (ROOT, ROOT, 0))
+    return [
+        ScoreRow(slots[0], [1, 2, 3], draw=DrawKey(5, 3, 1.25)),
+        ScoreRow(slots[1], [4], tree, draw=DrawKey(1 << 63, 1, 0.0)),
+        ScoreRow(slots[2], [1, 2], wants_logits=False, draw=DrawKey(1, 2, 1.0)),
+        ScoreRow(slots[3], [9], tree),
+        ScoreRow(slots[4], [7, 8], tree, draw=DrawKey(0, 1 << 40, 0.5)),
+        ScoreRow(slots[5], [2], draw=DrawKey(7, 7, 0.0)),
+    ]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_forward_draws_what_its_logits_give(checkpoint: Path, num_threads: int) -> None:
+    model = target(checkpoint, num_threads)
+    asked = rows(model)
+    scores = model.score(asked)
+    wanted = [
+        Wanted(scores.heads[i].start, *row.draw)
+        for i, row in enumerate(asked)
+        if row.draw and row.wants_logits
+    ]
+    assert scores.draws is not None
+    assert len(scores.draws) == 4
+    assert [*scores.draws] == draw_rows(scores.logits_NV, wanted)
+
+
+def test_a_row_without_a_largest_logit_gets_no_draw(checkpoint: Path) -> None:
+    model = target(checkpoint)
+    model.weights.head_VE[3] = torch.nan  # read in place
+    scores = model.score(rows(model)[:2])
+    assert scores.draws == [None, None]
+
+
+def test_a_decoder_that_draws_nothing_leaves_it_to_others(checkpoint: Path) -> None:
+    eager = NativeTarget.load(checkpoint, torch.float32)
+    assert eager.score(rows(eager)).draws is None
+    assert eager.score([ScoreRow(eager.cache.allocate(), [1])]).draws is None
