@@ -78,6 +78,23 @@ def test_nothing_else_does(guarded: Running, headers: dict[str, str]) -> None:
     assert "key-12345" not in response.text
 
 
+def test_every_key_is_compared_and_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is learnt from how long it takes: not how much was right, nor which key it was."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(left: bytes, right: bytes) -> bool:
+        compared.append((left, right))
+        return left == right
+
+    monkeypatch.setattr("foredraft.server.auth.hmac.compare_digest", compare)
+    keys = ApiKeys([*KEYS, "third-key-12345"])
+    for key in (KEYS[0], "third-key-12345", "wrong-key-12345", "x"):
+        compared.clear()
+        keys.id_of(key)
+        assert len(compared) == 3
+        assert {len(side) for pair in compared for side in pair} == {32}, "digests, not keys"
+
+
 def test_other_machines_need_a_key_unless_somebody_insists() -> None:
     with pytest.raises(ConfigError, match="--api-key-file"):
         ApiKeys.of(ServerSettings(host="0.0.0.0"))

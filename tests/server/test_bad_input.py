@@ -16,6 +16,10 @@ JSON = {"content-type": "application/json"}
 ROUTES = [CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"]
 
 
+BROKEN = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a+"}}}
+"""A schema that shows what it is when it is compiled."""
+
+
 def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert response.status_code == status, response.text
     error = response.json()["error"]
@@ -53,6 +57,7 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
         ({"seed": 1.5}, "seed"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),  # no logit would be finite
         ({"stream": "yes"}, "stream"),
         # ids outside the vocabulary, and too many of anything
         ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -100,6 +105,21 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs"),
         ({"guided_regex": "(a+)+"}, "guided_regex"),
+        ({"structured_outputs": {"json": "no JSON"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": "red"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(a+"}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": BROKEN}}},
+            "response_format",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": BROKEN}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
         # what cannot be honoured is never ignored
         ({"best_of": 3}, "best_of"),
         ({"functions": []}, "functions"),
@@ -118,6 +138,29 @@ def test_chat_names_what_it_refuses(client: httpx.Client, more: dict[str, Any], 
     error = refused(client.post(CHAT, content=json.dumps(body), headers=JSON))
     assert error["param"] == param
     assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "more", "param"),
+    [
+        ("/v1/responses", {"input": 5}, "input"),
+        ("/v1/responses", {"text": {"format": {"type": "grammar"}}}, "text"),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": BROKEN}}}, "text"),
+        ("/v1/responses", {"input": [{"role": 3, "content": "x"}]}, "input"),
+        ("/v1/messages", {"output_config": {"format": {"type": "xml"}}}, "output_config"),
+        ("/v1/messages", {"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ("/v1/completions", {"prompt": ["a", [1]]}, "prompt"),
+    ],
+    ids=str,
+)
+def test_fields_are_named_as_the_dialect_names_them(
+    client: httpx.Client, route: str, more: dict[str, Any], param: str
+) -> None:
+    body = {"/v1/responses": {"input": "x"}, "/v1/messages": {"messages": USER, "max_tokens": 2}}
+    error = refused(client.post(route, json=body.get(route, {}) | more))
+    assert error["message"].startswith(param), error
+    assert error.get("param", param) == param
+    assert "str is" not in error["message"], "pydantic's names are not the client's"
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 5000])
@@ -202,8 +245,9 @@ def test_its_own_names_are_not(client: httpx.Client) -> None:
 
 
 def test_unknown_routes_and_methods(client: httpx.Client) -> None:
-    refused(client.get("/v1/nothing"), 404)
-    refused(client.get(CHAT), 405)
+    error = refused(client.get("/v1/nothing"), 404)
+    assert "GET /v1/nothing" in error["message"]
+    assert "/openapi.json" in refused(client.get(CHAT), 405)["message"]
     refused(client.delete("/v1/models"), 405)
 
 

@@ -7,13 +7,19 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from foredraft.llm import LLM
+from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.table import TableModel
+from foredraft.models.tokenizer import Tokenizer
+from foredraft.plan import LoadOptions
+from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, free_port, running
 from tests.server.events import data_of
 
@@ -47,6 +53,38 @@ def test_a_client_that_leaves_frees_its_request(shared: Running, stream: bool) -
     connection.close()
     wait_until(shared.is_idle)
     assert shared.context.engine.stats().committed - before < 3000
+
+
+class SlowTarget(TableModel):
+    """Takes its time, and counts the steps."""
+
+    steps = 0
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        time.sleep(0.2)
+        self.steps += 1
+        return super().score(rows, taps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_within_one_step(tokenizer_directory: Path, stream: bool) -> None:
+    """The step that is under way when a client leaves is the last one of its request."""
+    target = SlowTarget.random(VOCAB_SIZE, seed=5)
+
+    def load(trace: Any) -> LLM:
+        return LLM(target, Tokenizer(tokenizer_directory), LoadOptions(), trace=trace)
+
+    with running(load) as server:
+        connection = raw_request(server, LONG | {"stream": stream})
+        wait_until(lambda: target.steps > 2)
+        before = target.steps
+        connection.close()
+        wait_until(server.is_idle)
+        assert target.steps - before <= 1
+        time.sleep(0.3)
+        assert target.steps - before <= 1
+        text = server.context.metrics.render().decode()
+        assert "foredraft:request_aborted_total 1.0" in text
 
 
 def test_a_client_that_never_reads_is_cut_off(load: Callable[..., LLM]) -> None:
