@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.conftest import Running
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.models.tokenizer import Tokenizer
+from foredraft.plan import LoadOptions
+from tests.models.checkpoints import VOCAB_SIZE
+from tests.server.conftest import Running, running
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
@@ -179,6 +185,22 @@ def test_prompts_that_are_none(client: httpx.Client, prompt: Any) -> None:
 def test_many_prompts_times_many_replies(client: httpx.Client) -> None:
     refused(client.post("/v1/completions", json={"prompt": ["x"] * 65}))
     refused(client.post("/v1/completions", json={"prompt": ["x"] * 33, "n": 2}))
+
+
+def test_many_long_replies_stay_within_the_context(tokenizer_directory: Path) -> None:
+    """The product of n and max_tokens is what memory is asked for."""
+
+    def load(trace: Any) -> LLM:
+        tables = TableModel.random(VOCAB_SIZE, seed=5)
+        target = TableModel(VOCAB_SIZE, tables.probs, max_context=96)
+        return LLM(target, Tokenizer(tokenizer_directory), LoadOptions(), trace=trace)
+
+    asked = {"messages": USER, "n": 8, "max_tokens": 2**60, "ignore_eos": True}
+    with running(load) as server, server.client() as client:
+        answer = client.post(CHAT, json=asked).json()
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+        assert answer["usage"]["completion_tokens"] <= 8 * 96
+        assert server.is_idle()
 
 
 def test_a_prompt_beyond_the_context(client: httpx.Client) -> None:
