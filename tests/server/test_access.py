@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
@@ -100,6 +101,30 @@ def test_other_machines_need_a_key_unless_somebody_insists() -> None:
         ApiKeys.of(ServerSettings(host="0.0.0.0"))
     assert not ApiKeys.of(ServerSettings(host="0.0.0.0", allow_no_key=True))
     assert not ApiKeys.of(ServerSettings())
+
+
+PREFLIGHT = {"access-control-request-method": "POST", "origin": "http://ours.example"}
+
+
+def test_pages_of_other_origins_are_let_in_by_name_only(load: Callable[..., LLM]) -> None:
+    def allowed(client: httpx.Client, **headers: str) -> str | None:
+        asked = PREFLIGHT | headers
+        answer = client.options("/v1/chat/completions", headers=asked)
+        plain = client.get("/health", headers={"origin": asked["origin"]}).headers
+        assert plain.get("access-control-allow-origin") == answer.headers.get(
+            "access-control-allow-origin"
+        )
+        assert "access-control-allow-credentials" not in answer.headers
+        return answer.headers.get("access-control-allow-origin")
+
+    with running(load) as server, server.client() as client:
+        assert allowed(client) is None
+    names = ("http://ours.example",)
+    with running(load, cors_origins=names, api_key=KEYS[0]) as server, server.client() as client:
+        assert allowed(client) == names[0]
+        assert allowed(client, origin="http://theirs.example") is None
+        post = client.post("/v1/chat/completions", json={}, headers={"origin": names[0]})
+        assert post.status_code == 401
 
 
 def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

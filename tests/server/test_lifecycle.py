@@ -149,6 +149,24 @@ def test_a_full_queue_says_when_to_come_again(load: Callable[..., LLM]) -> None:
         assert client.post(CHAT, json=LONG | {"max_tokens": 1}).status_code == 200
 
 
+def test_connections_beyond_the_limit(load: Callable[..., LLM]) -> None:
+    with running(load, max_connections=2) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(2)]
+        wait_until(lambda: len(server.server.server_state.connections) == 2)
+        with server.client() as client:
+            response = client.post(CHAT, json=LONG)
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
+            assert response.json()["error"]["code"] == "too_many_connections"
+            assert client.get("/health").status_code == 200, "a restart would help nothing"
+        for connection in idle:
+            connection.close()
+        wait_until(lambda: not server.server.server_state.connections)
+        with server.client() as client:
+            assert client.post(CHAT, json=LONG | {"max_tokens": 1}).status_code == 200
+
+
 def test_a_reply_that_takes_too_long_ends_with_an_error(load: Callable[..., LLM]) -> None:
     with running(load, request_timeout=0.3) as server, server.client() as client:
         events = data_of(client.post(CHAT, json=LONG | {"stream": True}))
