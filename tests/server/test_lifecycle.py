@@ -91,7 +91,9 @@ def test_within_one_step(tokenizer_directory: Path, stream: bool) -> None:
         assert "foredraft:request_aborted_total 1.0" in text
 
 
-def test_a_client_that_never_reads_is_cut_off(load: Callable[..., LLM]) -> None:
+def test_a_client_that_never_reads_is_cut_off(
+    load: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
     with running(load, send_timeout=0.3, max_batch_size=8) as server:
         connections = []
         for _ in range(2):
@@ -104,6 +106,8 @@ def test_a_client_that_never_reads_is_cut_off(load: Callable[..., LLM]) -> None:
         wait_until(server.is_idle, 30)
         for connection in connections:
             connection.close()
+    for text in ("Traceback", "without completing"):
+        assert text not in caplog.text
 
 
 @pytest.mark.parametrize("asked_before", [False, True], ids=["at once", "after a request"])
