@@ -39,7 +39,7 @@ def bounded_protocol(
             self._unread = _Deadline(send_timeout, self.loop, transport)
             self._headers.begin()
             if len(self.connections) > max_connections:
-                self.app = _Crowded(self.app, max_connections)  # type: ignore[assignment]
+                self.app = _Crowded(self.app, max_connections)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)

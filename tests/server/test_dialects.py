@@ -7,9 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
+from foredraft.llm import LLM
 from foredraft.models.tokenizer import Tokenizer
+from foredraft.plan import LoadOptions
+from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, running
 from tests.server.events import data_of, names_of
+from tests.server.test_lifecycle import SlowTarget, wait_until
 
 USER = [{"role": "user", "content": "Where is the ferry?"}]
 COMMON: dict[str, Any] = {"seed": 7, "ignore_eos": True}
@@ -304,8 +308,13 @@ def test_health(client: httpx.Client) -> None:
         assert client.get(path).status_code == 200
 
 
-def test_metrics_and_health_know_of_the_engine_for_predictions(load: Any) -> None:
+def test_metrics_and_health_know_of_the_engine_for_predictions(tokenizer: Tokenizer) -> None:
     """Requests with a prediction run on one of their own."""
+
+    def load(trace: Any) -> LLM:
+        asked = LoadOptions(drafter="suffix")
+        return LLM(SlowTarget.random(VOCAB_SIZE, seed=5), tokenizer, asked, trace=trace)
+
     body = {"messages": USER, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     expected = {"prediction": {"type": "content", "content": "The ferry"}}
 
@@ -317,7 +326,7 @@ def test_metrics_and_health_know_of_the_engine_for_predictions(load: Any) -> Non
     with running(load) as server, server.client() as client:
         with client.stream("POST", "/v1/chat/completions", json=body | expected) as reply:
             next(reply.iter_lines())
-            assert running_requests() == 1
+            wait_until(lambda: running_requests() == 1)
         second = server.context._for_predictions
         assert second is not None
         second._worker.problem = "its thread has failed"
