@@ -44,6 +44,7 @@ test-all: $(VENV)/.installed-dev example
 # package only: OPENAI_TESTS=DIR names one that is unpacked elsewhere.
 CLIENTS = $(VENV)-clients
 OPENAI_TESTS ?= $(CLIENTS)/openai
+CLIENT_PIP = $(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-input
 test-clients: $(CLIENTS)/.installed
 	@test -d '$(OPENAI_TESTS)' || { mkdir -p '$(OPENAI_TESTS)' && \
 	  $(CLIENTS)/bin/python -m pip download --quiet --no-deps --no-binary :all: \
@@ -55,7 +56,8 @@ test-clients: $(CLIENTS)/.installed
 
 $(CLIENTS)/.installed: pyproject.toml
 	$(MAKE) --no-print-directory VENV='$(CLIENTS)' '$(CLIENTS)/.torch'
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --no-input --editable '.[clients]'
+	$(CLIENT_PIP) --quiet --upgrade 'pip>=25.1'  # that of Python 3.11 finds no way through them
+	$(CLIENT_PIP) --editable '.[clients]'
 	@touch $@
 
 lint: $(VENV)/.installed-dev

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from foredraft.core.checks import checked_flag, checked_int, checked_real, shown
+from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.core.rng import SEED_BITS
@@ -128,14 +129,24 @@ def _prediction(prediction: object) -> str | None:
 
 def _one_grammar(body: Body, forced: Grammar | None) -> Grammar | None:
     found = {
-        "response_format": response_grammar(given(body, "response_format")),
-        "structured_outputs": _structured_outputs(given(body, "structured_outputs")),
+        "response_format": _named("response_format", response_grammar, body),
+        "structured_outputs": _named("structured_outputs", _structured_outputs, body),
         "tool_choice": forced,
     }
     asked = [name for name, grammar in found.items() if grammar is not None]
     if len(asked) > 1:
         raise FieldError(asked[1], f"{asked[0]} and {asked[1]} exclude each other; give one")
     return found[asked[0]] if asked else None
+
+
+def _named(name: str, read: Callable[[object], Grammar | None], body: Body) -> Grammar | None:
+    """The grammar of a field; what is wrong with it is said under the field's name."""
+    try:
+        return read(given(body, name))
+    except FieldError:
+        raise
+    except ConfigError as error:
+        raise FieldError(name, f"{name}: {error}") from error
 
 
 def response_grammar(form: object) -> Grammar | None:

@@ -10,6 +10,7 @@ from typing import Any
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.source_blocks import FILE as SOURCE_BLOCKS
+from foredraft.models.tokenizer import Tokenizer
 
 QUANTISATIONS = ("bf16", "q8_0", "q4_1", "q4_0")
 
@@ -72,17 +73,28 @@ def _write_settings(writer: Any, config: DecoderConfig) -> None:
 
 
 def _write_vocabulary(writer: Any, directory: Path, config: DecoderConfig) -> None:
-    """Enough of the vocabulary for the file to load; it is only ever given token ids."""
-    model = json.loads((directory / "tokenizer.json").read_text())["model"]
+    """The vocabulary and the chat template, so that a conversation becomes the same tokens."""
+    import gguf
+
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
     by_id = {index: token for token, index in model["vocab"].items()}
-    tokens = [by_id.get(i, f"<unused{i}>") for i in range(config.vocab_size)]
+    by_id |= {token["id"]: token["content"] for token in added}
+    kinds = dict.fromkeys(by_id, gguf.TokenType.NORMAL)
+    kinds |= {t["id"]: gguf.TokenType.CONTROL for t in added if t.get("special")}
+    ids = range(config.vocab_size)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
+    writer.add_token_list([by_id.get(i, f"<unused{i}>") for i in ids])
+    writer.add_token_types([kinds.get(i, gguf.TokenType.UNUSED) for i in ids])
     writer.add_token_merges(merges)
+    writer.add_add_bos_token(False)
     if config.eos_token_ids:
         writer.add_eos_token_id(config.eos_token_ids[0])
+    template = Tokenizer(directory).chat_template
+    if template is not None:
+        writer.add_chat_template(template)
 
 
 def _tensors(directory: Path, config: DecoderConfig) -> Iterator[tuple[str, Any]]:

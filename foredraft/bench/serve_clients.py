@@ -1,17 +1,19 @@
 """The same clients against several servers in turn: tokens a second and time to the first token.
 
 Servers are given as addresses; whoever serves the same weights can be compared. In each round every
-server gets the same prompts from the same number of clients, in rotating order.
+server gets the same prompts from the same number of clients, in rotating order. Each prompt begins
+with a number of its own, so that no server has read it before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -36,6 +38,13 @@ class Asked:
     prompts: Sequence[str]
     max_tokens: int
     temperature: float
+
+    def in_round(self, number: int, clients: int) -> Asked:
+        """What is asked in one round: at least a prompt a client, none of which came before."""
+        count = max(clients, len(self.prompts))
+        texts = itertools.islice(itertools.cycle(self.prompts), count)
+        told = [f"Task {clients}.{number}.{place}: {text}" for place, text in enumerate(texts)]
+        return replace(self, prompts=told)
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,8 @@ def compare(
         names = list(servers)
         for number in range(rounds + 1):
             for name in names[number % len(names) :] + names[: number % len(names)]:
-                came, seconds = asyncio.run(ask_all(servers[name], count, asked))
+                part = asked.in_round(number, count)
+                came, seconds = asyncio.run(ask_all(servers[name], count, part))
                 if number:  # the first is to warm up
                     replies[name] += came
                     rates[name].append(sum(reply.tokens for reply in came) / seconds)

@@ -51,7 +51,7 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens with at least this mass, in (0, 1].
         min_p: drop tokens below this fraction of the most likely one's probability, in [0, 1].
         repetition_penalty: above 1 makes tokens of prompt and reply less likely: their logits are
-            divided by it where positive and multiplied where negative. In (0, 100].
+            divided by it where positive and multiplied where negative. In [0.01, 100].
         presence_penalty: subtracted from the logits of tokens that the reply holds, in [-2, 2].
         frequency_penalty: subtracted once for each time that the reply holds them, in [-2, 2].
         logit_bias: added to the logits of these tokens, each in [-100, 100]; at most 1024.
@@ -118,8 +118,6 @@ class SamplingParams:
         }
         if checked["top_p"] == 0.0:
             raise ConfigError("top_p is 0, which keeps no token; use a value in (0, 1]")
-        if checked["repetition_penalty"] == 0.0:
-            raise ConfigError("repetition_penalty is 0; 1 leaves everything as it is")
         if checked["min_tokens"] > checked["max_tokens"]:
             raise ConfigError(
                 f"min_tokens is {checked['min_tokens']} and max_tokens {checked['max_tokens']}"
@@ -233,7 +231,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "top_k": _int(0),
     "top_p": _real(0.0, 1.0),
     "min_p": _real(0.0, 1.0),
-    "repetition_penalty": _real(0.0, 100.0),
+    "repetition_penalty": _real(0.01, 100.0),
     "presence_penalty": _real(-_MAX_PENALTY, _MAX_PENALTY),
     "frequency_penalty": _real(-_MAX_PENALTY, _MAX_PENALTY),
     "logit_bias": _checked_bias,

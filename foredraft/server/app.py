@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 from foredraft.core.errors import ForedraftError
 from foredraft.server.access_log import AccessLog
@@ -79,7 +80,9 @@ def create_app(
     for routes in _ROUTES:
         app.include_router(routes.router)
     is_of_page = include_page(app, context)
-    for kind in (ApiError, ForedraftError, RequestValidationError, HTTPException, Exception):
+    # What only the handler of Exception takes is raised again, and logged as a fault of the server.
+    known = (ApiError, ForedraftError, RequestValidationError, HTTPException, ClientDisconnect)
+    for kind in (*known, Exception):
         app.add_exception_handler(kind, answer)
     _add_middleware(app, context, lambda path: path in health.OPEN_PATHS or is_of_page(path))
     return app

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from foredraft.core.checks import shown, whole_number
@@ -14,11 +15,13 @@ from foredraft.openai_fields import Body, FieldError, given
 from foredraft.openai_params import chat_params, completion_params
 from foredraft.openai_prompts import chat_messages, completion_prompts
 from foredraft.server.context import ServerContext
+from foredraft.server.errors import in_words_of
 from foredraft.server.generation import Generation
 from foredraft.server.limits import check_limits, check_replies
 from foredraft.server.replies import THINK, ReplyParser
 from foredraft.server.spans import Operation
 from foredraft.server.tools import NO_TOOLS, ToolUse, read_tools
+from foredraft.server.usage import Thoughts
 
 _MAX_PRIORITY = 1 << 31
 
@@ -36,6 +39,7 @@ class Ask:
         prediction: ids of the text that was expected.
         tools: that a reply may call.
         thinks: whether a reply may begin with thoughts; in_thoughts: the prompt has opened them.
+        grammar_of: the field that the grammar came with, as the client wrote it.
     """
 
     operation: Operation
@@ -48,23 +52,51 @@ class Ask:
     tools: ToolUse = NO_TOOLS
     thinks: bool = False
     in_thoughts: bool = False
+    grammar_of: str = "response_format"
 
     def new_parser(self) -> ReplyParser:
         tools = self.tools
         return ReplyParser(self.thinks, bool(tools.tools), self.in_thoughts, not tools.parallel)
 
+    def thoughts(self, context: ServerContext) -> Thoughts | None:
+        """What counts the tokens of thoughts; None: there cannot be any."""
+        return Thoughts(context.tokenizer, self.in_thoughts) if self.thinks else None
+
     @asynccontextmanager
     async def open(self, context: ServerContext) -> AsyncIterator[Generation]:
         """The replies under way; see `ServerContext.generation`."""
         asked = self.prompts, self.params, self.tenant, self.priority
-        with context.spans.request(self.operation, self.model, self.params) as span:
-            async with context.generation(*asked) as generation:
-                span.watch(generation)
-                yield generation
+        async with AsyncExitStack() as stack:
+            span = stack.enter_context(
+                context.spans.request(self.operation, self.model, self.params)
+            )
+            with in_words_of({"grammar": self.grammar_of}):  # only the engine compiles it
+                generation = await stack.enter_async_context(context.generation(*asked))
+            span.watch(generation)
+            yield generation
 
 
-async def read_chat(context: ServerContext, body: Body, key_id: str | None) -> Ask:
+async def read_chat(
+    context: ServerContext,
+    body: Body,
+    key_id: str | None,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Ask:
     """What a chat body asks for.
+
+    Args:
+        names: of fields that another dialect calls otherwise, by their names in chat.
+
+    Raises:
+        ApiError, ConfigError, PromptError: something in it cannot be used.
+    """
+    with in_words_of(names):
+        ask = await _read_chat(context, body, key_id)
+    return replace(ask, grammar_of=names.get(ask.grammar_of, ask.grammar_of))
+
+
+async def _read_chat(context: ServerContext, body: Body, key_id: str | None) -> Ask:
+    """As `read_chat`, in chat's own names.
 
     Raises:
         ApiError, ConfigError, PromptError: something in it cannot be used.
@@ -89,6 +121,7 @@ async def read_chat(context: ServerContext, body: Body, key_id: str | None) -> A
         tools,
         context.thinks,
         context.thinks and end.endswith(THINK),
+        _grammar_of(body, tools),
     )
 
 
@@ -121,7 +154,16 @@ async def read_completion(context: ServerContext, body: Body, key_id: str | None
         context.tenant(key_id, given(body, "cache_salt")),
         _priority(body),
         _prediction(context, params),
+        grammar_of=_grammar_of(body, NO_TOOLS),
     )
+
+
+def _grammar_of(body: Body, tools: ToolUse) -> str:
+    """The field that a reply's grammar comes from."""
+    if tools.forced:
+        return "tools"
+    asked = given(body, "structured_outputs") is not None
+    return "structured_outputs" if asked else "response_format"
 
 
 def _priority(body: Body) -> int:

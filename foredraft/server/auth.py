@@ -120,10 +120,10 @@ class Gate:
         hosts = headers.getlist("host")
         name = _host_name(hosts[0]) if len(hosts) == 1 else None
         if name is None or not (name == "localhost" or name in self._hosts or _is_address(name)):
+            called = f"is not called {name!r:.100}" if name else "must be called by one name"
             raise ApiError(
                 403,
-                f"the server is not called {name!r:.100}: use its address, or start it with "
-                "--allowed-host",
+                f"the server {called}: use its address, or start it with --allowed-host",
                 code="host_not_allowed",
             )
 

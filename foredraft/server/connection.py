@@ -1,4 +1,4 @@
-"""Connections that cost little when a client is slow: time limits on headers and on unread data."""
+"""Connections that cost little: time limits on headers and on unread data, and so many at most."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ import socket
 from typing import Any
 
 import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from foredraft.server.errors import unavailable
+from foredraft.server.routes.health import OPEN_PATHS
 
 _SEND_BUFFER = 256 << 10
 """Bytes that the system keeps for a client that does not read; by default it may be megabytes."""
 
 
-def bounded_protocol(header_timeout: float, send_timeout: float) -> type[asyncio.Protocol]:
+def bounded_protocol(
+    header_timeout: float, send_timeout: float, max_connections: int
+) -> type[asyncio.Protocol]:
     """uvicorn's HTTP/1.1, which drops a client that sends no headers, or reads nothing, in time.
 
     Args:
         header_timeout: seconds from connecting to the end of the first request's headers, and from
             the beginning of each further request to the end of its own.
         send_timeout: seconds that data may wait for a client to read.
+        max_connections: requests on further ones get 503, but for probes.
     """
 
     class BoundedProtocol(H11Protocol):
@@ -31,6 +38,8 @@ def bounded_protocol(header_timeout: float, send_timeout: float) -> type[asyncio
             self._headers = _Deadline(header_timeout, self.loop, transport)
             self._unread = _Deadline(send_timeout, self.loop, transport)
             self._headers.begin()
+            if len(self.connections) > max_connections:
+                self.app = _Crowded(self.app, max_connections)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -53,6 +62,22 @@ def bounded_protocol(header_timeout: float, send_timeout: float) -> type[asyncio
             super().connection_lost(exc)
 
     return BoundedProtocol
+
+
+class _Crowded:
+    """The application where there are too many connections: it is well, and answers probes."""
+
+    def __init__(self, app: Any, max_connections: int) -> None:
+        self._app: ASGIApp = app
+        self._error = unavailable(
+            f"there are more than {max_connections} connections", "too_many_connections"
+        )
+        self._error.headers["Connection"] = "close"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_probe = scope["path"] in OPEN_PATHS
+        answer = self._app if is_probe else self._error.response(scope["path"])
+        await answer(scope, receive, send)
 
 
 class _Deadline:

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -61,33 +62,41 @@ class ServerContext:
         self._for_predictions: AsyncLLM | None = None
         self._is_draining, self._is_hurried = False, False
         self._live: set[Generation] = set()
-        self._salt = hashlib.sha256(str(time.time_ns()).encode()).digest()
+        self._salt = secrets.token_bytes(32)
 
     async def start(self) -> None:
         """Load the model; `failure` says if that did not work."""
         try:
             llm = await asyncio.to_thread(self._load, self.steps)
             self._engine = AsyncLLM(llm, max_waiting=self.settings.max_waiting)
-            self.metrics.watch(self._engine)
+            self.metrics.watch(self._engine, lambda: self._engines)
         except Exception as error:
             self.failure = error
             _log.critical("the model could not be loaded: %s", error)
 
     async def stop(self) -> None:
         """End the engine's threads."""
-        for engine in (self._engine, self._for_predictions):
-            if engine is not None:
-                await engine.aclose(drain=False)
+        for engine in self._engines:
+            await engine.aclose(drain=False)
         await asyncio.to_thread(self.spans.close)
 
     @property
     def is_ready(self) -> bool:
-        return self._engine is not None and not self._is_draining and self._engine.is_healthy
+        return self._engine is not None and not self._is_draining and self._are_healthy
 
     @property
     def is_live(self) -> bool:
         """Whether a restart would help nothing."""
-        return self.failure is None and (self._engine is None or self._engine.is_healthy)
+        return self.failure is None and self._are_healthy
+
+    @property
+    def _engines(self) -> list[AsyncLLM]:
+        """Those that there are by now."""
+        return [each for each in (self._engine, self._for_predictions) if each is not None]
+
+    @property
+    def _are_healthy(self) -> bool:
+        return all(engine.is_healthy for engine in self._engines)
 
     @property
     def num_live(self) -> int:

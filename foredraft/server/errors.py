@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -40,6 +41,17 @@ _ANTHROPIC_KINDS = _KINDS | {413: "request_too_large", 503: "overloaded_error"}
 _RETRY_SECONDS = 1
 _CLOSED_BY_CLIENT = 499
 _MAX_MESSAGE = 2000
+
+
+_FORMS = {
+    "str": "text",
+    "list[str]": "a list of texts",
+    "list[int]": "token ids",
+    "list[list[int]]": "a list of lists of token ids",
+    "list[dict[str,any]]": "a list of objects",
+    "dict[str,any]": "an object",
+}
+"""Forms of a field, by pydantic's names for them."""
 
 
 class ApiError(Exception):
@@ -125,6 +137,25 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, str(error) if known else f"internal error ({type(error).__name__})")
 
 
+@contextmanager
+def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
+    """What is wrong with a field is said under the name that the client gave it.
+
+    Args:
+        names: of fields, by what they are called here.
+    """
+    try:
+        yield
+    except (ConfigError, ApiError) as error:
+        known = as_api_error(error)
+        name = names.get(known.param or "")
+        if name is None:
+            raise
+        raise ApiError(
+            known.status, f"{name}: {known.message}", param=name, code=known.code
+        ) from error
+
+
 def _param_of(message: str) -> str | None:
     """Messages of checks begin with the field's name."""
     found = re.match(
@@ -144,10 +175,27 @@ def _invalid(error: RequestValidationError) -> ApiError:
     where = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path).lstrip(".")
     if first["type"] == "missing":
         return ApiError(400, f"{where} is missing", param=path[0], code="missing")
-    value = shown(first.get("input"))
-    return ApiError(400, f"{where} is {value}: {first['msg'].lower()}", param=path[0])
+    value, wrong = shown(first.get("input")), first["msg"].lower()
+    if forms := _forms(error, path[0]):
+        where, wrong = path[0], f"it must be {' or '.join(forms)}"
+    return ApiError(400, f"{where} is {value}: {wrong}", param=path[0])
+
+
+def _forms(error: RequestValidationError, field: str) -> list[str]:
+    """The forms that a field may have, where there are several: pydantic says what each lacks."""
+    tags = [
+        str(each["loc"][2])
+        for each in error.errors()
+        if each["loc"][1:2] == (field,) and len(each["loc"]) > 2
+    ]
+    known = [_FORMS[tag] for tag in dict.fromkeys(tags) if tag in _FORMS]
+    return known if tags and tags[0] in _FORMS else []
 
 
 async def answer(request: Request, error: Exception) -> Response:
     """The handler of every exception."""
-    return as_api_error(error).response(request.url.path)
+    known = as_api_error(error)
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        what = f"{request.method} {request.url.path}"
+        known.message = f"there is no {what:.200}; /openapi.json lists what there is"
+    return known.response(request.url.path)

@@ -9,6 +9,8 @@ from foredraft.core.logprobs import TokenLogprobs
 from foredraft.models.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"
+_MAX_UNFINISHED = 3
+"""A character has four bytes at most: more tokens without an end are none."""
 _LOWEST = -9999.0
 """JSON has no infinity; this is what OpenAI sends for what cannot occur."""
 
@@ -39,22 +41,28 @@ class CompletionLogprobs:
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
         self._offset = 0
+        self._unfinished: list[int] = []  # tokens of a character whose end is still to come
 
     def format(
         self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any]:
         """Of these tokens; an entry is None where nothing foretold the token."""
-        texts = [token_text(self._tokenizer, token) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
         return {
-            "tokens": texts,
+            "tokens": [token_text(self._tokenizer, token) for token in tokens],
             "token_logprobs": [None if e is None else _finite(e.logprob) for e in entries],
             "top_logprobs": [self._top(entry) for entry in entries] if self._num_top else None,
-            "text_offset": offsets,
+            "text_offset": [self._begin(token) for token in tokens],
         }
+
+    def _begin(self, token: int) -> int:
+        """Where the token's text begins; tokens of one character begin where it does."""
+        begin = self._offset
+        self._unfinished.append(token)
+        text = self._tokenizer.decode(self._unfinished, skip_special_tokens=False)
+        if not text.endswith(_UNFINISHED) or len(self._unfinished) > _MAX_UNFINISHED:
+            self._offset += len(text)
+            self._unfinished = []
+        return begin
 
     def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
         if entry is None:

@@ -21,8 +21,14 @@ HONOURED = (
     *("model", "messages", "max_tokens", "system", "stop_sequences", "temperature", "top_p"),
     *("top_k", "tools", "tool_choice", "stream", "output_config", "output_format"),
 )
-EXTRAS = ("min_p", "seed", "repetition_penalty", "cache_salt", "prediction", "priority", "coupling")
+EXTRAS = (
+    *("min_p", "seed", "stop_token_ids", "ignore_eos", "min_tokens", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "cache_salt", "structured_outputs"),
+    *("prediction", "priority", "coupling"),
+)
 """Fields that Anthropic does not have; they mean what they mean in chat."""
+NAMES = {"response_format": "output_config", "stop": "stop_sequences"}
+"""Of fields that chat has under another name."""
 IGNORED = ("metadata", "thinking", "service_tier", "context_management", "speed", "cache_control")
 REFUSED: Refusals = {
     "container": ("nothing is kept between requests", ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,8 +81,13 @@ class Metrics:
         self._parts = {part: self._times.labels(part) for part in _PARTS}
         self._cost: CostModel | None = None
 
-    def watch(self, engine: AsyncLLM) -> None:
-        """Show the gauges of an engine, read when somebody looks."""
+    def watch(self, engine: AsyncLLM, engines: Callable[[], Sequence[AsyncLLM]]) -> None:
+        """Show gauges, read when somebody looks.
+
+        Args:
+            engine: whose cache and controller are shown.
+            engines: all that there are at that time; they share its cache.
+        """
 
         def cache_usage() -> float:
             stats = engine.stats()
@@ -91,9 +97,12 @@ class Metrics:
         gauges = {
             "num_requests_running": (
                 "Requests in the batch.",
-                lambda: engine.stats().running,
+                lambda: sum(each.stats().running for each in engines()),
             ),
-            "num_requests_waiting": ("Requests that wait.", lambda: engine.stats().waiting),
+            "num_requests_waiting": (
+                "Requests that wait.",
+                lambda: sum(each.stats().waiting for each in engines()),
+            ),
             "kv_cache_tokens": ("Tokens in the cache.", lambda: engine.stats().cache_tokens or 0),
             "kv_cache_usage_perc": ("Share of the cache in use.", cache_usage),
         }

@@ -38,6 +38,12 @@ REFUSED: Refusals = {
     "max_tool_calls": ("the client runs the tools", ()),
     "moderation": ("there is none", ()),
 }
+NAMES = {
+    "messages": "input",
+    "response_format": "text",
+    "max_completion_tokens": "max_output_tokens",
+}
+"""Of fields that chat has under another name."""
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
@@ -58,10 +64,13 @@ def as_chat(body: Body) -> dict[str, Any]:
     chat["response_format"] = _format(given(body, "text", {}))
     if _LOGPROBS in given(body, "include", []):
         chat |= {"logprobs": True, "top_logprobs": given(body, "top_logprobs", 0)}
+    choice = given(body, "tool_choice")
     tools = [_tool(tool) for tool in given(body, "tools", []) if _is_function(tool)]
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(tools, choice), choice.get("mode", "auto")
     if tools:
         chat |= {"tools": tools, "parallel_tool_calls": given(body, "parallel_tool_calls")}
-        chat["tool_choice"] = _choice(given(body, "tool_choice"))
+        chat["tool_choice"] = _choice(choice)
     return chat
 
 
@@ -123,6 +132,15 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     names = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}
+
+
+def _allowed(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of the tools that the choice names."""
+    named = choice.get("tools")
+    if not isinstance(named, list) or not all(isinstance(each, Mapping) for each in named):
+        raise FieldError("tool_choice", f"tool_choice.tools must be a list, not {shown(named)}")
+    names = {each.get("name") for each in named if _is_function(each)}
+    return [tool for tool in tools if tool["function"].get("name") in names]
 
 
 def _choice(choice: object) -> object:

@@ -86,9 +86,10 @@ def new_server(app: FastAPI) -> GracefulServer:
         app,
         host=settings.host,
         port=settings.port,
-        http=bounded_protocol(settings.header_timeout, settings.send_timeout),
+        http=bounded_protocol(
+            settings.header_timeout, settings.send_timeout, settings.max_connections
+        ),
         ws="none",
-        limit_concurrency=settings.max_connections,
         timeout_keep_alive=settings.keep_alive_timeout,
         timeout_graceful_shutdown=_EXIT_SECONDS,
         h11_max_incomplete_event_size=settings.max_header_bytes,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foredraft.core.checks import shown
+from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.openai_fields import Body, FieldError, given
 from foredraft.server.replies import CALL, END_CALL
@@ -39,7 +40,10 @@ class ToolUse:
             return None
         calls = [_call_schema(tool) for tool in self.tools if _name(tool) in self.forced]
         schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-        Grammar.json_schema(schema)  # is it a schema within bounds?
+        try:
+            Grammar.json_schema(schema)  # is it a schema within bounds?
+        except ConfigError as error:
+            raise FieldError("tools", f"tools: {error}") from error
         source = json.dumps(schema | {"x-guidance": _COMPACT}, allow_nan=False)
         return Grammar.lark(f'start: "{CALL}\\n" call "\\n{END_CALL}"\ncall: %json {source}\n')
 
@@ -109,6 +113,8 @@ def _forced(choice: object, names: Sequence[str]) -> tuple[str, ...]:
             f"tool_choice is {shown(choice)}; known are none, auto, required, and one function by "
             "name",
         )
+    if not names:
+        raise FieldError("tool_choice", f"tool_choice is {shown(choice)}, and there are no tools")
     if not wanted or not set(wanted) <= set(names):
         raise FieldError("tool_choice", f"tool_choice names {shown(wanted)}, which is not in tools")
     return tuple(wanted)

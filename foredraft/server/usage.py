@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
+from foredraft.models.tokenizer import Tokenizer
 from foredraft.server.generation import Reply
+from foredraft.server.replies import END_THINK, THINK
 
 _MAX_COMPARED = 4096
 
 
-def usage_of(replies: Sequence[Reply], n: int, prediction: Sequence[int] = ()) -> dict[str, Any]:
+def usage_of(
+    replies: Sequence[Reply],
+    n: int,
+    prediction: Sequence[int] = (),
+    thoughts: Thoughts | None = None,
+) -> dict[str, Any]:
     """OpenAI's ``usage`` of replies that are over, or under way.
 
     Args:
         n: replies to a prompt; a prompt counts once.
         prediction: ids of the text that was expected.
+        thoughts: counts those of a reply, where there may be some.
     """
     prompts = replies[::n]
     num_prompt = sum(reply.num_prompt_tokens for reply in prompts)
@@ -27,9 +36,36 @@ def usage_of(replies: Sequence[Reply], n: int, prediction: Sequence[int] = ()) -
         "total_tokens": num_prompt + num_reply,
         "prompt_tokens_details": {"cached_tokens": num_cached(prompts)},
     }
+    details: dict[str, int] = {}
+    if thoughts or prediction:
+        details["reasoning_tokens"] = sum(map(thoughts, replies)) if thoughts else 0
     if prediction:
-        usage["completion_tokens_details"] = _prediction_details(replies, prediction)
-    return usage
+        details |= _prediction_details(replies, prediction)
+    return usage | ({"completion_tokens_details": details} if details else {})
+
+
+class Thoughts:
+    """Counts the tokens of a reply that is over up to the end of its thoughts.
+
+    Args:
+        in_thoughts: whether the prompt has opened them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, in_thoughts: bool) -> None:
+        self._tokenizer, self._in_thoughts = tokenizer, in_thoughts
+
+    def __call__(self, reply: Reply) -> int:
+        tokens = reply.result.token_ids if reply.result is not None else ()
+        text = self._text(tokens)
+        if not (self._in_thoughts or text.lstrip().startswith(THINK)):
+            return 0
+        if END_THINK not in text:
+            return len(tokens)
+        sizes = range(len(tokens) + 1)
+        return bisect_left(sizes, True, key=lambda size: END_THINK in self._text(tokens[:size]))
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
 def num_cached(replies: Sequence[Reply]) -> int:
@@ -44,7 +80,6 @@ def _prediction_details(replies: Sequence[Reply], prediction: Sequence[int]) -> 
         if reply.result is not None:
             accepted += _num_common(prediction[:_MAX_COMPARED], reply.result.token_ids)
     return {
-        "reasoning_tokens": 0,
         "accepted_prediction_tokens": accepted,
         "rejected_prediction_tokens": max(0, len(prediction) * len(replies) - accepted),
     }

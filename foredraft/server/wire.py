@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from sse_starlette.event import ServerSentEvent
-from sse_starlette.sse import EventSourceResponse
+from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 
@@ -40,6 +43,19 @@ def named_event(value: Mapping[str, Any]) -> bytes:
     return b"event: " + str(value["type"]).encode() + b"\n" + data_event(value)
 
 
+class _Events(EventSourceResponse):
+    """A client that does not read is cut off by its connection; that is no fault to be logged."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.send_timeout):
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+
+
 def event_stream(
     events: AsyncIterator[bytes],
     ping_interval: float,
@@ -47,7 +63,7 @@ def event_stream(
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Events as they come, with comments between them when there is silence."""
-    return EventSourceResponse(
+    return _Events(
         events,
         ping=ping_interval,
         ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),

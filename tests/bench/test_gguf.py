@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from foredraft.bench.gguf import QUANTISATIONS, write_gguf
 from foredraft.core.errors import ConfigError
 from foredraft.models.native.source_blocks import FILE as SOURCE_BLOCKS
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint, save_tokenizer
 
 
 @pytest.mark.parametrize("quantisation", QUANTISATIONS)
@@ -34,3 +35,22 @@ def test_other_families_and_formats_are_refused(tmp_path: Path) -> None:
         write_gguf(tmp_path / "model", tmp_path / "out.gguf", "bf16")
     with pytest.raises(ConfigError, match=r"did you mean 'q4_[01]'"):
         write_gguf(tmp_path / "model", tmp_path / "out.gguf", "q4")
+
+
+def test_a_conversation_becomes_the_same_tokens(tmp_path: Path) -> None:
+    """Marks of turns are single tokens for a peer only if the file says that they control."""
+    import gguf
+
+    save_checkpoint(tmp_path / "model", NATIVE_CONFIGS["llama-tied"]())
+    save_tokenizer(tmp_path / "model", "{{ messages }}")
+    write_gguf(tmp_path / "model", tmp_path / "out.gguf", "bf16")
+    written = gguf.GGUFReader(tmp_path / "out.gguf")
+
+    def field(name: str) -> Any:
+        return written.get_field(name).contents()  # type: ignore[union-attr]
+
+    tokens, kinds = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.token_type")
+    controls = {t for t, kind in zip(tokens, kinds, strict=True) if kind == gguf.TokenType.CONTROL}
+    assert {"<|im_start|>", "<|im_end|>"} <= controls
+    assert "a" not in controls
+    assert field("tokenizer.chat_template") == "{{ messages }}"

@@ -44,7 +44,7 @@ SAMPLING_VALUES = [
     ("--stop", "", "non-empty"),
     ("--stop", "a" * 70000, "stop holds"),
     ("--coupling", "seded", "did you mean 'seeded'"),
-    ("--repetition-penalty", "0", "repetition_penalty is 0"),
+    ("--repetition-penalty", "0", "repetition_penalty is 0.0; it must be between 0.01 and 100"),
     ("--presence-penalty", "3", "presence_penalty is 3"),
     ("--frequency-penalty", "nan", "frequency_penalty must be a finite number"),
     ("--min-tokens", "9999", "min_tokens is 9999"),

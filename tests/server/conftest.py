@@ -77,9 +77,8 @@ def running(load: Callable[..., LLM], **settings: Any) -> Iterator[Running]:
     loop = asyncio.new_event_loop()
 
     def run() -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_until_complete(server.serve())
-        loop.close()
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(server.serve())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
@@ -78,11 +79,52 @@ def test_nothing_else_does(guarded: Running, headers: dict[str, str]) -> None:
     assert "key-12345" not in response.text
 
 
+def test_every_key_is_compared_and_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is learnt from how long it takes: not how much was right, nor which key it was."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(left: bytes, right: bytes) -> bool:
+        compared.append((left, right))
+        return left == right
+
+    monkeypatch.setattr("foredraft.server.auth.hmac.compare_digest", compare)
+    keys = ApiKeys([*KEYS, "third-key-12345"])
+    for key in (KEYS[0], "third-key-12345", "wrong-key-12345", "x"):
+        compared.clear()
+        keys.id_of(key)
+        assert len(compared) == 3
+        assert {len(side) for pair in compared for side in pair} == {32}, "digests, not keys"
+
+
 def test_other_machines_need_a_key_unless_somebody_insists() -> None:
     with pytest.raises(ConfigError, match="--api-key-file"):
         ApiKeys.of(ServerSettings(host="0.0.0.0"))
     assert not ApiKeys.of(ServerSettings(host="0.0.0.0", allow_no_key=True))
     assert not ApiKeys.of(ServerSettings())
+
+
+PREFLIGHT = {"access-control-request-method": "POST", "origin": "http://ours.example"}
+
+
+def test_pages_of_other_origins_are_let_in_by_name_only(load: Callable[..., LLM]) -> None:
+    def allowed(client: httpx.Client, **headers: str) -> str | None:
+        asked = PREFLIGHT | headers
+        answer = client.options("/v1/chat/completions", headers=asked)
+        plain = client.get("/health", headers={"origin": asked["origin"]}).headers
+        assert plain.get("access-control-allow-origin") == answer.headers.get(
+            "access-control-allow-origin"
+        )
+        assert "access-control-allow-credentials" not in answer.headers
+        return answer.headers.get("access-control-allow-origin")
+
+    with running(load) as server, server.client() as client:
+        assert allowed(client) is None
+    names = ("http://ours.example",)
+    with running(load, cors_origins=names, api_key=KEYS[0]) as server, server.client() as client:
+        assert allowed(client) == names[0]
+        assert allowed(client, origin="http://theirs.example") is None
+        post = client.post("/v1/chat/completions", json={}, headers={"origin": names[0]})
+        assert post.status_code == 401
 
 
 def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

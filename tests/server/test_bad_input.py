@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.conftest import Running
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.models.tokenizer import Tokenizer
+from foredraft.plan import LoadOptions
+from tests.models.checkpoints import VOCAB_SIZE
+from tests.server.conftest import Running, running
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
 JSON = {"content-type": "application/json"}
 ROUTES = [CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize"]
+
+
+BROKEN = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(a+"}}}
+"""A schema that shows what it is when it is compiled."""
 
 
 def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -53,6 +64,7 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
         ({"seed": 1.5}, "seed"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),  # no logit would be finite
         ({"stream": "yes"}, "stream"),
         # ids outside the vocabulary, and too many of anything
         ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -100,6 +112,21 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "x" * 70_000}}, "structured_outputs"),
         ({"guided_regex": "(a+)+"}, "guided_regex"),
+        ({"structured_outputs": {"json": "no JSON"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": "red"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(a+"}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": BROKEN}}},
+            "response_format",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": BROKEN}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
         # what cannot be honoured is never ignored
         ({"best_of": 3}, "best_of"),
         ({"functions": []}, "functions"),
@@ -120,6 +147,29 @@ def test_chat_names_what_it_refuses(client: httpx.Client, more: dict[str, Any], 
     assert param in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("route", "more", "param"),
+    [
+        ("/v1/responses", {"input": 5}, "input"),
+        ("/v1/responses", {"text": {"format": {"type": "grammar"}}}, "text"),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": BROKEN}}}, "text"),
+        ("/v1/responses", {"input": [{"role": 3, "content": "x"}]}, "input"),
+        ("/v1/messages", {"output_config": {"format": {"type": "xml"}}}, "output_config"),
+        ("/v1/messages", {"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ("/v1/completions", {"prompt": ["a", [1]]}, "prompt"),
+    ],
+    ids=str,
+)
+def test_fields_are_named_as_the_dialect_names_them(
+    client: httpx.Client, route: str, more: dict[str, Any], param: str
+) -> None:
+    body = {"/v1/responses": {"input": "x"}, "/v1/messages": {"messages": USER, "max_tokens": 2}}
+    error = refused(client.post(route, json=body.get(route, {}) | more))
+    assert error["message"].startswith(param), error
+    assert error.get("param", param) == param
+    assert "str is" not in error["message"], "pydantic's names are not the client's"
+
+
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 5000])
 def test_numbers_that_are_none(client: httpx.Client, value: str) -> None:
     body = f'{{"messages": {json.dumps(USER)}, "temperature": {value}}}'
@@ -136,6 +186,43 @@ def test_prompts_that_are_none(client: httpx.Client, prompt: Any) -> None:
 def test_many_prompts_times_many_replies(client: httpx.Client) -> None:
     refused(client.post("/v1/completions", json={"prompt": ["x"] * 65}))
     refused(client.post("/v1/completions", json={"prompt": ["x"] * 33, "n": 2}))
+
+
+def test_many_long_replies_stay_within_the_context(tokenizer_directory: Path) -> None:
+    """The product of n and max_tokens is what memory is asked for."""
+
+    def load(trace: Any) -> LLM:
+        tables = TableModel.random(VOCAB_SIZE, seed=5)
+        target = TableModel(VOCAB_SIZE, tables.probs, max_context=96)
+        return LLM(target, Tokenizer(tokenizer_directory), LoadOptions(), trace=trace)
+
+    asked = {"messages": USER, "n": 8, "max_tokens": 2**60, "ignore_eos": True}
+    with running(load) as server, server.client() as client:
+        answer = client.post(CHAT, json=asked).json()
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+        assert answer["usage"]["completion_tokens"] <= 8 * 96
+        assert server.is_idle()
+
+
+def test_every_limit_can_be_set(load: Callable[..., LLM]) -> None:
+    schema = {"type": "json_object", "x": "y" * 40}
+    lowered: dict[str, tuple[int, dict[str, Any], int]] = {
+        "max_n": (1, {"n": 2}, 400),
+        "max_replies": (1, {"n": 2}, 400),
+        "max_messages": (1, {"messages": USER * 2}, 400),
+        "max_tools": (1, {"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, 400),
+        "max_stop": (1, {"stop": ["a", "b"]}, 400),
+        "max_stop_characters": (3, {"stop": ["abcd"]}, 400),
+        "max_logit_bias": (1, {"logit_bias": {"5": 1, "6": 1}}, 400),
+        "max_schema_bytes": (30, {"response_format": schema}, 400),
+        "max_depth": (3, {"metadata": {"a": {"b": [1]}}, "stop": ["x"]}, 400),
+        "max_body_bytes": (300, {"user": "x" * 300}, 413),
+    }
+    for name, (limit, more, status) in lowered.items():
+        body = {"messages": USER, "max_tokens": 1}
+        with running(load, **{name: limit}) as server, server.client() as client:
+            assert client.post(CHAT, json=body).status_code == 200, name
+            refused(client.post(CHAT, json=body | more), status)
 
 
 def test_a_prompt_beyond_the_context(client: httpx.Client) -> None:
@@ -202,8 +289,9 @@ def test_its_own_names_are_not(client: httpx.Client) -> None:
 
 
 def test_unknown_routes_and_methods(client: httpx.Client) -> None:
-    refused(client.get("/v1/nothing"), 404)
-    refused(client.get(CHAT), 405)
+    error = refused(client.get("/v1/nothing"), 404)
+    assert "GET /v1/nothing" in error["message"]
+    assert "/openapi.json" in refused(client.get(CHAT), 405)["message"]
     refused(client.delete("/v1/models"), 405)
 
 

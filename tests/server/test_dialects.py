@@ -7,9 +7,13 @@ from typing import Any
 import httpx
 import pytest
 
+from foredraft.llm import LLM
 from foredraft.models.tokenizer import Tokenizer
-from tests.server.conftest import Running
+from foredraft.plan import LoadOptions
+from tests.models.checkpoints import VOCAB_SIZE
+from tests.server.conftest import Running, running
 from tests.server.events import data_of, names_of
+from tests.server.test_lifecycle import SlowTarget, wait_until
 
 USER = [{"role": "user", "content": "Where is the ferry?"}]
 COMMON: dict[str, Any] = {"seed": 7, "ignore_eos": True}
@@ -94,6 +98,19 @@ def test_prompts_are_scored(client: httpx.Client, tokenizer: Tokenizer) -> None:
     offsets = first["logprobs"]["text_offset"]
     for token, offset in zip(first["logprobs"]["tokens"], offsets, strict=True):
         assert first["text"][offset : offset + len(token)] == token
+
+
+def test_offsets_point_at_characters_of_several_tokens(client: httpx.Client) -> None:
+    body = {"prompt": "é 🦋 Ж ☔️ done", "echo": True, "logprobs": 0, "max_tokens": 0}
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    text, told = choice["text"], choice["logprobs"]
+    assert text == body["prompt"]
+    found = dict(zip(told["text_offset"], told["tokens"], strict=True))
+    whole = {at: token for at, token in found.items() if "\ufffd" not in token}
+    assert all(text[at : at + len(token)] == token for at, token in whole.items())
+    assert {text.index("d"), text.index("🦋") - 1, text.index("🦋")} & {*told["text_offset"]}
+    assert told["text_offset"] == sorted(told["text_offset"])
+    assert told["text_offset"][-1] < len(text)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 6])
@@ -203,14 +220,23 @@ def test_what_needs_a_memory_is_refused(
 
 def test_a_message(client: httpx.Client) -> None:
     body = {"messages": USER, "max_tokens": 20, **COMMON}
-    # Anthropic has no ignore_eos: the field is named as one without effect.
-    response = client.post("/v1/messages", json=body)
+    response = client.post("/v1/messages", json=body | {"wibble": 1})
     answer = response.json()
-    assert response.headers["x-foredraft-ignored"] == "ignore_eos"
+    assert response.headers["x-foredraft-ignored"] == "wibble"
     assert (answer["type"], answer["role"]) == ("message", "assistant")
-    assert answer["stop_reason"] in ("max_tokens", "end_turn")
-    assert chat_text(client).startswith(answer["content"][0]["text"])
-    assert answer["usage"]["output_tokens"] <= 20
+    assert answer["stop_reason"] == "max_tokens"
+    assert chat_text(client) == answer["content"][0]["text"]
+    assert answer["usage"]["output_tokens"] == 20
+
+
+def test_what_vllm_adds_is_there_in_messages_too(client: httpx.Client) -> None:
+    body = {"messages": USER, "max_tokens": 60, "seed": 7}
+    more: dict[str, Any] = {"structured_outputs": {"choice": ["left", "right"]}}
+    answer = client.post("/v1/messages", json=body | more).json()
+    assert answer["content"][0]["text"] in ("left", "right")
+    biased = {"logit_bias": {"9": 100}, "stop_token_ids": [9], "min_tokens": 2}
+    answer = client.post("/v1/messages", json=body | biased | {"repetition_penalty": 1.1}).json()
+    assert 2 <= answer["usage"]["output_tokens"] < 60
 
 
 def test_a_message_streamed(client: httpx.Client) -> None:
@@ -278,8 +304,35 @@ def test_tokens_there_and_back(client: httpx.Client) -> None:
 
 
 def test_health(client: httpx.Client) -> None:
-    for path in ("/health", "/health?ready=1", "/ready"):
+    for path in ("/health", "/health?ready", "/health?ready=1", "/health?ready=0", "/ready"):
         assert client.get(path).status_code == 200
+
+
+def test_metrics_and_health_know_of_the_engine_for_predictions(tokenizer: Tokenizer) -> None:
+    """Requests with a prediction run on one of their own."""
+
+    def load(trace: Any) -> LLM:
+        asked = LoadOptions(drafter="suffix")
+        return LLM(SlowTarget.random(VOCAB_SIZE, seed=5), tokenizer, asked, trace=trace)
+
+    body = {"messages": USER, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    expected = {"prediction": {"type": "content", "content": "The ferry"}}
+
+    def running_requests() -> float:
+        lines = client.get("/metrics").text.splitlines()
+        found = next(each for each in lines if each.startswith("foredraft:num_requests_running "))
+        return float(found.split()[1])
+
+    with running(load) as server, server.client() as client:
+        with client.stream("POST", "/v1/chat/completions", json=body | expected) as reply:
+            next(reply.iter_lines())
+            wait_until(lambda: running_requests() == 1)
+        second = server.context._for_predictions
+        assert second is not None
+        second._worker.problem = "its thread has failed"
+        assert client.get("/health").status_code == 503
+        assert client.get("/ready").status_code == 503
+        second._worker.problem = None
 
 
 def test_metrics_have_the_names_that_operators_graph(client: httpx.Client) -> None:

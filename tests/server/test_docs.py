@@ -84,6 +84,11 @@ def test_metrics_that_docs_and_dashboard_name_are_there(client: httpx.Client) ->
     assert {"foredraft:num_preemptions", "foredraft:num_preemptions_total"} & there
     for name in set(re.findall(r"foredraft:\w+", dashboard)):
         assert name in there or re.sub("_(bucket|sum|count)$", "", name) in there, name
+    for family in (
+        *("spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos", "step_time_seconds"),
+        *("estimated_time_saved", "ledger_balance", "num_requests_waiting", "kv_cache_usage_perc"),
+    ):
+        assert family in dashboard
 
 
 def test_every_route_of_the_document_is_described(client: httpx.Client) -> None:

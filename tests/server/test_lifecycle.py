@@ -7,13 +7,19 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from foredraft.llm import LLM
+from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.table import TableModel
+from foredraft.models.tokenizer import Tokenizer
+from foredraft.plan import LoadOptions
+from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, free_port, running
 from tests.server.events import data_of
 
@@ -40,16 +46,54 @@ def raw_request(server: Running, body: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_request(shared: Running, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_request(
+    shared: Running, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     connection = raw_request(shared, LONG | {"stream": stream})
     wait_until(lambda: shared.context.engine.stats().running > 0)
     before = shared.context.engine.stats().committed
     connection.close()
     wait_until(shared.is_idle)
     assert shared.context.engine.stats().committed - before < 3000
+    time.sleep(0.1)
+    assert "Traceback" not in caplog.text, "clients leave; that is no fault of the server"
 
 
-def test_a_client_that_never_reads_is_cut_off(load: Callable[..., LLM]) -> None:
+class SlowTarget(TableModel):
+    """Takes its time, and counts the steps."""
+
+    steps = 0
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        time.sleep(0.2)
+        self.steps += 1
+        return super().score(rows, taps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_within_one_step(tokenizer_directory: Path, stream: bool) -> None:
+    """The step that is under way when a client leaves is the last one of its request."""
+    target = SlowTarget.random(VOCAB_SIZE, seed=5)
+
+    def load(trace: Any) -> LLM:
+        return LLM(target, Tokenizer(tokenizer_directory), LoadOptions(), trace=trace)
+
+    with running(load) as server:
+        connection = raw_request(server, LONG | {"stream": stream})
+        wait_until(lambda: target.steps > 2)
+        before = target.steps
+        connection.close()
+        wait_until(server.is_idle)
+        assert target.steps - before <= 1
+        time.sleep(0.3)
+        assert target.steps - before <= 1
+        text = server.context.metrics.render().decode()
+        assert "foredraft:request_aborted_total 1.0" in text
+
+
+def test_a_client_that_never_reads_is_cut_off(
+    load: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
     with running(load, send_timeout=0.3, max_batch_size=8) as server:
         connections = []
         for _ in range(2):
@@ -62,6 +106,8 @@ def test_a_client_that_never_reads_is_cut_off(load: Callable[..., LLM]) -> None:
         wait_until(server.is_idle, 30)
         for connection in connections:
             connection.close()
+    for text in ("Traceback", "without completing"):
+        assert text not in caplog.text
 
 
 @pytest.mark.parametrize("asked_before", [False, True], ids=["at once", "after a request"])
@@ -105,6 +151,24 @@ def test_a_full_queue_says_when_to_come_again(load: Callable[..., LLM]) -> None:
             connection.close()
         wait_until(server.is_idle)
         assert client.post(CHAT, json=LONG | {"max_tokens": 1}).status_code == 200
+
+
+def test_connections_beyond_the_limit(load: Callable[..., LLM]) -> None:
+    with running(load, max_connections=2) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        idle = [socket.create_connection((host, int(port))) for _ in range(2)]
+        wait_until(lambda: len(server.server.server_state.connections) == 2)
+        with server.client() as client:
+            response = client.post(CHAT, json=LONG)
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
+            assert response.json()["error"]["code"] == "too_many_connections"
+            assert client.get("/health").status_code == 200, "a restart would help nothing"
+        for connection in idle:
+            connection.close()
+        wait_until(lambda: not server.server.server_state.connections)
+        with server.client() as client:
+            assert client.post(CHAT, json=LONG | {"max_tokens": 1}).status_code == 200
 
 
 def test_a_reply_that_takes_too_long_ends_with_an_error(load: Callable[..., LLM]) -> None:

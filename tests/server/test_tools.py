@@ -105,9 +105,29 @@ def test_tools_of_responses(client: httpx.Client) -> None:
     assert json.loads(done[0]["arguments"]) == {"at": "Köln {1}"}
 
 
+def test_responses_name_the_tools_that_are_allowed(load: Any) -> None:
+    """One of three, which must be called: the others are not even shown."""
+    names = ("look", "leap", "land")
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools = [{"type": "function", "name": name, "parameters": schema} for name in names]
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "leap"}, {"type": "web_search"}],
+    }
+    body = {"input": "Weather?", "tools": tools, "tool_choice": choice, "seed": 5}
+    with running(load) as server, server.client() as client:
+        response = client.post("/v1/responses", json=body)
+        refused = client.post("/v1/responses", json=body | {"tool_choice": choice | {"tools": 3}})
+    assert [item["name"] for item in response.json()["output"]] == ["leap"]
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tool_choice"
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "leap"}}}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools"),

@@ -138,7 +138,10 @@ class Chat:
         }
 
     def _usage(self, generation: Generation) -> dict[str, Any]:
-        return usage_of(generation.replies, self._ask.params.n, self._ask.prediction)
+        ask = self._ask
+        return usage_of(
+            generation.replies, ask.params.n, ask.prediction, ask.thoughts(self._context)
+        )
 
 
 class _Names:

@@ -17,9 +17,9 @@ router = APIRouter()
 
 
 @router.get("/health")
-async def health(context: Context, ready: bool = False) -> Response:
-    """Whether the process is well. With ``?ready=1``, as `/ready`."""
-    if ready:
+async def health(context: Context, ready: str = "0") -> Response:
+    """Whether the process is well. With ``?ready``, as `/ready`."""
+    if ready.lower() not in ("0", "false"):
         return await is_ready(context)
     if not context.is_live:
         raise unavailable("the engine has stopped; see the server's log", "not_live")

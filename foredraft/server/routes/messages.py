@@ -16,7 +16,7 @@ from foredraft.server.context import ServerContext
 from foredraft.server.errors import ApiError
 from foredraft.server.finishing import finish_reason, stop_string
 from foredraft.server.generation import Reply
-from foredraft.server.messages_input import as_chat, ignored
+from foredraft.server.messages_input import NAMES, as_chat, ignored
 from foredraft.server.routes.common import Context, KeyId, new_id, respond
 from foredraft.server.schemas.common import AnthropicErrorBody, error_responses, streamed
 from foredraft.server.schemas.messages import Count, CountRequest, Message, MessagesRequest
@@ -36,7 +36,7 @@ async def create_message(
 ) -> Response:
     """Reply to a conversation."""
     plain = body.plain()
-    ask = await read_chat(context, as_chat(plain), key_id)
+    ask = await read_chat(context, as_chat(plain), key_id, NAMES)
     work = Messages(context, ask)
     return await respond(work, plain, ignored(plain), context, request)
 
@@ -44,7 +44,7 @@ async def create_message(
 @router.post("/v1/messages/count_tokens", response_model=Count, responses=_ERRORS)
 async def count_tokens(body: CountRequest, context: Context, key_id: KeyId) -> Response:
     """How many tokens a conversation has as the model is given it, system and tools included."""
-    ask = await read_chat(context, as_chat(body.plain()), key_id)
+    ask = await read_chat(context, as_chat(body.plain()), key_id, NAMES)
     return JsonResponse({"input_tokens": len(ask.prompts[0])})
 
 
@@ -128,7 +128,12 @@ def _delta(block: Block, text: str) -> dict[str, str]:
 
 def _content(block: Block) -> dict[str, Any]:
     if block.kind == "call":
-        return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block)}
+        return {
+            "type": "tool_use",
+            "id": f"toolu_{block.id}",
+            "name": block.name,
+            "input": _input(block),
+        }
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     return {"type": "text", "text": block.text}

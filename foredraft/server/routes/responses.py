@@ -18,11 +18,11 @@ from foredraft.server.context import ServerContext
 from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.generation import Generation, Reply
 from foredraft.server.logprobs import chat_logprobs
-from foredraft.server.responses_input import as_chat, ignored
+from foredraft.server.responses_input import NAMES, as_chat, ignored
 from foredraft.server.routes.common import Context, KeyId, new_id, now, respond
 from foredraft.server.schemas.common import error_responses, streamed
 from foredraft.server.schemas.responses import ResponseObject, ResponsesRequest
-from foredraft.server.usage import num_cached, speculation_of
+from foredraft.server.usage import Thoughts, num_cached, speculation_of
 from foredraft.server.wire import named_event
 
 router = APIRouter()
@@ -37,7 +37,7 @@ async def create_response(
 ) -> Response:
     """Reply to a conversation. Nothing is stored."""
     plain = body.plain()
-    ask = await read_chat(context, as_chat(plain), key_id)
+    ask = await read_chat(context, as_chat(plain), key_id, NAMES)
     work = Responses(context, ask, plain)
     return await respond(work, plain, ignored(plain), context, request)
 
@@ -105,7 +105,7 @@ class Responses:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "completed_at": None if is_cut else now(),
             "output": [self._item(block, is_over=True) for block in self._blocks.all],
-            "usage": _usage(reply),
+            "usage": _usage(reply, self._ask.thoughts(self._context)),
         }
         if metrics := speculation_of([reply], self._context.settings.request_metrics):
             self._response["metrics"] = metrics
@@ -221,11 +221,11 @@ def _begun(ask: Ask, body: Body) -> dict[str, Any]:
     }
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
+def _usage(reply: Reply, thoughts: Thoughts | None) -> dict[str, Any]:
     return {
         "input_tokens": reply.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": num_cached([reply]), "cache_write_tokens": 0},
         "output_tokens": reply.num_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thoughts(reply) if thoughts else 0},
         "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
     }

@@ -21,7 +21,7 @@ class SamplingFields(RequestBody):
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
     logit_bias: dict[str, Number] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None

@@ -1,0 +1,113 @@
+"""Thoughts of a reply: told apart from what it says, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foredraft.models.tokenizer import Tokenizer
+from tests.models.checkpoints import save_tokenizer
+from tests.server.conftest import running
+from tests.server.events import data_of
+from tests.server.scripted import replying
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THOUGHTS, SAID = "The river is wide.", "Take the ferry."
+REPLY = f"<think>\n{THOUGHTS}</think>\n\n{SAID}"
+USER = [{"role": "user", "content": "How?"}]
+BODY: dict[str, Any] = {"messages": USER, "temperature": 0}
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("thoughts")
+    save_tokenizer(directory, TEMPLATE)
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def client(tokenizer: Tokenizer) -> Iterator[httpx.Client]:
+    with running(replying(tokenizer, REPLY)) as server, server.client() as client:
+        yield client
+
+
+def size(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_chat_tells_thoughts_apart(client: httpx.Client, tokenizer: Tokenizer) -> None:
+    answer = client.post(CHAT, json=BODY).json()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == (THOUGHTS, SAID)
+    assert "reasoning_content" not in message
+    counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert 0 < counted < answer["usage"]["completion_tokens"]
+    assert abs(counted - size(tokenizer, REPLY[: -len(SAID)])) <= 2
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last, _ = data_of(client.post(CHAT, json=BODY | options))
+    assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] == counted
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    for name, text in (("reasoning", THOUGHTS), ("content", SAID)):
+        assert "".join(delta.get(name, "") for delta in deltas) == text
+
+
+def test_a_reply_that_was_cut_is_all_thoughts(client: httpx.Client) -> None:
+    answer = client.post(CHAT, json=BODY | {"max_tokens": 9}).json()
+    assert answer["choices"][0]["message"]["content"] == ""
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 9
+
+
+def test_messages_and_responses_tell_them_apart(client: httpx.Client) -> None:
+    message = client.post(MESSAGES, json=BODY | {"max_tokens": 400}).json()
+    thinking, text = message["content"]
+    assert (thinking["type"], thinking["thinking"]) == ("thinking", THOUGHTS)
+    assert (text["type"], text["text"]) == ("text", SAID)
+    response = client.post(RESPONSES, json={"input": "How?", "temperature": 0}).json()
+    reasoning, said = response["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": THOUGHTS}]
+    assert said["content"][0]["text"] == SAID
+    assert 0 < response["usage"]["output_tokens_details"]["reasoning_tokens"] < 400
+
+
+def test_the_old_name_beside_the_new_one(tokenizer: Tokenizer) -> None:
+    load = replying(tokenizer, REPLY)
+    with running(load, reasoning_content=True) as server, server.client() as client:
+        message = client.post(CHAT, json=BODY).json()["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == THOUGHTS
+
+
+def test_thoughts_that_the_prompt_has_opened(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>{% endif"))
+    load = replying(Tokenizer(tmp_path), REPLY.removeprefix("<think>\n"))
+    with running(load) as server, server.client() as client:
+        answer = client.post(CHAT, json=BODY).json()
+    message = answer["choices"][0]["message"]
+    assert message["content"] == SAID
+    assert message["reasoning"].endswith(THOUGHTS[-8:])
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_both_names_are_read(client: httpx.Client) -> None:
+    def count(post: Callable[..., httpx.Response], **more: str) -> int:
+        turn = {"role": "assistant", "content": SAID, **more}
+        return int(post("/tokenize", json={"messages": [*USER, turn]}).json()["count"])
+
+    plain = count(client.post)
+    new, old = (count(client.post, **{n: THOUGHTS}) for n in ("reasoning", "reasoning_content"))
+    assert plain < new == old
+
+
+def test_none_are_counted_where_there_can_be_none(shared: Any) -> None:
+    with shared.client() as client:
+        usage = client.post(CHAT, json=BODY | {"max_tokens": 4}).json()["usage"]
+    assert "completion_tokens_details" not in usage
