@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from foredraft.cache.prefix import Session
+from foredraft.control.base import Allowance
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
+from foredraft.core.request import Request
 from foredraft.drafters.base import DraftRow
 from foredraft.engine.engine import Engine
 from foredraft.models.base import ScoreRow, Scores
@@ -189,6 +192,40 @@ def test_a_controller_that_fails_to_observe_costs_nobody_anything(
     assert (result.finish_reason, result.token_ids) == ("length", plain([1]))
     assert "no rows accepted" in caplog.text
     assert target.cache.slots == []
+
+
+def _allowing(number: int) -> Callable[[Sequence[Request]], list[Allowance]]:
+    return lambda rows: [Allowance(number) for _ in rows]
+
+
+def _lost(rows: Sequence[Request]) -> list[Allowance]:
+    raise ZeroDivisionError("no rows accepted")
+
+
+@pytest.mark.parametrize(
+    ("allow", "complaint"),
+    [
+        (_lost, "failed to allow anything: no rows accepted"),
+        (lambda rows: [], "failed to allow anything: 0 allowances for 2 rows"),
+        (lambda rows: [Allowance(2)] * 3, "failed to allow anything: 3 allowances for 2 rows"),
+        (lambda rows: None, "failed to allow anything"),
+        (_allowing(50), ""),
+        (_allowing(-3), ""),
+    ],
+)
+def test_a_controller_that_allows_nonsense_costs_nobody_anything(
+    allow: Callable[[Sequence[Request]], Any],
+    complaint: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """More than the context holds, less than nothing, for too many rows, or an exception."""
+    target = TableModel(len(LETTERS), counting_model().probs, max_context=20)
+    controller = FixedBudget(4, target.max_context)
+    controller.allow = allow  # type: ignore[method-assign]
+    engine = Engine(target, counting_drafter(), controller, new_decoder=letters)
+    results = generate(engine, [[1], [2]], SamplingParams(max_tokens=30))
+    assert [(r.finish_reason, len(r.token_ids)) for r in results] == [("length", 19)] * 2
+    assert complaint in caplog.text
 
 
 def test_a_trace_that_fails_is_switched_off_and_said(caplog: pytest.LogCaptureFixture) -> None:
