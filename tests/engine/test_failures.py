@@ -221,7 +221,7 @@ def test_a_controller_that_allows_nonsense_costs_nobody_anything(
     """More than the context holds, less than nothing, for too many rows, or an exception."""
     target = TableModel(len(LETTERS), counting_model().probs, max_context=20)
     controller = FixedBudget(4, target.max_context)
-    controller.allow = allow  # type: ignore[method-assign]
+    controller.allow = allow  # type: ignore[method-assign, assignment]
     engine = Engine(target, counting_drafter(), controller, new_decoder=letters)
     results = generate(engine, [[1], [2]], SamplingParams(max_tokens=30))
     assert [(r.finish_reason, len(r.token_ids)) for r in results] == [("length", 19)] * 2
