@@ -88,7 +88,7 @@ def run_batch_file(
                     _say(f"{done} of {len(ids)} answered; the same command goes on from there")
                     raise
             seconds = time.perf_counter() - start
-    _report(summary, seconds, output, as_json)
+    _report(summary, answers.num_failed, seconds, output, as_json)
     if summary.failed:
         raise typer.Exit(1)
 
@@ -121,14 +121,19 @@ def _require_server() -> None:
         ) from error
 
 
-def _report(summary: BatchSummary, seconds: float, output: Path, as_json: bool) -> None:
+def _report(
+    summary: BatchSummary, failed_before: int, seconds: float, output: Path, as_json: bool
+) -> None:
     rate = summary.completion_tokens / seconds if seconds else 0.0
     if as_json:
         figures = {"seconds": round(seconds, 2), "tokens_per_second": round(rate, 1)}
+        figures["failed_before"] = failed_before
         typer.echo(json.dumps(asdict(summary) | figures | {"output": str(output)}))
         return
+    before = f"{summary.skipped} answered before"
+    before += f" ({failed_before} of them failed)" * bool(failed_before)
     _say(
-        f"{summary.answered} answered, {summary.failed} failed, {summary.skipped} answered before; "
+        f"{summary.answered} answered, {summary.failed} failed, {before}; "
         f"{summary.completion_tokens} tokens in {seconds:.1f} s ({rate:.0f} a second): {output}"
     )
 
