@@ -13,6 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""How a cache says that there is no room."""
+
 
 @dataclass(frozen=True)
 class KVShape:
