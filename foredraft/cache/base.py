@@ -149,6 +149,15 @@ class Cache(Protocol):
         """
         ...
 
+    def distrust(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
+        """The slot's entries may be bad: what others could find of them is found no more.
+
+        Args:
+            owner: see `share`.
+            tokens: the text of the entries.
+        """
+        ...
+
     def forget(self) -> None:
         """Give up all entries that are kept for nobody but those to come."""
         ...

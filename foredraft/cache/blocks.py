@@ -231,6 +231,12 @@ class BlockTables:
             named.append(node.block)
         return named
 
+    def unname(self, slot: int) -> None:
+        """Let nobody find the slot's blocks any more."""
+        for block in self._tables[slot]:
+            if block in self._index:
+                self._index.remove(block)
+
     def touch(self, blocks: Sequence[int]) -> None:
         """These blocks of one text were wanted just now; see `PrefixIndex.touch`."""
         self._index.touch(blocks)

@@ -64,6 +64,8 @@ class Places:
         self._drafter.end(row.request_id)
         if request.slot < 0:
             return
+        if row.has_read_nonsense:  # and what it began with may be why
+            self.prefixes.distrust(request.slot, request.tokens)
         # After an error the entries may be the cause. Those of a drafter's own layers are whole
         # only if it has followed to the end.
         is_sound = request.finish_reason != "error" and (

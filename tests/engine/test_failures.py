@@ -19,7 +19,7 @@ from foredraft.core.request import Request
 from foredraft.drafters.base import DraftRow
 from foredraft.engine.engine import Engine
 from foredraft.models.base import ScoreRow, Scores
-from foredraft.models.table import TableModel
+from foredraft.models.table import TableModel, TokenCache
 from tests.engine.helpers import (
     LETTERS,
     FaultyTarget,
@@ -116,6 +116,42 @@ def test_a_forward_of_several_rows_that_fails_is_tried_row_by_row(raise_at: int)
     engine = new_engine(target, counting_drafter(), num_draft_tokens=2)
     for result, prompt in zip(generate(engine, [[1], [5]], PARAMS), ([1], [5]), strict=True):
         assert (result.finish_reason, result.token_ids) == ("length", plain(prompt))
+
+
+class Poisoned(TableModel):
+    """Entries that one bad forward has written are no numbers, to whoever reads them."""
+
+    is_bad = False
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        scores = super().score(rows, taps)
+        bad: set[int] = self.__dict__.setdefault("bad_blocks", set())
+        for row, heads in zip(rows, scores.heads, strict=True):
+            table = self.cache.table(row.slot)
+            bad.update(table if self.is_bad else ())
+            if bad.intersection(table):
+                scores.logits_NV[heads.start : heads.stop] = torch.nan
+        return scores
+
+
+def test_bad_entries_of_a_row_that_made_way_cost_one_request() -> None:
+    """They were kept for it to come back to, and are found by nobody once they are known."""
+    target = Poisoned(len(LETTERS), counting_model().probs)
+    target.cache = TokenCache(block_size=4)
+    engine = new_engine(target, max_step_tokens=8)
+    prompt = [i % len(LETTERS) for i in range(40)]
+    engine.submit(prompt, PARAMS)
+    target.is_bad = True
+    engine.step()  # a chunk of its prompt
+    target.is_bad = False
+    engine._preempt(engine._scheduler.running[0])
+    engine._is_full = False
+    (broken,) = drain(engine).values()
+    assert broken.finish_reason == "error"
+    assert "logits" in str(broken.error)
+    target.__dict__["bad_blocks"].clear()  # blocks that are handed out anew are written anew
+    (later,) = generate(engine, [prompt], PARAMS)
+    assert (later.num_cached_tokens, later.token_ids) == (0, plain(prompt))
 
 
 def test_held_back_text_comes_out_when_a_request_fails() -> None:
