@@ -15,6 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+try:
+    import fcntl
+except ImportError:  # not on Windows, where two runs at a time are the user's to avoid
+    fcntl = None  # type: ignore[assignment]
+
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError, unknown
 
@@ -118,20 +123,25 @@ class AnswerFile:
 
     Attributes:
         answered: ids that it holds an answer to.
+        num_failed: of those that it held at first, how many say what went wrong.
 
     Raises:
-        ConfigError: it holds something else than answers.
+        ConfigError: it holds something else than answers, or another run is writing to it.
         OSError: it cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
         self.answered: set[str] = set()
-        end = 0
-        if path.exists():
+        self.num_failed = 0
+        self._file = path.open("ab")
+        try:
+            self._keep_others_out(path)
             with path.open("rb") as file:
                 end = self._read(path, file)
-        self._file = path.open("ab")
-        self._file.truncate(end)
+            self._file.truncate(end)
+        except BaseException:
+            self._file.close()
+            raise
 
     def __enter__(self) -> AnswerFile:
         return self
@@ -157,6 +167,16 @@ class AnswerFile:
         self._file.flush()
         self.answered.add(request.custom_id)
 
+    def _keep_others_out(self, path: Path) -> None:
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another run is writing to {path}: wait for it, or give another --output"
+            ) from None
+
     def _read(self, path: Path, file: BinaryIO) -> int:
         """Note what is there; returns where the last whole line ends."""
         end = 0
@@ -165,7 +185,9 @@ class AnswerFile:
             if is_ours and not line.endswith(b"\n"):
                 break  # cut off when it was written
             try:
-                self.answered.add(json.loads(line)["custom_id"])
+                value = json.loads(line)
+                self.answered.add(value["custom_id"])
+                self.num_failed += value["response"]["status_code"] != 200
             except (ValueError, LookupError, TypeError):
                 raise ConfigError(
                     f"line {number} of {path} is no answer of a batch: give another --output, or "

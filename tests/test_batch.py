@@ -108,6 +108,16 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, torn: str) -> N
     assert run(path, output).skipped == 9
 
 
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with AnswerFile(output) as first:
+        first.add(BatchRequest("a", URL, {}), Answer(500, {"error": {"message": "no"}}))
+        with pytest.raises(ConfigError, match="another run is writing"):
+            AnswerFile(output)
+    with AnswerFile(output) as later:
+        assert (later.answered, later.num_failed) == ({"a"}, 1)
+
+
 @pytest.mark.parametrize("content", ["my novel", "my novel\n", "[1]\n", '{"a": 1}\n'])
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str) -> None:
     output = tmp_path / "novel.txt"

@@ -34,10 +34,12 @@ class RecallDrafter(BaseDrafter):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
         self._size, self._max_entries = context_size, max_entries
-        self._followers: dict[tuple[int, ...], int] = {}
+        self._followers: dict[tuple[str | None, tuple[int, ...]], int] = {}  # by whose text, too
+        self._tenants: dict[int, str | None] = {}
         self._tails: dict[int, tuple[int, ...]] = {}  # the last tokens of each running request
 
     def begin(self, request: DraftRequest) -> None:
+        self._tenants[request.request_id] = request.tenant
         self._tails[request.request_id] = ()
         self._learn(request.request_id, request.tokens)
 
@@ -49,23 +51,24 @@ class RecallDrafter(BaseDrafter):
             self._learn(step.request_id, step.committed)
 
     def end(self, request_id: int) -> None:
-        del self._tails[request_id]
+        del self._tails[request_id], self._tenants[request_id]
 
     def _recall(self, row: DraftRow) -> list[int]:
+        tenant = self._tenants[row.request_id]
         text = list(row.tokens[-self._size :])
         for _ in range(row.budget):
-            follower = self._followers.get(tuple(text[-self._size :]))
+            follower = self._followers.get((tenant, tuple(text[-self._size :])))
             if follower is None:
                 break
             text.append(follower)
         return text[self._size :]
 
     def _learn(self, request_id: int, tokens: Sequence[int]) -> None:
-        tail = self._tails[request_id]
+        tenant, tail = self._tenants[request_id], self._tails[request_id]
         for token in tokens:
             if len(tail) == self._size:
-                self._followers.pop(tail, None)  # so that it counts as new again
-                self._followers[tail] = token
+                self._followers.pop((tenant, tail), None)  # so that it counts as new again
+                self._followers[tenant, tail] = token
             tail = (*tail, token)[-self._size :]
         self._tails[request_id] = tail
         while len(self._followers) > self._max_entries:

@@ -180,9 +180,10 @@ def _read(path: Path) -> list[BenchPrompt]:
         try:
             entry = json.loads(line)
             prompts.append(BenchPrompt(str(entry["id"]), entry["category"], entry["turns"][0]))
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
+            lacking = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
-                f"{path}, line {number}: expected an object with id, category and turns ({error!r})"
+                f"{path}, line {number}: expected an object with id, category and turns: {lacking}"
             ) from error
     if not prompts:
         raise ConfigError(f"{path} holds no prompts")

@@ -13,6 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""How a cache says that there is no room."""
+
 
 @dataclass(frozen=True)
 class KVShape:
@@ -143,6 +146,15 @@ class Cache(Protocol):
         Args:
             owner: see `share`.
             tokens: the text of the entries to keep, no more than count.
+        """
+        ...
+
+    def distrust(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
+        """The slot's entries may be bad: what others could find of them is found no more.
+
+        Args:
+            owner: see `share`.
+            tokens: the text of the entries.
         """
         ...
 

@@ -62,10 +62,11 @@ class BlockPool:
         limit = self._limit()
         if self.num_used + count > limit:
             size = self._index.block_size
+            otherwise = "wait until requests end, send fewer at once, or " if count <= limit else ""
             raise CacheFullError(
                 f"the cache has no room for {count * size} more tokens: {self.num_used * size} of "
-                f"the {limit * size} that its memory allows are in use; wait until requests end, "
-                "send fewer at once, or let it have more (cache_memory)"
+                f"the {limit * size} that its memory allows are in use; {otherwise}let it have "
+                "more (cache_memory)"
             )
         while self.num_used + count + self._index.num_unused > limit:
             heapq.heappush(self._returned, self._index.forget())
@@ -229,6 +230,12 @@ class BlockTables:
             before = node.name
             named.append(node.block)
         return named
+
+    def unname(self, slot: int) -> None:
+        """Let nobody find the slot's blocks any more."""
+        for block in self._tables[slot]:
+            if block in self._index:
+                self._index.remove(block)
 
     def touch(self, blocks: Sequence[int]) -> None:
         """These blocks of one text were wanted just now; see `PrefixIndex.touch`."""

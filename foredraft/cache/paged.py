@@ -149,6 +149,9 @@ class PagedCache:
         self.free(slot)
         self.tables.touch(named)  # its own, and those of others that hold the same
 
+    def distrust(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
+        self.tables.unname(slot)
+
     def free(self, slot: int) -> None:
         self._lengths.close(slot)
         del self._written[slot]

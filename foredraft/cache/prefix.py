@@ -142,6 +142,15 @@ class PrefixCache:
         held = [self._cache.length(slot), *(layers.covered(slot) for layers in self._layers)]
         self._cache.retire(slot, owner, tokens[: min(held)])
 
+    def distrust(self, slot: int, tokens: Sequence[int]) -> None:
+        """A request with this slot read what is no number: others are not to begin with it, too.
+
+        Args:
+            tokens: the request's.
+        """
+        if (owner := self._owners.get(slot)) is not None:
+            self._cache.distrust(slot, owner, tokens)
+
     def clear(self) -> None:
         """Forget all that is kept for later requests."""
         self._cache.forget()

@@ -25,14 +25,16 @@ def one_grammar(
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
     if json_schema is not None:
-        return Grammar.json_schema(_read(json_schema))
+        return _of_schema(json_schema)
     if regex is not None:
         return Grammar.regex(regex)
     return None if choice is None else Grammar.choice(choice)
 
 
-def _read(path: str) -> str:
+def _of_schema(path: str) -> Grammar:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Grammar.json_schema(Path(path).read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError(f"--json-schema {path}: {error}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"the JSON schema {path} cannot be read: {error}") from error

@@ -245,6 +245,13 @@ def with_option_objects(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def flags(group: type[Any]) -> dict[str, str]:
+    """How the fields of an option object are spelled on the command line."""
+    hints = get_type_hints(group, include_extras=True)
+    # Within `Annotated` typer reads the first argument as a name, and keeps it as the default.
+    return {f.name: str(hints[f.name].__metadata__[0].default) for f in fields(group)}
+
+
 def _fields_as_parameters(group: type[Any]) -> list[Parameter]:
     hints = get_type_hints(group, include_extras=True)
     return [

@@ -72,34 +72,35 @@ def run_batch_file(
             sizes = {"max_batch_size": concurrency, "max_step_tokens": max_step_tokens}
             asked = o.load_options(running, draft, **sizes)
             _require_server()
-            llm = o.load_llm(asked)
-            start = time.perf_counter()
-            with progress_bar(missing) as advance:
-
-                def told(so_far: BatchSummary) -> None:
-                    rate = so_far.completion_tokens / (time.perf_counter() - start)
-                    advance(f"{rate:.0f} tokens/s")
-
-                run = _run(llm, tuple(served_model_name or ()), file, answers, concurrency, told)
-                try:
-                    summary = asyncio.run(run)
-                except KeyboardInterrupt:
-                    done = len(answers.answered)
-                    _say(f"{done} of {len(ids)} answered; the same command goes on from there")
-                    raise
+            llm, start = o.load_llm(asked), time.perf_counter()
+            try:
+                summary = _answer(llm, tuple(served_model_name or ()), file, answers, missing)
+            except KeyboardInterrupt:
+                done = len(answers.answered)
+                _say(f"{done} of {len(ids)} answered; the same command goes on from there")
+                raise
             seconds = time.perf_counter() - start
-    _report(summary, seconds, output, as_json)
+    _report(summary, answers.num_failed, seconds, output, as_json)
     if summary.failed:
         raise typer.Exit(1)
 
 
+def _answer(
+    llm: LLM, names: tuple[str, ...], file: Path, answers: AnswerFile, missing: int
+) -> BatchSummary:
+    """Ask for what is missing, with a progress bar."""
+    start = time.perf_counter()
+    with progress_bar(missing) as advance:
+
+        def told(so_far: BatchSummary) -> None:
+            rate = so_far.completion_tokens / (time.perf_counter() - start)
+            advance(f"{rate:.0f} tokens/s")
+
+        return asyncio.run(_run(llm, names, file, answers, told))
+
+
 async def _run(
-    llm: LLM,
-    names: tuple[str, ...],
-    file: Path,
-    answers: AnswerFile,
-    concurrency: int,
-    told: Any,
+    llm: LLM, names: tuple[str, ...], file: Path, answers: AnswerFile, told: Any
 ) -> BatchSummary:
     from foredraft.server.in_process import in_process, local_settings
 
@@ -108,7 +109,7 @@ async def _run(
         async def ask(request: BatchRequest) -> Answer:
             return Answer(*await server.post(request.url, request.body))
 
-        return await run_batch(file, answers, ask, concurrency, told)
+        return await run_batch(file, answers, ask, llm.engine.max_batch_size, told)
 
 
 def _require_server() -> None:
@@ -121,14 +122,19 @@ def _require_server() -> None:
         ) from error
 
 
-def _report(summary: BatchSummary, seconds: float, output: Path, as_json: bool) -> None:
+def _report(
+    summary: BatchSummary, failed_before: int, seconds: float, output: Path, as_json: bool
+) -> None:
     rate = summary.completion_tokens / seconds if seconds else 0.0
     if as_json:
         figures = {"seconds": round(seconds, 2), "tokens_per_second": round(rate, 1)}
+        figures["failed_before"] = failed_before
         typer.echo(json.dumps(asdict(summary) | figures | {"output": str(output)}))
         return
+    before = f"{summary.skipped} answered before"
+    before += f" ({failed_before} of them failed)" * bool(failed_before)
     _say(
-        f"{summary.answered} answered, {summary.failed} failed, {summary.skipped} answered before; "
+        f"{summary.answered} answered, {summary.failed} failed, {before}; "
         f"{summary.completion_tokens} tokens in {seconds:.1f} s ({rate:.0f} a second): {output}"
     )
 

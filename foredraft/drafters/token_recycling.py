@@ -29,11 +29,14 @@ from foredraft.drafters.base import (
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.options import checked_count, checked_flag
 from foredraft.drafters.common.per_request import PerRequestDrafter
+from foredraft.drafters.common.per_tenant import PerTenant
 from foredraft.drafters.common.price import asked_price
 from foredraft.drafters.common.priors import priors
 
 _STEADIEST = 3
 _PRIOR_WEIGHT = 20.0
+_MOST_SHARED = 1 << 18
+"""Tokens that the shared tables of all tenants may know together: some 50 MB."""
 
 
 class _Row(NamedTuple):
@@ -57,6 +60,10 @@ class Successors:
     def __init__(self, num_candidates: int) -> None:
         self.num_candidates = num_candidates
         self._rows: dict[int, _Row] = {}
+
+    def __len__(self) -> int:
+        """Tokens it knows."""
+        return len(self._rows)
 
     def get(self, token: int) -> _Row | None:
         return self._rows.get(token)
@@ -143,7 +150,7 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
     Args:
         num_candidates: candidates kept for each token.
         price: what nodes cost; the controller's when None.
-        shared: one table for all requests, instead of one each.
+        shared: one table for all requests of a tenant, instead of one each.
         tree: whether drafts may branch.
     """
 
@@ -161,10 +168,15 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
                 f"num_candidates is {num_candidates}; more than {most} are never drafted"
             )
         self._num_candidates, self._price, self._tree = num_candidates, price, tree
-        self._shared = Successors(num_candidates) if shared else None
+        self._shared = PerTenant(self._new, _MOST_SHARED) if shared else None
 
     def begin_request(self, request: DraftRequest) -> _Request:
-        return _Request(request.tokens, self._shared or Successors(self._num_candidates))
+        tenant = request.tenant
+        table = self._new(tenant) if self._shared is None else self._shared.of(tenant)
+        return _Request(request.tokens, table)
+
+    def _new(self, tenant: str | None) -> Successors:
+        return Successors(self._num_candidates)
 
     def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         last = draft[-1] if draft else request.last
@@ -192,7 +204,7 @@ DRAFTER = DrafterSpec(
     options={
         "num_candidates": "candidates kept for each token, at most 8 (8)",
         "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
-        "shared": "one table for all requests instead of one each (false)",
+        "shared": "one table for all requests of a tenant instead of one each (false)",
     },
     num_draft_tokens=12,
 )

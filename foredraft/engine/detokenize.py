@@ -49,6 +49,7 @@ class TextAssembler:
         self._longest_stop = max((len(s) for s in stop), default=0)
         self._pieces: list[Piece] = []
         self._stopped = False
+        self._num_seen = self._held = 0  # characters at the last look, and those held back then
         self.text = ""
 
     def push(self, token: int, drafted: bool) -> bool:
@@ -106,7 +107,13 @@ class TextAssembler:
 
     def _num_held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
-            if any(s.startswith(self.text[-length:]) for s in self._stop):
-                return length
-        return 0
+        # Without what is new it was such an end already. So few lengths have to be tried, however
+        # long the stop strings are.
+        most = self._held + len(self.text) - self._num_seen
+        lengths = range(min(self._longest_stop - 1, most), 0, -1)
+        self._num_seen = len(self.text)
+        self._held = next((n for n in lengths if self._begins_a_stop(self.text[-n:])), 0)
+        return self._held
+
+    def _begins_a_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)

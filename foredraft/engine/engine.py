@@ -22,6 +22,7 @@ from foredraft.engine.detokenize import TextAssembler, TokenDecoder
 from foredraft.engine.events import Event as Event
 from foredraft.engine.events import Reader
 from foredraft.engine.guard import GuardedDrafter
+from foredraft.engine.guarded_controller import GuardedController
 from foredraft.engine.places import Places
 from foredraft.engine.row import GenerationResult, Row, Turn
 from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
@@ -80,11 +81,12 @@ class Engine:
         new_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
     ) -> None:
         check_taps(drafter.taps, target.capabilities)
-        self._target, self._controller, self._trace = target, controller, trace
+        self._target, self._trace = target, trace
+        self._controller = GuardedController(controller, target.max_context)
         self._scheduler = Scheduler(max_batch_size, max_step_tokens)
         self.max_batch_size = max_batch_size
         self._drafter = GuardedDrafter(drafter, target)
-        self._parts = Parts(controller, self._drafter, target, self._report, clock)
+        self._parts = Parts(self._controller, self._drafter, target, self._report, clock)
         self._places = Places(target, self._drafter, prefix_caching)
         self._is_full = False  # of memory: nobody begins before somebody else has ended
         self._eos = frozenset(eos_token_ids)
@@ -344,7 +346,7 @@ class Engine:
         waiting, preempted = self._scheduler.num_waiting, self._totals.untold_preemptions()
         record = replace(record, num_waiting=waiting, num_preempted=preempted)
         self._totals.add_step(record)
-        self._tell_controller("observe a step", lambda: self._controller.observe(record))
+        self._controller.observe(record)
         if self._trace is None:
             return
         try:
@@ -352,12 +354,6 @@ class Engine:
         except Exception as error:
             self._trace = None
             _log.warning("the trace failed and is switched off: %s", error, exc_info=error)
-
-    def _tell_controller(self, what: str, tell: Callable[[], None]) -> None:
-        try:
-            tell()
-        except Exception as error:
-            _log.warning("the controller failed to %s: %s", what, error, exc_info=error)
 
     def _cancel(self, row: Row) -> Event:
         row.request.finish_reason = "cancelled"
@@ -391,7 +387,7 @@ class Engine:
         self._scheduler.remove(row)
         self._places.close(row)
         self._is_full = False
-        self._tell_controller("end a request", lambda: self._controller.end(row.request_id))
+        self._controller.end(row.request_id)
         if row.session is not None:
             row.session.busy = False
         self._readers.pop(row.request_id, None)

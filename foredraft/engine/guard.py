@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from foredraft.cache.base import NO_MEMORY
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.tree import TokenTree
@@ -32,7 +33,8 @@ class GuardedDrafter:
 
     The request in which it fails is decoded plainly to its end; the others go on. After three
     faulty requests in a row the drafter is left out of the next few requests, then tried again,
-    with longer pauses as long as it keeps failing. All of it is said in the log. Texts of seeded
+    with longer pauses as long as it keeps failing; a lack of memory does not count. All of it is
+    said in the log. Texts of seeded
     requests are unaffected. For drawn ones a fault that depends on which token was drawn discards
     a draft after seeing it, which bends that request's distribution; nothing can undo that after
     the draw.
@@ -148,6 +150,9 @@ class GuardedDrafter:
                 _log.debug("drafter failed to forget request %d: %s", request_id, again)
 
     def _count(self, request_id: int, where: str, error: Exception) -> None:
+        if isinstance(error, NO_MEMORY):  # is the load's doing, and others may have some again soon
+            _log.warning("request %d goes on with plain decoding: %s", request_id, error)
+            return
         self.num_faults += 1
         self._in_a_row += 1
         _log.warning(

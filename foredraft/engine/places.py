@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from foredraft.cache.base import NO_MEMORY
 from foredraft.cache.prefix import PrefixCache
 from foredraft.core.errors import CacheFullError
 from foredraft.drafters.base import DraftRequest
@@ -14,9 +13,6 @@ from foredraft.models.base import Target
 HEADROOM = 64
 """Tokens of its reply that there must be room for, beside its text, before a row begins: it would
 soon have to give its place away again."""
-
-NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
-"""How a cache says that there is no room."""
 
 
 class Places:
@@ -68,6 +64,8 @@ class Places:
         self._drafter.end(row.request_id)
         if request.slot < 0:
             return
+        if row.has_read_nonsense:  # and what it began with may be why
+            self.prefixes.distrust(request.slot, request.tokens)
         # After an error the entries may be the cause. Those of a drafter's own layers are whole
         # only if it has followed to the end.
         is_sound = request.finish_reason != "error" and (

@@ -12,7 +12,7 @@ from foredraft.cache.prefix import Session
 from foredraft.control.base import Allowance
 from foredraft.core.choices import KeyedVerifyChoices
 from foredraft.core.draws import DrawKey
-from foredraft.core.errors import ForedraftError
+from foredraft.core.errors import ForedraftError, NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import Proposal
 from foredraft.core.request import FinishReason, Request, SpeculationStats
@@ -81,6 +81,7 @@ class Row:
         order: its place in every queue; see `Scheduler`.
         has_begun: whether it has ever been in the batch.
         is_followed: whether the drafter follows it, or is to when it begins.
+        has_read_nonsense: whether it ended because its logits were no numbers.
         num_reused: tokens of the prompt that were in the cache when it began.
         num_prompt_read: most tokens of the prompt that were in the cache after a step.
         num_sent: generated tokens that events have already carried.
@@ -104,6 +105,7 @@ class Row:
     has_begun: bool = False
     is_followed: bool = True
     error: str | None = None
+    has_read_nonsense: bool = False
     num_reused: int = 0
     num_prompt_read: int = 0
     num_sent: int = 0
@@ -201,6 +203,7 @@ class Row:
             return
         self.request.finish_reason = "error"
         self.error = f"{type(error).__name__}: {error}"
+        self.has_read_nonsense = isinstance(error, NonFiniteScoresError)
         _log.warning("request %d ends: %s", self.request_id, self.error, exc_info=error)
 
     def take(self) -> tuple[tuple[int, ...], int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from foredraft.cache.base import Cache
+from foredraft.cache.base import NO_MEMORY, Cache
 from foredraft.control.base import Allowance, Controller
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import StepRecord, StepTimes
@@ -15,7 +15,7 @@ from foredraft.core.tree import TokenTree
 from foredraft.engine.commit import Commit, commit
 from foredraft.engine.fetch import fetch
 from foredraft.engine.guard import GuardedDrafter
-from foredraft.engine.places import NO_MEMORY, as_cache_full
+from foredraft.engine.places import as_cache_full
 from foredraft.engine.row import Turn
 from foredraft.models.base import Scores, Target
 

@@ -199,6 +199,11 @@ class HFCache:
                 self._drop(other)
         self._parked[slot] = _Parked(owner, text)
 
+    def distrust(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
+        for other, parked in [*self._parked.items()]:
+            if parked.owner == owner and common_prefix(parked.tokens, tokens):
+                self._drop(other)
+
     def forget(self) -> None:
         for slot in [*self._parked]:
             self._drop(slot)

@@ -147,6 +147,27 @@ def test_after_a_failure_all_is_read_again(probe: Probe) -> None:
     assert requests.run([1, 2, 3]) == 0
 
 
+def test_what_is_distrusted_is_found_no_more(probe: Probe) -> None:
+    """Of one owner, as far as it goes; who uses it goes on, and others' texts stay."""
+    requests = Requests(probe)
+    requests.run(TEXT)
+    requests.run(TEXT, salt="other")
+    requests.run([7, 8, 9])
+    slot, num_cached = requests.begin([*TEXT[:150], 5])
+    beside, _ = requests.begin([*TEXT[:140], 6])
+    assert num_cached == 150
+    requests.prefixes.distrust(slot, [*TEXT[:150], 5])
+    requests.cache.check()
+    requests.prefixes.release(slot, [*TEXT[:150], 5], is_sound=False)
+    assert probe.read(beside) == TEXT[:140]
+    requests.cache.free(beside)
+    requests.cache.check()
+    assert requests.run(TEXT) == 0
+    assert requests.run(TEXT) == len(TEXT) - 1
+    assert requests.run(TEXT, salt="other") == len(TEXT) - 1
+    assert requests.run([7, 8, 9, 1]) == 2
+
+
 def test_switched_off_nothing_is_kept(probe: Probe) -> None:
     requests = Requests(probe, enabled=False)
     assert requests.run(TEXT) == requests.run(TEXT) == 0

@@ -18,6 +18,7 @@ MODEL_VALUES = [
     ("--dtype", "float23", "did you mean 'float32'"),
     ("--weights", "int3", "unknown weights"),
     ("--backend", "nativ", "did you mean 'native'"),
+    ("--device", "gpu", "did you mean 'cuda'"),
     ("--max-context", "1", "max_context is 1"),
     ("--max-context", "-5", "max_context is -5"),
     ("--model", "x" * 5000, "no file can have such a name"),
@@ -49,6 +50,7 @@ SAMPLING_VALUES = [
     ("--frequency-penalty", "nan", "frequency_penalty must be a finite number"),
     ("--min-tokens", "9999", "min_tokens is 9999"),
     ("--json-schema", "/no/such/schema.json", "cannot be read"),
+    ("--json-schema", __file__, "test_bad_values.py: the JSON schema is no JSON"),
     ("--choice", "", "empty text"),
 ]
 COMMANDS = {
@@ -72,7 +74,7 @@ COMMANDS = {
         ("--max-batch-size", "0", "max_batch_size is 0"),
         ("--port", "99999", "port is 99999"),
         ("--host", "0.0.0.0", "--api-key-file"),
-        ("--otlp-traces-endpoint", "collector:4317", "otlp_traces_endpoint is 'collector:4317'"),
+        ("--otlp-traces-endpoint", "collector:4317", "--otlp-traces-endpoint is 'collector:4317'"),
         ("--per-request-spec-decode-metrics", "some", "'summary'"),
     ],
     ("run-batch", "no-such-file.jsonl"): [("--max-step-tokens", "many", "Invalid value")],

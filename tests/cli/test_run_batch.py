@@ -47,7 +47,8 @@ def test_answers_are_those_of_the_model(run: Run, checkpoint: Path, tmp_path: Pa
     assert found["r3"]["status_code"] == 400
     assert "top_p" in found["r3"]["body"]["error"]["message"]
     again = run("run-batch", str(path), "--served-model-name", "tiny", "--json")
-    assert json.loads(again.stdout)["skipped"] == 4
+    summary = json.loads(again.stdout)
+    assert (summary["skipped"], summary["failed_before"]) == (4, 1)
     assert again.exit_code == 0
 
 

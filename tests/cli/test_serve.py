@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from foredraft.cli import options
+from foredraft.core.errors import ConfigError
 from tests.cli.conftest import Run
 
 serving = pytest.importorskip("foredraft.server.serving")
@@ -30,3 +32,28 @@ def test_port_0_names_the_port_that_was_found(run: Run, monkeypatch: pytest.Monk
     named = re.findall(r"http://127\.0\.0\.1:(\d+)", done.stderr)
     assert [*map(int, named)] == [*ports] * 3
     assert ports[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--port", "99999"), "--port is 99999: input should be less than"),
+        (("--per-request-spec-decode-metrics", "sumary"), "metrics is 'sumary': .* 'summary'"),
+        (("--ssl-certfile", "nosuch.pem"), "--ssl-certfile nosuch.pem: No such file"),
+        (("--ssl-certfile", __file__), "--ssl-certfile .*: .*PEM"),
+        (("--ssl-keyfile", "nosuch.pem"), "--ssl-keyfile is of no use without --ssl-certfile"),
+    ],
+)
+def test_what_cannot_be_served_with_is_named_as_it_was_given(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, str], message: str
+) -> None:
+    """Before a model is loaded."""
+    monkeypatch.setattr(options, "load_llm", None)
+    refused = run("serve", *arguments).exception
+    assert isinstance(refused, ConfigError)
+    assert re.search(message, str(refused)), refused
+
+
+def test_the_environment_is_named_likewise(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_MAX_N", "-3")
+    assert str(run("serve").exception).startswith("FOREDRAFT_MAX_N is '-3': ")

@@ -26,10 +26,11 @@ class Followed:
         prompt: Sequence[int],
         params: SamplingParams | None = None,
         request_id: int = 0,
+        tenant: str | None = None,
     ) -> None:
         self.drafter, self.tokens = drafter, list(prompt)
         self.params, self.request_id = params or SamplingParams(), request_id
-        drafter.begin(DraftRequest(request_id, tuple(prompt)))
+        drafter.begin(DraftRequest(request_id, tuple(prompt), tenant=tenant))
 
     def draft(self, budget: int = 16) -> TokenTree:
         """What would be drafted now."""

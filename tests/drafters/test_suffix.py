@@ -94,8 +94,10 @@ def test_requests_see_their_own_text_only() -> None:
 # -------------------------------------------------------------------------------- earlier outputs
 
 
-def answer(drafter: SuffixDrafter, output: list[int], request_id: int = 0) -> None:
-    request = Followed(drafter, [99], request_id=request_id)
+def answer(
+    drafter: SuffixDrafter, output: list[int], request_id: int = 0, tenant: str | None = None
+) -> None:
+    request = Followed(drafter, [99], request_id=request_id, tenant=tenant)
     request.commit(*output)
     request.end()
 
@@ -147,6 +149,28 @@ def test_tenants_never_see_each_other(tmp_path: Path) -> None:
         request.commit(*SONG[:9])
         assert bool(len(request.draft())) is sees
     assert "anna" not in tenant_file(tmp_path, "anna").name
+
+
+def test_requests_of_other_tenants_see_nothing_of_it(tmp_path: Path) -> None:
+    """Whose request it is counts, not only whose drafter."""
+    drafter = build(shared=True, shared_dir=tmp_path)
+    answer(drafter, SONG, tenant="anna")
+    for number, (tenant, sees) in enumerate((("bert", False), (None, False), ("anna", True)), 1):
+        request = Followed(drafter, [99], request_id=number, tenant=tenant)
+        request.commit(*SONG[:9])
+        assert bool(len(request.draft())) is sees, tenant
+    assert not [*tmp_path.iterdir()], "of tenants by request nothing is written"
+
+
+def test_tenants_share_what_may_be_kept(tmp_path: Path) -> None:
+    """The one that came longest ago makes way."""
+    drafter = build(shared=True, shared_tokens=120)
+    for number, tenant in enumerate(("anna", "bert", "carl")):
+        answer(drafter, SONG, request_id=number, tenant=tenant)
+    assert drafter._past is not None
+    drafter._past.of("carl")
+    assert [*drafter._past._kept] == ["bert", "carl"]
+    assert sum(map(len, drafter._past._kept.values())) <= 120
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

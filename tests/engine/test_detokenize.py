@@ -269,6 +269,42 @@ def test_no_decoder_no_text() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
+    steps=st.lists(st.lists(st.integers(0, len(WORDS) - 1), max_size=3), max_size=10),
+    stops=st.lists(st.sampled_from(["st", "stopab", "cabcabc", "xxxxxx", "b o"]), max_size=3),
+)
+def test_no_more_is_held_back_than_may_begin_a_stop(
+    steps: list[list[int]], stops: list[str]
+) -> None:
+    """Also where stop strings do not count yet, and stand in the text."""
+    assembler = TextAssembler(of_words, stops, min_tokens=99)
+    taken = ""
+    for tokens in steps:
+        for token in tokens:
+            assembler.push(token, drafted=False)
+        taken += "".join(piece.text for piece in assembler.take())
+        text, longest = assembler.text, max(map(len, stops), default=0)
+        ends = [text[-n:] for n in range(1, min(longest, len(text) + 1))]
+        begun = [end for end in ends if any(stop.startswith(end) for stop in stops)]
+        assert taken == text[: len(text) - max(map(len, begun), default=0)]
+
+
+def test_long_stop_strings_cost_a_step_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    begins = TextAssembler._begins_a_stop
+
+    def counted(self: TextAssembler, end: str) -> bool:
+        looks.append(end)
+        return begins(self, end)
+
+    monkeypatch.setattr(TextAssembler, "_begins_a_stop", counted)
+    assembler = TextAssembler(of_words, ["ab" * 1000 + "c"])
+    for number in range(600):
+        assembler.push(WORDS.index("ab" if number % 100 else "stop"), drafted=False)
+        assembler.take()
+    assert len(looks) <= 2 * len(assembler.text)
+
+
+@given(
     tokens=st.lists(st.integers(0, len(WORDS) - 1), max_size=15),
     stops=st.lists(st.sampled_from(["st", "stop", "cab", "xxx", "b", " o"]), max_size=3),
 )

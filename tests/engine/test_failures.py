@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from foredraft.cache.prefix import Session
+from foredraft.control.base import Allowance
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
+from foredraft.core.request import Request
 from foredraft.drafters.base import DraftRow
 from foredraft.engine.engine import Engine
 from foredraft.models.base import ScoreRow, Scores
-from foredraft.models.table import TableModel
+from foredraft.models.table import TableModel, TokenCache
 from tests.engine.helpers import (
     LETTERS,
     FaultyTarget,
@@ -115,6 +118,42 @@ def test_a_forward_of_several_rows_that_fails_is_tried_row_by_row(raise_at: int)
         assert (result.finish_reason, result.token_ids) == ("length", plain(prompt))
 
 
+class Poisoned(TableModel):
+    """Entries that one bad forward has written are no numbers, to whoever reads them."""
+
+    is_bad = False
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        scores = super().score(rows, taps)
+        bad: set[int] = self.__dict__.setdefault("bad_blocks", set())
+        for row, heads in zip(rows, scores.heads, strict=True):
+            table = self.cache.table(row.slot)
+            bad.update(table if self.is_bad else ())
+            if bad.intersection(table):
+                scores.logits_NV[heads.start : heads.stop] = torch.nan
+        return scores
+
+
+def test_bad_entries_of_a_row_that_made_way_cost_one_request() -> None:
+    """They were kept for it to come back to, and are found by nobody once they are known."""
+    target = Poisoned(len(LETTERS), counting_model().probs)
+    target.cache = TokenCache(block_size=4)
+    engine = new_engine(target, max_step_tokens=8)
+    prompt = [i % len(LETTERS) for i in range(40)]
+    engine.submit(prompt, PARAMS)
+    target.is_bad = True
+    engine.step()  # a chunk of its prompt
+    target.is_bad = False
+    engine._preempt(engine._scheduler.running[0])
+    engine._is_full = False
+    (broken,) = drain(engine).values()
+    assert broken.finish_reason == "error"
+    assert "logits" in str(broken.error)
+    target.__dict__["bad_blocks"].clear()  # blocks that are handed out anew are written anew
+    (later,) = generate(engine, [prompt], PARAMS)
+    assert (later.num_cached_tokens, later.token_ids) == (0, plain(prompt))
+
+
 def test_held_back_text_comes_out_when_a_request_fails() -> None:
     target = faulty_target()
     target.raise_at = 3
@@ -189,6 +228,40 @@ def test_a_controller_that_fails_to_observe_costs_nobody_anything(
     assert (result.finish_reason, result.token_ids) == ("length", plain([1]))
     assert "no rows accepted" in caplog.text
     assert target.cache.slots == []
+
+
+def _allowing(number: int) -> Callable[[Sequence[Request]], list[Allowance]]:
+    return lambda rows: [Allowance(number) for _ in rows]
+
+
+def _lost(rows: Sequence[Request]) -> list[Allowance]:
+    raise ZeroDivisionError("no rows accepted")
+
+
+@pytest.mark.parametrize(
+    ("allow", "complaint"),
+    [
+        (_lost, "failed to allow anything: no rows accepted"),
+        (lambda rows: [], "failed to allow anything: 0 allowances for 2 rows"),
+        (lambda rows: [Allowance(2)] * 3, "failed to allow anything: 3 allowances for 2 rows"),
+        (lambda rows: None, "failed to allow anything"),
+        (_allowing(50), ""),
+        (_allowing(-3), ""),
+    ],
+)
+def test_a_controller_that_allows_nonsense_costs_nobody_anything(
+    allow: Callable[[Sequence[Request]], Any],
+    complaint: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """More than the context holds, less than nothing, for too many rows, or an exception."""
+    target = TableModel(len(LETTERS), counting_model().probs, max_context=20)
+    controller = FixedBudget(4, target.max_context)
+    controller.allow = allow  # type: ignore[method-assign, assignment]
+    engine = Engine(target, counting_drafter(), controller, new_decoder=letters)
+    results = generate(engine, [[1], [2]], SamplingParams(max_tokens=30))
+    assert [(r.finish_reason, len(r.token_ids)) for r in results] == [("length", 19)] * 2
+    assert complaint in caplog.text
 
 
 def test_a_trace_that_fails_is_switched_off_and_said(caplog: pytest.LogCaptureFixture) -> None:

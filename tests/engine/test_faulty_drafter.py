@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from foredraft.core.errors import CacheFullError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
 from foredraft.core.tree import ROOT, TokenTree
@@ -27,17 +28,17 @@ TARGET = TableModel.random(V, seed=8)
 class Faulty(ScriptedDrafter):
     """Drafts well but fails in one of its methods, from the second call of it on."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, error: Exception | None = None) -> None:
         good = counting_drafter()
         super().__init__(lambda row: good.propose([row])[0])
-        self._method = method
+        self._method, self._error = method, error or ValueError("out of ideas")
         self.calls: dict[str, int] = {}
         self.live: set[int] = set()
 
     def _count(self, method: str) -> None:
         self.calls[method] = self.calls.get(method, 0) + 1
         if method == self._method and self.calls[method] > 1:
-            raise ValueError("out of ideas")
+            raise self._error
 
     def begin(self, request: DraftRequest) -> None:
         self.live.add(request.request_id)
@@ -119,6 +120,20 @@ def test_pauses_grow_while_it_keeps_failing() -> None:
         if drafter.calls["begin"] > before:
             begun.append(number)
     assert begun == [0, 1, 2, 11, 28]  # pauses of 8, 16, then 32 requests
+
+
+def test_a_lack_of_memory_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """However often it comes: the next request may find some."""
+    drafter = Faulty("propose", CacheFullError("no room"))
+    engine = new_engine(TARGET, drafter)
+    for _ in range(5):
+        (result,) = generate(engine, PROMPTS[:1], SamplingParams(max_tokens=15))
+        assert result.finish_reason == "length"
+    assert drafter.calls["begin"] == 5
+    assert set(warnings(caplog)) == {
+        f"request {number} goes on with plain decoding: no room" for number in range(5)
+    }
+    assert drafter.live == set()
 
 
 def test_a_fault_costs_the_request_that_it_happened_in() -> None:

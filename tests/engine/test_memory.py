@@ -74,6 +74,7 @@ def test_what_never_fits_ends_by_name_and_keeps_its_text() -> None:
     assert (long.finish_reason, long.token_ids) == ("error", ())
     assert long.error is not None
     assert long.error.startswith("CacheFullError: the cache has no room for 114 more tokens: 0 of")
+    assert "wait" not in long.error, "it would be in vain"
     (grown,) = generate(engine, [[1]], PARAMS)
     assert grown.finish_reason == "error"
     assert grown.token_ids == alone([1])[: len(grown.token_ids)]

@@ -86,14 +86,14 @@ class SimCache(TokenCache):
 
 
 class SimController:
-    """Allows anything, and fails to learn from it now and then."""
+    """Allows anything, more than there is room for too, and fails at all it does now and then."""
 
     def __init__(self, dice: Dice, most: int, failing: float) -> None:
         self._dice, self._most, self._failing = dice, most, failing
 
     def allow(self, rows: Sequence[Request]) -> list[Allowance]:
-        room = [row.num_remaining - 1 for row in rows]
-        return [Allowance(max(0, min(n, self._dice.randint(0, self._most)))) for n in room]
+        self._fail()
+        return [Allowance(self._dice.randint(0, self._most)) for _ in rows]
 
     def observe(self, record: StepRecord) -> None:
         self._fail()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,20 +36,11 @@ PEERS = (
 )
 _FAMILIES = ("transformers", "llama.cpp")
 
-Temperatures = Annotated[str, typer.Option("--temperature", help="One or more, with commas.")]
-Couplings = Annotated[str, typer.Option("--coupling", help=f"{', '.join(COUPLINGS)}.")]
-NoisyDraftModel = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        help="Draft with the model itself, noise of this many standard deviations in its weights.",
-    ),
-]
 
+@dataclass(frozen=True)
+class Entered:
+    """Who runs."""
 
-@o.with_option_objects
-def drafters(
-    running: o.ModelOptions,
     only: Annotated[
         str | None,
         typer.Option(
@@ -56,26 +48,60 @@ def drafters(
             help="Names with commas; all that fit otherwise. Each has a fixed budget, but auto: "
             "what runs by default, as much as pays.",
         ),
-    ] = None,
+    ] = None
     variant: Annotated[
         list[str] | None,
         typer.Option(help='One more, with options: "suffix shared=true". May be repeated.'),
-    ] = None,
+    ] = None
     against: Annotated[
         str | None, typer.Option(help=f"Peers with commas: {', '.join(PEERS)} (greedy only).")
-    ] = None,
-    prompts: o.Prompts = None,
-    limit: o.Limit = None,
-    draft_model: o.DraftModel = None,
-    noisy_draft_model: NoisyDraftModel = None,
-    num_draft_tokens: o.NumDraftTokens = None,
-    temperature: Temperatures = "0",
-    top_p: o.TopP = 1.0,
-    top_k: o.TopK = 0,
-    coupling: Couplings = "seeded",
-    max_tokens: o.MaxTokens = 128,
-    seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
-    random_weights: o.RandomWeights = None,
+    ] = None
+    draft_model: o.DraftModel = None
+    noisy_draft_model: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Draft with the model itself, noise of this many standard deviations in its "
+            "weights.",
+        ),
+    ] = None
+    num_draft_tokens: o.NumDraftTokens = None
+    random_weights: o.RandomWeights = None
+
+
+@dataclass(frozen=True)
+class Course:
+    """What they run on."""
+
+    prompts: o.Prompts = None
+    limit: o.Limit = None
+    temperature: Annotated[str, typer.Option("--temperature", help="One or more, with commas.")] = (
+        "0"
+    )
+    top_p: o.TopP = 1.0
+    top_k: o.TopK = 0
+    coupling: Annotated[str, typer.Option("--coupling", help=f"{', '.join(COUPLINGS)}.")] = "seeded"
+    max_tokens: o.MaxTokens = 128
+    seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0
+
+    @property
+    def temperatures(self) -> list[float]:
+        return lists.numbers("--temperature", self.temperature)
+
+    def params(self) -> SamplingParams:
+        """But for the temperature."""
+        from foredraft.core.params import SamplingParams
+
+        return SamplingParams.of(
+            max_tokens=self.max_tokens, seed=self.seed, top_p=self.top_p, top_k=self.top_k
+        )
+
+
+@o.with_option_objects
+def drafters(
+    running: o.ModelOptions,
+    entered: Entered,
+    course: Course,
     json_file: o.JsonFile = None,
     log: Annotated[
         Path | None,
@@ -90,35 +116,55 @@ def drafters(
     may.
     """
     from foredraft.bench.compare import summaries
-    from foredraft.bench.noisy_model import add_noise
     from foredraft.bench.report import check_outputs
-    from foredraft.core.params import SamplingParams
 
     check_outputs(json_file, plot)
-    at = lists.numbers("--temperature", temperature)
-    peers = _peer_names(against, at)
-    if coupling not in COUPLINGS:
-        raise unknown("coupling", coupling, COUPLINGS)
-    if noisy_draft_model is not None and (draft_model or random_weights):
+    _check(entered, course)
+    params = course.params()
+    llm, variants, contenders = _loaded(running, entered, COUPLINGS[course.coupling])
+    kept = None if log is None else _opened(log, llm, contenders, params, course.prompts)
+    trials = _run(llm, contenders, course, kept)
+    rows = summaries(trials, "none")
+    _report(llm, rows, trials, _failures(contenders, trials), course.seed, json_file, plot)
+    if any(not t.identical and t.contender in variants for t in trials):
+        raise typer.Exit(1)
+
+
+def _check(entered: Entered, course: Course) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        ConfigError: what is asked for does not go together.
+    """
+    at, peers = course.temperatures, lists.known_names("peer", entered.against, PEERS)
+    if peers and any(at):
+        raise ConfigError("peers draw other random numbers: compare with them at temperature 0")
+    if course.coupling not in COUPLINGS:
+        raise unknown("coupling", course.coupling, COUPLINGS)
+    noisy, random = entered.noisy_draft_model is not None, entered.random_weights
+    if noisy and (entered.draft_model or random):
         raise ConfigError("--noisy-draft-model is the model itself: name no other")
-    if random_weights and (peers or prompts):
+    if random and (peers or course.prompts):
         raise ConfigError(
             "random weights have no tokenizer: leave out --against and --prompts, or time a model"
         )
-    drafts_with = draft_model if noisy_draft_model is None else running.model
-    asked = _options(running, drafts_with, num_draft_tokens)
-    variants = _variants(only, variant or [], drafts_with)
-    llm = o.load_llm(asked, random_weights)
-    if noisy_draft_model is not None:
-        add_noise(llm.drafter_context.draft_model, noisy_draft_model)
-    contenders = _contenders(llm, asked, variants, COUPLINGS[coupling], peers)
-    params = SamplingParams.of(max_tokens=max_tokens, seed=seed, top_p=top_p, top_k=top_k)
-    kept = None if log is None else _opened(log, llm, contenders, params, prompts)
-    trials = _run(llm, contenders, prompts, limit, params, at, kept)
-    rows = summaries(trials, "none")
-    _report(llm, rows, trials, _failures(contenders, trials), seed, json_file, plot)
-    if any(not t.identical and t.contender in variants for t in trials):
-        raise typer.Exit(1)
+
+
+def _loaded(
+    running: o.ModelOptions, entered: Entered, couplings: Sequence[Coupling]
+) -> tuple[LLM, Mapping[str, Mapping[str, Any]], list[Contender]]:
+    """The model, which drafters run on it with which options, and all who run."""
+    from foredraft.bench.noisy_model import add_noise
+
+    noise = entered.noisy_draft_model
+    draft_model = entered.draft_model if noise is None else running.model
+    asked = _options(running, draft_model, entered.num_draft_tokens)
+    variants = _variants(entered.only, entered.variant or [], draft_model)
+    llm = o.load_llm(asked, entered.random_weights)
+    if noise is not None:
+        add_noise(llm.drafter_context.draft_model, noise)
+    peers = lists.names(entered.against)
+    return llm, variants, _contenders(llm, asked, variants, couplings, peers)
 
 
 def _options(
@@ -193,13 +239,6 @@ def _variants(
     return variants
 
 
-def _peer_names(against: str | None, temperatures: Sequence[float]) -> list[str]:
-    peers = lists.known_names("peer", against, PEERS)
-    if peers and any(temperatures):
-        raise ConfigError("peers draw other random numbers: compare with them at temperature 0")
-    return peers
-
-
 def _contenders(
     llm: LLM,
     asked: Any,
@@ -221,10 +260,7 @@ def _contenders(
 def _run(
     llm: LLM,
     contenders: Sequence[Contender],
-    prompts_file: str | None,
-    limit: int | None,
-    params: Any,
-    temperatures: Sequence[float],
+    course: Course,
     log: TrialLog | None,
 ) -> list[Trial]:
     from contextlib import suppress
@@ -235,13 +271,14 @@ def _run(
     from foredraft.bench.turns import PeerFailed
 
     if llm.tokenizer is None:
-        prompts = random_prompts(limit)
+        prompts = random_prompts(course.limit)
     else:
         encode = llm.tokenizer.encode_chat
         prompts = [
             (prompt, encode([{"role": "user", "content": prompt.text}]))
-            for prompt in load_prompts(prompts_file, limit)
+            for prompt in load_prompts(course.prompts, course.limit)
         ]
+    params, temperatures = course.params(), course.temperatures
     room = llm.target.max_context - params.max_tokens
     prompts = [(prompt, ids) for prompt, ids in prompts if len(ids) <= room]
     for contender in contenders:  # the first forward of a process is slower

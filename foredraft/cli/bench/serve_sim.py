@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,13 +26,45 @@ _MOST_DRAFTED = 64
 PEERS = ("llama-cpp", "llama-cpp-bf16", "llama-cpp-q8_0", "llama-cpp-q4_1")
 
 
+@dataclass(frozen=True)
+class Demand:
+    """What all contenders are asked for."""
+
+    concurrency: Annotated[str, typer.Option(help="Requests in flight, with commas.")] = (
+        "1,2,4,8,16"
+    )
+    prompts: o.Prompts = None
+    temperature: Annotated[str, typer.Option(help="One or more, with commas.")] = "0"
+    tokens: Annotated[int, typer.Option(min=1, help="Of each reply; its end is ignored.")] = 96
+    num: Annotated[int, typer.Option(min=1, help="Requests, at least as many as in flight.")] = 16
+    rounds: Annotated[int, typer.Option(min=1, help="How often to serve each load.")] = 1
+    seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0
+
+    @property
+    def in_flight(self) -> list[int]:
+        return lists.counts("--concurrency", self.concurrency)
+
+    @property
+    def temperatures(self) -> list[float]:
+        return lists.numbers("--temperature", self.temperature)
+
+    def loads(self, ids: Sequence[Sequence[int]]) -> list[Load]:
+        """One for each number in flight at each temperature."""
+        from foredraft.bench.serving import Load
+        from foredraft.core.params import SamplingParams
+
+        shared = {"max_tokens": self.tokens, "seed": self.seed, "ignore_eos": True}
+        return [
+            Load(ids[: max(self.num, count)], SamplingParams.of(temperature=t, **shared), count)
+            for t in self.temperatures
+            for count in self.in_flight
+        ]
+
+
 @o.with_option_objects
 def serve_sim(
     running: o.ModelOptions,
-    concurrency: Annotated[
-        str, typer.Option(help="Requests in flight, with commas.")
-    ] = "1,2,4,8,16",
-    prompts: o.Prompts = None,
+    demand: Demand,
     drafter: Annotated[
         str,
         typer.Option(
@@ -41,11 +73,6 @@ def serve_sim(
         ),
     ] = "auto,none",
     draft_model: o.DraftModel = None,
-    temperature: Annotated[str, typer.Option(help="One or more, with commas.")] = "0",
-    tokens: Annotated[int, typer.Option(min=1, help="Of each reply; its end is ignored.")] = 96,
-    num: Annotated[int, typer.Option(min=1, help="Requests, at least as many as in flight.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="How often to serve each load.")] = 1,
-    seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
     peer: Annotated[
         str | None, typer.Option(help=f"Peers with commas: {', '.join(PEERS)} (greedy only).")
     ] = None,
@@ -65,45 +92,44 @@ def serve_sim(
 
         foredraft bench serve-sim --concurrency 8,16 --peer llama-cpp --temperature 0
     """
-    from foredraft.bench.report import check_outputs, write_json
+    from foredraft.bench.report import check_outputs
 
     check_outputs(json_file)
-    loads = lists.counts("--concurrency", concurrency)
-    at = lists.numbers("--temperature", temperature)
-    peers = _peer_names(peer, at)
+    peers, most = _peer_names(peer, demand.temperatures), max(demand.in_flight)
+    if random_weights and (peers or demand.prompts):
+        raise ConfigError("random weights have no tokenizer: leave out --peer and --prompts")
     asked = o.load_options(
         running,
         drafter="auto",
         draft_model=draft_model,
-        max_batch_size=max(loads),
+        max_batch_size=most,
         prefix_caching=False,  # all are to read their prompts
     )
-    if random_weights and (peers or prompts):
-        raise ConfigError("random weights have no tokenizer: leave out --peer and --prompts")
     llm = o.load_llm(asked, random_weights)
-    ours = _contenders(llm, asked, [name.strip() for name in drafter.split(",")])
-    ids = prompt_ids(llm, prompts, max(num, *loads), tokens)
-    theirs = _peers(llm, peers, max(loads), max(map(len, ids)) + tokens)
-    figures, forwards = [], []
-    total = sum(max(num, load) for load in loads) * len(at) * rounds * (len(ours) + len(theirs))
-    with progress_bar(total) as advance:
-        for t in at:
-            for load in _loads(ids, loads, num, t, tokens, seed):
-                found, forward = _serve(llm, [*ours, *theirs], load, rounds, advance)
-                figures += found
-                forwards.append(forward)
+    ours = _contenders(llm, asked, lists.names(drafter))
+    ids = prompt_ids(llm, demand.prompts, max(demand.num, most), demand.tokens)
+    theirs = _peers(llm, peers, most, max(map(len, ids)) + demand.tokens)
+    figures, forwards = _serve_all(llm, [*ours, *theirs], demand.loads(ids), demand.rounds)
     _print(Console(highlight=False), figures, forwards)
     if json_file:
-        report = {
-            "model": {"name": llm.plan.name, "weights": llm.plan.weights} if llm.plan else {},
-            "tokens": tokens,
-            "figures": [each.as_dict() for each in figures],
-            "forwards": forwards,
-        }
-        write_json(json_file, report, seed)
+        _write(json_file, llm, demand, figures, forwards)
     names = {contender.name for contender in ours}
     if any(each.num_different for each in figures if each.contender in names):
         raise typer.Exit(1)
+
+
+def _serve_all(
+    llm: LLM, contenders: Sequence[Contender], loads: Sequence[Load], rounds: int
+) -> tuple[list[ServingFigure], list[dict[str, Any]]]:
+    """Figures of all contenders under each load, and what each load's forwards take."""
+    figures: list[ServingFigure] = []
+    forwards: list[dict[str, Any]] = []
+    with progress_bar(sum(len(load.prompts) for load in loads) * rounds * len(contenders)) as bar:
+        for load in loads:
+            found, forward = _serve(llm, contenders, load, rounds, bar)
+            figures += found
+            forwards.append(forward)
+    return figures, forwards
 
 
 def _serve(
@@ -146,7 +172,8 @@ def _serve(
 
 def _peer_names(text: str | None, temperatures: Sequence[float]) -> list[str]:
     names: list[str] = []
-    for name in lists.known_names("peer", text, PEERS):
+    asked = text and text.replace("llama.cpp", "llama-cpp")  # as other benches spell it
+    for name in lists.known_names("peer", asked, PEERS):
         names += PEERS[1:] if name == PEERS[0] else [name]
     if names and any(temperatures):
         raise ConfigError("peers draw other random numbers: compare with them at temperature 0")
@@ -224,14 +251,22 @@ def prompt_ids(llm: LLM, path: str | None, num: int, tokens: int) -> list[list[i
     return [*islice(cycle(fitting), num)]
 
 
-def _loads(
-    ids: Sequence[Sequence[int]], loads: Sequence[int], num: int, t: float, tokens: int, seed: int
-) -> list[Load]:
-    from foredraft.bench.serving import Load
-    from foredraft.core.params import SamplingParams
+def _write(
+    path: str,
+    llm: LLM,
+    demand: Demand,
+    figures: Sequence[ServingFigure],
+    forwards: Sequence[dict[str, Any]],
+) -> None:
+    from foredraft.bench.report import write_json
 
-    params = SamplingParams.of(max_tokens=tokens, temperature=t, seed=seed, ignore_eos=True)
-    return [Load(ids[: max(num, load)], params, load) for load in loads]
+    report = {
+        "model": {"name": llm.plan.name, "weights": llm.plan.weights} if llm.plan else {},
+        "tokens": demand.tokens,
+        "figures": [each.as_dict() for each in figures],
+        "forwards": forwards,
+    }
+    write_json(path, report, demand.seed)
 
 
 _COLUMNS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,24 +21,51 @@ if TYPE_CHECKING:
     from foredraft.bench.step import Size, StepFigure, Stepper
     from foredraft.bench.variants import Variant
     from foredraft.llm import LLM
+    from foredraft.plan import LoadOptions
 
 PEERS = ("transformers", "llama.cpp", *LLAMA_PEERS)
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """Which forwards are timed, of whom, and how often."""
+
+    tokens: Annotated[str, typer.Option(help="Tokens of a row in one forward, with commas.")] = (
+        "1,2,4,8,16,32"
+    )
+    rows: Annotated[str, typer.Option(help="Rows of the batch, with commas.")] = "1"
+    context: Annotated[str, typer.Option(help="Tokens already in the cache, with commas.")] = "256"
+    isa: o.InstructionSets = None
+    formats: o.Formats = None
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 15
+    against: Annotated[str | None, typer.Option(help=f"Peers with commas: {', '.join(PEERS)}.")] = (
+        None
+    )
+
+    @property
+    def contexts(self) -> list[int]:
+        return lists.counts("--context", self.context)
+
+    @property
+    def sizes(self) -> list[Size]:
+        from foredraft.bench.step import Size
+
+        counts = lists.counts("--tokens", self.tokens)
+        return [Size(r, n) for r in lists.counts("--rows", self.rows) for n in counts]
+
+    @property
+    def peers(self) -> list[str]:
+        """By name; "llama.cpp" alone means each of its formats."""
+        names: list[str] = []
+        for name in lists.known_names("peer", self.against, PEERS):
+            names += LLAMA_PEERS if name == "llama.cpp" else [name]
+        return names
 
 
 @o.with_option_objects
 def step(
     running: o.ModelOptions,
-    tokens: Annotated[
-        str, typer.Option(help="Tokens of a row in one forward, with commas.")
-    ] = "1,2,4,8,16,32",
-    rows: Annotated[str, typer.Option(help="Rows of the batch, with commas.")] = "1",
-    context: Annotated[str, typer.Option(help="Tokens already in the cache, with commas.")] = "256",
-    isa: o.InstructionSets = None,
-    formats: o.Formats = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 15,
-    against: Annotated[
-        str | None, typer.Option(help=f"Peers with commas: {', '.join(PEERS)}.")
-    ] = None,
+    forwards: Forwards,
     drafter: o.Drafter = "auto",
     draft_model: o.DraftModel = None,
     random_weights: o.RandomWeights = None,
@@ -51,60 +79,77 @@ def step(
     """
     from foredraft.bench.floor import measure_machine
     from foredraft.bench.plots import plot_steps
-    from foredraft.bench.report import check_outputs, write_json
-    from foredraft.bench.step import Size, time_steps
-    from foredraft.bench.variants import load_variants
+    from foredraft.bench.report import check_outputs
 
     check_outputs(json_file, plot)
-    contexts = lists.counts("--context", context)
-    sizes = [
-        Size(r, n) for r in lists.counts("--rows", rows) for n in lists.counts("--tokens", tokens)
-    ]
-    peers = _peer_names(against)
-    asked = o.load_options(
-        running,
-        drafter=drafter,
-        draft_model=draft_model,
-        max_batch_size=max(size.rows for size in sizes),
-    )
-    if random_weights and peers:
-        raise ConfigError(
-            f"--against {','.join(peers)} needs a checkpoint that peers can load; leave it out "
-            "with --random-weights"
-        )
-    variants = load_variants(
-        asked, lambda options: o.load_llm(options, random_weights), isa, lists.names(formats)
-    )
+    sizes = forwards.sizes
+    most = max(size.rows for size in sizes)
+    asked = o.load_options(running, drafter=drafter, draft_model=draft_model, max_batch_size=most)
+    variants = _variants(asked, forwards, random_weights)
     llm = variants[0].llm
     import torch
 
     assert llm.plan is not None
     machine = measure_machine(llm.plan.device, getattr(torch, llm.plan.dtype))
-    steppers = _steppers(variants, contexts, sizes, peers)
-    with progress_bar(rounds + 1) as advance:
-        figures = time_steps(steppers, sizes, rounds, lambda: advance("timing"))
+    figures = _timed(variants, forwards)
     floors = {variant.name: _floors(variant.llm, machine, sizes) for variant in variants}
     _print_figures(Console(highlight=False), llm, machine, figures, floors)
     if json_file:
-        report = {
-            "model": llm.plan.name,
-            "weights": llm.plan.weights,
-            "context": contexts[0] if len(contexts) == 1 else context,
-            "machine_rates": vars(machine),
-            "floor_ms": {str(n): ms for n, ms in floors[variants[0].name].items()},
-            "figures": [figure.as_dict() for figure in figures],
-        }
-        write_json(json_file, report, 0)
+        _write(json_file, llm, forwards, machine, figures, floors[variants[0].name])
     if plot:
         plot_steps(figures, floors[variants[0].name], plot)
 
 
-def _peer_names(against: str | None) -> list[str]:
-    """Peers by name; "llama.cpp" alone means each of its formats."""
-    names: list[str] = []
-    for name in lists.known_names("peer", against, PEERS):
-        names += LLAMA_PEERS if name == "llama.cpp" else [name]
-    return names
+def _variants(asked: LoadOptions, forwards: Forwards, random_weights: str | None) -> list[Variant]:
+    """Ours, loaded.
+
+    Raises:
+        ConfigError: what is asked for does not go together; nothing has been loaded.
+    """
+    from foredraft.bench.variants import load_variants
+
+    _, peers = forwards.contexts, forwards.peers  # each says what is wrong with it
+    if random_weights and peers:
+        raise ConfigError(
+            f"--against {','.join(peers)} needs a checkpoint that peers can load; leave it out "
+            "with --random-weights"
+        )
+    formats = lists.names(forwards.formats)
+    return load_variants(
+        asked, lambda options: o.load_llm(options, random_weights), forwards.isa, formats
+    )
+
+
+def _timed(variants: Sequence[Variant], forwards: Forwards) -> list[StepFigure]:
+    from foredraft.bench.step import time_steps
+
+    sizes, rounds = forwards.sizes, forwards.rounds
+    steppers = _steppers(variants, forwards.contexts, sizes, forwards.peers)
+    with progress_bar(rounds + 1) as advance:
+        return time_steps(steppers, sizes, rounds, lambda: advance("timing"))
+
+
+def _write(
+    path: str,
+    llm: LLM,
+    forwards: Forwards,
+    machine: Machine,
+    figures: Sequence[StepFigure],
+    floors: Mapping[int, float],
+) -> None:
+    from foredraft.bench.report import write_json
+
+    assert llm.plan is not None
+    contexts = forwards.contexts
+    report = {
+        "model": llm.plan.name,
+        "weights": llm.plan.weights,
+        "context": contexts[0] if len(contexts) == 1 else forwards.context,
+        "machine_rates": vars(machine),
+        "floor_ms": {str(n): ms for n, ms in floors.items()},
+        "figures": [figure.as_dict() for figure in figures],
+    }
+    write_json(path, report, 0)
 
 
 def _steppers(

@@ -25,6 +25,7 @@ from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.confidence import MatchConfidence
 from foredraft.drafters.common.options import checked_count, checked_flag
 from foredraft.drafters.common.per_request import PerRequestDrafter
+from foredraft.drafters.common.per_tenant import PerTenant
 from foredraft.drafters.common.price import asked_price
 from foredraft.drafters.common.priors import priors
 from foredraft.drafters.suffix.automaton import NO_MATCH, Match, SuffixAutomaton
@@ -59,6 +60,7 @@ class SuffixText:
     Attributes:
         place: where the committed text stands in each.
         output: the tokens committed behind the prompt.
+        past: earlier outputs, to look things up in as well.
     """
 
     def __init__(self, prompt: Sequence[int], past: PastOutputs | None = None) -> None:
@@ -66,6 +68,7 @@ class SuffixText:
         for token in prompt:
             self._own.extend(token)
         self.output: list[int] = []
+        self.past = past
         shared = past.automata if past else ()
         # Of equally likely candidates the first source's count: the own text is closest.
         self._sources = [
@@ -111,13 +114,17 @@ class SuffixDrafter(PerRequestDrafter[SuffixText]):
     """
 
     def __init__(
-        self, price: Price | None = None, past: PastOutputs | None = None, tree: bool = True
+        self,
+        price: Price | None = None,
+        past: PerTenant[PastOutputs] | None = None,
+        tree: bool = True,
     ) -> None:
         super().__init__()
         self._price, self._past, self._tree = price, past, tree
 
     def begin_request(self, request: DraftRequest) -> SuffixText:
-        return SuffixText(request.tokens, self._past)
+        past = None if self._past is None else self._past.of(request.tenant)
+        return SuffixText(request.tokens, past)
 
     def draft_tree(self, request: SuffixText, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         place = reduce(request.advance, draft, request.place)
@@ -128,8 +135,8 @@ class SuffixDrafter(PerRequestDrafter[SuffixText]):
             request.commit(token)
 
     def end_request(self, request: SuffixText) -> None:
-        if self._past is not None:
-            self._past.add(request.output)
+        if request.past is not None:
+            request.past.add(request.output)
 
 
 def _build(context: DrafterContext) -> SuffixDrafter:
@@ -147,7 +154,7 @@ def _past_outputs(
     shared_tokens: object = 100_000,
     shared_dir: object = None,
     tenant: object = None,
-) -> PastOutputs | None:
+) -> PerTenant[PastOutputs] | None:
     max_tokens = checked_count("shared_tokens", shared_tokens)
     if not checked_flag("shared", shared):
         if shared_dir is not None or tenant is not None:
@@ -161,7 +168,15 @@ def _past_outputs(
             Path(str(shared_dir)).expanduser(), "" if tenant is None else str(tenant)
         )
     fingerprint = str(getattr(context.tokenizer, "fingerprint", "unknown"))
-    return PastOutputs(max_tokens, path, fingerprint, context.target.vocab_size)
+
+    def new(of_request: str | None) -> PastOutputs:
+        # Names of tenants may be good for one process only: nobody would read their files again.
+        file = path if of_request is None else None
+        return PastOutputs(max_tokens, file, fingerprint, context.target.vocab_size)
+
+    found = PerTenant(new, max_tokens)
+    found.of(None)  # a file that cannot be used is refused before anything is generated
+    return found
 
 
 DRAFTER = DrafterSpec(
@@ -172,7 +187,7 @@ DRAFTER = DrafterSpec(
         "shared": "also look in outputs of earlier requests (false)",
         "shared_tokens": "most tokens of earlier outputs to keep (100000)",
         "shared_dir": "folder to keep them in between runs; memory only when not given",
-        "tenant": "whose earlier outputs: tenants never see each other's",
+        "tenant": "whose file it is, of requests that name no tenant of their own",
     },
     num_draft_tokens=16,
 )

@@ -53,6 +53,10 @@ class PastOutputs:
         """The young generation, then the old one; replaced when one is dropped."""
         return (self._automata[1], self._automata[0])
 
+    def __len__(self) -> int:
+        """Tokens kept."""
+        return sum(map(len, self._texts))
+
     def add(self, output: Sequence[int]) -> None:
         """Remember one output, and save."""
         if not output:
