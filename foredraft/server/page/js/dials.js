@@ -1,10 +1,12 @@
 // Dials: what speculation does here, counted over what was run since the page was opened.
 import { clear, h, number, percent, slider } from "./dom.js";
 import { Frame, ticks } from "./charts.js";
-import { all, getInfo, listen, plainStep, summary, total } from "./store.js";
+import { all, getInfo, listen, plainStep, saved, summary, total } from "./store.js";
 import { msOf, onMachine, textbook } from "./theory.js";
 
 const RECENT = 60, FEW = 5;
+// Of the time of the recent steps: a smaller loss is not worth an alarm.
+const NOISE = 0.02;
 
 export class Dials {
   constructor() {
@@ -45,12 +47,13 @@ export class Dials {
   #ledger(steps) {
     const { ms: plainMs, seen } = plainOne();
     let balance = 0;
-    const line = steps.map((step, i) => [i + 1, (balance += step.row.committed.length * plainMs - total(step.times)) / 1000]);
+    const line = steps.map((step, i) => [i + 1, (balance += saved(step, plainMs)) / 1000]);
     const recent = steps.slice(-RECENT);
-    const lately = recent.reduce((sum, step) => sum + step.row.committed.length * plainMs - total(step.times), 0);
-    if (recent.length >= 12 && lately < 0) {
+    const lately = recent.reduce((sum, step) => sum + saved(step, plainMs), 0);
+    const share = lately / recent.reduce((sum, step) => sum + total(step.times), 0);
+    if (recent.length >= 12 && share < -NOISE) {
       this.alarm.hidden = false;
-      this.alarm.textContent = `Speculation is costing you here: the last ${recent.length} steps took ${number(-lately / 1000, 2)} s more than plain ones were measured to take.`;
+      this.alarm.textContent = `Speculation is costing you here: over the last ${recent.length} steps, ${number(-lately / 1000, 2)} s more than plain decoding would have taken.`;
     }
     const values = line.map(([, y]) => y);
     const frame = new Frame(300, 110, [1, Math.max(2, steps.length)], [Math.min(0, ...values), Math.max(0.1, ...values)], `Seconds saved so far: ${number(balance / 1000)}`);
@@ -73,7 +76,8 @@ export class Dials {
       .line(points((a) => textbook(a, k)), "book").line(machine, "machine");
     const rate = told.byDepth.length ? told.byDepth.reduce((sum, d) => sum + d.rate * d.count, 0) / told.byDepth.reduce((sum, d) => sum + d.count, 0) : null;
     if (rate != null && told.drafted) {
-      const gain = (told.committed * plainOne().ms) / (told.draftMs + told.scoreMs + told.otherMs);
+      const ms = told.draftMs + told.scoreMs + told.otherMs, plainMs = plainOne().ms;
+      const gain = 1 + steps.reduce((sum, step) => sum + saved(step, plainMs), 0) / ms;
       frame.dot(rate, Math.min(gain, most), `measured: ${number(gain)}× at ${percent(rate)}`);
     }
     const even = machine.find(([, speed]) => speed >= 1);

@@ -33,6 +33,12 @@ export function plainStep(measured) {
   return recent.length >= ENOUGH ? { ms: recent[recent.length >> 1], seen: recent.length } : { ms: measured, seen: 0 };
 }
 
+// Milliseconds that speculation saved in a step. One that drafted nothing could only lose what was spent on
+// the question; that it took longer than another plain step is the machine's doing.
+export function saved(step, plainMs) {
+  return step.row.draft.tokens.length ? step.row.committed.length * plainMs - total(step.times) : -(step.times.draft_ms + step.times.learn_ms);
+}
+
 export const total = (times) => times.draft_ms + times.score_ms + times.verify_ms + times.learn_ms;
 
 export function summary(of = steps) {

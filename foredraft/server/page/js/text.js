@@ -58,6 +58,7 @@ export class MadeText {
     if (nodes.length && ms >= (calm.matches ? SEEN_CALMLY_MS : SEEN_MS)) {
       const guesses = nodes.map((node) => h("span", {}, row.draft.texts[node]));
       this.ghost.replaceChildren(...guesses);
+      this.onAdd?.();
       await sleep(ms * 0.45);
       guesses.forEach((guess, i) => guess.classList.add(i < row.num_accepted ? "yes" : "no"));
       await sleep(ms * 0.35);

@@ -65,7 +65,8 @@ function sentence(row, index, by, law) {
     case "draft": return row.why?.rule === "target-only"
       ? ["The drafter had guessed ", word, ". In the same forward the target drew its own token here", odds, ", and it was the same: nothing had to be computed again."]
       : ["The drafter had drawn ", word, ", and the ratio test accepted it", odds, "."];
-    case "correction": return ["The draft offered ", ...list(rejected), ". The target ", row.why?.rule === "target-only" ? "drew " : "refused, and what replaced it was drawn from the residual: ", word, odds, ". Plain decoding would have written just this."];
+    case "correction": return ["The draft offered ", ...list(rejected), row.why?.rule === "target-only" ? ". The target drew " : ". The target refused, and what replaced it was drawn from the residual: ", word, odds,
+      row.why?.rule === "target-only" ? ". Plain decoding would have written just this." : ". With this test the text is a draw from the model's own distribution, though not the one that plain decoding makes of the seed."];
     case "bonus": return ["Everything drafted up to here was right, and the forward that checked it already knew what follows: ", word, odds, ". It came for free."];
     default: return ["Nothing was drafted here, so this was a plain step: one forward, one token."];
   }
@@ -92,12 +93,15 @@ function draftSection(row) {
 function targetSection(law, row) {
   const drafted = new Set(row.draft.tokens.filter((_, node) => row.draft.parents[node] === law.node));
   const hasDraft = law.candidates.some((c) => c.draft_prob != null);
-  return h("section", {}, h("h3", {}, hasDraft ? "Target and draft (lower bar) at this place" : "What the target thought at this place"),
-    h("div", { class: "rows" }, few(law.candidates, 8, (c) => c.token === law.taken).map((c) => h("div", { class: `row ${c.token === law.taken ? "taken" : ""}` },
+  const found = few(law.candidates, 8, (c) => c.token === law.taken || (hasDraft && drafted.has(c.token)));
+  // Two are compared: the largest fills the line.
+  const full = hasDraft ? Math.max(...found.flatMap((c) => [c.model_prob, c.draft_prob ?? 0])) : 1;
+  return h("section", {}, h("h3", {}, hasDraft ? "Target, and draft (violet), at this place" : "What the target thought at this place"),
+    h("div", { class: "rows" }, found.map((c) => h("div", { class: `row ${hasDraft ? "both" : ""} ${c.token === law.taken ? "taken" : ""}` },
       h("span", { class: `name ${drafted.has(c.token) ? "drafted" : ""}` }, shown(c.text)),
-      h("span", { class: `bar ${hasDraft ? "two" : ""}` }, h("i", { vars: { "--of": c.model_prob } }), hasDraft ? h("i", { vars: { "--of": c.draft_prob ?? 0 } }) : null),
-      h("span", {}, percent(c.model_prob))))),
-    h("p", { class: "note" }, "Probabilities of the model at temperature 1. ◦ was in the draft."));
+      h("span", { class: `bar ${hasDraft ? "two" : ""}` }, h("i", { vars: { "--of": c.model_prob / full } }), hasDraft ? h("i", { vars: { "--of": (c.draft_prob ?? 0) / full } }) : null),
+      h("span", {}, percent(c.model_prob), hasDraft ? ` · ${percent(c.draft_prob ?? 0)}` : null)))),
+    h("p", { class: "note" }, hasDraft ? "First the model's probability at temperature 1, then the drafter's." : "Probabilities of the model at temperature 1.", " ◦ was in the draft."));
 }
 
 function testSection(row, index, law) {
@@ -149,10 +153,10 @@ function residualSection(row, index, by, law) {
   return bars("The residual", few(left, 6, ([, , taken]) => taken), "The target's distribution without the drafted tokens, made to sum to 1: once the draft was wrong, what replaced it was a draw from this.");
 }
 
-// The first few, and in their last place the one that counts where it is not among them.
+// The first few, with those that count in the last places where they are not among them.
 function few(found, most, counts) {
-  const first = found.slice(0, most), one = found.find(counts);
-  return !one || first.includes(one) ? first : [...first.slice(0, -1), one];
+  const late = found.slice(most).filter(counts).slice(0, most);
+  return [...found.slice(0, most - late.length), ...late];
 }
 
 function bars(title, rows, note) {
