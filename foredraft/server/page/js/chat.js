@@ -103,7 +103,8 @@ export class Chat {
 
   #request() {
     const temperature = this.temperature.value;
-    return { messages: this.messages.slice(-15), lanes: [laneOf(this.drafter)], temperature, coupling: this.coupling.value, seed: Math.floor(Math.random() * 1e9), max_tokens: Math.min(256, getInfo()?.max_tokens ?? 256) };
+    // An odd number, so that the first is the reader's.
+    return { messages: this.messages.slice(-15), lanes: [laneOf(this.drafter)], temperature, coupling: temperature ? this.coupling.value : "seeded", seed: Math.floor(Math.random() * 1e9), max_tokens: Math.min(256, getInfo()?.max_tokens ?? 256) };
   }
 
   #running(abort) {
