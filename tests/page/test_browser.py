@@ -275,3 +275,23 @@ def test_light_and_dark_are_kept(page: Any, address: str) -> None:
     assert before != after
     page.reload()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == after
+
+
+def test_its_figures_are_what_they_say(page: Any, address: str) -> None:
+    page.goto(address)
+    page.wait_for_selector(".hello")
+    drafting, idle, figures = page.evaluate(
+        """async () => {
+        const { saved } = await import("/page/files/js/store.js");
+        const { treePicture } = await import("/page/files/js/tree.js");
+        const times = { draft_ms: 2, score_ms: 20, verify_ms: 1, learn_ms: 3 };
+        const row = (tokens) => ({ draft: { tokens }, committed: [1, 2, 3] });
+        const draft = { tokens: [4, 5], parents: [-1, 0], texts: ["a", "b"], chances: [0.5, 0.25] };
+        const figures = treePicture({ draft, path: [] }).querySelectorAll("text.p");
+        return [saved({ times, row: row([7]) }, 10), saved({ times, row: row([]) }, 10),
+            [...figures].map((text) => text.textContent)];
+        }"""
+    )
+    assert drafting == 3 * 10 - 26
+    assert idle == -(2 + 3), "a step that drafts nothing loses what was spent on the question"
+    assert figures == ["50 %", "50 %"], "each after what stands to its left"
