@@ -76,7 +76,7 @@ class Why(_Line):
         temperature: of the request.
         laws: at every node that has children in the draft, and at every one reached.
         decisions: of the ratio test, in the order they were made.
-        residual: likewise, the likeliest tokens.
+        residual: likewise, the likeliest tokens and the one that was drawn.
     """
 
     rule: Literal["target-only", "block", "traversal"]

@@ -75,7 +75,7 @@ def why(row: RowRecord, texts: TokenTexts) -> tuple[f.Why | None, f.Draft]:
         temperature=_temperature(laws),
         laws=tuple(_node_law(n, probs, proposal, verdict, texts) for n, probs in laws.items()),
         decisions=tuple(_decisions(evidence)),
-        residual=_residual(evidence.residual_V, texts),
+        residual=_residual(evidence.residual_V, verdict.next_token, texts),
     )
     return told, _draft(proposal, texts, laws)
 
@@ -153,14 +153,19 @@ def _decisions(evidence: Evidence) -> Iterable[f.Decision]:
         )
 
 
-def _residual(weights_V: Tensor | None, texts: TokenTexts) -> tuple[f.Residual, ...] | None:
+def _residual(
+    weights_V: Tensor | None, drawn: int | None, texts: TokenTexts
+) -> tuple[f.Residual, ...] | None:
+    """The likeliest tokens of it, and the one that was drawn."""
     if weights_V is None:
         return None
     total = float(weights_V.sum())
-    top = weights_V.topk(min(_NUM_RESIDUAL, weights_V.numel()))
+    tokens = weights_V.topk(min(_NUM_RESIDUAL, weights_V.numel())).indices.tolist()
+    told = tokens if drawn is None else (*tokens, drawn)
+    weights = {token: float(weights_V[token]) for token in told}
     return tuple(
         f.Residual.model_construct(token=token, text=texts.of(token), prob=_rounded(weight / total))
-        for weight, token in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        for token, weight in weights.items()
         if weight > 0.0
     )
 

@@ -16,6 +16,7 @@ import pytest
 
 from foredraft.llm import LLM
 from tests.page.conftest import page_app
+from tests.page.stub import told_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(600)]
 
@@ -52,8 +53,14 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.fixture
+def forgiven() -> list[str]:
+    """What the console may complain about in this test."""
+    return []
+
+
 @pytest.fixture(params=["desktop", "phone"])
-def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+def page(browser: Any, request: pytest.FixtureRequest, forgiven: list[str]) -> Iterator[Any]:
     """A page that fails the test for whatever its console complains about."""
     size = {"desktop": (1280, 860), "phone": (390, 844)}[request.param]
     context = browser.new_context(
@@ -67,7 +74,7 @@ def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     yield page
     wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     context.close()
-    assert not complaints
+    assert not [said for said in complaints if not any(text in said for text in forgiven)]
     assert wide <= 0, "the page scrolls sideways"
 
 
@@ -106,6 +113,110 @@ def test_tokens_are_reached_from_the_keyboard(page: Any, address: str) -> None:
         page.keyboard.press(key)
     page.locator("#why").wait_for(state="visible")
     assert page.locator(".token.picked").count() == 1
+    first = page.inner_text("#said")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#said") != first
+    assert page.evaluate("() => document.getElementById('why').contains(document.activeElement)")
+    page.keyboard.press("Escape")
+    assert page.evaluate("() => document.activeElement.className") == "made"
+
+
+def test_controls_are_reached_from_the_keyboard(page: Any, address: str) -> None:
+    page.goto(address + "#race")
+    page.wait_for_selector(".lane")
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement.id") == "skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("() => document.activeElement.id") == "view"
+    assert page.locator(".lane").count() == 2, "the view stays"
+    page.click("nav >> text=Chat")
+    page.focus(".pace [aria-checked=true]")
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_text(".pace [aria-checked=true]") == "1×"
+    assert page.locator(".pace [tabindex='0']").count() == 1
+
+
+def test_a_ratio_test_shows_its_numbers_and_the_residual(page: Any, address: str) -> None:
+    page.goto(address)
+    page.click("text=1×")
+    page.evaluate(
+        "() => { const t = document.querySelector('.settings input');"
+        " t.value = 1; t.dispatchEvent(new Event('input')); }"
+    )
+    page.select_option(".composer select >> nth=0", "blend")
+    page.select_option(".composer select >> nth=1", "drawn")
+    say(page, "Tell me about rivers in three sentences.")
+    page.locator(".turn .token[data-by=correction]").first.click()
+    why = page.locator("#why")
+    assert "verification" in why.inner_text()
+    assert why.locator(".coin").count() >= 1
+    assert "The residual it was redrawn from" in why.inner_text()
+    assert why.locator("section:has-text('redrawn') .row.taken").count() == 1
+
+
+def test_stop_ends_a_slow_text_and_a_new_chat_is_empty(page: Any, address: str) -> None:
+    page.goto(address)
+    page.select_option(".composer select", index=1)
+    page.click("text=Edit code")
+    page.wait_for_selector(".ghost span.no")  # slow enough to be seen, whatever moves
+    page.click("[aria-label=Stop]")
+    page.wait_for_selector("text=Stopped.")
+    seen = page.inner_text(".made")
+    page.wait_for_timeout(800)
+    assert page.inner_text(".made") == seen
+    page.click("text=New chat")
+    assert page.locator(".turn").count() == 0
+    assert page.input_value("textarea") == ""
+
+
+def test_what_goes_wrong_is_said_in_words(page: Any, address: str, forgiven: list[str]) -> None:
+    forgiven.append("Failed to load resource")
+    page.goto(address)
+    page.wait_for_selector(".hello")
+    answers = [
+        (lambda route: route.abort(), "The server does not answer"),
+        (
+            lambda route: route.fulfill(status=429, json={"detail": "try again in a moment"}),
+            "Try again in a moment.",
+        ),
+        (
+            lambda route: route.fulfill(body=told_run("river", ends=False)),
+            "broke before the end",
+        ),
+    ]
+    for i, (answer, words) in enumerate(answers):
+        page.route("**/page/run", answer)
+        page.fill("textarea", "x")
+        page.keyboard.press("Enter")
+        page.wait_for_function("n => document.querySelectorAll('.facts .bad').length > n", arg=i)
+        assert words in page.inner_text(".facts .bad >> nth=-1")
+        page.unroute("**/page/run")
+    assert page.locator("[aria-label=Send]").count() == 1, "it can be asked again"
+
+
+def test_it_waits_for_a_model_that_is_being_loaded(
+    page: Any, address: str, forgiven: list[str]
+) -> None:
+    forgiven.append("Failed to load resource")
+    loading = {"error": {"message": "the model is still being loaded"}}
+    page.route("**/page/info", lambda route: route.fulfill(status=503, json=loading), times=1)
+    page.goto(address)
+    page.wait_for_selector("text=The model is still being loaded. The page goes on")
+    page.wait_for_selector(".hello")
+    assert page.locator(".composer select option").count() > 1
+
+
+def test_what_the_model_says_is_text_and_never_markup(page: Any, address: str) -> None:
+    page.goto(address)
+    page.wait_for_selector(".hello")
+    evil = "<img src=x onerror=alert(1)><script>alert(1)</script>"
+    page.route("**/page/run", lambda route: route.fulfill(body=told_run(evil)))
+    page.click("text=1×")
+    say(page, evil)
+    page.click(".turn .token")
+    page.locator("#why").wait_for(state="visible")
+    assert "<img src=x" in page.inner_text("#why")
+    assert page.locator("main img, main script, #why img, #why script").count() == 0
 
 
 def test_what_people_say_is_text_and_never_markup(page: Any, address: str) -> None:
@@ -164,3 +275,23 @@ def test_light_and_dark_are_kept(page: Any, address: str) -> None:
     assert before != after
     page.reload()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == after
+
+
+def test_its_figures_are_what_they_say(page: Any, address: str) -> None:
+    page.goto(address)
+    page.wait_for_selector(".hello")
+    drafting, idle, figures = page.evaluate(
+        """async () => {
+        const { saved } = await import("/page/files/js/store.js");
+        const { treePicture } = await import("/page/files/js/tree.js");
+        const times = { draft_ms: 2, score_ms: 20, verify_ms: 1, learn_ms: 3 };
+        const row = (tokens) => ({ draft: { tokens }, committed: [1, 2, 3] });
+        const draft = { tokens: [4, 5], parents: [-1, 0], texts: ["a", "b"], chances: [0.5, 0.25] };
+        const figures = treePicture({ draft, path: [] }).querySelectorAll("text.p");
+        return [saved({ times, row: row([7]) }, 10), saved({ times, row: row([]) }, 10),
+            [...figures].map((text) => text.textContent)];
+        }"""
+    )
+    assert drafting == 3 * 10 - 26
+    assert idle == -(2 + 3), "a step that drafts nothing loses what was spent on the question"
+    assert figures == ["50 %", "50 %"], "each after what stands to its left"

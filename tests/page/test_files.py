@@ -70,3 +70,28 @@ def test_the_index_names_files_that_are_there_and_has_nothing_inline() -> None:
 )
 def test_no_other_file_can_be_had(client: TestClient, asked: str) -> None:
     assert client.get(f"/page/files/{asked}").status_code == 404
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG defines it."""
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_what_is_read_and_operated_stands_out(theme: int) -> None:
+    found = re.findall(
+        r"--(\w+): light-dark\((#\w{6}), (#\w{6})\)", (PAGE / "css/base.css").read_text()
+    )
+    colours = {name: pair[theme] for name, *pair in found}
+    for ground in ("paper", "raised"):
+        for ink in ("ink", "soft", "ghost", "draft", "copy", "correction", "bonus", "bad"):
+            assert contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground)
+        assert contrast(colours["edge"], colours[ground]) >= 3.0
+    assert contrast(colours["soft"], colours["sunk"]) >= 4.5

@@ -146,6 +146,17 @@ def test_decisions_of_a_ratio_test_are_what_was_accepted(tmp_path: Path) -> None
         assert row.why.residual
 
 
+def test_a_residual_names_what_was_drawn_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foredraft.trace.why._NUM_RESIDUAL", 1)
+    _, trace = traced(tmp_path / "t.jsonl", coupling="drawn")
+    rows = [row for step in trace.steps for row in step.rows if row.why and row.why.residual]
+    told = [({r.token for r in row.why.residual}, row.committed[-1].token) for row in rows]  # type: ignore[union-attr]
+    assert all(drawn in tokens for tokens, drawn in told)
+    assert any(len(tokens) == 2 for tokens, _ in told), "it was not always the likeliest"
+
+
 def test_trees_come_with_target_probabilities_and_authors(tmp_path: Path) -> None:
     _, trace = traced(tmp_path / "t.jsonl")
     draft = trace.steps[1].rows[0].draft

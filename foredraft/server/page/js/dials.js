@@ -1,10 +1,12 @@
 // Dials: what speculation does here, counted over what was run since the page was opened.
 import { clear, h, number, percent, slider } from "./dom.js";
 import { Frame, ticks } from "./charts.js";
-import { all, getInfo, listen, summary, total } from "./store.js";
+import { all, getInfo, listen, plainStep, saved, summary, total } from "./store.js";
 import { msOf, onMachine, textbook } from "./theory.js";
 
-const RECENT = 60;
+const RECENT = 60, FEW = 5;
+// Of the time of the recent steps: a smaller loss is not worth an alarm.
+const NOISE = 0.02;
 
 export class Dials {
   constructor() {
@@ -17,7 +19,7 @@ export class Dials {
       h("section", { class: "lead" }, h("h1", {}, "What speculation does here"), h("p", {}, "Counted over the steps of this tab's chats and races.")),
       this.alarm, this.empty, this.tiles,
       h("section", { class: "tiles" }, h("article", { class: "tile wide" }, h("h2", {}, "Expected speed-up against how often a guess is right"),
-        h("p", { class: "note" }, "Dashed: the textbook, where scoring several tokens costs what scoring one does. Solid: the same with the times that this machine took for forwards of several tokens, and with what drafting took."),
+        h("p", { class: "note" }, "For a draft that is a chain. Dashed: the textbook, where scoring several tokens costs what scoring one does. Solid: the same with the times that this machine took for forwards of several tokens, and with what drafting took. The dot: what the steps of this tab really gained."),
         this.k.field, this.curveAt)));
     this.pending = false;
     listen(() => this.#soon());
@@ -41,21 +43,24 @@ export class Dials {
     this.#curve();
   }
 
-  // What the same tokens would have taken one at a time, by the measured time of a plain forward.
+  // What the same tokens would have taken one at a time.
   #ledger(steps) {
-    const plainMs = msOf(getInfo().curve, 1);
+    const { ms: plainMs, seen } = plainOne();
     let balance = 0;
-    const line = steps.map((step, i) => [i + 1, (balance += step.row.committed.length * plainMs - total(step.times)) / 1000]);
+    const line = steps.map((step, i) => [i + 1, (balance += saved(step, plainMs)) / 1000]);
     const recent = steps.slice(-RECENT);
-    const lately = recent.reduce((sum, step) => sum + step.row.committed.length * plainMs - total(step.times), 0);
-    if (recent.length >= 12 && lately < 0) {
+    const lately = recent.reduce((sum, step) => sum + saved(step, plainMs), 0);
+    const share = lately / recent.reduce((sum, step) => sum + total(step.times), 0);
+    if (recent.length >= 12 && share < -NOISE) {
       this.alarm.hidden = false;
-      this.alarm.textContent = `Speculation is costing you here: ${number(-lately / 1000, 2)} s in the last ${recent.length} steps, by the time that plain steps were measured to take.`;
+      this.alarm.textContent = `Speculation is costing you here: over the last ${recent.length} steps, ${number(-lately / 1000, 2)} s more than plain decoding would have taken.`;
     }
     const values = line.map(([, y]) => y);
     const frame = new Frame(300, 110, [1, Math.max(2, steps.length)], [Math.min(0, ...values), Math.max(0.1, ...values)], `Seconds saved so far: ${number(balance / 1000)}`);
+    const isGain = balance >= 0;
     frame.axes(ticks([1, steps.length]), ticks([frame.ys[0], frame.ys[1]].filter((v, i, a) => a.indexOf(v) === i), (v) => number(Math.abs(v) < 0.05 ? 0 : v, 1)), "steps").level(0).line(line, "machine");
-    return tile("Ledger: time saved", h("p", { class: "big" }, `${number(balance / 1000)}`, h("small", {}, "s against plain decoding")), ledgerNote(steps.at(-1).controller), frame.svg);
+    return tile(isGain ? "Ledger: time saved" : "Ledger: time lost", h("p", { class: "big" }, number(Math.abs(balance) / 1000), h("small", {}, isGain ? "s against plain decoding" : "s more than plain decoding")),
+      h("p", { class: "note" }, `Against ${number(plainMs, 1)} ms a plain step, ${seen ? `the median of ${seen} in this tab` : "as measured before; a race measures it anew"}.`), ledgerNote(steps.at(-1).controller), frame.svg);
   }
 
   #curve() {
@@ -66,25 +71,32 @@ export class Dials {
     const points = (f) => Array.from({ length: 50 }, (_, i) => [i / 50, f(i / 50)]);
     const machine = points((a) => onMachine(a, k, info.curve, draftMs));
     const most = Math.min(k + 1, Math.max(2, textbook(0.98, k)));
-    const frame = new Frame(900, 220, [0, 1], [0, most], `Expected speed-up with ${k} draft tokens`);
+    const frame = new Frame(innerWidth < 740 ? 330 : 900, 220, [0, 1], [0, most], `Expected speed-up with ${k} draft tokens: where half of the guesses are right, ${number(textbook(0.5, k))} by the textbook and ${number(onMachine(0.5, k, info.curve, draftMs))} here`);
     frame.axes(ticks([0, 0.25, 0.5, 0.75, 1], percent), ticks([1, Math.round(most / 2), Math.round(most)].filter((v, i, a) => a.indexOf(v) === i), (v) => `${v}×`), "a guess is right").level(1)
       .line(points((a) => textbook(a, k)), "book").line(machine, "machine");
     const rate = told.byDepth.length ? told.byDepth.reduce((sum, d) => sum + d.rate * d.count, 0) / told.byDepth.reduce((sum, d) => sum + d.count, 0) : null;
-    if (rate != null) frame.dot(Math.min(rate, 0.98), onMachine(Math.min(rate, 0.98), k, info.curve, draftMs), `here: ${percent(rate)}`);
+    if (rate != null && told.drafted) {
+      const ms = told.draftMs + told.scoreMs + told.otherMs, plainMs = plainOne().ms;
+      const gain = 1 + steps.reduce((sum, step) => sum + saved(step, plainMs), 0) / ms;
+      frame.dot(rate, Math.min(gain, most), `measured: ${number(gain)}× at ${percent(rate)}`);
+    }
     const even = machine.find(([, speed]) => speed >= 1);
     clear(this.curveAt).append(frame.svg, h("p", { class: "note" }, even && even[0] > 0 ? `With ${k} draft tokens this machine breaks even where ${percent(even[0])} of guesses are right.` : even ? `With ${k} draft tokens nearly every guess that is right is gain here.` : `With ${k} draft tokens this machine never gains: scoring them costs too much.`));
   }
 }
+
+const plainOne = () => plainStep(msOf(getInfo().curve, 1));
 
 const tile = (title, ...children) => h("article", { class: "tile" }, h("h2", {}, title), children);
 
 function perStep(steps, told) {
   const recent = steps.slice(-RECENT);
   const most = Math.max(2, ...recent.map((step) => step.row.committed.length));
-  const frame = new Frame(300, 70, [0, Math.max(1, recent.length)], [0, most], "Tokens committed in each of the last steps");
+  const frame = new Frame(300, 70, [0, Math.max(1, recent.length)], [0, most], `Tokens committed in each of the last ${recent.length} steps`);
   recent.forEach((step, i) => frame.bar(i + 0.5, step.row.committed.length, Math.max(2, 240 / recent.length), step.row.num_accepted ? "" : "soft"));
   frame.axes([], ticks([most]), `last ${recent.length} steps`);
-  return tile("Committed per step", h("p", { class: "big" }, number(told.perStep), h("small", {}, `${told.accepted} of ${told.drafted} drafted accepted`)), frame.svg);
+  return tile("Committed per step", h("p", { class: "big" }, number(told.perStep), h("small", {}, "tokens; plain decoding: 1")),
+    h("p", { class: "note" }, `${told.accepted} of ${told.drafted} drafted tokens were accepted. A tree offers several for one place, and at most one of them can be.`), frame.svg);
 }
 
 function times(told) {
@@ -92,15 +104,19 @@ function times(told) {
   const each = (ms) => number(ms / told.committed, 2);
   return tile("Milliseconds a token", h("p", { class: "big" }, each(told.draftMs + told.scoreMs + told.otherMs), h("small", {}, "ms")),
     h("div", { class: "stack" }, parts.map(([kind, , ms]) => h("i", { class: kind, vars: { "--of": ms } }))),
-    h("p", { class: "keys" }, parts.map(([kind, name, ms]) => h("span", {}, h("i", { class: kind }), `${name} `, h("b", {}, each(ms))))));
+    h("p", { class: "keys" }, parts.map(([kind, name, ms]) => h("span", {}, h("i", { class: kind }), `${name} `, h("b", {}, each(ms))))),
+    h("p", { class: "note" }, `A plain step, which is one token, takes ${number(plainOne().ms, 1)} ms here.`));
 }
 
 function depths(told) {
   const found = told.byDepth.slice(0, 8);
-  const frame = new Frame(300, 110, [0, Math.max(4, found.length)], [0, 1], "How often a draft is right, by depth");
-  found.forEach(({ depth, rate, count }) => frame.bar(depth - 0.5, rate, 22, count < 5 ? "soft" : "", percent(rate)));
-  frame.axes(found.map(({ depth }) => [depth - 0.5, depth]), [], "place in the draft");
-  return tile("Right, if all before was right", frame.svg);
+  const isFew = found.some(({ count }) => count < FEW);
+  const frame = new Frame(300, 110, [0, Math.max(4, found.length)], [0, 1], `How often a draft is right, by depth: ${found.map(({ rate }) => percent(rate)).join(", ")}`);
+  found.forEach(({ depth, rate, count }) => frame.bar(depth - 0.5, rate, 22, count < FEW ? "soft" : "", percent(rate).replace(" %", "")));
+  frame.axes(found.map(({ depth }) => [depth - 0.5, depth]), ticks([0.5, 1], percent), "place in the draft");
+  const first = found[0];
+  return tile("Acceptance by position", first ? h("p", { class: "big" }, percent(first.rate), h("small", {}, "of first guesses are right")) : h("p", { class: "note" }, "Nothing has been drafted yet."),
+    h("p", { class: "note" }, "By place in the draft, of those that were right until there.", isFew ? ` Grey: fewer than ${FEW} cases.` : ""), frame.svg);
 }
 
 // The controller's own book, which follows the machine from step to step.
@@ -119,12 +135,13 @@ function choices(steps, told) {
   counts.forEach((count, n) => frame.bar(n, count, Math.min(22, 240 / (most + 1)), n ? "" : "soft"));
   frame.axes(ticks([0, Math.round(most / 2), most]), [], "tokens drafted in a step");
   return tile("The controller's choice", h("p", { class: "big" }, number(told.drafted / steps.length, 1), h("small", {}, `drafted a step`)),
-    plan ? h("p", { class: "note" }, plan.drafter ? `Its plan now: ${plan.drafter}, up to ${plan.budget} tokens.` : "Its plan now: plain decoding, for nothing would pay.", ` ${plan.drafting} of ${plan.steps} steps drafted.`) : null, frame.svg);
+    h("p", { class: "note" }, plan ? [plan.drafter ? `Its plan now: ${plan.drafter}, up to ${plan.budget} tokens.` : "Its plan now: plain decoding, for nothing would pay.", ` ${plan.drafting} of ${plan.steps} steps drafted.`] : "The last step's drafter was chosen by name: it always drafts, and no controller is asked. Choose “as served” to see one at work."), frame.svg);
 }
 
 function forwards() {
   const { curve } = getInfo(), one = msOf(curve, 1), eight = msOf(curve, 8);
   const frame = new Frame(300, 90, [0, 17], [0, curve.at(-1)[1] * 1.1], "Milliseconds of a forward by its tokens");
-  frame.axes(ticks([1, 8, 17]), ticks([one], (v) => number(v, 0)), "tokens in one forward").line(curve, "machine");
-  return tile("A forward here", h("p", { class: "big" }, `${number(eight / one, 2)}×`, h("small", {}, "for 8 tokens against one")), frame.svg);
+  frame.axes(ticks([1, 8, 17]), ticks([one], (v) => `${number(v, 0)} ms`), "tokens in one forward").line(curve, "machine");
+  return tile("A forward of this machine", h("p", { class: "big" }, `${number(eight / one, 2)}×`, h("small", {}, "as long for 8 tokens")),
+    h("p", { class: "note" }, "As measured by the server. As long as this is flat, checking guesses costs next to nothing."), frame.svg);
 }

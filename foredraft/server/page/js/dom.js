@@ -21,27 +21,41 @@ export const clear = (element) => { element.replaceChildren(); return element; }
 // A slider with its value beside it; told(value) is called when it is let go, moved(value) at every move.
 export function slider(label, { min, max, step = 1, value, show = String, moved = () => {}, told = () => {} }) {
   const out = h("output", {}, show(value));
-  const input = h("input", { type: "range", min, max, step, value, "aria-label": label });
-  input.addEventListener("input", () => { out.textContent = show(Number(input.value)); moved(Number(input.value)); });
+  const input = h("input", { type: "range", min, max, step, value, "aria-label": label, "aria-valuetext": show(value) });
+  input.addEventListener("input", () => {
+    out.textContent = show(Number(input.value));
+    input.setAttribute("aria-valuetext", out.textContent);
+    moved(Number(input.value));
+  });
   input.addEventListener("change", () => told(Number(input.value)));
   const field = h("label", { class: "field" }, label, input, out);
   return { field, input, get value() { return Number(input.value); } };
 }
 
-// A choice of a few; returns the element and its value.
+// A choice of a few; returns the element and its value. Tab reaches the group, arrows go through it.
 export function choice(label, options, chosen, told = () => {}) {
   let value = chosen;
-  const buttons = options.map(([key, text]) => h("button", {
-    type: "button", role: "radio", "aria-checked": String(key === value),
-    onclick: () => {
-      value = key;
-      buttons.forEach((b, i) => b.setAttribute("aria-checked", String(options[i][0] === key)));
-      told(key);
-    },
-  }, text));
-  return { element: h("span", { class: "pace", role: "radiogroup", "aria-label": label }, buttons), get value() { return value; } };
+  const buttons = options.map(([key, text]) => h("button", { type: "button", role: "radio", onclick: () => take(key) }, text));
+  const mark = () => buttons.forEach((button, i) => {
+    button.setAttribute("aria-checked", String(options[i][0] === value));
+    button.tabIndex = options[i][0] === value ? 0 : -1;
+  });
+  const take = (key) => { value = key; mark(); told(key); };
+  const onkeydown = (event) => {
+    const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    if (!by) return;
+    event.preventDefault();
+    const next = (buttons.indexOf(document.activeElement) + by + buttons.length) % buttons.length;
+    buttons[next].focus();
+    take(options[next][0]);
+  };
+  mark();
+  return { element: h("span", { class: "pace", role: "radiogroup", "aria-label": label, onkeydown }, buttons), get value() { return value; } };
 }
 
 export const number = (x, digits = 2) => Number(x).toFixed(digits);
 export const percent = (x) => x === 0 ? "0 %" : x >= 0.995 && x < 1 ? ">99 %" : x >= 0.1 ? `${(100 * x).toFixed(0)} %` : x >= 0.001 ? `${(100 * x).toFixed(1)} %` : "<0.1 %";
-export const shown = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
+// A token's text where it stands alone: what would not be seen has a sign.
+export const shown = (text) => (text.trim() ? text : text.replaceAll(" ", "␣")).replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
+// For those who listen.
+export const announce = (text) => { document.getElementById("said").textContent = text; };

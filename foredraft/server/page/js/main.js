@@ -1,7 +1,7 @@
 // Views by the address's hash, light and dark, keys.
-import { clear, h } from "./dom.js";
+import { clear, h, sleep } from "./dom.js";
 import { info } from "./api.js";
-import { setInfo } from "./store.js";
+import { getInfo, setInfo } from "./store.js";
 import { closeWhy } from "./why.js";
 import { Chat } from "./chat.js";
 import { Race } from "./race.js";
@@ -13,6 +13,7 @@ const made = new Map();
 const main = document.getElementById("view");
 
 function go() {
+  if (!getInfo()) return;
   const name = VIEWS[location.hash.slice(1)] ? location.hash.slice(1) : "chat";
   if (!made.has(name)) made.set(name, new VIEWS[name]());
   const view = made.get(name);
@@ -22,6 +23,12 @@ function go() {
   document.querySelectorAll("nav a[data-view]").forEach((a) => (a.dataset.view === name ? a.setAttribute("aria-current", "page") : a.removeAttribute("aria-current")));
   document.title = `foredraft: ${name}`;
   scrollTo(0, 0);
+}
+
+// A view that is left may take what had the focus along.
+function went() {
+  go();
+  if (document.activeElement === document.body) main.focus({ preventScroll: true });
 }
 
 function theme() {
@@ -37,23 +44,35 @@ function theme() {
 
 async function begin() {
   theme();
-  addEventListener("hashchange", go);
+  addEventListener("hashchange", went);
+  document.getElementById("skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
   addEventListener("scroll", () => document.querySelector(".top").classList.toggle("scrolled", scrollY > 8), { passive: true });
   addEventListener("keydown", (event) => {
     const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
     const name = Object.keys(VIEWS)[Number(event.key) - 1];
     if (name && !isTyping && !event.metaKey && !event.ctrlKey && !event.altKey) location.hash = name;
   });
-  const model = document.getElementById("model");
-  try {
-    const told = await info();
-    setInfo(told);
-    model.textContent = [told.model, told.number_format, told.drafter].filter(Boolean).join(" · ");
-    model.title = told.cpu;
-  } catch (error) {
-    model.replaceChildren(h("span", { class: "bad" }, error.message));
-  }
+  await meet(document.getElementById("model"));
   go();
+}
+
+// Who is served here; views are built when that is known. While the model is being loaded, this waits.
+async function meet(model) {
+  for (;;) {
+    try {
+      const told = await info();
+      setInfo(told);
+      model.textContent = [told.model, told.number_format, told.drafter].filter(Boolean).join(" · ");
+      model.title = `foredraft ${told.version} on ${told.cpu}`;
+      return;
+    } catch (error) {
+      const isLoading = error.status === 503;
+      model.replaceChildren(h("span", { class: isLoading ? "" : "bad" }, error.message));
+      clear(main).append(h("p", { class: "empty", role: "status" }, error.message, isLoading ? " The page goes on by itself." : h("button", { class: "button", type: "button", onclick: () => location.reload() }, "Try again")));
+      if (!isLoading) return;
+      await sleep(1500);
+    }
+  }
 }
 
 begin();

@@ -3,7 +3,7 @@ import { drafterChoice, laneOf } from "./drafters.js";
 import { h, number, slider } from "./dom.js";
 import { run } from "./api.js";
 import { legend, MadeText } from "./text.js";
-import { getInfo, record } from "./store.js";
+import { getInfo, record, recordPlain } from "./store.js";
 
 export const PROMPTS = [
   ["Edit code", "Rename the variable total to result and keep everything else:\n\ndef mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)"],
@@ -17,6 +17,7 @@ class Lane {
     this.clock = h("span", { class: "clock" }, "0.00 s");
     this.bar = h("i", {});
     this.facts = h("dl", {});
+    this.#tell("–");
     this.element = h("article", { class: `lane ${isFast ? "fast" : "plainly"}` }, h("header", {}, h("h2", {}, title), this.clock), h("div", { class: "track" }, this.bar), this.made.element, this.facts);
     this.clockMs = 0;
     this.tokens = 0;
@@ -32,6 +33,12 @@ class Lane {
     this.clock.textContent = `${number(this.clockMs / 1000)} s`;
     this.bar.style.setProperty("--done", Math.min(1, this.tokens / mostTokens));
     this.made.element.scrollTop = this.made.element.scrollHeight;
+    this.#tell("–");
+  }
+
+  #tell(speed) {
+    const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
+    this.facts.replaceChildren(fact("tokens", this.tokens ?? 0), fact("forwards", this.steps ?? 0), fact("per forward", this.steps ? number(this.tokens / this.steps) : "–"), fact("tokens/s", speed));
   }
 
   end(event) {
@@ -39,15 +46,16 @@ class Lane {
     this.made.end();
     this.made.element.scrollTop = 0;
     this.bar.style.setProperty("--done", 1);
-    const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
-    this.facts.append(fact("tokens", event.num_tokens), fact("forwards", event.stats.steps), fact("tokens a forward", number(event.stats.committed / Math.max(1, event.stats.steps))), fact("tokens/s", number(event.tokens_per_s, 1)));
+    this.tokens = event.num_tokens;
+    this.#tell(number(event.tokens_per_s, 1));
   }
 }
 
 export class Race {
   constructor() {
-    this.prompt = PROMPTS[0][1];
-    this.chips = PROMPTS.map(([title, text], i) => h("button", { class: "chip", type: "button", "aria-pressed": String(i === 0), onclick: () => this.#choose(i, text) }, title));
+    this.prompt = h("textarea", { rows: 3, maxlength: 20000, "aria-label": "Prompt", oninput: () => this.#mark() }, PROMPTS[0][1]);
+    this.chips = PROMPTS.map(([title, text], i) => h("button", { class: "chip", type: "button", onclick: () => { this.prompt.value = text; this.#mark(); } }, title));
+    this.#mark();
     this.temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0, show: (x) => number(x, 1) });
     this.drafter = drafterChoice(getInfo()?.drafter);
     this.seed = h("input", { type: "number", min: 0, max: 999999, value: 7, "aria-label": "Seed" });
@@ -57,18 +65,19 @@ export class Race {
     this.element = h("div", { class: "race" },
       h("section", { class: "lead" }, h("h1", {}, "Same prompt, same seed, same text. One of them sooner."),
         h("p", {}, "Both lanes really run, now, on this machine. They take turns, and each clock counts its own lane's steps alone, so neither slows the other down.")),
-      h("div", { class: "starter" }, h("div", { class: "chips", role: "group", "aria-label": "Prompt" }, this.chips), h("label", { class: "field" }, "Drafter", this.drafter), this.temperature.field, h("label", { class: "field" }, "Seed", this.seed), this.go),
+      h("div", { class: "desk" },
+        h("div", { class: "asked" }, h("div", { class: "chips", role: "group", "aria-label": "Prompts" }, this.chips), this.prompt),
+        h("div", { class: "starter" }, h("label", { class: "field" }, "Drafter", this.drafter), this.temperature.field, h("label", { class: "field" }, "Seed", this.seed), this.go)),
       this.lanesAt, this.finish, legend());
     this.#lanes();
   }
 
-  #choose(index, text) {
-    this.prompt = text;
-    this.chips.forEach((chip, i) => chip.setAttribute("aria-pressed", String(i === index)));
+  #mark() {
+    this.chips.forEach((chip, i) => chip.setAttribute("aria-pressed", String(PROMPTS[i][1] === this.prompt.value)));
   }
 
   #lanes() {
-    this.lanes = [new Lane("Plain", false), new Lane(`Speculative: ${this.drafter.value || "as served"}`, true)];
+    this.lanes = [new Lane("Plain", false), new Lane(`Speculative: ${this.drafter.value.replaceAll("_", " ") || "as served"}`, true)];
     this.lanesAt.replaceChildren(...this.lanes.map((lane) => lane.element));
     this.finish.replaceChildren();
   }
@@ -76,22 +85,25 @@ export class Race {
   async start() {
     this.#lanes();
     const mostTokens = 120;
-    const request = { messages: [{ role: "user", content: this.prompt }], lanes: [{ drafter: "none" }, laneOf(this.drafter)], temperature: this.temperature.value, seed: Number(this.seed.value) || 0, max_tokens: mostTokens };
+    const prompt = this.prompt.value.trim();
+    if (!prompt) { this.prompt.focus(); return; }
+    const request = { messages: [{ role: "user", content: prompt }], lanes: [{ drafter: "none" }, laneOf(this.drafter)], temperature: this.temperature.value, seed: Number(this.seed.value) || 0, max_tokens: mostTokens };
     this.abort = new AbortController();
     this.go.textContent = "Stop";
+    this.lanesAt.scrollIntoView({ block: "nearest" });
     try {
       for await (const event of run(request, this.abort.signal)) {
         const lane = this.lanes[event.lane];
         if (event.type === "end") lane.end(event);
         else {
-          if (event.lane === 1) record(event);
+          if (event.lane === 1) record(event); else recordPlain(event);
           lane.step(event, mostTokens);
         }
         if (event.type === "step") await new Promise(requestAnimationFrame);
       }
       this.#over();
     } catch (error) {
-      if (error.name !== "AbortError") this.finish.replaceChildren(h("p", { class: "bad" }, error.message));
+      this.finish.replaceChildren(h("p", { class: error.name === "AbortError" ? "note" : "bad" }, error.name === "AbortError" ? "Stopped before the end." : error.message));
       this.lanes.forEach((lane) => lane.made.end());
     }
     this.abort = null;
@@ -102,12 +114,22 @@ export class Race {
     const [plain, fast] = this.lanes.map((lane) => lane.result);
     if (plain.error || fast.error) throw new Error(plain.error ?? fast.error);
     const times = fast.tokens_per_s && plain.tokens_per_s ? fast.tokens_per_s / plain.tokens_per_s : 1;
+    const [plainMs, fastMs] = this.lanes.map((lane) => lane.clockMs);
+    const byClock = `${number(plainMs / fastMs)}× by the clocks, which count the reading of the prompt as well`;
     const same = plain.sha256 === fast.sha256;
     this.lanes[times >= 1 ? 1 : 0].element.classList.add("won");
     this.finish.replaceChildren(h("div", { class: "finish" },
       h("p", { class: "times" }, `${number(times, 2)}×`),
-      h("p", { class: "note" }, times >= 1 ? "tokens per second after the first step, speculative over plain" : !fast.stats.drafted ? "The controller found that drafting would not pay now, and drafted nothing." : "Speculation cost more than it gave here: this text repeats little, or the drafter was wrong too often."),
+      h("p", { class: "note" }, `the tokens a second of plain decoding (${byClock})`), verdict(times, fast),
       h("div", { class: "hashes" }, h("p", { class: same ? "same" : "differ" }, same ? "The same text, byte for byte" : "The texts differ"),
-        h("p", { class: "mono", "data-lane": "plain" }, plain.sha256), h("p", { class: "mono", "data-lane": "speculative" }, fast.sha256))));
+        h("p", { class: "mono", "data-lane": "plain" }, plain.sha256), h("p", { class: "mono", "data-lane": "speculative" }, fast.sha256),
+        h("p", {}, "SHA-256 of either lane's text"))));
+    this.finish.firstChild.scrollIntoView({ block: "nearest" });
   }
+}
+
+// What a race that was not won says.
+function verdict(times, fast) {
+  if (!fast.stats.drafted) return h("p", {}, "The controller found that drafting would not pay now, and drafted nothing: both lanes decoded plainly.");
+  return times >= 1 ? null : h("p", {}, "Speculation cost more than it gave here: this text repeats little, or the drafter was wrong too often.");
 }

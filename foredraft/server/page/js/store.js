@@ -12,9 +12,31 @@ export const listen = (told) => { listeners.add(told); return () => listeners.de
 // Keep a step of a lane that may draft. Prompts are read the same way by everyone, and do not count.
 export function record(event) {
   if (event.row.num_read > 1 || !event.row.committed.length) return;
+  recordPlain(event);
   steps.push(event);
   if (steps.length > MOST) steps.shift();
   for (const told of listeners) told();
+}
+
+// What a step of plain decoding takes: as seen in this tab, of whichever lane, else as the server measured it.
+const plain = [];
+const ENOUGH = 12;
+
+export function recordPlain(event) {
+  if (event.row.num_read > 1 || event.row.draft.tokens.length || event.row.committed.length !== 1) return;
+  plain.push(total(event.times));
+  if (plain.length > MOST) plain.shift();
+}
+
+export function plainStep(measured) {
+  const recent = plain.slice(-200).sort((a, b) => a - b);
+  return recent.length >= ENOUGH ? { ms: recent[recent.length >> 1], seen: recent.length } : { ms: measured, seen: 0 };
+}
+
+// Milliseconds that speculation saved in a step. One that drafted nothing could only lose what was spent on
+// the question; that it took longer than another plain step is the machine's doing.
+export function saved(step, plainMs) {
+  return step.row.draft.tokens.length ? step.row.committed.length * plainMs - total(step.times) : -(step.times.draft_ms + step.times.learn_ms);
 }
 
 export const total = (times) => times.draft_ms + times.score_ms + times.verify_ms + times.learn_ms;

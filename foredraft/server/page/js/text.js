@@ -1,10 +1,12 @@
 // A text that shows how it was made: guesses ahead of the cursor that turn solid or are struck out.
-import { h, sleep } from "./dom.js";
+import { announce, h, shown, sleep } from "./dom.js";
 import { total } from "./store.js";
-import { openWhy } from "./why.js";
+import { focusWhy, openWhy } from "./why.js";
 
 export const PACES = [["real", "1×"], ["slow", "slow"], ["step", "step"]];
 const SLOW = 15;
+// What stands for a shorter time would only flicker.
+const SEEN_MS = 24, SEEN_CALMLY_MS = 200;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 const COPYING = new Set(["suffix", "ngram", "prediction", "retrieval"]);
@@ -30,6 +32,8 @@ export function spine(row) {
   }
 }
 
+export const MEANING = { draft: "drafted and accepted", copy: "copied from earlier text, and accepted", correction: "a correction", bonus: "a bonus token", plain: "the target's own" };
+
 export class MadeText {
   constructor({ label, why = true } = {}) {
     this.steps = [];
@@ -37,7 +41,7 @@ export class MadeText {
     this.picked = -1;
     this.ghost = h("span", { class: "ghost", "aria-hidden": "true" });
     this.cursor = h("span", { class: "cursor", "aria-hidden": "true" });
-    this.element = h("div", { class: "made", tabindex: 0, "aria-label": label ?? "Text; arrow keys choose a token, Enter asks why" }, this.ghost, this.cursor);
+    this.element = h("div", { class: "made", tabindex: 0, role: "group", "aria-label": label ?? "Text; arrow keys choose a token, Enter asks why" }, this.ghost, this.cursor);
     if (!why) return;
     this.element.addEventListener("click", (event) => {
       const token = event.target.closest(".token");
@@ -51,9 +55,10 @@ export class MadeText {
     const { row } = event;
     if (!row.committed.length) return;
     const nodes = spine(row);
-    if (nodes.length && ms >= 24 && !calm.matches) {
+    if (nodes.length && ms >= (calm.matches ? SEEN_CALMLY_MS : SEEN_MS)) {
       const guesses = nodes.map((node) => h("span", {}, row.draft.texts[node]));
       this.ghost.replaceChildren(...guesses);
+      this.onAdd?.();
       await sleep(ms * 0.45);
       guesses.forEach((guess, i) => guess.classList.add(i < row.num_accepted ? "yes" : "no"));
       await sleep(ms * 0.35);
@@ -86,8 +91,8 @@ export class MadeText {
     document.querySelectorAll(".token.picked").forEach((old) => old.classList.remove("picked"));
     const token = this.tokens[index];
     token.classList.add("picked");
-    token.scrollIntoView({ block: "nearest" });
     this.picked = index;
+    announce(`${shown(token.textContent)}: ${MEANING[token.dataset.author === "copy" ? "copy" : token.dataset.by]}`);
     const isOpen = document.body.classList.contains("asking");
     if (open || isOpen) {
       openWhy(this.steps[token.dataset.step], Number(token.dataset.index), {
@@ -95,12 +100,13 @@ export class MadeText {
         move: (by) => this.pick(this.picked + by, true),
       });
     }
+    token.scrollIntoView({ block: "nearest" });
   }
 
   #key(event) {
     const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     if (by) this.pick(this.picked < 0 ? (by > 0 ? 0 : this.tokens.length - 1) : this.picked + by, false);
-    else if (event.key === "Enter") this.pick(Math.max(0, this.picked), true);
+    else if (event.key === "Enter") { this.pick(Math.max(0, this.picked), true); focusWhy(); }
     else return;
     event.preventDefault();
   }
@@ -118,6 +124,8 @@ export class Player {
 
   push(event) { this.queue.push(event); this.woken?.(); }
   finish() { this.done = true; this.woken?.(); this.next?.(); }
+  // Shows no more than is there already.
+  stop() { this.queue.length = 0; this.isStopped = true; this.finish(); }
   step() { this.next?.(); }
 
   async run() {
@@ -134,6 +142,7 @@ export class Player {
         await new Promise((resolve) => { this.next = resolve; });
         this.next = null;
         this.waiting?.(false);
+        if (this.isStopped) break;
       }
       const ms = total(event.times);
       // A backlog at real pace is caught up with, so that the page never lags behind the model.
@@ -144,8 +153,11 @@ export class Player {
 }
 
 export function legend() {
-  const item = (by, author, text) => h("span", {}, h("span", { class: "token", "data-by": by, "data-author": author }, text));
-  return h("p", { class: "legend", "aria-label": "What the underlines mean" },
-    item("draft", "head", "drafted"), item("draft", "copy", "copied from earlier text"),
-    item("correction", null, "corrected"), item("bonus", null, "bonus"), item("plain", null, "not drafted"));
+  const item = (by, author, text, title) => h("span", { title }, h("span", { class: "token", "data-by": by, "data-author": author }, text));
+  return h("p", { class: "legend" }, h("span", { class: "unseen" }, "What the underlines mean: "),
+    item("draft", "head", "drafted", "A guess of the drafter's that the model agreed with"),
+    item("draft", "copy", "copied from earlier text", "A guess too, copied from what followed the same words before"),
+    item("correction", null, "corrected", "The guess was wrong; this is the model's own token"),
+    item("bonus", null, "bonus", "All guesses were right, and the same forward brought one token more"),
+    item("plain", null, "not drafted", "Nothing had been guessed here"));
 }

@@ -23,8 +23,8 @@ export function treePicture(row) {
   place(-1, 1);
   const y = (node) => 2 + at.get(node).y * ROW;
   const right = Math.max(...[...at].map(([node, { x }]) => x + width(node))) + 2;
-  const picture = s("svg", { class: "tree", viewBox: `0 0 ${right} ${(line + 1) * ROW}`, role: "img", "aria-label": `A draft of ${draft.tokens.length} tokens, ${path.length} accepted` });
-  picture.style.minWidth = `${Math.min(right, 900) * 0.8}px`;
+  const picture = s("svg", { class: "tree", viewBox: `0 0 ${right} ${(line + 1) * ROW}`, role: "img", "aria-label": readAloud(row, texts) });
+  picture.style.minWidth = `${right}px`;
   picture.style.maxWidth = `${right * 1.15}px`;
   draft.parents.forEach((parent, node) => {
     const from = at.get(parent).x + width(parent), to = at.get(node).x;
@@ -41,10 +41,22 @@ export function treePicture(row) {
   return picture;
 }
 
-// What the drafter gave a node, and what the model alone gives its token there.
+function readAloud({ draft, path }, texts) {
+  const named = (nodes) => (nodes.length ? nodes.map((node) => texts[node].trim()).join(", ") : "none");
+  const others = draft.tokens.map((_, node) => node).filter((node) => !path.includes(node));
+  return `A draft of ${draft.tokens.length} tokens. Accepted: ${named(path)}. The others: ${named(others)}.`;
+}
+
+// What the drafter gave a node, and what the model alone gives its token there; both given all that stands before it.
 function said(row, token, node) {
-  const guess = row.draft.draft_probs?.[node] ?? row.draft.chances?.[node];
+  const guess = row.draft.draft_probs?.[node] ?? chance(row.draft, node);
   const law = row.why?.laws.find((found) => found.node === row.draft.parents[node]);
   const target = law?.candidates.find((c) => c.token === token)?.model_prob;
   return [guess, target].filter((p) => p != null).map(percent).join(" → ");
+}
+
+// An estimate is told for a node with all above it: here it is for the node alone.
+function chance({ chances, parents }, node) {
+  const here = chances?.[node], above = parents[node] < 0 ? 1 : chances?.[parents[node]];
+  return here == null || !above ? here : Math.min(1, here / above);
 }

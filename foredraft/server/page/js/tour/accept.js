@@ -1,7 +1,7 @@
 // Part 3: the acceptance test and the residual.
-import { h, number, percent, s, slider } from "../dom.js";
+import { h, number, percent, s, shown, slider } from "../dom.js";
 import { normalised, overlap, residual, speculate } from "../theory.js";
-import { column, experiment, part, raise, scene } from "./part.js";
+import { collect, column, experiment, part, raise, scene, user } from "./part.js";
 
 const WORDS = ["river", "sea", "road", "hill", "town"];
 const P = [0.42, 0.1, 0.26, 0.14, 0.08], FAR = [0.12, 0.46, 0.08, 0.06, 0.28];
@@ -31,17 +31,30 @@ function picture() {
   return { svg, draw };
 }
 
+// What the live model gives its likeliest next tokens, and all others together.
+async function likeliest(signal) {
+  const [lane] = await collect({ messages: user("Name a colour."), lanes: [{ drafter: "none" }], max_tokens: 1 }, signal);
+  const row = lane.steps.find((step) => step.row.why).row;
+  const found = row.why.laws[0].candidates.map((c) => [shown(c.text).trim(), c.model_prob]).sort((a, b) => b[1] - a[1]).slice(0, 4);
+  return [...found, ["any other", Math.max(0, 1 - found.reduce((sum, [, p]) => sum + p, 0))]];
+}
+
 export function accept() {
   const { svg, draw } = picture();
   const far = slider("Drafter's error", { min: 0, max: 1, step: 0.05, value: 0.75, show: (x) => number(x, 2), told: () => trial.start() });
   const box = h("input", { type: "checkbox", onchange: () => trial.start() });
-  const trial = experiment("10,000 draws", [far.field, h("label", { class: "field" }, box, "forget the residual")], async (show) => {
-    const q = mix(far.value), counts = WORDS.map(() => 0), n = 10000;
+  let words = null;
+  const trial = experiment("10,000 draws of the live model's next token", [far.field, h("label", { class: "field" }, box, "forget the residual")], async (show, signal) => {
+    words ??= await likeliest(signal);
+    // The drafter mistakes the model's order the more, the farther it is.
+    const p = words.map(([, prob]) => prob), q = normalised(p.map((x, i) => (1 - far.value) * x + far.value * p[p.length - 1 - i]));
+    const counts = p.map(() => 0), n = 10000;
     let accepted = 0;
-    for (let i = 0; i < n; i++) { const drawn = speculate(P, q, box.checked); counts[drawn.token]++; accepted += drawn.accepted; }
-    const worst = Math.max(...counts.map((count, i) => Math.abs(count / n - P[i])));
-    show(h("p", {}, h("b", {}, `${percent(accepted / n)} accepted`), ` (the overlap is ${percent(overlap(P, q))}). `, worst > 0.02 ? h("span", { class: "bad" }, `The text is another: off by ${percent(worst)} somewhere.`) : "What came out has the model's own distribution."),
-      h("div", { class: "rows" }, WORDS.map((text, i) => h("div", { class: "row pair" }, h("span", { class: "name" }, text), h("span", { class: "bar two" }, h("i", { vars: { "--of": P[i] } }), h("i", { vars: { "--of": counts[i] / n } })), h("span", {}, `${percent(P[i])} → ${percent(counts[i] / n)}`)))));
+    for (let i = 0; i < n; i++) { const drawn = speculate(p, q, box.checked); counts[drawn.token]++; accepted += drawn.accepted; }
+    const worst = Math.max(...counts.map((count, i) => Math.abs(count / n - p[i])));
+    show(h("p", {}, h("b", {}, `${percent(accepted / n)} accepted`), ` (the overlap is ${percent(overlap(p, q))}). `, worst > 0.02 ? h("span", { class: "bad" }, `The text is another: off by ${percent(worst)} somewhere.`) : "What came out has the model's own distribution."),
+      h("div", { class: "rows" }, words.map(([text], i) => h("div", { class: "row pair" }, h("span", { class: "name" }, text), h("span", { class: "bar two" }, h("i", { vars: { "--of": p[i] } }), h("i", { vars: { "--of": counts[i] / n } })), h("span", {}, `${percent(p[i])} → ${percent(counts[i] / n)}`)))),
+      h("p", { class: "note" }, "Grey, and first: what the model gives it after “Name a colour.” Violet: how often it came out. The drafts are drawn from the same figures in a wrong order."));
   }, "Draw");
   return part({
     count: "3 of 6", title: "Refuse just often enough, then draw from what is left.", picture: svg, draw, experiment: trial.element,

@@ -31,7 +31,7 @@ export function exact() {
   const seed = slider("Seed", { min: 0, max: 99, value: 7, told: () => trial.start() });
   const trial = experiment("Three drafters, the live model", [temperature.field, seed.field], async (show, signal) => {
     const drafters = ["none", "ngram", getInfo()?.drafter ?? "suffix"];
-    const rows = drafters.map((name) => ({ name: h("b", {}, name), steps: h("span", {}, "…"), hash: h("span", { class: "mono note" }, "") }));
+    const rows = drafters.map((name) => ({ name: h("b", {}, name === "none" ? "no drafter" : name), steps: h("span", {}, "…"), hash: h("span", { class: "mono note" }, "") }));
     show(h("div", { class: "rows" }, rows.map((row) => h("div", {}, row.name, " ", row.steps, h("br"), row.hash))));
     const lanes = await collect({ messages: user("Write two sentences about a lighthouse."), lanes: drafters.map((drafter) => ({ drafter })), temperature: temperature.value, seed: seed.value, max_tokens: 48 }, signal,
       (event, all) => { rows[event.lane].steps.textContent = `${all[event.lane].steps.length} forwards …`; });

@@ -19,7 +19,8 @@ function picture() {
     frame.dot(a, speed, `${number(speed, 2)}×`);
     holder.replaceChildren(...frame.svg.childNodes, s("text", { class: "said", x: -34, y: -24 }, a > 0.7 ? "Edits and repeated phrases: most guesses are right." : a > 0.35 ? "Open text: about every other guess." : speed < 1 ? "Too few: checking them costs more than it saves." : "Few guesses are right."));
   };
-  return { svg: holder, draw };
+  const note = h("p", { class: "note" }, "Four draft tokens. Dashed: the textbook. Solid: with the times of forwards on this machine, and a drafter that takes a quarter of one.");
+  return { svg: [holder, note], draw };
 }
 
 export function limits() {
@@ -31,7 +32,7 @@ export function limits() {
     show(h("p", {}, "…"));
     const lanes = await collect({ messages: user("Invent ten unusual names for a ship."), lanes: [{ drafter: "none" }, { drafter, num_draft_tokens: count.value }], temperature: temperature.value, seed: 3, max_tokens: 64 }, signal);
     const [plain, fast] = lanes.map(({ end }) => end), times = fast.tokens_per_s / plain.tokens_per_s;
-    show(h("p", {}, h("b", { class: times < 1 ? "bad" : "" }, `${number(times)}×`), ` with ${drafter}: ${fast.stats.accepted} of ${fast.stats.drafted} guesses right. `, times < 0.97 ? "Speculation costs you here." : times < 1.1 ? "No gain to speak of." : "It still pays."),
+    show(h("p", {}, h("b", { class: times < 0.97 ? "bad" : "" }, `${number(times)}×`), ` with ${drafter.replaceAll("_", " ")}: ${fast.stats.accepted} of ${fast.stats.drafted} guesses right. `, times < 0.97 ? "Speculation costs you here." : times < 1.1 ? "No gain to speak of." : "It still pays."),
       h("p", { class: "note" }, plain.sha256 === fast.sha256 ? "The text is the same in any case." : "The texts differ."));
   });
   return part({

@@ -60,12 +60,15 @@ export function experiment(title, controls, go, name = "Run it") {
     current?.abort();
     const mine = (current = new AbortController());
     box.classList.add("running");
+    button.textContent = "Running …";
     try {
       await go((...children) => { if (current === mine) out.replaceChildren(...children.flat().filter(Boolean)); }, mine.signal);
     } catch (error) {
-      if (error.name !== "AbortError") out.replaceChildren(h("p", { class: "bad" }, error.message));
+      if (error.name !== "AbortError" && current === mine) out.replaceChildren(h("p", { class: "bad" }, error.message));
     }
-    if (current === mine) box.classList.remove("running");
+    if (current !== mine) return;
+    box.classList.remove("running");
+    button.textContent = name;
   }
   return { element: box, start };
 }

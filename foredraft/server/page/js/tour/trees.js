@@ -1,5 +1,5 @@
 // Part 5: heads and trees.
-import { h, number, s, slider } from "../dom.js";
+import { h, number, s, shown, slider } from "../dom.js";
 import { getInfo } from "../store.js";
 import { treePicture } from "../tree.js";
 import { collect, experiment, part, scene, user } from "./part.js";
@@ -31,15 +31,15 @@ export function trees() {
     const steps = lane.steps.filter((step) => step.row.draft.tokens.length > 1);
     if (!steps.length) { show(h("p", {}, "This run drafted no trees.")); return; }
     const best = steps.reduce((a, b) => (b.row.num_accepted > a.row.num_accepted ? b : a));
-    const at = h("div", { class: "tree-scroll", tabindex: 0, "aria-label": "A drafted tree" }), facts = h("p", {});
+    const at = h("div", { class: "tree-scroll", tabindex: 0, role: "region", "aria-label": "A drafted tree" }), facts = h("p", {});
     const pick = slider("Step", { min: 1, max: steps.length, value: steps.indexOf(best) + 1, moved: (n) => look(n) });
     const look = (n) => {
       const { row } = steps[n - 1];
       at.replaceChildren(treePicture(row));
-      facts.replaceChildren(h("b", {}, `${row.num_accepted} of ${row.draft.tokens.length}`), ` nodes accepted by ${getInfo()?.drafter}; then “${row.committed.at(-1).text}”.`);
+      facts.replaceChildren(h("b", {}, `${row.num_accepted} of ${row.draft.tokens.length}`), ` nodes accepted by ${getInfo()?.drafter}; then the model’s own “${shown(row.committed.at(-1).text).trim()}”.`);
     };
     look(pick.value);
-    show(pick.field, at, facts);
+    show(facts, pick.field, at, h("p", { class: "note" }, "Small figures: what the drafter thought of a guess → what the model gives it."));
   });
   return part({
     count: "5 of 6", title: "Heads guess from what the model was thinking, and guesses may branch.", picture: svg, draw, experiment: trial.element,
