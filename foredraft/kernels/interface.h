@@ -60,12 +60,13 @@ struct ForedraftForward {
   float* logits;                // [N, V]
   int64_t first_layer, end_layer;
   const float* hidden;          // [T, E] what the layer before gave; null: start from embeddings
-  float* const* taps;           // [L] where to copy that layer's output [T, E], or null
+  void* const* taps;            // [L] where to copy that layer's output [T, E], or null
   float* workspace;
   int64_t num_threads;
   double* phase_seconds;        // [4] linear layers, attention, head, all else; or null
   int64_t num_draws;
   ForedraftDraw* draws;         // from logits of this forward
+  int64_t rounds_taps;          // to the type of the embeddings; float32 if 0
 };
 
 }  // extern "C"

@@ -290,10 +290,15 @@ class Worker {
 
   void tap(int64_t index) {
     if (!forward_.taps[index]) return;
-    const Range mine = me_.share(T);
-    std::copy(work_.hidden + mine.begin * E, work_.hidden + mine.end * E,
-              forward_.taps[index] + mine.begin * E);
+    if (forward_.rounds_taps) tap_as(static_cast<Weight*>(forward_.taps[index]));
+    else tap_as(static_cast<float*>(forward_.taps[index]));
     end(kOther);
+  }
+
+  template <class Number>
+  void tap_as(Number* states) const {
+    const Range mine = me_.share(T);
+    for (int64_t i = mine.begin * E; i < mine.end * E; ++i) from_float(work_.hidden[i], states[i]);
   }
 
   void head() const {

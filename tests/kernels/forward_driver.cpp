@@ -175,7 +175,7 @@ class Cache {
     }
     if (layers.tap) wanted.clear();
     Floats logits(wanted.size() * size_t(made_.model.vocab));
-    float* taps[MadeUp::kLayers] = {};
+    void* taps[MadeUp::kLayers] = {};
     taps[layers.begin] = layers.tap;
     const int64_t T = int64_t(ids.size()), N = int64_t(wanted.size());
     Floats workspace(size_t(foredraft_workspace_size(&made_.model, T, N, most, threads)), NAN);
@@ -187,7 +187,7 @@ class Cache {
         tables.data(), prefixes.data(), extra_starts.data(), extras.data(), wanted.data(),
         spans.data(), keys_.data(), values_.data(), kBlockEntries, block_stride_, layer_stride(),
         kBlockEntries * made_.model.head_dim, logits.data(), layers.begin, layers.end,
-        layers.hidden, taps, workspace.data(), threads, seconds, N, draws.data()};
+        layers.hidden, taps, workspace.data(), threads, seconds, N, draws.data(), 0};
     if (foredraft_forward(&made_.model, &forward) != kDone) std::abort();
     for (const ForedraftDraw& found : draws) {
       ForedraftDraw alone = found;

@@ -125,17 +125,18 @@ class FusedDecoder:
             self._begin_in_child()
         logits_NV = torch.empty(len(plan.heads), self._config.vocab_size)
         hidden = self._config.hidden_size
-        tapped = {i: torch.empty(len(plan), hidden) for i in taps}
+        # Rounded by the kernel: torch's threads would take its cores for a while.
+        precision = torch.float32 if plan.is_beginning else self._weights.dtype
+        tapped = {i: torch.empty(len(plan), hidden, dtype=precision) for i in taps}
         with self._lock:
             described = self._describe_forward(plan, logits_NV, tapped)
+            described.rounds_taps = not plan.is_beginning
             _point_to_entries(described, plan, cache)
             if plan.draws is not None:
                 described.num_draws, described.draws = len(plan.draws.rows), plan.draws.rows
                 plan.draws.are_done = True
             self._call(described)
-        if plan.is_beginning:
-            return logits_NV, tapped
-        return logits_NV, {i: x.to(self._weights.dtype) for i, x in tapped.items()}
+        return logits_NV, tapped
 
     def logits(self, normed_TE: Tensor) -> Tensor:
         """The head alone: float32 logits [T, V] of normed states.
