@@ -125,7 +125,7 @@ def _tree(row: Row) -> Tree:
         for name, values in (
             ("target", draft.target_probs),
             ("drafted with", draft.draft_probs),
-            ("drafter's guess", draft.chances),
+            ("drafter's guess", draft.own_chances),
         ):
             if values is not None and (value := values[node]) is not None:
                 line.append(f"  {name} {value:.4g}", style="dim")
