@@ -180,6 +180,11 @@ class Machine(RuleBasedStateMachine):
         self.prefixes[with_layers].release(slot, [*text, 1], is_sound)
         self.forget(slot)
 
+    @rule(slot=slots)
+    def distrust(self, slot: int) -> None:
+        """Others find nothing of it any more; the slot itself holds what it held."""
+        self.cache.distrust(slot, b"", self.lists[slot])
+
     @rule()
     def give_up_what_is_cached(self) -> None:
         self.prefixes[True].clear()
