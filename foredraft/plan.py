@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.cache.memory import checked_memory
 from foredraft.core.checks import checked_flag, checked_text, shown, whole_number
-from foredraft.core.errors import CapabilityError, ConfigError, nearest, unknown
+from foredraft.core.errors import CapabilityError, ConfigError, unknown
 from foredraft.kernels.threads import available_cpus
 
 if TYPE_CHECKING:
@@ -127,11 +127,7 @@ class LoadOptions:
     def _check_device(self) -> None:
         kind, colon, number = self.device.partition(":")
         if kind not in DEVICES:
-            asked = "cuda" if kind == "gpu" else self.device  # the name that is meant
-            raise ConfigError(
-                f"unknown device {self.device!r}{nearest(asked, DEVICES)} "
-                f"(known: {', '.join(DEVICES)})"
-            )
+            raise unknown("device", self.device, DEVICES, "cuda" if kind == "gpu" else None)
         if colon and not (kind == "cuda" and re.fullmatch("[0-9]{1,4}", number)):
             raise ConfigError(
                 f"device is {self.device!r}; a number goes with cuda alone, such as 'cuda:1'"

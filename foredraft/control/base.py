@@ -27,6 +27,12 @@ class Allowance:
     drafter: str | None = ""
 
 
+def drafting_room(row: Request, max_context: int) -> int:
+    """Most nodes that a row may draft, in a context of so many tokens."""
+    # The last token a step commits is the target's own, so one fewer can be drafted.
+    return max(0, min(row.num_remaining - 1, max_context - len(row.tokens)))
+
+
 class Controller(Protocol):
     """Decides how much each row may draft, from how steps went; never what, and it does not see
     which tokens are drafted before they are verified.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foredraft.control.base import Allowance
+from foredraft.control.base import Allowance, drafting_room
 from foredraft.core.cost import USUAL_PRICE, CostModel, Price
 from foredraft.core.errors import ConfigError
 from foredraft.core.record import StepRecord
@@ -41,7 +41,8 @@ class FixedBudget:
             return [_NOTHING] * len(rows)
         return [
             Allowance(
-                max(0, min(self.num_draft_tokens, self._room(row))), self._price(row, len(rows))
+                min(self.num_draft_tokens, drafting_room(row, self._max_context)),
+                self._price(row, len(rows)),
             )
             for row in rows
         ]
@@ -52,10 +53,6 @@ class FixedBudget:
 
     def end(self, request_id: int) -> None:
         """Nothing is kept of a request."""
-
-    def _room(self, row: Request) -> int:
-        # The last token a step commits is the target's own, so one fewer can be drafted.
-        return min(row.num_remaining - 1, self._max_context - len(row.tokens))
 
     def _price(self, row: Request, num_rows: int) -> Price:
         if self._cost is None:

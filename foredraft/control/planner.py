@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from foredraft.control.acceptance import MOST_SLOTS, Acceptance, Array, Kind, kind_of
+from foredraft.control.base import drafting_room
 from foredraft.control.ledger import Ledger
 from foredraft.control.pooled import Pooled, PooledRow, best_prefix
 from foredraft.control.times import DraftTimes
@@ -357,8 +358,7 @@ class Planner:
 
     def room(self, row: Request) -> int:
         """Most nodes that a row may draft."""
-        # The last token a step commits is the target's own, so one fewer can be drafted.
-        return max(0, min(row.num_remaining - 1, self._max_context - len(row.tokens)))
+        return drafting_room(row, self._max_context)
 
 
 def _price(prices: Sequence[float], num_rows: int, num_nodes: float) -> Price:

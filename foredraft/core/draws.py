@@ -68,11 +68,9 @@ class DrawRows:
 
     Attributes:
         rows: to be filled in.
-        are_done: whether they have been.
     """
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
-        self.are_done = False
         self.rows = (DrawRow * len(wanted))(*[DrawRow(*one) for one in wanted])
 
     def found(self) -> list[Draw | None]:

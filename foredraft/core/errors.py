@@ -69,7 +69,12 @@ def nearest(name: str, options: Iterable[str]) -> str:
     return f"; did you mean {by_folded[close[0]]!r}?" if close else ""
 
 
-def unknown(kind: str, name: str, options: Iterable[str]) -> ConfigError:
-    """The error for a name that is not among ``options`` (``kind`` says what was named)."""
+def unknown(kind: str, name: str, options: Iterable[str], meant: str | None = None) -> ConfigError:
+    """The error for a name that is not among ``options`` (``kind`` says what was named).
+
+    Args:
+        meant: what others call so here, where the nearest option is sought for that.
+    """
     known = sorted(options)
-    return ConfigError(f"unknown {kind} {name!r}{nearest(name, known)} (known: {', '.join(known)})")
+    hint = nearest(name if meant is None else meant, known)
+    return ConfigError(f"unknown {kind} {name!r}{hint} (known: {', '.join(known)})")

@@ -62,7 +62,7 @@ class FetchedRow:
 
 
 def fetch(
-    scores: Scores, rules: Sequence[Rules], keys: Sequence[DrawKey | None] = ()
+    scores: Scores, rules: Sequence[Rules], keys: Sequence[DrawKey | None]
 ) -> list[FetchedRow]:
     """Each row's scores as its rules need them.
 
@@ -72,7 +72,6 @@ def fetch(
 
     Args:
         keys: what the next token of each row is drawn with; None where a look at its law is needed.
-            None at all: nothing is drawn ahead.
     """
     logits_NV = scores.logits_NV
     rows = [FetchedRow(_LogitRows(logits_NV, span)) for span in scores.heads]

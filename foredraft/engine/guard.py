@@ -34,10 +34,9 @@ class GuardedDrafter:
     The request in which it fails is decoded plainly to its end; the others go on. After three
     faulty requests in a row the drafter is left out of the next few requests, then tried again,
     with longer pauses as long as it keeps failing; a lack of memory does not count. All of it is
-    said in the log. Texts of seeded
-    requests are unaffected. For drawn ones a fault that depends on which token was drawn discards
-    a draft after seeing it, which bends that request's distribution; nothing can undo that after
-    the draw.
+    said in the log. Texts of seeded requests are unaffected. For drawn ones a fault that depends on
+    which token was drawn discards a draft after seeing it, which bends that request's distribution;
+    nothing can undo that after the draw.
 
     Args:
         drafter: the drafter to watch.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from foredraft.control.base import Allowance, Controller
+from foredraft.control.base import Allowance, Controller, drafting_room
 from foredraft.core.record import StepRecord
 from foredraft.core.request import Request
 
@@ -44,9 +44,7 @@ class GuardedController:
         self._tell("end a request", lambda: self._controller.end(request_id))
 
     def _fitting(self, row: Request, allowed: Allowance) -> Allowance:
-        # The last token a step commits is the target's own, so one fewer can be drafted.
-        room = min(row.num_remaining - 1, self._max_context - len(row.tokens))
-        budget = max(0, min(allowed.budget, room))
+        budget = max(0, min(allowed.budget, drafting_room(row, self._max_context)))
         return allowed if budget == allowed.budget else replace(allowed, budget=budget)
 
     def _tell(self, what: str, tell: Callable[[], None]) -> None:

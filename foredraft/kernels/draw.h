@@ -82,15 +82,18 @@ class Row {
   double largest() const { return base_; }
 
   // False where there is no largest logit (see there).
-  bool find(Best& best) { return find_maxima() && find_known(best); }
+  bool find(Best& best) {
+    if (!find_maxima()) return false;
+    find_known(best);
+    return true;
+  }
 
   // The same after `find_largest`.
-  bool find_known(Best& best) const {
+  void find_known(Best& best) const {
     const int64_t first = std::max_element(group_max_.begin(), group_max_.end()) - group_max_.begin();
     visit(first, best);  // likely to hold the winner
     for (int64_t group = 0; group < num_groups_; ++group)
       if (group != first) visit(group, best);
-    return true;
   }
 
  private:

@@ -48,6 +48,7 @@ class EagerDecoder:
     name = "eager"
     partial = True
     reads_unseen = False
+    draws = False
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self._config, self._weights = config, weights

@@ -69,6 +69,7 @@ class FusedDecoder:
     name = "fused"
     partial = True
     reads_unseen = False
+    draws = True
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None
@@ -134,7 +135,6 @@ class FusedDecoder:
             _point_to_entries(described, plan, cache)
             if plan.draws is not None:
                 described.num_draws, described.draws = len(plan.draws.rows), plan.draws.rows
-                plan.draws.are_done = True
             self._call(described)
         return logits_NV, tapped
 

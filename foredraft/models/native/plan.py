@@ -53,7 +53,7 @@ class ForwardPlan:
         rows: one span a row.
         layers: the layers to run; None: all.
         hidden_TE: what the layer before ``layers`` gave; None: start from the embeddings.
-        draws: from the logits; a decoder may leave them undone.
+        draws: to be filled in from the logits, for decoders that do so.
     """
 
     token_ids: list[int]

@@ -42,6 +42,11 @@ class Decoder(Protocol):
         """Whether it reads entries that no token sees, with weight 0: they must be finite."""
         ...
 
+    @property
+    def draws(self) -> bool:
+        """Whether it fills in `ForwardPlan.draws`."""
+        ...
+
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]: ...
@@ -126,12 +131,13 @@ class NativeTarget:
         if resumed:
             plan = resumed.rest(plan, self.decoder, self.cache, self.num_layers)
         to_run = [tap for tap in taps if not resumed or tap >= resumed.exit_layer]
-        plan = replace(plan, draws=_draws(rows, plan))
+        if self.decoder.draws:
+            plan = replace(plan, draws=_draws(rows, plan))
         logits_NV, tapped = self.decoder.forward(plan, self.cache, to_run)
         for tap in {*taps}.difference(to_run):  # the layer that the plan goes on from
             assert plan.hidden_TE is not None
             tapped[tap] = plan.hidden_TE.to(self.weights.dtype)
-        draws = plan.draws.found() if plan.draws and plan.draws.are_done else None
+        draws = plan.draws.found() if plan.draws else None
         heads, tokens = zip(*((span.heads, span.tokens) for span in plan.rows), strict=True)
         return Scores(logits_NV, heads, tapped, tokens, draws)
 
