@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -49,29 +49,45 @@ class StreamingFigure:
     rounds: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class _Took:
+    """One reply, or several."""
+
+    num_tokens: int
+    seconds: float
+
+    @classmethod
+    def of_all(cls, replies: Sequence[_Took]) -> _Took:
+        return cls(sum(each.num_tokens for each in replies), sum(each.seconds for each in replies))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
 def measure_streaming(
     llm: LLM, asked: Asked, rounds: int, advance: Callable[[str], None]
 ) -> StreamingFigure:
-    """Let engine and server answer in turns; the first round is to warm up.
+    """Let engine and server answer each prompt in turns; the first round is to warm up.
+
+    They change places with every prompt: a machine that grows slower favours neither.
 
     Raises:
         ForedraftError: the server does not start, or does not answer.
     """
     engine: list[float] = []
     server: list[float] = []
-
-    def by_engine() -> None:
-        engine.append(_by_engine(llm, asked))
-        advance("engine")
-
-    def by_client(url: str) -> None:
-        server.append(_by_client(url, asked))
-        advance("server")
-
-    with _serving(llm) as url:
-        for _ in range(rounds + 1):
-            by_engine()
-            by_client(url)
+    with _serving(llm) as url, _Client(url, asked) as client:
+        sides: tuple[Callable[[int], _Took], ...] = (_Engine(llm, asked).reply, client.reply)
+        for number in range(rounds + 1):
+            took: tuple[list[_Took], ...] = ([], [])
+            for place in range(len(asked.prompts)):
+                first = (number + place) % 2
+                for side in (first, 1 - first):
+                    took[side].append(sides[side](place))
+            engine.append(_Took.of_all(took[0]).tokens_per_s)
+            server.append(_Took.of_all(took[1]).tokens_per_s)
+            advance(f"round {number}")
     added = [own / served - 1 for own, served in zip(engine[1:], server[1:], strict=True)]
     return StreamingFigure(
         statistics.median(engine[1:]),
@@ -81,43 +97,82 @@ def measure_streaming(
     )
 
 
-def _by_engine(llm: LLM, asked: Asked) -> float:
-    """Tokens a second."""
-    params = SamplingParams(max_tokens=asked.max_tokens, temperature=asked.temperature, seed=SEED)
-    num_tokens, began = 0, time.perf_counter()
-    for prompt in asked.prompts:
-        for event in llm.stream_chat([{"role": "user", "content": prompt}], params):
+class _Engine:
+    """Reads events from the engine itself."""
+
+    def __init__(self, llm: LLM, asked: Asked) -> None:
+        self._llm, self._prompts = llm, asked.prompts
+        self._params = SamplingParams(
+            max_tokens=asked.max_tokens, temperature=asked.temperature, seed=SEED
+        )
+
+    def reply(self, place: int) -> _Took:
+        num_tokens, began = 0, time.perf_counter()
+        message = {"role": "user", "content": self._prompts[place]}
+        for event in self._llm.stream_chat([message], self._params):
             num_tokens += len(event.token_ids)
-    return num_tokens / (time.perf_counter() - began)
+        return _Took(num_tokens, time.perf_counter() - began)
 
 
-def _by_client(url: str, asked: Asked) -> float:
-    """Tokens a second."""
-    done = subprocess.run(
-        [sys.executable, "-c", _CODE],
-        input=json.dumps({"url": url, "asked": asdict(asked)}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise ForedraftError(f"the client failed: {done.stderr.strip().splitlines()[-1:]}")
-    return float(done.stdout)
+class _Client:
+    """Has events read through the server, by one process that goes on from reply to reply."""
+
+    def __init__(self, url: str, asked: Asked) -> None:
+        self._told = json.dumps({"url": url, "asked": asdict(asked)})
+
+    def __enter__(self) -> _Client:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CODE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._tell(self._told)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def reply(self, place: int) -> _Took:
+        """
+        Raises:
+            ForedraftError: there was none.
+        """
+        assert self._process.stdout is not None
+        self._tell(str(place))
+        if line := self._process.stdout.readline():
+            return _Took(**json.loads(line))
+        raise ForedraftError(f"the client failed: {self._last_words()}")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ForedraftError(f"the client failed: {self._last_words()}") from None
+
+    def _last_words(self) -> str:
+        assert self._process.stderr is not None
+        return self._process.stderr.read().strip().rpartition("\n")[2]
 
 
 def be_client() -> None:
-    """What the client's process runs: answers with the tokens a second that it saw.
+    """What the client's process runs: answers each prompt's number with what its reply took.
 
     It reads and keeps bytes, and no more: what a client makes of them is its own time.
     """
-    told = json.load(sys.stdin)
+    told = json.loads(sys.stdin.readline())
     asked, url = Asked(**told["asked"]), urlsplit(told["url"])
-    replies, began = list[bytes](), time.perf_counter()
-    for prompt in asked.prompts:
-        replies.append(_reply(url.hostname, url.port, request_body(prompt, asked)))
-    seconds = time.perf_counter() - began
-    num_tokens = sum(int(_TOKENS.findall(reply)[-1]) for reply in replies)
-    sys.stdout.write(str(num_tokens / seconds))
+    for line in sys.stdin:
+        began = time.perf_counter()
+        body = request_body(asked.prompts[int(line)], asked)
+        reply = _reply(url.hostname, url.port, body)
+        took = _Took(int(_TOKENS.findall(reply)[-1]), time.perf_counter() - began)
+        sys.stdout.write(json.dumps(asdict(took)) + "\n")
+        sys.stdout.flush()
 
 
 def _reply(host: str | None, port: int | None, body: Mapping[str, Any]) -> bytes:

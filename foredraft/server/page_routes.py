@@ -33,7 +33,6 @@ MAX_RUNS = 4
 """Runs of the page at once."""
 
 _PING_SECONDS = 15.0
-_SEND_SECONDS = 30.0
 """How long a reader may leave what it was sent unread."""
 _log = logging.getLogger("foredraft.server")
 _TYPES = {
@@ -150,7 +149,7 @@ def include_page(app: FastAPI, context: PageContext) -> None:
     async def run(body: RunBody, request: Request) -> Response:
         key_id = getattr(request.state, "key_id", None)
         events = await run_in_threadpool(page.open, body, key_id)
-        return event_stream(page.stream(events), _PING_SECONDS, _SEND_SECONDS)
+        return event_stream(page.stream(events), _PING_SECONDS)
 
     @router.post("/page/forward")
     async def forward(body: ForwardBody) -> Response:

@@ -25,8 +25,8 @@ def serve_stream(
 ) -> None:
     """Tokens a second of one client through the server, beside the engine's own.
 
-    Two engines on one loaded model take turns: one is read in this process, the other by a client
-    in another process, through the server.
+    Two engines on one loaded model take turns at each prompt: one is read in this process, the
+    other by a client in another process, through the server.
 
     Examples:
 
@@ -41,7 +41,7 @@ def serve_stream(
     texts = [prompt.text for prompt in load_prompts(prompts, limit)]
     asked = Asked(texts, max_tokens, temperature)
     llm = o.load_llm(o.load_options(running, draft))
-    with progress_bar(2 * (rounds + 1)) as advance:
+    with progress_bar(rounds + 1) as advance:
         figure = measure_streaming(llm, asked, rounds, advance)
     Console(highlight=False, soft_wrap=True).print(
         f"the engine {figure.engine_tokens_per_s:.1f} tokens/s, through the server "

@@ -21,7 +21,7 @@ IGNORED_HEADER = "x-foredraft-ignored"
 _MAX_IGNORED = 32
 
 
-def context_of(request: Request) -> ServerContext:
+async def context_of(request: Request) -> ServerContext:  # FastAPI takes others to a thread
     context: ServerContext = request.app.state.context
     return context
 
@@ -29,7 +29,7 @@ def context_of(request: Request) -> ServerContext:
 Context = Annotated[ServerContext, Depends(context_of)]
 
 
-def key_id_of(request: Request) -> str | None:
+async def key_id_of(request: Request) -> str | None:
     """Of the key that opened the gate."""
     key_id: str | None = request.state.key_id
     return key_id
@@ -110,4 +110,4 @@ async def stream_of(
             await events.aclose()
 
     settings = context.settings
-    return event_stream(guarded(), settings.ping_interval, settings.send_timeout, headers)
+    return event_stream(guarded(), settings.ping_interval, headers)
