@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -34,7 +36,7 @@ from foredraft.server.spans import TraceParents
 from foredraft.version import __version__
 
 _TITLE = "foredraft"
-_ROUTES = (chat, completions, responses, messages, models, tokenize, health, metrics)
+_ROUTES = (chat, completions, responses, messages, models, tokenize, metrics)
 
 
 def create_app(
@@ -77,8 +79,9 @@ def create_app(
         redoc_url=None,
     )
     app.state.context = context
+    app.include_router(health.router)
     for routes in _ROUTES:
-        app.include_router(routes.router)
+        app.include_router(routes.router, dependencies=_named_keys(context))
     is_of_page = include_page(app, context)
     # What only the handler of Exception takes is raised again, and logged as a fault of the server.
     known = (ApiError, ForedraftError, RequestValidationError, HTTPException, ClientDisconnect)
@@ -86,6 +89,11 @@ def create_app(
         app.add_exception_handler(kind, answer)
     _add_middleware(app, context, lambda path: path in health.OPEN_PATHS or is_of_page(path))
     return app
+
+
+def _named_keys(context: ServerContext) -> list[Any]:
+    """What tells readers of the OpenAPI document of keys; it is the gate that asks for them."""
+    return [Security(HTTPBearer(auto_error=False))] if context.keys else []
 
 
 def _add_middleware(app: FastAPI, context: ServerContext, is_open: Callable[[str], bool]) -> None:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from foredraft.core.errors import ConfigError
 from foredraft.llm import LLM
+from foredraft.server.app import create_app
 from foredraft.server.auth import ApiKeys
 from foredraft.server.settings import ServerSettings
 from tests.server.conftest import Running, running
@@ -42,6 +43,24 @@ def test_every_route_wants_a_key_but_health(guarded: Running) -> None:
                 status = client.request(method, path.replace("{model:path}", "x")).status_code
                 is_open = path in OPEN or path == "/" or path.startswith("/page/files/")
                 assert (status == 401) is not is_open, (method, path, status)
+
+
+def test_the_openapi_document_names_keys_where_there_are_some(
+    guarded: Running, load: Callable[..., LLM]
+) -> None:
+    with guarded.client(headers={"x-api-key": KEYS[0]}) as client:
+        told = client.get("/openapi.json").json()
+    assert told["paths"]["/v1/chat/completions"]["post"]["security"] == [{"HTTPBearer": []}]
+    assert "security" not in told["paths"]["/health"]["get"]
+    app = create_app(lambda steps: load(trace=steps), ServerSettings())
+    assert "securitySchemes" not in app.openapi()["components"]
+
+
+def test_probes_may_ask_for_the_head_only(guarded: Running) -> None:
+    with guarded.client() as client:
+        for path in sorted(OPEN):
+            response = client.head(path)
+            assert (response.status_code, response.content) == (200, b"")
 
 
 @pytest.mark.parametrize(

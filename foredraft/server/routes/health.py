@@ -16,6 +16,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(context: Context, ready: str = "0") -> Response:
     """Whether the process is well. With ``?ready``, as `/ready`."""
@@ -26,6 +27,7 @@ async def health(context: Context, ready: str = "0") -> Response:
     return JsonResponse({"status": "ok"})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def is_ready(context: Context) -> Response:
     """Whether it takes requests: not while the model is loaded, nor while it shuts down."""

@@ -47,11 +47,6 @@ async function begin() {
   addEventListener("hashchange", went);
   document.getElementById("skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
   addEventListener("scroll", () => document.querySelector(".top").classList.toggle("scrolled", scrollY > 8), { passive: true });
-  addEventListener("keydown", (event) => {
-    const isTyping = /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName);
-    const name = Object.keys(VIEWS)[Number(event.key) - 1];
-    if (name && !isTyping && !event.metaKey && !event.ctrlKey && !event.altKey) location.hash = name;
-  });
   await meet(document.getElementById("model"));
   go();
 }
