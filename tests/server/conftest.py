@@ -74,7 +74,7 @@ def running(load: Callable[..., LLM], **settings: Any) -> Iterator[Running]:
     chosen = ServerSettings(**quick | settings)
     app = create_app(load, chosen, lambda _: loaded.set())
     server = new_server(app)
-    loop = asyncio.new_event_loop()
+    loop = (server.config.get_loop_factory() or asyncio.new_event_loop)()  # as it is when served
 
     def run() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
