@@ -50,7 +50,8 @@ def _draw(axis: Any, rows: Sequence[Summary]) -> None:
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_xticks(range(len(categories)), categories, rotation=20, ha="right")
     axis.set_ylabel("speed-up over plain")
-    axis.legend(fontsize="small", ncols=4)
+    axis.margins(x=0.01, y=0.18)  # room for the names above the bars
+    axis.legend(fontsize="small", ncols=len(contenders), loc="upper left")
 
 
 def plot_steps(figures: Sequence[StepFigure], floor_ms: Mapping[int, float], path: str) -> None:
