@@ -80,8 +80,9 @@ def create_app(
     )
     app.state.context = context
     app.include_router(health.router)
+    named_keys = _named_keys(context)
     for routes in _ROUTES:
-        app.include_router(routes.router, dependencies=_named_keys(context))
+        app.include_router(routes.router, dependencies=named_keys)
     is_of_page = include_page(app, context)
     # What only the handler of Exception takes is raised again, and logged as a fault of the server.
     known = (ApiError, ForedraftError, RequestValidationError, HTTPException, ClientDisconnect)

@@ -33,7 +33,6 @@ MAX_RUNS = 4
 """Runs of the page at once."""
 
 _PING_SECONDS = 15.0
-"""How long a reader may leave what it was sent unread."""
 _log = logging.getLogger("foredraft.server")
 _TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -16,7 +16,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 def as_json(value: Any) -> bytes:
-    """Compact; half surrogate pairs, which clients may send, become question marks."""
+    """Compact. Half surrogate pairs, which clients may send, become question marks.
+
+    A float that JSON has no name for becomes null.
+    """
     try:
         return to_json(value, inf_nan_mode="null")  # a third of what `json` takes, at every event
     except PydanticSerializationError:

@@ -39,10 +39,14 @@ def raw_request(server: Running, body: dict[str, Any]) -> socket.socket:
     """A connection on which a request was sent."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
+    connection.sendall(request_bytes(body, host))
+    return connection
+
+
+def request_bytes(body: dict[str, Any], host: str = "127.0.0.1") -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-    return connection
+    return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
 @pytest.mark.parametrize("stream", [False, True])

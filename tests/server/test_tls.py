@@ -16,10 +16,9 @@ import pytest
 
 from foredraft.llm import LLM
 from tests.server.conftest import Running, running
-from tests.server.test_lifecycle import wait_until
+from tests.server.test_lifecycle import LONG, request_bytes, wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not there")
-LONG = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 8}
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +64,7 @@ def test_who_does_not_trust_it_or_speaks_plainly_gets_nothing(secured: Running) 
 
 def test_a_client_that_never_reads_is_cut_off(secured: Running, trusting: ssl.SSLContext) -> None:
     connection = connect(secured, trusting)
-    content = httpx.Request("POST", secured.url, json=LONG).content
-    connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n" % len(content) + content
-    )
+    connection.sendall(request_bytes(LONG | {"stream": True, "n": 8}))
     wait_until(lambda: secured.context.engine.stats().running > 0)
     wait_until(secured.is_idle, 30)
     connection.close()

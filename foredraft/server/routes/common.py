@@ -109,5 +109,4 @@ async def stream_of(
         finally:
             await events.aclose()
 
-    settings = context.settings
-    return event_stream(guarded(), settings.ping_interval, headers)
+    return event_stream(guarded(), context.settings.ping_interval, headers)
