@@ -22,7 +22,7 @@ PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "What a request asks for",
         ("foredraft.core.params:SamplingParams", "foredraft.core.grammar:Grammar"),
     ),
-    "load-options": ("How a model is loaded", ("foredraft.plan:LoadOptions",)),
+    "load-options": ("How a model is loaded", ("foredraft.options:LoadOptions",)),
     "llm": ("Loading and generating", ("foredraft.llm:LLM",)),
     "async-llm": (
         "Many callers, one engine",

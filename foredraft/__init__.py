@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from foredraft.core.logprobs import TokenLogprobs
     from foredraft.core.params import SamplingParams
     from foredraft.core.request import SpeculationStats
-    from foredraft.custom_generation import custom_generate
     from foredraft.engine.row import GenerationResult
+    from foredraft.hf_generate import custom_generate
     from foredraft.llm import LLM
 
 _PUBLIC = {
@@ -31,7 +31,7 @@ _PUBLIC = {
     "SamplingParams": "foredraft.core.params",
     "SpeculationStats": "foredraft.core.request",
     "TokenLogprobs": "foredraft.core.logprobs",
-    "custom_generate": "foredraft.custom_generation",
+    "custom_generate": "foredraft.hf_generate",
 }
 
 

@@ -19,9 +19,9 @@ from foredraft.engine.row import GenerationResult, Row
 from foredraft.engine.stats import EngineStats
 from foredraft.engine.worker import EngineThread
 from foredraft.llm import LLM
-from foredraft.models.progress import Progress
-from foredraft.plan import DEFAULT_MODEL
-from foredraft.prompts import Message, Prompt
+from foredraft.models.files.progress import Progress
+from foredraft.models.text.prompts import Message, Prompt
+from foredraft.options import DEFAULT_MODEL
 
 MAX_WAITING = 256
 """Requests beyond those in the batch that may wait, unless somebody says otherwise."""

@@ -20,14 +20,14 @@ from foredraft.engine.row import GenerationResult
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.engine.streams import Streams
 from foredraft.engine.turns import TurnLock
-from foredraft.loading import load_models, resolve_drafter
+from foredraft.load import load_models, resolve_drafter
 from foredraft.models.base import Target
-from foredraft.models.grammars import Grammars
-from foredraft.models.progress import Progress
+from foredraft.models.files.progress import Progress
+from foredraft.models.text.grammars import Grammars
+from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
+from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import measure_cost
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import DEFAULT_MODEL, LoadOptions, ModelPlan
-from foredraft.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
+from foredraft.options import DEFAULT_MODEL, LoadOptions, ModelPlan
 from foredraft.speculation import speculation
 
 _log = logging.getLogger("foredraft")
@@ -102,7 +102,8 @@ class LLM:
 
         Args:
             model: a built-in name, a local directory, or a hub id.
-            progress: told about downloads and conversions (`foredraft.models.progress.Progress`).
+            progress: told about downloads and conversions (see
+                `foredraft.models.files.progress.Progress`).
             trace: told of every step.
             **options: fields of `LoadOptions`.
 

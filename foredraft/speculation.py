@@ -14,7 +14,7 @@ from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.drafters.common.ruled import RuledDrafter
 from foredraft.drafters.common.switch import Loaded, SwitchDrafter
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 
 _BESIDE = "suffix"
 """Loaded beside whatever "auto" means: it needs nothing, and takes next to no time."""

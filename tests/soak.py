@@ -23,7 +23,7 @@ from statistics import median
 from foredraft import LLM, AsyncLLM, SamplingParams
 from foredraft.core.errors import ForedraftError, QueueFullError
 from foredraft.models.table import TokenCache
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 from tests.simulator.parts import SimTarget
 
 _PAGE = resource.getpagesize()

@@ -15,7 +15,7 @@ from foredraft import LLM, AsyncLLM, SamplingParams
 from foredraft.core.errors import ConfigError, EngineStoppedError, PromptError, QueueFullError
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 
 VOCAB = 12
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=30)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from foredraft.batch import (
+from foredraft.core.errors import ConfigError
+from foredraft.server.batch import (
     Answer,
     AnswerFile,
     BatchRequest,
@@ -18,7 +19,6 @@ from foredraft.batch import (
     read_requests,
     run_batch,
 )
-from foredraft.core.errors import ConfigError
 
 URL = "/v1/chat/completions"
 

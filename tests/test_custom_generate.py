@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import foredraft
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.core.sampling import logits_to_probs
-from foredraft.custom_generation import _read_processors
+from foredraft.hf_generate import _read_processors
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, tiny_model
 
 WINDOW = 16
@@ -393,7 +393,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(model: PreTrainedModel) 
 
 @pytest.mark.real_model
 def test_smollm2_greedy_text_is_that_of_generate() -> None:
-    from foredraft.models.store import resolve_model
+    from foredraft.models.files.store import resolve_model
 
     directory = resolve_model("smollm2-135m-instruct")
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

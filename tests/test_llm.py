@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import foredraft.loading
+import foredraft.load
 from foredraft import LLM, SamplingParams
 from foredraft.core.errors import (
     ConfigError,
@@ -22,8 +22,8 @@ from foredraft.core.errors import (
 )
 from foredraft.core.record import StepRecord
 from foredraft.models.table import TableModel
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import LoadOptions
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import LoadOptions
 from tests.conformance.harness import checkpoint, is_empty
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 
@@ -188,7 +188,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolve(*args: Any, **options: Any) -> Path:
         raise AssertionError("went on to the model")
 
-    monkeypatch.setattr(foredraft.loading, "resolve_model", resolve)
+    monkeypatch.setattr(foredraft.load, "resolve_model", resolve)
 
 
 @pytest.mark.usefixtures("no_loading")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import foredraft.loading
+import foredraft.load
 from foredraft.core.errors import ConfigError, ModelLoadError, VocabularyMismatchError
-from foredraft.loading import load_models, load_target, plan_models
-from foredraft.plan import LoadOptions, plan_native
+from foredraft.load import load_models, load_target, plan_models
+from foredraft.options import LoadOptions, plan_native
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
 
@@ -31,7 +31,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object) -> None:
         raise AssertionError("went on to the weights")
 
-    monkeypatch.setattr(foredraft.loading, "load_target", load)
+    monkeypatch.setattr(foredraft.load, "load_target", load)
 
 
 def test_target_and_draft_model_are_loaded_as_planned(checkpoint: Path) -> None:
@@ -53,7 +53,7 @@ def test_without_a_draft_model_there_is_none(checkpoint: Path) -> None:
 def test_the_device_is_resolved_once(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resolved: list[str] = []
     monkeypatch.setattr(
-        foredraft.loading, "resolve_device", lambda device: resolved.append(device) or "cpu"
+        foredraft.load, "resolve_device", lambda device: resolved.append(device) or "cpu"
     )
     target, draft = load_models(asked(checkpoint, draft_model=str(checkpoint), device="auto"))
     assert draft is not None

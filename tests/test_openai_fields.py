@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from foredraft.openai_fields import REFUSED, FieldError, Refusals, Route, refuse, refuse_named
 from foredraft.server import messages_input, responses_input
+from foredraft.server.dialects.fields import (
+    REFUSED,
+    FieldError,
+    Refusals,
+    Route,
+    refuse,
+    refuse_named,
+)
 
 DIALECTS = {
     "chat": REFUSED,

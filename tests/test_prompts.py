@@ -11,8 +11,8 @@ import torch
 
 from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ConfigError, PromptError
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.prompts import as_batch, checked_messages
+from foredraft.models.text.prompts import as_batch, checked_messages
+from foredraft.models.text.tokenizer import Tokenizer
 from tests.conformance.harness import checkpoint
 
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)

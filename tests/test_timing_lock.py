@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.timing_lock import Heed, lock_path, measuring
+from foredraft.system.timing_lock import Heed, lock_path, measuring
 
 pytest.importorskip("fcntl")
 

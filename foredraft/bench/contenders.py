@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
+from foredraft.bench.measure import measure
 from foredraft.core.params import Coupling, SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.request import SpeculationStats
 from foredraft.drafters import drafter_spec
 from foredraft.llm import LLM
-from foredraft.measure import measure
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 
 
 @dataclass(frozen=True)

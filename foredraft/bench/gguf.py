@@ -10,7 +10,7 @@ from typing import Any
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.source_blocks import FILE as SOURCE_BLOCKS
-from foredraft.models.tokenizer import Tokenizer
+from foredraft.models.text.tokenizer import Tokenizer
 
 QUANTISATIONS = ("bf16", "q8_0", "q4_1", "q4_0")
 

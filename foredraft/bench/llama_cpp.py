@@ -13,7 +13,7 @@ from foredraft.bench.step import Size, text
 from foredraft.bench.timers import Stopwatch
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.machine import package_version
+from foredraft.system.machine import package_version
 
 
 def open_llama(

@@ -11,7 +11,7 @@ from typing import Any
 
 from foredraft.core.errors import ForedraftError
 from foredraft.core.params import SamplingParams
-from foredraft.plan import LoadOptions, ModelPlan
+from foredraft.options import LoadOptions, ModelPlan
 
 _CHILD = "from foredraft.bench.memory import report_peak; report_peak()"
 
@@ -51,7 +51,7 @@ def report_peak() -> None:
     _warm_up()
     before = _resident("VmRSS")
     from foredraft.llm import LLM
-    from foredraft.loading import load_target, plan_models
+    from foredraft.load import load_target, plan_models
 
     options = replace(LoadOptions(), **asked, drafter="none", max_batch_size=1)
     plan, _ = plan_models(options)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.devices import resolve_device
 from foredraft.llm import LLM
-from foredraft.loading import native_decoder
+from foredraft.load import native_decoder
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.packed import PACKED, Matrix, tensor_of
 from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
-from foredraft.plan import LoadOptions, plan_native
+from foredraft.options import LoadOptions, plan_native
+from foredraft.system.devices import resolve_device
 
 _SPREAD = 0.02
 

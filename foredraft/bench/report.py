@@ -13,7 +13,7 @@ from typing import Any
 
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.instructions import SWITCH
-from foredraft.machine import describe_machine
+from foredraft.system.machine import describe_machine
 
 
 def provenance(seed: int) -> dict[str, Any]:

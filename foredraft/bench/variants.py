@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.instructions import available, switched_to
 from foredraft.llm import LLM
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 
 ALL = "all"
 

@@ -15,9 +15,9 @@ from foredraft.cli import options as o
 from foredraft.cli.display import legend, show_pieces
 
 if TYPE_CHECKING:
+    from foredraft.bench.measure import MeasuredRun
     from foredraft.core.params import SamplingParams
     from foredraft.llm import LLM
-    from foredraft.measure import MeasuredRun
 
 _TITLES = {"chat": "open chat", "summarise": "summarise a passage", "edit": "edit a piece of code"}
 
@@ -64,7 +64,7 @@ def _compare(
 
 
 def _stream(console: Console, llm: LLM, prompt: BenchPrompt, params: SamplingParams) -> MeasuredRun:
-    from foredraft.measure import measure
+    from foredraft.bench.measure import measure
 
     events = llm.stream_chat([{"role": "user", "content": prompt.text}], params)
     run = measure(events, lambda event: show_pieces(console, event.pieces))

@@ -13,7 +13,7 @@ from rich.table import Table
 from foredraft.cli import options as o
 
 if TYPE_CHECKING:
-    from foredraft.plan import LoadOptions, ModelPlan
+    from foredraft.options import LoadOptions, ModelPlan
 
 
 @o.with_option_objects
@@ -45,8 +45,8 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
 
     from foredraft.cli.progress import RichProgress
     from foredraft.drafters import drafter_spec
-    from foredraft.loading import plan_models, resolve_drafter
-    from foredraft.machine import describe_machine
+    from foredraft.load import plan_models, resolve_drafter
+    from foredraft.system.machine import describe_machine
 
     resolve_drafter(options)  # says what is wrong before anything is downloaded
     if options.threads is not None:
@@ -93,7 +93,7 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
 def _in_4_bits(plan: ModelPlan, options: LoadOptions) -> dict[str, Any] | None:
     """What ``--weights int4`` would change; None where there is no such choice."""
     from foredraft.models.native.source_blocks import has_blocks
-    from foredraft.plan import plan_model
+    from foredraft.options import plan_model
 
     if plan.decoder != "fused" or plan.weights == "int4" or plan.checkpoint is None:
         return None

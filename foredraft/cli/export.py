@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from foredraft.core.errors import ConfigError
-from foredraft.plan import DEFAULT_MODEL
+from foredraft.options import DEFAULT_MODEL
 
 _BUILT_IN_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """What others call the built-in model."""
@@ -34,8 +34,8 @@ def export(
     from foredraft.cli.progress import RichProgress
     from foredraft.drafters.common.head_folder import read_info
     from foredraft.drafters.common.shipped import fingerprint_of_files
-    from foredraft.models.safety import Checkpoint
-    from foredraft.models.store import resolve_model
+    from foredraft.models.files.safety import Checkpoint
+    from foredraft.models.files.store import resolve_model
     from foredraft.train.export import export_head
 
     info = read_info(head)

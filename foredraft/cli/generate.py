@@ -19,10 +19,10 @@ from foredraft.cli.progress import PromptProgress
 from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from foredraft.bench.measure import MeasuredRun
     from foredraft.core.params import SamplingParams
     from foredraft.engine.engine import Event
     from foredraft.llm import LLM
-    from foredraft.measure import MeasuredRun
 
 
 @o.with_option_objects
@@ -184,8 +184,8 @@ def _fail_if(error: str | None) -> None:
 
 
 def measure_run(events: Any, show: Callable[[Event], None] | None = None) -> MeasuredRun:
-    """`foredraft.measure.measure`, loaded when it is needed."""
-    from foredraft.measure import measure
+    """`foredraft.bench.measure.measure`, loaded when it is needed."""
+    from foredraft.bench.measure import measure
 
     return measure(events, show) if show else measure(events)
 

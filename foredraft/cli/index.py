@@ -11,11 +11,11 @@ from rich.console import Console
 
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
-from foredraft.plan import DEFAULT_MODEL
+from foredraft.options import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from foredraft.models.progress import Progress
-    from foredraft.models.tokenizer import Tokenizer
+    from foredraft.models.files.progress import Progress
+    from foredraft.models.text.tokenizer import Tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Make texts searchable for the retrieval drafter.")
 
@@ -44,8 +44,8 @@ def build(
     """
     from foredraft.cli.progress import RichProgress
     from foredraft.drafters.retrieval.datastore import build_index
-    from foredraft.models.store import resolve_model
-    from foredraft.models.tokenizer import Tokenizer
+    from foredraft.models.files.store import resolve_model
+    from foredraft.models.text.tokenizer import Tokenizer
 
     _check_output(output, replace)
     paths = _text_files(files)

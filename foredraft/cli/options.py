@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from foredraft.core.errors import ConfigError
-from foredraft.plan import BACKENDS, DEFAULT_MODEL, DEVICES, DTYPES, WEIGHTS, LoadOptions
+from foredraft.options import BACKENDS, DEFAULT_MODEL, DEVICES, DTYPES, WEIGHTS, LoadOptions
 
 if TYPE_CHECKING:
     from foredraft.core.params import SamplingParams

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RichProgress:
-    """Shows the stages of slow work on stderr; a `foredraft.models.progress.Progress`.
+    """Shows the stages of slow work on stderr; a `foredraft.models.files.progress.Progress`.
 
     On a terminal each stage is a line with a spinner, and a bar as soon as its share is known; the
     line disappears on exit. Anywhere else a stage is one printed line and shares are left out.

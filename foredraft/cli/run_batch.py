@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from foredraft.batch import (
+from foredraft.cli import options as o
+from foredraft.cli.progress import progress_bar
+from foredraft.core.errors import ConfigError
+from foredraft.server.batch import (
     Answer,
     AnswerFile,
     BatchRequest,
@@ -20,9 +23,6 @@ from foredraft.batch import (
     check_requests,
     run_batch,
 )
-from foredraft.cli import options as o
-from foredraft.cli.progress import progress_bar
-from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM

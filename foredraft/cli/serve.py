@@ -21,7 +21,7 @@ from foredraft.core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
-    from foredraft.plan import LoadOptions
+    from foredraft.options import LoadOptions
     from foredraft.server.context import Load, ServerContext
     from foredraft.server.settings import ServerSettings
     from foredraft.server.steps import StepFeed

@@ -13,7 +13,7 @@ from rich.console import Console
 from foredraft.cli import options as o
 from foredraft.cli.train_compare import compare
 from foredraft.core.errors import ConfigError
-from foredraft.plan import DEFAULT_MODEL
+from foredraft.options import DEFAULT_MODEL
 from foredraft.train.kinds import head_kinds
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def train_table(
     from foredraft.cli.training_display import TrainingDisplay
     from foredraft.drafters.common.head_folder import identify
     from foredraft.drafters.table.ngrams import BOTH
-    from foredraft.timing_lock import Heed
+    from foredraft.system.timing_lock import Heed
     from foredraft.train.ngrams import TablePlan
     from foredraft.train.table import train_table
     from foredraft.train.target import TrainingTarget
@@ -182,7 +182,7 @@ def write_text(
     from foredraft.cli.training_display import TrainingDisplay
     from foredraft.cli.writing import write_into
     from foredraft.drafters.common.head_folder import identify
-    from foredraft.timing_lock import Heed
+    from foredraft.system.timing_lock import Heed
     from foredraft.train.writing import WritePlan
 
     plan = WritePlan(
@@ -221,8 +221,8 @@ def _train(
     from foredraft.cli.training_display import TrainingDisplay
     from foredraft.drafters.common.head_files import load_head
     from foredraft.drafters.common.head_folder import identify
-    from foredraft.paths import cache_root
-    from foredraft.timing_lock import Heed
+    from foredraft.system.paths import cache_root
+    from foredraft.system.timing_lock import Heed
     from foredraft.train.kinds import checked_options, module_class
     from foredraft.train.loop import Trainer
     from foredraft.train.memory import settled
@@ -291,7 +291,7 @@ def parse_count(text: str) -> int:
 
 
 def _load(target: str, device: str, batch: int) -> LLM:
-    from foredraft.plan import LoadOptions
+    from foredraft.options import LoadOptions
 
     options = LoadOptions(
         model=target, device=device, drafter="none", max_batch_size=batch, calibrate=False

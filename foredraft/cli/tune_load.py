@@ -18,7 +18,7 @@ from foredraft.core.errors import ConfigError
 if TYPE_CHECKING:
     from foredraft.control.planner import Plan
     from foredraft.llm import LLM
-    from foredraft.plan import LoadOptions
+    from foredraft.options import LoadOptions
 
 
 @dataclass(frozen=True)

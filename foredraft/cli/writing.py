@@ -11,8 +11,8 @@ from foredraft.core.errors import ConfigError
 if TYPE_CHECKING:
     from foredraft.drafters.common.head_folder import TargetIdentity
     from foredraft.llm import LLM
-    from foredraft.models.progress import Progress
-    from foredraft.models.tokenizer import Tokenizer
+    from foredraft.models.files.progress import Progress
+    from foredraft.models.text.tokenizer import Tokenizer
     from foredraft.train.writing import Prompt, Reply, Request, WritePlan
 
 _ANY_WORDS = ("A", "7", "Why", "é", "(")

@@ -35,7 +35,7 @@ from foredraft.kernels.instructions import (
     choose,
     cpu_features,
 )
-from foredraft.paths import cache_root
+from foredraft.system.paths import cache_root
 
 __all__ = ["SWITCH", "KernelUnavailable", "build", "find_compiler", "load_library"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from foredraft.core.checks import shown, whole_number
 from foredraft.core.params import SamplingParams
-from foredraft.openai_fields import Body, FieldError, given
-from foredraft.openai_params import chat_params, completion_params
-from foredraft.openai_prompts import chat_messages, completion_prompts
 from foredraft.server.context import ServerContext
+from foredraft.server.dialects.fields import Body, FieldError, given
+from foredraft.server.dialects.params import chat_params, completion_params
+from foredraft.server.dialects.prompts import chat_messages, completion_prompts
 from foredraft.server.errors import in_words_of
 from foredraft.server.generation import Generation
 from foredraft.server.limits import check_limits, check_replies

@@ -16,7 +16,7 @@ from functools import cached_property
 from foredraft.async_llm import AsyncLLM
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
-from foredraft.models.tokenizer import Tokenizer
+from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.auth import ApiKeys
 from foredraft.server.errors import ApiError, unavailable
 from foredraft.server.generation import Generation

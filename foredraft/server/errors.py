@@ -22,7 +22,7 @@ from foredraft.core.errors import (
     PromptError,
     QueueFullError,
 )
-from foredraft.openai_fields import FieldError
+from foredraft.server.dialects.fields import FieldError
 from foredraft.server.wire import JsonResponse
 
 _log = logging.getLogger("foredraft.server")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.engine.row import GenerationResult
-from foredraft.models.tokenizer import Tokenizer
+from foredraft.models.text.tokenizer import Tokenizer
 
 
 def finish_reason(result: GenerationResult, num_calls: int = 0) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from foredraft.openai_fields import Body, FieldError, given
+from foredraft.server.dialects.fields import Body, FieldError, given
 from foredraft.server.settings import ServerSettings
 
 

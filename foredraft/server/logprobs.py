@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from foredraft.core.logprobs import TokenLogprobs
-from foredraft.models.tokenizer import Tokenizer
+from foredraft.models.text.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"
 _MAX_UNFINISHED = 3

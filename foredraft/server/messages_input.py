@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foredraft.core.checks import shown
-from foredraft.openai_fields import (
+from foredraft.server.dialects.fields import (
     Body,
     FieldError,
     Refusals,
@@ -15,7 +15,7 @@ from foredraft.openai_fields import (
     ignored_but,
     refuse_named,
 )
-from foredraft.openai_prompts import text_of
+from foredraft.server.dialects.prompts import text_of
 
 HONOURED = (
     *("model", "messages", "max_tokens", "system", "stop_sequences", "temperature", "top_p"),

@@ -21,9 +21,9 @@ from starlette.responses import Response
 
 from foredraft.core.errors import ConfigError, ForedraftError, PromptError
 from foredraft.llm import LLM
-from foredraft.machine import cpu_name
 from foredraft.server.page_runs import MAX_DRAFT_TOKENS, Lanes, RunBody, run_lanes
 from foredraft.server.wire import JsonResponse, data_event, event_stream
+from foredraft.system.machine import cpu_name
 from foredraft.version import __version__
 
 PAGE = Path(__file__).parent / "page"

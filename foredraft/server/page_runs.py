@@ -25,7 +25,7 @@ from foredraft.drafters import drafter_spec
 from foredraft.engine.row import GenerationResult
 from foredraft.llm import LLM
 from foredraft.models.timing import forward_ms, measure_cost
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 from foredraft.trace.format import Row, Step, Times
 from foredraft.trace.record import Tracer
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from foredraft.core.checks import shown
-from foredraft.openai_fields import (
+from foredraft.server.dialects.fields import (
     HINTS,
     Body,
     FieldError,
@@ -15,7 +15,7 @@ from foredraft.openai_fields import (
     ignored_but,
     refuse_named,
 )
-from foredraft.openai_prompts import text_of
+from foredraft.server.dialects.prompts import text_of
 
 HONOURED = (
     *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "text"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from foredraft.openai_fields import Body, FieldError, given
+from foredraft.server.dialects.fields import Body, FieldError, given
 
 
 @dataclass(frozen=True)

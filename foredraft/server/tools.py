@@ -10,7 +10,7 @@ from typing import Any
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
-from foredraft.openai_fields import Body, FieldError, given
+from foredraft.server.dialects.fields import Body, FieldError, given
 from foredraft.server.replies import CALL, END_CALL
 
 Tool = Mapping[str, Any]

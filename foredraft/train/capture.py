@@ -24,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.files import write_tensors
-from foredraft.models.progress import Progress
-from foredraft.models.safety import check_safetensors
+from foredraft.models.files.progress import Progress
+from foredraft.models.files.safety import check_safetensors
+from foredraft.system.files import write_tensors
 from foredraft.train.target import States, TrainingTarget
 from foredraft.train.texts import Text, digest_of
 

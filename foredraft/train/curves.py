@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foredraft.files import write_text
+from foredraft.system.files import write_text
 
 
 class Curves:

@@ -17,7 +17,7 @@ from foredraft.drafters.common.head_files import read_head
 from foredraft.drafters.common.head_folder import HeadInfo, read_info
 from foredraft.drafters.eagle3.module import Eagle3Module
 from foredraft.drafters.eagle3.published import published_config, published_tensors
-from foredraft.files import write_tensors, write_text
+from foredraft.system.files import write_tensors, write_text
 
 FORMATS = ("speculators",)
 _VERSION = "0.7.0"

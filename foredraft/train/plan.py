@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from foredraft.core.errors import ConfigError
-from foredraft.models.progress import Progress
+from foredraft.models.files.progress import Progress
 from foredraft.train.acceptance import Acceptance
 from foredraft.train.losses import loss_named
 from foredraft.train.optimiser import Rates

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.files import write_tensors
-from foredraft.models.safety import check_safetensors
+from foredraft.models.files.safety import check_safetensors
+from foredraft.system.files import write_tensors
 
 _KEY = "training"
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
-from foredraft.files import write_atomically
+from foredraft.system.files import write_atomically
 
 _SHARD = re.compile(r"part-(\d+)\.npz")
 _LARGEST_SHORT = 1 << 16

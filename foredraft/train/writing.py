@@ -18,9 +18,9 @@ import numpy as np
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.common.head_folder import TargetIdentity
-from foredraft.files import write_text
-from foredraft.models.json_files import read_json
-from foredraft.models.progress import Progress
+from foredraft.models.files.json_files import read_json
+from foredraft.models.files.progress import Progress
+from foredraft.system.files import write_text
 from foredraft.train.tasks import ARTICLE, made_up_task
 from foredraft.train.texts import Text, is_shard_folder, next_number, read_texts, write_shard
 

@@ -20,7 +20,7 @@ from foredraft.cache.kv import KVCache, KVShape
 from foredraft.cache.store import BlockStore
 from foredraft.core.errors import CacheFullError
 from foredraft.core.tree import TokenTree
-from foredraft.models.hf_cache import HFCache, SlotLayer
+from foredraft.models.hf.cache import HFCache, SlotLayer
 from foredraft.models.table import TokenCache
 
 SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=4)

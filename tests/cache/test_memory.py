@@ -8,7 +8,7 @@ import torch
 from foredraft.cache.kv import KVCache, KVShape
 from foredraft.cache.memory import checked_memory, default_memory, machine_memory
 from foredraft.core.errors import ConfigError
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from foredraft.bench.measure import MeasuredRun
 from foredraft.cli import demo as demo_module
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
 from foredraft.kernels import build
 from foredraft.kernels.instructions import available
-from foredraft.measure import MeasuredRun
 from tests.cli.conftest import Run
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import LoadOptions
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import LoadOptions
 from tests.clients.openai_exceptions import MODELS
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 from tests.server.conftest import TOOL_TEMPLATE, Running, running

@@ -111,7 +111,7 @@ def native_kind(decoder: str, dtype: torch.dtype = torch.float32) -> Kind:
 
 
 def _tokenizer() -> TextCodec:
-    from foredraft.models.tokenizer import Tokenizer
+    from foredraft.models.text.tokenizer import Tokenizer
 
     return Tokenizer(checkpoint(0.0))
 
@@ -130,7 +130,7 @@ def fused_decoder() -> Any:
 
 def hf_kind() -> Kind:
     """The same tiny llama, run by transformers."""
-    from foredraft.models.hf import HFTarget
+    from foredraft.models.hf.target import HFTarget
 
     return Kind(
         "hf",

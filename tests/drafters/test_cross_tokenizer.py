@@ -323,9 +323,9 @@ class Shuffled:
 
 @functools.cache
 def smollm2() -> tuple[Any, TextCodec]:
+    from foredraft.models.files.store import resolve_model
     from foredraft.models.native.target import NativeTarget
-    from foredraft.models.store import resolve_model
-    from foredraft.models.tokenizer import Tokenizer
+    from foredraft.models.text.tokenizer import Tokenizer
 
     directory = resolve_model("smollm2-135m-instruct")
     return NativeTarget.load(directory, torch.float32), Tokenizer(directory)

@@ -10,7 +10,7 @@ from foredraft.drafters.base import Observation
 from foredraft.drafters.eagle.drafter import EagleDrafter
 from foredraft.drafters.eagle.module import EagleModule
 from foredraft.kernels.build import KernelUnavailable, load_library
-from foredraft.loading import native_decoder
+from foredraft.load import native_decoder
 from foredraft.models.base import HeadRow
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import TinySource, text_batch, tiny_target

@@ -16,7 +16,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DrafterContext
 from foredraft.drafters.retrieval.datastore import Datastore, Interval, build_index, is_index
-from foredraft.models.progress import SilentProgress
+from foredraft.models.files.progress import SilentProgress
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level
 

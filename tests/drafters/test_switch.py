@@ -13,7 +13,7 @@ from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observa
 from foredraft.drafters.common.switch import Loaded, SwitchDrafter
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 
 
 class Noted(BaseDrafter):

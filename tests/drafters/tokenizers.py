@@ -17,7 +17,7 @@ from foredraft.drafters.base import TextCodec
 from foredraft.drafters.cross_tokenizer.shared_vocabulary import token_texts
 from foredraft.drafters.cross_tokenizer.transcript import Specials
 from foredraft.models.table import TableModel
-from foredraft.models.tokenizer import Tokenizer
+from foredraft.models.text.tokenizer import Tokenizer
 from tests.models.checkpoints import train_tokenizer
 
 SENTENCES = (

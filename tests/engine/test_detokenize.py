@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from foredraft.engine.detokenize import Piece, TextAssembler, TokenDecoder
-from foredraft.models.tokenizer import Tokenizer
+from foredraft.models.text.tokenizer import Tokenizer
 
 WORDS = ["ab", "c", "abc", "stop", "st", "op", "o", " ", "xx", "é", "\n"]
 

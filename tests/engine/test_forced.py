@@ -24,7 +24,7 @@ from foredraft.engine.engine import Engine
 from foredraft.engine.row import GenerationResult
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 from tests.engine.helpers import LETTERS, finish, letters, limited
 
 FORM = "ab?cdefg?hij?abcdef"

@@ -11,10 +11,10 @@ from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.llm import LLM
-from foredraft.loading import native_decoder
+from foredraft.load import native_decoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel, TokenCache
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 from tests.drafters.heads import tiny_target
 from tests.engine.helpers import counting_model, drain, generate, new_engine
 

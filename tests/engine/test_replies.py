@@ -15,7 +15,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 from tests.engine.helpers import counting_model, finish, generate, limited, new_engine
 
 PROMPT = [1, 2, 3, 4, 5, 1, 2]

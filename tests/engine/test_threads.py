@@ -88,7 +88,7 @@ from pathlib import Path
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.models.native.target import NativeTarget
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 
 llm = LLM(NativeTarget.load(Path({model!r})), None, LoadOptions(drafter="ngram"))
 session = llm.open_session()

@@ -32,9 +32,9 @@ from foredraft.drafters.none import NoDrafter
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import GenerationResult
 from foredraft.models.base import Target
-from foredraft.models.grammars import Grammars
 from foredraft.models.table import TableModel
-from foredraft.models.tokenizer import Tokenizer
+from foredraft.models.text.grammars import Grammars
+from foredraft.models.text.tokenizer import Tokenizer
 from tests.conformance.harness import KINDS, WITH_HEADS, Kind, set_up, simplest_kind, spec_of
 
 LETTERS = "abcdef"

@@ -9,7 +9,7 @@ import pytest
 
 from foredraft.kernels.build import KernelUnavailable, build_in_cache, find_compiler
 from foredraft.kernels.instructions import InstructionSet
-from foredraft.paths import cache_root
+from foredraft.system.paths import cache_root
 
 
 def compiled(source: str, instructions: InstructionSet) -> ctypes.CDLL:

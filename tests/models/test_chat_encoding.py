@@ -14,9 +14,9 @@ from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
-from foredraft.models.store import resolve_model
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import DEFAULT_MODEL
+from foredraft.models.files.store import resolve_model
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import DEFAULT_MODEL
 from tests.models.checkpoints import CHAT_TEMPLATE, train_tokenizer
 
 TRIMMING = (

@@ -9,8 +9,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.models import chat_template
-from foredraft.models.chat_template import ChatTemplate
+from foredraft.models.text import chat_template
+from foredraft.models.text.chat_template import ChatTemplate
 from tests.models.checkpoints import CHAT_TEMPLATE
 
 MESSAGES: list[dict[str, Any]] = [

@@ -16,9 +16,9 @@ from transformers import GPT2Config, PretrainedConfig
 from transformers.utils import logging as hf_logging
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.loading import load_target, plan_models
+from foredraft.load import load_target, plan_models
 from foredraft.models.base import ScoreRow
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {

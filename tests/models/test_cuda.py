@@ -17,7 +17,7 @@ from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.graphed import GraphedDecoder
 from foredraft.models.native.target import DecoderFactory, NativeTarget
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

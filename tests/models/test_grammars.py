@@ -15,8 +15,8 @@ from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules
 from foredraft.core.rules.book import RuleBook
-from foredraft.models.grammars import Grammars
-from foredraft.models.tokenizer import Tokenizer
+from foredraft.models.text.grammars import Grammars
+from foredraft.models.text.tokenizer import Tokenizer
 from tests.models.checkpoints import save_tokenizer
 
 SCHEMA = Grammar.json_schema(

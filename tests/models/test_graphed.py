@@ -33,7 +33,7 @@ from foredraft.models.native.grid import (
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import load_weights
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
 TOLERANCE = 1e-4

@@ -18,7 +18,7 @@ from torch import Tensor
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import Capabilities, ScoreRow
-from foredraft.models.hf import HFTarget
+from foredraft.models.hf.target import HFTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint, tiny_model
 
 TREE = TokenTree((7, 8, 9, 8, 10, 11, 8), (ROOT, ROOT, 0, 0, 1, 2, 4))

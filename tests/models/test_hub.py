@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.models.store import resolve_model
+from foredraft.models.files.store import resolve_model
 from tests.models.progress import RecordedProgress
 
 

@@ -271,7 +271,7 @@ def test_a_layer_view_of_a_missing_layer_is_refused(pair: Pair) -> None:
 
 @pytest.mark.real_model
 def test_smollm2_equals_transformers(decoder: DecoderFactory) -> None:
-    from foredraft.models.store import resolve_model
+    from foredraft.models.files.store import resolve_model
 
     directory = resolve_model("smollm2-135m-instruct")
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.safety import Checkpoint, check_safetensors
+from foredraft.models.files.safety import Checkpoint, check_safetensors
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models import smollm2, smollm2_gguf
-from foredraft.models.manifest import sha256_of
-from foredraft.models.progress import SilentProgress
-from foredraft.models.store import resolve_model
+from foredraft.models.files import smollm2, smollm2_gguf
+from foredraft.models.files.manifest import sha256_of
+from foredraft.models.files.progress import SilentProgress
+from foredraft.models.files.store import resolve_model
 
 # ------------------------------------------------------------------------------------- obtaining
 
@@ -279,7 +279,7 @@ def test_transformers_computes_the_same_from_the_converted_directory(converted: 
 
 
 def test_the_tokenizer_splits_digits_before_joining_spaces(converted: Path) -> None:
-    from foredraft.models.tokenizer import Tokenizer
+    from foredraft.models.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(converted)
     assert [tokenizer.decode([i]) for i in tokenizer.encode("  12\n\n7")] == [
@@ -347,7 +347,7 @@ ODD_TEXTS = [
 def test_transformers_reads_the_tokenizer_as_foredraft_does() -> None:
     from transformers import AutoTokenizer
 
-    from foredraft.models.tokenizer import Tokenizer
+    from foredraft.models.text.tokenizer import Tokenizer
 
     directory = resolve_model(smollm2.NAME)
     ours, theirs = Tokenizer(directory), AutoTokenizer.from_pretrained(directory)

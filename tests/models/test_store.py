@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.models import smollm2
-from foredraft.models.manifest import (
+from foredraft.models.files import smollm2
+from foredraft.models.files.manifest import (
     MANIFEST_NAME,
     block_sums_of,
     find_damage,
     sha256_of,
     write_manifest,
 )
-from foredraft.models.progress import SilentProgress
-from foredraft.models.store import BUILT_IN, resolve_model
-from foredraft.paths import cache_root
+from foredraft.models.files.progress import SilentProgress
+from foredraft.models.files.store import BUILT_IN, resolve_model
+from foredraft.system.paths import cache_root
 from tests.models.progress import RecordedProgress
 
 NAME = smollm2.NAME
@@ -374,7 +374,7 @@ def test_a_second_caller_waits_and_uses_what_the_first_made(
 
 _IN_A_PROCESS = """
 import pathlib, sys
-from foredraft.models import smollm2, store
+from foredraft.models.files import smollm2, store
 def convert(gguf, into, progress):
     with open(sys.argv[1], "a") as log:
         log.write("converted\\n")
@@ -404,6 +404,6 @@ def test_two_processes_convert_once(cache: Path, tmp_path: Path) -> None:
 @pytest.mark.real_model
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_built_in_model_resolves_to_a_checkpoint_that_passes(name: str) -> None:
-    from foredraft.models.safety import Checkpoint
+    from foredraft.models.files.safety import Checkpoint
 
     assert Checkpoint(resolve_model(name)).num_parameters == 134_515_008

@@ -15,7 +15,7 @@ from tokenizers import decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
-from foredraft.models.tokenizer import Tokenizer, _StreamDecoder
+from foredraft.models.text.tokenizer import Tokenizer, _StreamDecoder
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer, train_tokenizer
 
 REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are no character

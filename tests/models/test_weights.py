@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.loading import plan_models
+from foredraft.load import plan_models
 from foredraft.models.base import ScoreRow
-from foredraft.models.hf import HFTarget
+from foredraft.models.hf.target import HFTarget
 from foredraft.models.native.config import read_config
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
-from foredraft.plan import LoadOptions
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
 

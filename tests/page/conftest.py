@@ -10,8 +10,8 @@ from fastapi import FastAPI
 
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import LoadOptions
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import LoadOptions
 from foredraft.server.page_routes import include_page
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 

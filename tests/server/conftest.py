@@ -16,8 +16,8 @@ import pytest
 
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import LoadOptions
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import LoadOptions
 from foredraft.server.app import create_app
 from foredraft.server.context import ServerContext
 from foredraft.server.serving import GracefulServer, new_server

@@ -7,8 +7,8 @@ from typing import Any
 
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import LoadOptions
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import VOCAB_SIZE
 
 

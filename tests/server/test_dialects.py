@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from foredraft.llm import LLM
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import LoadOptions
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, running
 from tests.server.events import data_of, names_of

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from foredraft import openai_fields as chat
 from foredraft.server import messages_input as messages
 from foredraft.server import responses_input as responses
+from foredraft.server.dialects import fields as chat
 from foredraft.server.settings import ServerSettings
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -17,8 +17,8 @@ import pytest
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import LoadOptions
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.server.conftest import Running, free_port, running
 from tests.server.events import data_of

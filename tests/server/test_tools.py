@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from foredraft.models.tokenizer import Tokenizer
+from foredraft.models.text.tokenizer import Tokenizer
 from tests.server.conftest import running
 from tests.server.events import data_of
 from tests.server.scripted import replying

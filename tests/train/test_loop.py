@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import foredraft.files
+import foredraft.system.files
 from foredraft.core.errors import CapabilityError, ConfigError, TrainingError
 from foredraft.drafters.common.head import Prediction, TextBatch
 from foredraft.drafters.common.head_files import load_head
@@ -220,7 +220,7 @@ def test_a_full_disk_leaves_what_was_there(
         path.write_bytes(b"some of it")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(foredraft.files, "save_file", full)
+    monkeypatch.setattr(foredraft.system.files, "save_file", full)
     with pytest.raises(TrainingError, match="the disk is full"):
         train(target, tmp_path / "head", watch=Watch(stop_after=2))
     assert_same(before, state_of(tmp_path / "head"))

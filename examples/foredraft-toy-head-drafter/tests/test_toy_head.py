@@ -27,7 +27,7 @@ from foredraft.drafters.base import (
 )
 from foredraft.engine.engine import Engine
 from foredraft.kernels.build import KernelUnavailable, load_library
-from foredraft.loading import native_decoder
+from foredraft.load import native_decoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
 

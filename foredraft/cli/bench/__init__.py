@@ -17,7 +17,7 @@ from foredraft.cli.bench.serve_load import serve_load
 from foredraft.cli.bench.serve_sim import serve_sim
 from foredraft.cli.bench.serve_stream import serve_stream
 from foredraft.cli.bench.step import step
-from foredraft.timing_lock import measuring
+from foredraft.system.timing_lock import measuring
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine: interleaved, with medians.")
 _TIMES_NOTHING = ("report", "quality", "serve-load")

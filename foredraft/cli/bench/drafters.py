@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foredraft.bench.trial_log import TrialLog
     from foredraft.core.params import Coupling, SamplingParams
     from foredraft.llm import LLM
-    from foredraft.plan import LoadOptions
+    from foredraft.options import LoadOptions
 
 COUPLINGS: dict[str, tuple[Coupling, ...]] = {
     "seeded": ("seeded",),
@@ -296,7 +296,7 @@ def _opened(
     prompts: str | None,
 ) -> TrialLog:
     from foredraft.bench.trial_log import TrialLog
-    from foredraft.machine import describe_machine
+    from foredraft.system.machine import describe_machine
 
     plan, machine = llm.plan, describe_machine()
     assert plan is not None

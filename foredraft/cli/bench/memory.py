@@ -19,7 +19,7 @@ def memory(
     """Peak memory of target and cache in a new process, beside what `doctor` predicts."""
     from foredraft.bench.memory import measure_memory
     from foredraft.bench.report import check_outputs, write_json
-    from foredraft.loading import plan_models
+    from foredraft.load import plan_models
 
     check_outputs(json_file)
     asked = o.load_options(running)

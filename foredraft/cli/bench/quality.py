@@ -15,7 +15,7 @@ from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.bench.quality import Quality
-    from foredraft.plan import ModelPlan
+    from foredraft.options import ModelPlan
 
 
 @o.with_option_objects
@@ -41,7 +41,7 @@ def quality(
     from foredraft.bench.quality import measure_quality, windows
     from foredraft.bench.report import check_outputs, write_json
     from foredraft.bench.texts import read_text
-    from foredraft.loading import load_target, plan_models
+    from foredraft.load import load_target, plan_models
 
     check_outputs(json_file)
     if limit is not None and limit < 2:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foredraft.bench.serving import Contender, Load, Served, ServingFigure
     from foredraft.core.record import StepRecord
     from foredraft.llm import LLM
-    from foredraft.plan import LoadOptions
+    from foredraft.options import LoadOptions
 
 _BASELINE, _WRONG = "none", "wrong"
 _MOST_DRAFTED = 64

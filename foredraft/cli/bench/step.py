@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foredraft.bench.step import Size, StepFigure, Stepper
     from foredraft.bench.variants import Variant
     from foredraft.llm import LLM
-    from foredraft.plan import LoadOptions
+    from foredraft.options import LoadOptions
 
 PEERS = ("transformers", "llama.cpp", *LLAMA_PEERS)
 

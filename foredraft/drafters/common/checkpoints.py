@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ModelShape, TargetParts
-from foredraft.models.safety import check_safetensors
+from foredraft.models.files.safety import check_safetensors
 
 LAYER_PARTS: Mapping[str, tuple[str, ...]] = {
     "attention_norm.weight": ("input_layernorm.weight",),

@@ -31,7 +31,7 @@ from foredraft.drafters.common.head_folder import (
     read_info,
     write_folder,
 )
-from foredraft.models.safety import FLOATS, check_safetensors
+from foredraft.models.files.safety import FLOATS, check_safetensors
 
 _COMPARED_ROWS = 64
 _TOLERANCE = 0.02

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
-from foredraft.files import flush_folder, write_tensors, write_text
 from foredraft.models.base import ModelShape, PartsTarget, Target
-from foredraft.models.json_files import read_json
-from foredraft.models.manifest import sha256_of
-from foredraft.models.safety import check_safetensors
+from foredraft.models.files.json_files import read_json
+from foredraft.models.files.manifest import sha256_of
+from foredraft.models.files.safety import check_safetensors
+from foredraft.system.files import flush_folder, write_tensors, write_text
 
 META, WEIGHTS, SELF_TEST, CARD = (
     "head.json",

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from foredraft.drafters.common.head_folder import META, fingerprint, identify
 from foredraft.models.base import Target
-from foredraft.models.safety import Checkpoint
+from foredraft.models.files.safety import Checkpoint
 
 SHIPPED = Path(__file__).parents[2] / "heads"
 _EMBEDDINGS = "model.embed_tokens.weight"

@@ -35,7 +35,7 @@ from foredraft.drafters.common.checkpoints import (
 from foredraft.drafters.eagle3.first import FirstEagleModule
 from foredraft.drafters.eagle3.module import Eagle3Module, published_taps
 from foredraft.models.base import HeadTarget, ModelShape, TargetParts
-from foredraft.models.json_files import read_json
+from foredraft.models.files.json_files import read_json
 
 _LAYERS = ("layers.0.", "midlayer.")
 _TOKEN_NORM, _STATE_NORM = "input_layernorm.weight", "hidden_norm.weight"

@@ -31,7 +31,7 @@ from foredraft.drafters.common.checkpoints import (
 )
 from foredraft.drafters.mtp.module import MtpModule
 from foredraft.models.base import HeadTarget
-from foredraft.models.json_files import read_json
+from foredraft.models.files.json_files import read_json
 
 
 @dataclass(frozen=True)

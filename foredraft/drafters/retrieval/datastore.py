@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
-from foredraft.models.manifest import MANIFEST_NAME, find_damage, write_manifest
-from foredraft.models.progress import Progress, SilentProgress
+from foredraft.models.files.manifest import MANIFEST_NAME, find_damage, write_manifest
+from foredraft.models.files.progress import Progress, SilentProgress
 
 _RECIPE = "foredraft index 1"
 _META = "index.json"

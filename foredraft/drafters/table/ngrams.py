@@ -31,7 +31,7 @@ from foredraft.drafters.common.head_folder import (
     check_weights,
     read_info,
 )
-from foredraft.models.safety import check_safetensors
+from foredraft.models.files.safety import check_safetensors
 
 KIND = "table"
 BOTH = "with earlier matches"

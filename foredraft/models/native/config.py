@@ -9,8 +9,8 @@ from typing import Any
 
 from foredraft.cache.base import KVShape
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.json_files import read_json
-from foredraft.models.schema import LlamaFields, RopeFields, parse_fields
+from foredraft.models.files.json_files import read_json
+from foredraft.models.files.schema import LlamaFields, RopeFields, parse_fields
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """``model_type`` values this decoder implements. SmolLM and SmolLM2 are "llama"."""

@@ -15,6 +15,7 @@ from foredraft.cache.store import Entries
 from foredraft.core.draws import DrawRows, Wanted
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
+from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.joins import native_join
@@ -23,7 +24,6 @@ from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.runner import NativeHeadRunner, head_config
 from foredraft.models.native.shallow import ShallowView, announce, resumption
 from foredraft.models.native.weights import DecoderWeights, fit, load_weights
-from foredraft.models.safety import Checkpoint
 
 
 class Decoder(Protocol):

@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.files.safety import FLOATS, Checkpoint
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.packed import PACKED, Int4Matrix, Matrix, QuantisedMatrix, tensor_of
 from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.source_blocks import stacked_blocks
-from foredraft.models.safety import FLOATS, Checkpoint
 
 _CHECKED_ROWS = 1024
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

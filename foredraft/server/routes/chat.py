@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from foredraft.engine.events import Event
-from foredraft.openai_fields import ignored
 from foredraft.server.asks import Ask, read_chat
 from foredraft.server.context import ServerContext
+from foredraft.server.dialects.fields import ignored
 from foredraft.server.errors import ApiError
 from foredraft.server.finishing import finish_reason
 from foredraft.server.generation import Generation

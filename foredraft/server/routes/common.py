@@ -11,8 +11,8 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from foredraft.openai_fields import Body, given
 from foredraft.server.context import ServerContext
+from foredraft.server.dialects.fields import Body, given
 from foredraft.server.disconnect import unless_gone
 from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.wire import JsonResponse, event_stream

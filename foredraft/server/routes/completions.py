@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.engine.events import Event
-from foredraft.openai_fields import given, ignored
 from foredraft.server.asks import Ask, read_completion
 from foredraft.server.context import ServerContext
+from foredraft.server.dialects.fields import given, ignored
 from foredraft.server.errors import ApiError
 from foredraft.server.finishing import finish_reason
 from foredraft.server.generation import Generation

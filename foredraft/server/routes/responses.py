@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from foredraft.core.logprobs import TokenLogprobs
-from foredraft.openai_fields import Body, given
 from foredraft.server.asks import Ask, read_chat
 from foredraft.server.blocks import Block, Blocks, Change
 from foredraft.server.context import ServerContext
+from foredraft.server.dialects.fields import Body, given
 from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.generation import Generation, Reply
 from foredraft.server.logprobs import chat_logprobs

@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from foredraft.core.checks import shown
-from foredraft.openai_fields import FieldError, given
-from foredraft.openai_prompts import chat_messages
 from foredraft.server.context import ServerContext
+from foredraft.server.dialects.fields import FieldError, given
+from foredraft.server.dialects.prompts import chat_messages
 from foredraft.server.limits import check_limits
 from foredraft.server.logprobs import token_text
 from foredraft.server.routes.common import Context

@@ -14,8 +14,8 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.core.rng import SEED_BITS
-from foredraft.openai_fields import SAME_NAME, Body, FieldError, given, refuse
-from foredraft.openai_prompts import text_of
+from foredraft.server.dialects.fields import SAME_NAME, Body, FieldError, given, refuse
+from foredraft.server.dialects.prompts import text_of
 
 _WITHOUT_LIMIT = 1 << 30
 """Tokens of a chat reply when none are named: the engine stops at the end of the context."""

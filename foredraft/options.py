@@ -19,8 +19,8 @@ from foredraft.core.errors import CapabilityError, ConfigError, unknown
 from foredraft.kernels.threads import available_cpus
 
 if TYPE_CHECKING:
+    from foredraft.models.files.safety import Checkpoint
     from foredraft.models.native.config import DecoderConfig
-    from foredraft.models.safety import Checkpoint
 
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "bf16", "int8", "int4")
@@ -238,7 +238,7 @@ def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: 
 
     Args:
         name: what people call it.
-        device: from `foredraft.devices.resolve_device`.
+        device: from `foredraft.system.devices.resolve_device`.
 
     Raises:
         ConfigError: the backend does not fit the model.
@@ -275,7 +275,7 @@ def plan_native(
 
     Args:
         checkpoint: None for weights that are made up.
-        device: from `foredraft.devices.resolve_device`.
+        device: from `foredraft.system.devices.resolve_device`.
 
     Raises:
         ConfigError: the device cannot run these weights.
@@ -362,7 +362,7 @@ def _plan_hf(name: str, checkpoint: Checkpoint, options: LoadOptions, device: st
     import torch
 
     from foredraft.cache.base import KVShape
-    from foredraft.models.hf_sizes import read_sizes
+    from foredraft.models.hf.sizes import read_sizes
 
     if options.weights in _BITS:
         raise _no_packed(options.weights, f"{name!r} runs through transformers")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer as FastTokenizer
 
 from foredraft.core.errors import ConfigError
-from foredraft.models.chat_template import ChatTemplate
+from foredraft.models.text.chat_template import ChatTemplate
 
 _PRIVATE_USE = range(0xF0000, 0x10FFFE)
 """Code points that mean nothing by themselves; the stand-ins are among those not in use."""

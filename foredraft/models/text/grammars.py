@@ -24,7 +24,7 @@ from foredraft.core.rules.grammar import Array, Matcher
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from foredraft.models.tokenizer import Tokenizer
+    from foredraft.models.text.tokenizer import Tokenizer
 
 _MAX_KEPT = 64
 """Compiled grammars, the latest used."""

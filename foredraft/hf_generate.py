@@ -32,8 +32,8 @@ from foredraft.core.request import SpeculationStats
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import GenerationResult
 from foredraft.llm import LLM
-from foredraft.models.hf import HFTarget
-from foredraft.plan import LoadOptions
+from foredraft.models.hf.target import HFTarget
+from foredraft.options import LoadOptions
 
 _WARPERS = {
     TemperatureLogitsWarper: "temperature",

@@ -1,6 +1,6 @@
 """SmolLM2's GGUF file as a checkpoint in the hub's own form: config, tokenizer, bf16 safetensors.
 
-To be handed the one file that `foredraft.models.smollm2` knows, and no other.
+To be handed the one file that `foredraft.models.files.smollm2` knows, and no other.
 
 The tensors are read with ``gguf``, not through ``from_pretrained(..., gguf_file=...)``, which wants
 ``accelerate`` and refuses to save what it has loaded so. The weights are the same bits.
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from foredraft.models.files.progress import Progress
     from foredraft.models.native.packed import Blocks
-    from foredraft.models.progress import Progress
 
 
 def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:

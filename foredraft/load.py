@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from foredraft.core.errors import ConfigError, VocabularyMismatchError
-from foredraft.devices import resolve_device
 from foredraft.drafters import check_options, drafter_spec, needs_draft_model
 from foredraft.drafters.common.shipped import shipped_head, shipped_head_of_files
 from foredraft.models.base import Target
-from foredraft.models.progress import Progress
-from foredraft.models.safety import Checkpoint
-from foredraft.models.store import resolve_model
-from foredraft.models.tokenizer import Tokenizer
-from foredraft.plan import LoadOptions, ModelPlan, plan_model
+from foredraft.models.files.progress import Progress
+from foredraft.models.files.safety import Checkpoint
+from foredraft.models.files.store import resolve_model
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import LoadOptions, ModelPlan, plan_model
+from foredraft.system.devices import resolve_device
 
 if TYPE_CHECKING:
     from foredraft.models.native.target import DecoderFactory
@@ -115,7 +115,7 @@ def load_target(plan: ModelPlan, threads: int | None = None) -> Target:
         raise ConfigError(f"{plan.name!r} has no checkpoint to load; its weights are made up")
     dtype = getattr(torch, plan.dtype)
     if plan.backend == "hf":
-        from foredraft.models.hf import HFTarget
+        from foredraft.models.hf.target import HFTarget
 
         return HFTarget.load(
             plan.checkpoint, dtype, plan.device, plan.max_context, plan.cache_memory

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foredraft.core.checks import checked_list, checked_text, shown, whole_number
-from foredraft.openai_fields import Body, FieldError, given
+from foredraft.server.dialects.fields import Body, FieldError, given
 
 _ROLES = {"developer": "system"}
 _REASONING = ("reasoning", "reasoning_content")

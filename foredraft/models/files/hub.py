@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
 
 if TYPE_CHECKING:
-    from foredraft.models.progress import Progress
+    from foredraft.models.files.progress import Progress
 
 FILES = (
     "*.safetensors",

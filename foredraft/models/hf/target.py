@@ -32,13 +32,13 @@ from foredraft.models.base import (
     Scores,
     check_taps,
 )
-from foredraft.models.hf_cache import HFCache, layer_factory
-from foredraft.models.hf_parts import HFParts, find_parts
-from foredraft.models.hf_sizes import read_sizes
+from foredraft.models.files.safety import Checkpoint
+from foredraft.models.hf.cache import HFCache, layer_factory
+from foredraft.models.hf.parts import HFParts, find_parts
+from foredraft.models.hf.sizes import read_sizes
 from foredraft.models.native.joins import native_join
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.runner import NativeHeadRunner, head_config
-from foredraft.models.safety import Checkpoint
 
 _NO_LIMIT = 1 << 30
 """Context of models whose config names no limit (positions by attention bias)."""
