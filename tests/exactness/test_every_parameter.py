@@ -283,6 +283,24 @@ def test_drafts_are_accepted_under_rules(name: str) -> None:
     assert accepted > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_that_is_complete_does_not_end_a_reply_before_min_tokens(
+    temperature: float,
+) -> None:
+    """docs/sampling.md: the reply cannot go on and may not end, which is an error."""
+    setup = set_up("ngram", kind_of("table"))
+    asked = {"grammar": Grammar.choice(["a"]), "temperature": temperature, "max_tokens": 9}
+    for num_draft_tokens in (0, 4):
+        run = functools.partial(generate, "table", setup.target, setup.drafter)
+        (ends, *_) = run(SamplingParams(**asked, min_tokens=1), num_draft_tokens)
+        assert (ends.finish_reason, len(ends.token_ids)) == ("stop", 1)
+        (stuck, *_) = run(SamplingParams(**asked, min_tokens=5), num_draft_tokens)
+        assert (stuck.finish_reason, len(stuck.token_ids)) == ("error", 1)
+        assert "leave no token after 1 tokens of the reply (grammar, min_tokens)" in str(
+            stuck.error
+        )
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "best_of": ({"best_of": 2}, "best_of is not offered"),
     "an unknown one": ({"top_a": 0.1}, "unknown sampling option 'top_a'"),

@@ -55,7 +55,10 @@ class Rules(Protocol):
         ...
 
     def is_complete(self, text: Sequence[int]) -> bool:
-        """Whether nothing but the end can follow the text."""
+        """Whether the reply ends here: nothing but the end can follow, and it may come already.
+
+        A grammar that is complete before ``min_tokens`` leaves no token, which is an error.
+        """
         ...
 
 

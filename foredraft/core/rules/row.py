@@ -72,7 +72,9 @@ class RowRules:
         return self.grammar.forced(text[self.num_prompt :]) if self.grammar else ()
 
     def is_complete(self, text: Sequence[int]) -> bool:
-        return self.grammar is not None and self.grammar.is_complete(text[self.num_prompt :])
+        if self.grammar is None or len(text) - self.num_prompt < self.params.min_tokens:
+            return False
+        return self.grammar.is_complete(text[self.num_prompt :])
 
     def _ban(self, logits_V: Array, text: Sequence[int], drafted: Sequence[int]) -> None:
         reply = text[self.num_prompt :]
