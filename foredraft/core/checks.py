@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, SupportsIndex
 
-from foredraft.core.errors import ConfigError
+from foredraft.core.errors import ConfigError, ForedraftError
 
 
 def checked_int(name: str, value: object, low: int, high: int | None = None) -> int:
@@ -19,9 +20,9 @@ def checked_int(name: str, value: object, low: int, high: int | None = None) -> 
     """
     number = whole_number(value)
     if number is None:
-        raise ConfigError(f"{name} must be a whole number, not {shown(value)}")
+        raise _refused(name, f"must be a whole number, not {shown(value)}")
     if number < low or (high is not None and number > high):
-        raise ConfigError(f"{name} is {shown(number)}; it must be {_range(low, high)}")
+        raise _refused(name, f"is {shown(number)}; it must be {_range(low, high)}")
     return number
 
 
@@ -48,9 +49,9 @@ def checked_real(name: str, value: object, low: float, high: float = math.inf) -
         except OverflowError:  # a whole number beyond the largest float
             number = math.inf
     if not math.isfinite(number):
-        raise ConfigError(f"{name} must be a finite number, not {shown(value)}")
+        raise _refused(name, f"must be a finite number, not {shown(value)}")
     if not low <= number <= high:
-        raise ConfigError(f"{name} is {number}; it must be {_range(low, high)}")
+        raise _refused(name, f"is {number}; it must be {_range(low, high)}")
     return number
 
 
@@ -62,7 +63,7 @@ def checked_flag(name: str, value: object) -> bool:
     """
     # By name, because numpy is not loaded here; its flags are no subclass of Python's.
     if type(value).__name__ not in ("bool", "bool_"):
-        raise ConfigError(f"{name} must be True or False, not {shown(value)}")
+        raise _refused(name, f"must be True or False, not {shown(value)}")
     return bool(value)
 
 
@@ -73,23 +74,24 @@ def checked_list(name: str, values: Any) -> tuple[Any, ...]:
         ConfigError: it is no list: a single value, bytes, or a mapping.
     """
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | bytearray | Mapping):
-        raise ConfigError(f"{name} must be a list, not {shown(values)}")
+        raise _refused(name, f"must be a list, not {shown(values)}")
     return tuple(values)
 
 
-def checked_text(name: str, value: object, error: type[ValueError] = ConfigError) -> str:
+def checked_text(name: str, value: object, error: type[ForedraftError] = ConfigError) -> str:
     """``value`` if it is text that can be written down.
 
     Raises:
-        ValueError: of the kind ``error``: it is no text, or holds half a surrogate pair.
+        ForedraftError: of the kind ``error``: it is no text, or holds half a surrogate pair.
     """
     if not isinstance(value, str):
-        raise error(f"{name} must be text, not {shown(value)}")
+        raise _refused(name, f"must be text, not {shown(value)}", error)
     at = broken_at(value)
     if at is not None:
-        raise error(
-            f"{name} is no valid Unicode text: {value[at]!r} at character {at} is half a "
-            "surrogate pair"
+        raise _refused(
+            name,
+            f"is no valid Unicode text: {value[at]!r} at character {at} is half a surrogate pair",
+            error,
         )
     return str(value)
 
@@ -110,6 +112,16 @@ def shown(value: object) -> str:
     except ValueError:  # whole numbers of thousands of digits
         text = f"a {type(value).__name__} too large to write down"
     return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def field_of(name: str) -> str | None:
+    """The option or field that a checked value belongs to: "messages" of "messages[3].role"."""
+    found = re.fullmatch(r"([A-Za-z_]\w*)([.\[].*| \(.*\))?", name, re.DOTALL)
+    return found[1] if found else None
+
+
+def _refused(name: str, problem: str, error: type[ForedraftError] = ConfigError) -> ForedraftError:
+    return error(f"{name} {problem}", field=field_of(name))
 
 
 def _range(low: float, high: float | None) -> str:

@@ -7,11 +7,24 @@ from collections.abc import Iterable
 
 
 class ForedraftError(Exception):
-    """Base of every error foredraft raises on purpose."""
+    """Base of every error foredraft raises on purpose.
+
+    Attributes:
+        field: the option, parameter or field of a request that cannot be used; None: no single one.
+        code: names the problem for programs, where the class alone does not.
+    """
+
+    def __init__(self, *args: object, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(*args)
+        self.field, self.code = field, code
 
 
 class ConfigError(ForedraftError, ValueError):
     """An option, parameter or name that cannot be used as given."""
+
+
+class MissingPackageError(ConfigError):
+    """A package that is needed here is not installed."""
 
 
 class PromptError(ForedraftError, ValueError):
@@ -60,6 +73,9 @@ class NoTokenError(ForedraftError, ArithmeticError):
 
 class GrammarError(ConfigError):
     """A grammar that cannot be read, or is too complex to be followed."""
+
+    def __init__(self, *args: object, code: str | None = None) -> None:
+        super().__init__(*args, field="grammar", code=code)
 
 
 def nearest(name: str, options: Iterable[str]) -> str:

@@ -117,15 +117,19 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None or name not in _OPTIONAL
         }
         if checked["top_p"] == 0.0:
-            raise ConfigError("top_p is 0, which keeps no token; use a value in (0, 1]")
+            raise ConfigError(
+                "top_p is 0, which keeps no token; use a value in (0, 1]", field="top_p"
+            )
         if checked["min_tokens"] > checked["max_tokens"]:
             raise ConfigError(
-                f"min_tokens is {checked['min_tokens']} and max_tokens {checked['max_tokens']}"
+                f"min_tokens is {checked['min_tokens']} and max_tokens {checked['max_tokens']}",
+                field="min_tokens",
             )
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise ConfigError(
                 "grammar must be a Grammar, such as Grammar.json_schema(…), not "
-                f"{shown(self.grammar)}"
+                f"{shown(self.grammar)}",
+                field="grammar",
             )
         if self.coupling not in ("seeded", "drawn"):
             raise unknown("coupling", str(self.coupling), ("seeded", "drawn"))
@@ -138,7 +142,7 @@ class SamplingParams:
         known = {field.name for field in fields(cls)}
         for name in options:
             if name in _REFUSED:
-                raise ConfigError(f"{name} is not offered: {_REFUSED[name]}")
+                raise ConfigError(f"{name} is not offered: {_REFUSED[name]}", field=name)
             if name not in known:
                 raise unknown("sampling option", name, known)
         return cls(**options)
@@ -172,12 +176,15 @@ def _checked_stop(name: str, stop: object) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else checked_list(name, stop)
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise ConfigError(f"{name} strings must be non-empty text, not {shown(text)}")
+            raise ConfigError(
+                f"{name} strings must be non-empty text, not {shown(text)}", field=name
+            )
         checked_text(name, text)
     if len(texts) > _MAX_STOPS or sum(map(len, texts)) > _MAX_STOP_CHARACTERS:
         raise ConfigError(
             f"{name} holds {len(texts)} strings of {sum(map(len, texts))} characters; it may hold "
-            f"{_MAX_STOPS} of {_MAX_STOP_CHARACTERS} in all, as each step looks for every one"
+            f"{_MAX_STOPS} of {_MAX_STOP_CHARACTERS} in all, as each step looks for every one",
+            field=name,
         )
     return texts
 
@@ -195,7 +202,7 @@ def _checked_allowed(name: str, ids: object) -> tuple[int, ...]:
         return ids
     checked = _Allowed(_checked_ids(name, ids))
     if not checked:
-        raise ConfigError(f"{name} is empty, which allows no token; None allows all")
+        raise ConfigError(f"{name} is empty, which allows no token; None allows all", field=name)
     return checked
 
 
@@ -207,9 +214,11 @@ def _checked_bias(name: str, biases: object) -> Mapping[int, float]:
     if isinstance(biases, _Biases):
         return biases
     if not isinstance(biases, Mapping):
-        raise ConfigError(f"{name} must map token ids to numbers, not {shown(biases)}")
+        raise ConfigError(f"{name} must map token ids to numbers, not {shown(biases)}", field=name)
     if len(biases) > _MAX_BIASES:
-        raise ConfigError(f"{name} names {len(biases)} tokens; it may name {_MAX_BIASES}")
+        raise ConfigError(
+            f"{name} names {len(biases)} tokens; it may name {_MAX_BIASES}", field=name
+        )
     return _Biases(
         {
             checked_int(name, token, low=0): checked_real(name, bias, -_MAX_BIAS, _MAX_BIAS)

@@ -271,16 +271,19 @@ class Engine:
         """
         limit = self._target.max_context
         if not prompt:
-            raise PromptError("the prompt is empty: there is nothing to continue")
+            raise PromptError("the prompt is empty: there is nothing to continue", field="prompt")
         if len(prompt) >= limit:
             raise PromptError(
                 f"the prompt has {len(prompt)} tokens and the context holds {limit}: shorten it "
-                "so that at least one token fits behind it"
+                "so that at least one token fits behind it",
+                field="prompt",
+                code="context_length_exceeded",
             )
         for token in prompt:
             if type(token) is not int or not 0 <= token < self._target.vocab_size:
                 raise PromptError(
-                    f"prompt token {token!r} is not an id below {self._target.vocab_size}"
+                    f"prompt token {token!r} is not an id below {self._target.vocab_size}",
+                    field="prompt",
                 )
 
     def _admit(self) -> None:

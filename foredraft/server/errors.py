@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +18,10 @@ from foredraft.core.errors import (
     ConfigError,
     EngineStoppedError,
     ForedraftError,
+    MissingPackageError,
     PromptError,
     QueueFullError,
 )
-from foredraft.server.dialects.fields import FieldError
 from foredraft.server.wire import JsonResponse
 
 _log = logging.getLogger("foredraft.server")
@@ -41,7 +40,8 @@ _ANTHROPIC_KINDS = _KINDS | {413: "request_too_large", 503: "overloaded_error"}
 _RETRY_SECONDS = 1
 _CLOSED_BY_CLIENT = 499
 _MAX_MESSAGE = 2000
-
+_OPERATORS = (CapabilityError, MissingPackageError)
+"""Configuration errors that are not the client's: whoever runs the server mends them."""
 
 _FORMS = {
     "str": "text",
@@ -119,13 +119,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(429, str(error), code="queue_full", headers=retry)
     if isinstance(error, EngineStoppedError):
         return unavailable("the engine is not running; see the server's log", "engine_stopped")
-    if isinstance(error, PromptError):
-        code = "context_length_exceeded" if "the context holds" in str(error) else None
-        return ApiError(400, str(error), code=code, param=_param_of(str(error)))
-    if isinstance(error, FieldError):
-        return ApiError(400, str(error), param=error.param)
-    if isinstance(error, ConfigError) and not isinstance(error, CapabilityError):
-        return ApiError(400, str(error), param=_param_of(str(error)))
+    if isinstance(error, (PromptError, ConfigError)) and not isinstance(error, _OPERATORS):
+        return ApiError(400, str(error), param=error.field, code=error.code)
     if isinstance(error, RequestValidationError):
         return _invalid(error)
     if isinstance(error, HTTPException):
@@ -154,14 +149,6 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(
             known.status, f"{name}: {known.message}", param=name, code=known.code
         ) from error
-
-
-def _param_of(message: str) -> str | None:
-    """Messages of checks begin with the field's name."""
-    found = re.match(
-        r"([a-z][a-z_]*[a-z])\b(?= (is|must|holds|names|strings|cannot)|\[|:| \()", message
-    )
-    return found[1] if found and found[1] not in ("the", "a", "it") else None
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

@@ -74,7 +74,10 @@ class RuleBook:
         if self.new_matcher is None:
             raise ConfigError("grammar needs a tokenizer, and this engine has none")
         if params.ignore_eos:
-            raise ConfigError("ignore_eos and grammar contradict each other: a grammar has an end")
+            raise ConfigError(
+                "ignore_eos and grammar contradict each other: a grammar has an end",
+                field="ignore_eos",
+            )
         return GrammarRule(self.new_matcher(params.grammar), stop_ids)
 
     def _spelled(self, words: Iterable[str]) -> list[tuple[int, ...]]:
@@ -88,5 +91,6 @@ class RuleBook:
         for token in ids:
             if token >= self.vocab_size:
                 raise ConfigError(
-                    f"{name} names token {token}; the vocabulary has {self.vocab_size}"
+                    f"{name} names token {token}; the vocabulary has {self.vocab_size}",
+                    field=name,
                 )

@@ -111,12 +111,14 @@ class ChatTemplate:
                     pieces.append(piece)
             except TemplateError as error:
                 raise ConfigError(
-                    f"the chat template of {self._name} refuses the conversation: {error}"
+                    f"the chat template of {self._name} refuses the conversation: {error}",
+                    field="messages",
                 ) from error
             except Exception as error:
                 raise ConfigError(
                     f"the chat template of {self._name} fails on the conversation: "
-                    f"{type(error).__name__}: {error}"
+                    f"{type(error).__name__}: {error}",
+                    field="messages",
                 ) from error
         return "".join(pieces)
 

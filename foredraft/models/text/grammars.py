@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foredraft.core.errors import ConfigError, GrammarError
+from foredraft.core.errors import ConfigError, GrammarError, MissingPackageError
 from foredraft.core.grammar import Grammar
 from foredraft.core.rules.grammar import Array, Matcher
 
@@ -51,7 +51,8 @@ class Grammars:
 
         Raises:
             GrammarError: the grammar is malformed, or too complex.
-            ConfigError: llguidance is not installed, or the model has no end-of-text token.
+            MissingPackageError: llguidance is not installed.
+            ConfigError: the model has no end-of-text token.
         """
         with self._lock:
             compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
@@ -81,13 +82,15 @@ class Grammars:
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
-            raise ConfigError(
+            raise MissingPackageError(
                 "grammars need the package llguidance, which is not installed: "
                 "pip install 'foredraft[structured]'"
             ) from error
         ends = list(self._tokenizer.eos_token_ids)
         if not ends:
-            raise ConfigError("grammar needs an end-of-text token, and this model names none")
+            raise ConfigError(
+                "grammar needs an end-of-text token, and this model names none", field="grammar"
+            )
         try:
             return LLTokenizer(
                 self._tokenizer.definition,

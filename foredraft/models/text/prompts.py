@@ -53,18 +53,21 @@ def prompt_ids(prompt: object, encode: Callable[[str], list[int]]) -> list[int]:
 def _items(value: object) -> list[Any]:
     if not isinstance(value, Iterable) or isinstance(value, _NOT_LISTS):
         raise PromptError(
-            f"a prompt is text or token ids, not {shown(value)} (`chat` takes messages)"
+            f"a prompt is text or token ids, not {shown(value)} (`chat` takes messages)",
+            field="prompt",
         )
     try:
         return list(value)
     except TypeError:  # an array without dimensions
-        raise PromptError(f"a prompt is text or token ids, not {shown(value)}") from None
+        raise PromptError(
+            f"a prompt is text or token ids, not {shown(value)}", field="prompt"
+        ) from None
 
 
 def _token_id(token: object) -> int:
     number = whole_number(token)
     if number is None:
-        raise PromptError(f"prompt token {shown(token)} is not a token id")
+        raise PromptError(f"prompt token {shown(token)} is not a token id", field="prompt")
     return number
 
 
@@ -76,13 +79,17 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
         PromptError: a text in it is no valid Unicode.
     """
     if not isinstance(messages, Iterable) or isinstance(messages, str | bytes | Mapping):
-        raise ConfigError(f"messages must be a list of messages, not {shown(messages)}")
+        raise ConfigError(
+            f"messages must be a list of messages, not {shown(messages)}", field="messages"
+        )
     try:
         checked = [_checked_message(number, message) for number, message in enumerate(messages)]
     except RecursionError:
-        raise ConfigError("messages hold lists in lists without end") from None
+        raise ConfigError("messages hold lists in lists without end", field="messages") from None
     if not checked:
-        raise ConfigError("the conversation is empty: there is nothing to reply to")
+        raise ConfigError(
+            "the conversation is empty: there is nothing to reply to", field="messages"
+        )
     return checked
 
 
@@ -102,7 +109,8 @@ def _checked_message(number: int, message: object) -> dict[str, Any]:
 def _malformed(where: str, message: object) -> ConfigError:
     return ConfigError(
         f"{where}: a message needs a role ({', '.join(ROLES)}) and text content, not "
-        f"{shown(message)}"
+        f"{shown(message)}",
+        field="messages",
     )
 
 
@@ -111,7 +119,8 @@ def _texts(where: str, parts: Sequence[object]) -> Iterator[str]:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise ConfigError(
                 f"{where}[{number}]: a message needs a role and text content; its parts must be "
-                f'{{"type": "text", "text": …}}, not {shown(part)}'
+                f'{{"type": "text", "text": …}}, not {shown(part)}',
+                field="messages",
             )
         yield checked_text(f"{where}[{number}].text", part.get("text"), ConfigError)
 
@@ -126,4 +135,7 @@ def _plain(where: str, value: object) -> Any:
         return {_plain(where, key): _plain(f"{where}.{key}", each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(f"{where}[{number}]", each) for number, each in enumerate(value)]
-    raise ConfigError(f"{where} is {shown(value)}; messages hold text, numbers, lists and mappings")
+    raise ConfigError(
+        f"{where} is {shown(value)}; messages hold text, numbers, lists and mappings",
+        field="messages",
+    )

@@ -88,13 +88,12 @@ REFUSED: Refusals = {
 class FieldError(ConfigError):
     """A field of a request that cannot be used as given.
 
-    Attributes:
-        param: the field's name, as the client wrote it.
+    Args:
+        field: its name, as the client wrote it.
     """
 
-    def __init__(self, param: str, message: str) -> None:
-        super().__init__(message)
-        self.param = param
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message, field=field)
 
 
 def ignored(body: Body, route: Route) -> list[str]:
