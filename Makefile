@@ -4,7 +4,7 @@
 # make test-clients: real clients (SDKs, lm-eval, guidellm, Schemathesis, ...) against the server
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make kinds: train all kinds small, and compare them
-# make reference: write docs/reference from the docstrings, and docs/results.md from docs/results
+# make docs: build the documentation's site in site/; make results: write docs/results/index.md
 # Each target but clean makes its own virtual environment in .venv first.
 
 # The first Python that really runs and is new enough.
@@ -17,7 +17,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-page test-all test-clients lint types example reference heads heads-gpu kinds clean
+.PHONY: help demo test test-page test-all test-clients lint types example docs results heads heads-gpu kinds clean
 
 help:
 	@sed -n '1,8s/^# //p' Makefile
@@ -67,7 +67,7 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# The worked examples of docs/add-a-drafter.md are packages of their own; the tests use them.
+# The worked examples of docs/extend/add-a-drafter.md are packages of their own; the tests use them.
 example: $(VENV)/.installed-dev
 	$(PIP) --quiet --no-deps --editable examples/foredraft-recall-drafter \
 	  --editable examples/foredraft-toy-head-drafter
@@ -89,11 +89,15 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-reference: $(VENV)/.installed
-	$(BIN)/python docs/make_reference.py
-	$(BIN)/foredraft bench report docs/results --into docs/results.md
+# The API pages are made from the docstrings. --strict fails on a link that leads nowhere.
+docs: $(VENV)/.installed
+	$(PIP) --quiet --editable '.[docs]'
+	$(BIN)/python -m zensical build --strict
 
-# Heads of the default model, from nothing: text of its own, then each kind; see docs/training.md.
+results: $(VENV)/.installed
+	$(BIN)/foredraft bench report docs/results --into docs/results/index.md
+
+# Heads of the default model, from nothing: text of its own, then each kind; see docs/extend/training.md.
 # Whatever is interrupted goes on when it is run again.
 HEADS ?= eagle
 HEADS_OUT ?= heads
@@ -111,7 +115,7 @@ heads: $(VENV)/.installed
 	    --data $(HEADS_OUT)/texts $(HEADS_DATA:%=--data %) \
 	    --device $(HEADS_DEVICE) --minutes $(HEADS_MINUTES) $(HEADS_TRAIN) || exit 1; done
 
-# Every kind on as much of the same text, reading the same layers: docs/kinds.md.
+# Every kind on as much of the same text, reading the same layers: docs/results/kinds.md.
 KINDS = eagle eagle3 mtp hydra medusa dspark draft-model early-exit
 KINDS_DATA ?= $(HEADS_OUT)/texts
 KINDS_TOKENS ?= 150k
@@ -123,7 +127,7 @@ kind-%: $(VENV)/.installed
 kinds: $(KINDS:%=kind-%)
 	$(BIN)/foredraft train table --data $(KINDS_DATA) --out $(HEADS_OUT)/kinds/table
 	$(BIN)/foredraft train compare $(KINDS:%=$(HEADS_OUT)/kinds/%) $(HEADS_OUT)/kinds/table \
-	  --json docs/results/kinds.json --plot docs/kinds.png
+	  --json docs/results/kinds.json --plot docs/results/kinds.png
 
 # A piece of ten minutes, for machines that are lent for no longer; run it until it says it is done.
 HEADS_PIECE ?= 570

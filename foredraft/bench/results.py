@@ -81,7 +81,7 @@ def _origin(report: Mapping[str, Any], path: Path) -> str:
         f"- revision {report['revision'] or 'unknown'}, {report['date']}",
         f"- {', '.join(hardware)}; {machine['platform']}",
         f"- {versions}",
-        f"- all figures: [`{path.name}`]({path.parent.name}/{path.name})",
+        f"- all figures: [`{path.name}`]({path.name})",
     ]
     return "\n".join(lines)
 

@@ -124,7 +124,7 @@ def serve(
     """Serve the model to OpenAI's and Anthropic's clients, and a page to look at it.
 
     Whatever is not given here comes from the environment, as FOREDRAFT_PORT or
-    FOREDRAFT_MAX_BODY_BYTES do; docs/server.md lists all.
+    FOREDRAFT_MAX_BODY_BYTES do; docs/operate/server.md lists all.
 
     Examples:
 

@@ -7,7 +7,8 @@ Where nothing pays, drafters are sent away: following a text costs time, too. Th
 short trials, ever more rarely as long as these fail. All of it lives within what a `Ledger` leaves.
 
 It looks at records of past steps only. So no budget depends on a token that is drafted under it,
-which drawn drafts need (docs/verify.md#non-anticipation). docs/control.md has the whole story.
+which drawn drafts need (docs/understand/verify.md#non-anticipation). docs/understand/control.md
+has the whole story.
 """
 
 from __future__ import annotations

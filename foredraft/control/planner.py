@@ -1,6 +1,6 @@
 """Plans: which drafter, which rows, how many nodes; and when to try what does not seem to pay.
 
-docs/control.md has the whole story.
+docs/understand/control.md has the whole story.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The target's token at an absolute position is argmax(weight + g) over the tokens
 where weight is log p up to a constant and g = -log(-log u) is Gumbel noise keyed by (seed,
 position, token). A drafter that adds the same noise to its own weights chooses the target's token
 as often as the two distributions allow (Daliri et al., arXiv 2408.07978). Filters are applied to
-the weights before; the noise is never renormalised. docs/verify.md has the proofs.
+the weights before; the noise is never renormalised. docs/understand/verify.md has the proofs.
 
 **The bits.** u = 1 - w, w = (2 r + 1) / 2^53, r uniform in [0, 2^52): u is never 0 or 1, and exact.
 r takes its high 8 bits, the *coarse* byte c, from a philox block that 16 tokens share, and its low

@@ -79,8 +79,8 @@ class SamplingParams:
         prediction: text that the reply is expected to repeat, for drafters that use one. It
             never changes the reply.
 
-    Numbers and flags of numpy are taken, and kept as Python's. docs/sampling.md has every parameter
-    beside every way of drafting and verifying.
+    Numbers and flags of numpy are taken, and kept as Python's. docs/start/sampling.md has every
+    parameter beside every way of drafting and verifying.
 
     Raises:
         ConfigError: a value is out of range or of the wrong type.

@@ -2,7 +2,7 @@
 
 A drafter is one file in this folder with a class that implements `Drafter` and is named by
 ``DRAFTER`` at the end of the file; the file's name is its registry key. One that needs helpers of
-its own is a folder whose ``__init__`` names it. See docs/add-a-drafter.md.
+its own is a folder whose ``__init__`` names it. See docs/extend/add-a-drafter.md.
 """
 
 from __future__ import annotations

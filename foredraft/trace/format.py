@@ -1,7 +1,8 @@
 """The trace format, version 1: one JSON object a line, a `Run` first and then a `Step` each.
 
-docs/trace.md describes it for people. Fields may be added within a version; readers ignore what
-they do not know. A field that goes away or changes its meaning makes a new version.
+docs/operate/traces.md describes it for people. Fields may be added within a version;
+readers ignore what they do not know. A field that goes away or changes its meaning makes a new
+version.
 """
 
 from __future__ import annotations

@@ -64,4 +64,6 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_our_own_page_is_current() -> None:
     docs = REPO / "docs"
-    assert (docs / "results.md").read_text() == render(docs / "results"), "run `make reference`"
+    assert (docs / "results" / "index.md").read_text() == render(docs / "results"), (
+        "run `make results`"
+    )

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-LOG = REPO / "docs" / "log.md"
 PAGES = sorted(
-    {*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *REPO.glob("examples/*/README.md")} - {LOG}
+    {*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *REPO.glob("examples/*/README.md")}
+    - {*(REPO / "docs" / "lab").glob("*.md")}
 )
-"""All pages but the log, which keeps what was true on its day."""
+"""All pages but the lab notebook, which keeps what was true on its day."""
 
 
 def page_id(page: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 from tests.docs.pages import REPO, code_spans
 from tests.exactness.mutants import MUTANTS
 
-PAGE = REPO / "docs" / "verify.md"
+PAGE = REPO / "docs" / "understand" / "verify.md"
 NOT_RULES = {"evidence", "__init__", "maths", "verdict"}
 
 

@@ -181,7 +181,7 @@ def said(results: Sequence[GenerationResult]) -> list[tuple[Any, ...]]:
 
 
 def numbers(found: Sequence[TokenLogprobs | None] | None) -> Any:
-    """To be compared: what torch scores together differs in the last bits (docs/exactness.md)."""
+    """Rounded: what torch scores together differs in the last bits (see exactness.md)."""
     if found is None:
         return None
     flat: list[tuple[int, float]] = []
@@ -347,6 +347,6 @@ def test_rules_that_leave_nothing_end_their_own_request_only() -> None:
 
 
 def test_the_documentation_has_them_all() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "start" / "sampling.md").read_text()
     table = page[page.index("## Parameters") : page.index("Refused")]
     assert not [field.name for field in fields(SamplingParams) if f"`{field.name}`" not in table]

@@ -1,4 +1,4 @@
-"""docs/server.md says what the server does: fields, settings, metrics, the dashboard."""
+"""docs/operate/server.md says what the server does: fields, settings, metrics, the dashboard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foredraft.server.dialects import fields as chat
 from foredraft.server.settings import ServerSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "server.md"
+PAGE = DOCS / "operate" / "server.md"
 
 
 def names(fields: Any) -> str:
@@ -79,7 +79,7 @@ def test_the_lists_are_those_of_the_code(part: Any) -> None:
 def test_metrics_that_docs_and_dashboard_name_are_there(client: httpx.Client) -> None:
     text = client.get("/metrics").text
     there = set(re.findall(r"^# TYPE (foredraft:\w+) ", text, re.MULTILINE))
-    dashboard = (DOCS / "server" / "grafana.json").read_text()
+    dashboard = (DOCS / "operate" / "grafana.json").read_text()
     json.loads(dashboard)
     assert {"foredraft:num_preemptions", "foredraft:num_preemptions_total"} & there
     for name in set(re.findall(r"foredraft:\w+", dashboard)):

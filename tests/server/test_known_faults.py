@@ -1,4 +1,4 @@
-"""Faults that other servers had, tried on this one; docs/server.md lists all, with their tests."""
+"""Faults that other servers had, tried on this one; docs/operate/server.md lists them."""
 
 from __future__ import annotations
 
@@ -199,9 +199,9 @@ def test_one_key_cannot_see_by_the_clock_or_the_drafts_what_another_has_sent(
 
 
 def test_the_list_names_tests_that_are_there() -> None:
-    page = (REPO / "docs" / "server.md").read_text()
+    page = (REPO / "docs" / "operate" / "server.md").read_text()
     listed = page[page.index("<!-- faults -->") : page.index("<!-- /faults -->")]
-    found = re.findall(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)", listed)
+    found = re.findall(r"\[`(test_\w+)`\]\(\.\./\.\./(tests/[\w/]+\.py)\)", listed)
     assert len(found) > 30
     for name, path in found:
         assert f"def {name}(" in (REPO / path).read_text(), (name, path)

@@ -38,8 +38,8 @@ def serve_clients(
     """Tokens a second and time to the first token, as clients see them.
 
     Ours is started; others are given by address, such as `python -m llama_cpp.server` on the
-    same weights (docs/server.md says how). Each round gives all the same prompts, in rotating
-    order, and no prompt comes twice.
+    same weights (docs/operate/server.md says how). Each round gives all the same prompts, in
+    rotating order, and no prompt comes twice.
 
     Examples:
 

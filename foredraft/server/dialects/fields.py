@@ -1,6 +1,6 @@
 """What a request body in OpenAI's dialect may hold: honoured, a hint, or refused by name.
 
-`docs/server.md` shows the three lists, and a test compares them.
+`docs/operate/server.md` shows the three lists, and a test compares them.
 """
 
 from __future__ import annotations
