@@ -20,13 +20,12 @@ from foredraft.engine.row import GenerationResult
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.engine.streams import Streams
 from foredraft.engine.turns import TurnLock
-from foredraft.load import load_models, resolve_drafter
+from foredraft.load import forward_cost, load_models, resolve_drafter
 from foredraft.models.base import Target
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.models.timing import measure_cost
 from foredraft.options import DEFAULT_MODEL, LoadOptions, ModelPlan
 from foredraft.speculation import speculation
 
@@ -123,7 +122,7 @@ class LLM:
             asked,
             draft_model=draft.target if draft else None,
             draft_tokenizer=draft.tokenizer if draft else None,
-            cost=measure_cost(loaded.target, asked.max_batch_size) if weighs else None,
+            cost=forward_cost(loaded.plan, loaded.target, asked) if weighs else None,
             plan=loaded.plan,
             draft_plan=draft.plan if draft else None,
             trace=trace,

@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError, VocabularyMismatchError
 from foredraft.drafters import check_options, drafter_spec, needs_draft_model
 from foredraft.drafters.common.shipped import shipped_head, shipped_head_of_files
+from foredraft.kernels.build import load_library
+from foredraft.kernels.threads import available_cpus
 from foredraft.models.base import Target
+from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
 from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.models.timing import kept_cost, measure_cost
 from foredraft.options import LoadOptions, ModelPlan, plan_model
 from foredraft.system.devices import resolve_device
+from foredraft.system.machine import cpu_name
 
 if TYPE_CHECKING:
     from foredraft.models.native.target import DecoderFactory
@@ -132,6 +138,18 @@ def load_target(plan: ModelPlan, threads: int | None = None) -> Target:
     if plan.decoder == "fixed-shape":
         probe(target)
     return target
+
+
+def forward_cost(plan: ModelPlan, target: Target, options: LoadOptions) -> CostModel:
+    """What a forward of a loaded target costs here: measured, or kept from an earlier process."""
+    if plan.checkpoint is None or plan.device != "cpu":
+        return measure_cost(target, options.max_batch_size)
+    kernel = load_library()._name if plan.decoder == "fused" else torch.__version__
+    recipe = recipe_of(
+        *(cpu_name(), available_cpus(), torch.get_num_threads(), options.threads),
+        *(kernel, plan.decoder, plan.number_format),
+    )
+    return kept_cost(KeptFiles.of(plan.checkpoint), recipe, target, options.max_batch_size)
 
 
 def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:

@@ -14,9 +14,10 @@ from statistics import median
 
 from foredraft.cache.base import Cache
 from foredraft.cache.kv import KVCache
-from foredraft.core.cost import Attention, CostModel
+from foredraft.core.cost import Attention, CostModel, Times
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Target
+from foredraft.models.files.kept import KeptFiles, recipe_of
 
 _SIZES = (1, 2, 3, 4, 5, 8, 12, 16, 17, 24, 32, 33, 48)
 """Both sides of each multiple of 16 tokens: kernels with matrix tiles take a step there."""
@@ -25,9 +26,27 @@ _ROUNDS = 2
 _CONTEXT = 64
 _LONG_CONTEXT = 1024
 _LONG_SIZES = (1, 8)
+_WEEK_SECONDS = 7 * 24 * 3600
 
 _Place = tuple[int, int]
 """Cache entries before a forward, and its tokens."""
+
+
+def kept_cost(kept: KeptFiles, recipe: str, target: Target, max_rows: int = 1) -> CostModel:
+    """What a forward costs, as it was measured by an earlier process; else `measure_cost`.
+
+    The model of it follows the steps that are run, so a measurement need not be of today. It is
+    made anew each week, and where the recipe has changed.
+
+    Args:
+        recipe: what the times depend on: machine, kernel, form of the weights, threads.
+    """
+    week = int(time.time() // _WEEK_SECONDS)
+    recipe = recipe_of(recipe, max_rows, week)
+    value = kept.json(f"costs-{recipe[:8]}", recipe, lambda: _measure(target, max_rows))
+    times, (entry_ms, pair_ms), context = value
+    rising = tuple((int(size), float(ms)) for size, ms in times)
+    return CostModel(rising, Attention(float(entry_ms), float(pair_ms)), int(context))
 
 
 def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
@@ -41,6 +60,12 @@ def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
     Args:
         max_rows: most rows that will be in a forward, each perhaps with a few drafts.
     """
+    times, attention, context = _measure(target, max_rows)
+    return CostModel(times, Attention(*attention), context)
+
+
+def _measure(target: Target, max_rows: int) -> tuple[Times, tuple[float, float], int]:
+    """Times, what a cache entry and a pair of entry and token add, and the context of the times."""
     cache = target.cache
     context = min(_CONTEXT, target.max_context // 2)
     most = min(max(_LEAST_MOST, 3 * max_rows), target.max_context - context)
@@ -57,7 +82,8 @@ def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
         cache.free(slot)
     rising = accumulate((best[context, size] for size in sizes), max)
     times = tuple(zip(sizes, rising, strict=True))
-    return CostModel(times, _attention(best, context), context)
+    attention = _attention(best, context)
+    return times, (attention.entry_ms, attention.pair_ms), context
 
 
 def forward_ms(target: Target, num_tokens: int, rounds: int = 5) -> float:

@@ -7,7 +7,8 @@ D head size.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,13 +17,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import FLOATS, Checkpoint
+from foredraft.models.native import packed
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.packed import PACKED, Int4Matrix, Matrix, QuantisedMatrix, tensor_of
 from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.source_blocks import stacked_blocks
 
 _CHECKED_ROWS = 1024
+_KEPT_HEAD = "head"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -124,9 +128,16 @@ def load_weights(
     checkpoint = Checkpoint.of(source)
     config, unused = fit(checkpoint, config)
     checkpoint.warn_of_unused(unused)
+    is_on_cpu = torch.device(device).type == "cpu"
+    kept = KeptFiles.of(checkpoint) if is_on_cpu else KeptFiles(None)
+    name = f"weights-{dtype}-{bits}".replace("torch.", "")
+    recipe = recipe_of(sys.modules[__name__], packed, config)
+    if (tensors := kept.tensors(name, recipe)) is not None:
+        return _assemble(_KeptReader(tensors, bits), config)
     reader = _Reader(checkpoint, dtype, device, bits)
     weights = _assemble(reader, config)
     reader.raise_problems()
+    kept.keep(name, recipe, reader.stored)
     return weights
 
 
@@ -190,7 +201,7 @@ def _is_tied(checkpoint: Checkpoint) -> bool:
     return torch.equal(_read(head.file, _HEAD), _read(embedding.file, _EMBEDDING))
 
 
-def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
+def _assemble(reader: _Reader | _KeptReader, config: DecoderConfig) -> DecoderWeights:
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding_VE = reader.take(_EMBEDDING, vocab, hidden)
     head_VE: Matrix
@@ -203,7 +214,9 @@ def _assemble(reader: _Reader, config: DecoderConfig) -> DecoderWeights:
     return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
 
 
-def _assemble_layer(reader: _Reader, config: DecoderConfig, index: int) -> LayerWeights:
+def _assemble_layer(
+    reader: _Reader | _KeptReader, config: DecoderConfig, index: int
+) -> LayerWeights:
     hidden, head_dim = config.hidden_size, config.head_dim
     query, key_value = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     feed_forward = config.intermediate_size
@@ -255,6 +268,7 @@ class _Reader:
         self._shelf = Shelf()
         self._problems: list[str] = []
         self.taken: set[str] = set()
+        self.stored: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int) -> Tensor:
         """One tensor of this shape."""
@@ -262,6 +276,10 @@ class _Reader:
 
     def take_stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
         """Named tensors of so many rows each, one below the other; nothing if one is not there."""
+        stacked = self.stored[_key(parts)] = self._stacked(parts, *columns)
+        return stacked
+
+    def _stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
         problems = [self._problem(name, (rows, *columns)) for name, rows in parts]
         self._problems += filter(None, problems)
         self.taken |= {name for name, _ in parts}
@@ -284,24 +302,29 @@ class _Reader:
             num_inputs: of each row.
             num_parts: see `foredraft.models.native.packed.PackedMatrix.of_weight`.
         """
-        weight = self.take_stacked(parts, num_inputs)
-        return self._stored(weight, [name for name, _ in parts], num_parts, self._bits)
+        weight = self._stacked(parts, num_inputs)
+        matrix = self._packed(weight, [name for name, _ in parts], num_parts, self._bits)
+        self.stored[_key(parts)] = tensor_of(matrix)
+        return matrix
 
     def as_head(self, weight: Tensor, name: str) -> Matrix:
         """The head in the form that was asked for: it keeps 8 bits where others have 4."""
-        return self._stored(weight, [name], 1, self._bits and max(self._bits, 8))
+        matrix = self._packed(weight, [name], 1, _head_bits(self._bits))
+        if self._bits is not None:
+            self.stored[_KEPT_HEAD] = tensor_of(matrix)
+        return matrix
 
-    def _stored(
+    def _packed(
         self, weight: Tensor, names: Sequence[str], num_parts: int, bits: int | None
     ) -> Matrix:
         if bits is None or self._problems:
             return weight
-        packed = PACKED[bits]
-        if self._bits == Int4Matrix.bits and issubclass(packed, QuantisedMatrix):
+        kind = PACKED[bits]
+        if self._bits == Int4Matrix.bits and issubclass(kind, QuantisedMatrix):
             blocks = stacked_blocks(self._checkpoint.directory, names, weight)
-            if blocks and (blocks.minima_RB is not None) == (packed is Int4Matrix):
-                return packed.of_blocks(blocks, weight.shape[1], num_parts, self._shelf)
-        return packed.of_weight(weight, num_parts, self._shelf)
+            if blocks and (blocks.minima_RB is not None) == (kind is Int4Matrix):
+                return kind.of_blocks(blocks, weight.shape[1], num_parts, self._shelf)
+        return kind.of_weight(weight, num_parts, self._shelf)
 
     def _problem(self, name: str, shape: tuple[int, ...]) -> str | None:
         stored = self._checkpoint.tensors.get(name)
@@ -332,6 +355,43 @@ class _Reader:
                 f"{shown}{more}. Missing or damaged weights are never made up; get the whole "
                 "checkpoint again"
             )
+
+
+class _KeptReader:
+    """Hands out what a `_Reader` has stored (`KeptFiles`); the same calls give the same weights."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], bits: int | None) -> None:
+        self._tensors, self._bits = tensors, bits
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        return self._tensors[_key([(name, shape[0])])]
+
+    def take_stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
+        return self._tensors[_key(parts)]
+
+    def take_matrix(
+        self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int = 1
+    ) -> Matrix:
+        tensor = self._tensors[_key(parts)]
+        if self._bits is None:
+            return tensor
+        part_rows = (sum(rows for _, rows in parts) // num_parts,) * num_parts
+        return PACKED[self._bits](tensor, part_rows, num_inputs)
+
+    def as_head(self, weight: Tensor, name: str) -> Matrix:
+        bits = _head_bits(self._bits)
+        if bits is None:
+            return weight
+        return PACKED[bits](self._tensors[_KEPT_HEAD], (len(weight),), weight.shape[1])
+
+
+def _key(parts: Sequence[tuple[str, int]]) -> str:
+    """What weights that lie one below the other are kept as."""
+    return "+".join(name for name, _ in parts)
+
+
+def _head_bits(bits: int | None) -> int | None:
+    return bits and max(bits, 8)
 
 
 def _read(path: Path, name: str) -> Tensor:

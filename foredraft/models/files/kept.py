@@ -1,0 +1,239 @@
+"""What was made from a model and can be made again, kept so that the next start is quick.
+
+Weights in the kernel's layout, the measured costs of a forward, tables of a head. Each piece names
+its recipe: the code and the inputs that it was made with. A piece of another recipe, a damaged one
+or a missing one is made anew. Nothing fails because nothing could be kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foredraft.models.files.safety import Checkpoint
+from foredraft.system.paths import cache_root
+
+LEAST_BYTES = 32 << 20
+"""Of a model's weight files: smaller models are made ready faster than they are kept."""
+_MOST_BYTES = 2 << 30
+"""Of one piece: for larger ones the disk space costs more than the wait."""
+_FREE_SHARE = 4
+"""A piece is kept only where so many times its size is free."""
+_LINE = 64
+_HUGE_PAGE = 2 << 20
+_READ_BYTES = 16 << 20
+_READERS = 2
+_BLOCK_BYTES = 64 << 10
+_DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.uint8)}
+_LOG = logging.getLogger("foredraft")
+
+
+@dataclass(frozen=True)
+class KeptFiles:
+    """The pieces of one model.
+
+    Attributes:
+        folder: where they lie; None keeps nothing.
+    """
+
+    folder: Path | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, least_bytes: int = LEAST_BYTES) -> KeptFiles:
+        """The pieces of a checkpoint, found by the names, sizes and times of its files.
+
+        A changed file is another model; the pieces of the model that the directory held before
+        are deleted.
+        """
+        files = sorted({stored.file for stored in checkpoint.tensors.values()})
+        files += [path for path in checkpoint.directory.glob("*.json") if path.is_file()]
+        try:
+            states = [(path.name, path.stat()) for path in sorted(files)]
+        except OSError:
+            return cls(None)
+        if sum(state.st_size for _, state in states) < least_bytes:
+            return cls(None)
+        directory = checkpoint.directory.resolve()
+        described = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+        place = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
+        version = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+        folder = cache_root() / "kept" / place / version
+        if not folder.exists() and folder.parent.exists():
+            shutil.rmtree(folder.parent, ignore_errors=True)
+        return cls(folder)
+
+    def json(self, name: str, recipe: str, make: Callable[[], Any]) -> Any:
+        """A small piece: what ``make`` returned when it was last made."""
+        if self.folder is None:
+            return make()
+        path = self.folder / f"{name}.json"
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["recipe"] == recipe:
+                return content["value"]
+        value = make()
+        _try_to_keep(name, partial(_write_json, path, {"recipe": recipe, "value": value}))
+        return value
+
+    def tensors(self, name: str, recipe: str) -> dict[str, Tensor] | None:
+        """The tensors of a piece, in memory of their own; None where there is no whole one.
+
+        They are read into huge pages, with a check of all bytes against the sums that were written
+        beside them.
+        """
+        if self.folder is None:
+            return None
+        try:
+            return _read_tensors(self.folder / name, recipe)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            _LOG.info("%s is made anew: what was kept is damaged (%s)", name, error)
+            return None
+
+    def keep(self, name: str, recipe: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a piece. Where that fails, the next start makes it again."""
+        size = sum(_whole_lines(_num_bytes(tensor)) for tensor in tensors.values())
+        if self.folder is not None and size <= _MOST_BYTES:
+            path = self.folder / name
+            _try_to_keep(name, partial(_write_tensors, path, recipe, tensors), size)
+
+
+def recipe_of(*parts: object) -> str:
+    """A recipe of what a piece depends on. Modules count by their source."""
+    texts = [
+        hashlib.sha256(Path(part.__file__).read_bytes()).hexdigest()
+        if hasattr(part, "__file__") and part.__file__
+        else repr(part)
+        for part in parts
+    ]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:24]
+
+
+def _try_to_keep(name: str, write: Callable[[], None], size: int = 0) -> None:
+    try:
+        root = cache_root()
+        root.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(root).free < _FREE_SHARE * size:
+            _LOG.debug("%s is not kept: the disk is nearly full", name)
+            return
+        write()
+    except OSError as error:
+        _LOG.debug("%s is not kept: %s", name, error)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+        os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        raise
+
+
+def _write_tensors(path: Path, recipe: str, tensors: Mapping[str, Tensor]) -> None:
+    """The bytes of the tensors, each at the beginning of a cache line; then their index."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=path.parent)
+    index = []
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for name, tensor in tensors.items():
+                index.append([name, str(tensor.dtype), list(tensor.shape), file.tell()])
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                file.write(bytes(-file.tell() % _LINE))
+            size = file.tell()
+        _, sums = _read_whole(Path(unfinished), size)
+        os.replace(unfinished, path)
+        content = {"recipe": recipe, "bytes": size, "sums": sums, "tensors": index}
+        _write_json(path.with_suffix(".index"), content)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        raise
+
+
+def _read_tensors(path: Path, recipe: str) -> dict[str, Tensor] | None:
+    index = json.loads(path.with_suffix(".index").read_text(encoding="utf-8"))
+    if index["recipe"] != recipe:
+        return None
+    size = int(index["bytes"])
+    if path.stat().st_size != size:
+        raise ValueError(f"{path.stat().st_size} bytes instead of {size}")
+    places = [
+        (str(name), _DTYPES[dtype], tuple(map(int, shape)), int(offset))
+        for name, dtype, shape, offset in index["tensors"]
+    ]
+    for name, dtype, shape, offset in places:
+        end = offset + math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or offset < 0 or offset % _LINE or end > size:
+            raise ValueError(f"{name} lies outside the file")
+    memory, sums = _read_whole(path, size)
+    if sums != index["sums"]:
+        raise ValueError("its bytes have changed")
+    first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    return {
+        name: torch.frombuffer(
+            memory, dtype=dtype, count=math.prod(shape), offset=first + offset
+        ).view(shape)
+        for name, dtype, shape, offset in places
+    }
+
+
+def _read_whole(path: Path, size: int) -> tuple[mmap.mmap, str]:
+    """The file in memory that begins at a huge page, and a hash of the sums of its blocks.
+
+    The hash finds what happens to files (zeroed pages, flipped bits), not what is contrived.
+    """
+    room = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+    memory = mmap.mmap(-1, room + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the system may have none
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    first = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE
+    place = memoryview(memory)[first : first + size]
+    with path.open("rb") as file, ThreadPoolExecutor(_READERS) as readers:
+        starts = range(0, size, _READ_BYTES)
+        pieces = [place[start : start + _READ_BYTES] for start in starts]
+        list(readers.map(partial(_read_piece, file.fileno()), pieces, starts))
+    blocks = np.frombuffer(memory, np.uint64, room // 8, first).reshape(-1, _BLOCK_BYTES // 8)
+    sums = blocks.sum(axis=1, dtype=np.uint64)
+    return memory, hashlib.sha256(sums.tobytes()).hexdigest()
+
+
+def _read_piece(file: int, piece: memoryview, start: int) -> None:
+    done = 0
+    while done < len(piece):
+        count = os.preadv(file, [piece[done:]], start + done)
+        if not count:
+            raise ValueError("it ends too early")
+        done += count
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def _whole_lines(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE) * _LINE

@@ -1,0 +1,156 @@
+"""What is kept between starts: found again, never trusted when it has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.models.files.kept import KeptFiles, recipe_of
+from foredraft.models.files.safety import Checkpoint
+from foredraft.models.native import weights as weights_module
+from foredraft.models.native.config import read_config
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import load_weights
+from foredraft.models.timing import kept_cost
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptFiles:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    return KeptFiles(tmp_path / "cache" / "kept" / "model")
+
+
+def _model(directory: Path, family: str = "llama") -> Path:
+    save_checkpoint(directory, NATIVE_CONFIGS[family]())
+    return directory
+
+
+TENSORS = {
+    "a": torch.arange(100_000, dtype=torch.float32).view(100, 1000),
+    "b": torch.randn(3, 5).bfloat16(),
+    "c": torch.arange(7, dtype=torch.uint8),
+}
+
+
+def test_tensors_come_back_as_they_were(kept: KeptFiles) -> None:
+    assert kept.tensors("piece", "recipe") is None
+    kept.keep("piece", "recipe", TENSORS)
+    found = kept.tensors("piece", "recipe")
+    assert found is not None
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].dtype == tensor.dtype
+        assert found[name].data_ptr() % 64 == 0
+
+
+def test_another_recipe_is_not_found(kept: KeptFiles) -> None:
+    kept.keep("piece", "recipe", TENSORS)
+    assert kept.tensors("piece", "other") is None
+
+
+@pytest.mark.parametrize("how", ["flipped", "short", "long", "no index", "index", "outside"])
+def test_damage_is_found(kept: KeptFiles, how: str) -> None:
+    kept.keep("piece", "recipe", TENSORS)
+    assert kept.folder is not None
+    path, index = kept.folder / "piece", kept.folder / "piece.index"
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[1234] ^= 1
+        path.write_bytes(content)
+    elif how == "short":
+        path.write_bytes(content[:-64])
+    elif how == "long":
+        path.write_bytes(content + bytes(64))
+    elif how == "no index":
+        index.unlink()
+    elif how == "index":
+        index.write_text("{")
+    else:
+        index.write_text(index.read_text().replace("[100, 1000]", "[1000, 1000]"))
+    assert kept.tensors("piece", "recipe") is None
+
+
+def test_values_are_made_once(kept: KeptFiles) -> None:
+    calls: list[int] = []
+
+    def make() -> list[int]:
+        calls.append(1)
+        return [1, 2]
+
+    assert [kept.json("value", "recipe", make) for _ in range(3)] == [[1, 2]] * 3
+    assert len(calls) == 1
+    kept.json("value", "other", make)
+    assert len(calls) == 2
+
+
+def test_nothing_fails_where_nothing_can_be_written(kept: KeptFiles, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    kept.keep("piece", "recipe", TENSORS)
+    assert kept.tensors("piece", "recipe") is None
+    assert kept.json("value", "recipe", lambda: 3) == 3
+
+
+def test_a_changed_model_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    _model(tmp_path / "model")
+    before = KeptFiles.of(Checkpoint(tmp_path / "model"), least_bytes=0)
+    before.keep("piece", "recipe", TENSORS)
+    assert KeptFiles.of(Checkpoint(tmp_path / "model"), least_bytes=0) == before
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text() + "\n")
+    after = KeptFiles.of(Checkpoint(tmp_path / "model"), least_bytes=0)
+    assert after != before
+    assert before.folder is not None
+    assert not before.folder.exists(), "what was made of files that are gone is deleted"
+
+
+def test_small_models_keep_nothing(tmp_path: Path) -> None:
+    _model(tmp_path / "model")
+    assert KeptFiles.of(Checkpoint(tmp_path / "model")).folder is None
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4, 16])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2"])
+def test_kept_weights_are_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, bits: int | None
+) -> None:
+    try:
+        load_library()
+    except KernelUnavailable:
+        pytest.skip("needs the kernel")
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    directory = _model(tmp_path / "model", family)
+    config = read_config(directory)
+    plain = load_weights(directory, config, torch.bfloat16, bits=bits)
+    folder = KeptFiles(tmp_path / "kept")
+    monkeypatch.setattr(weights_module.KeptFiles, "of", lambda checkpoint: folder)
+    made = load_weights(directory, config, torch.bfloat16, bits=bits)
+    monkeypatch.setattr(weights_module, "_Reader", None)  # nothing is read from the checkpoint
+    monkeypatch.setattr(weights_module, "fit", lambda checkpoint, config: (config, frozenset()))
+    kept = load_weights(directory, config, torch.bfloat16, bits=bits)
+    for one, other, third in zip(plain.tensors(), made.tensors(), kept.tensors(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+    assert (kept.head_VE is kept.embedding_VE) == (plain.head_VE is plain.embedding_VE)
+
+
+def test_costs_are_kept(tmp_path: Path, kept: KeptFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = NativeTarget.load(_model(tmp_path / "model"))
+    first = kept_cost(kept, "here", target)
+    monkeypatch.setattr("foredraft.models.timing._measure", None)
+    again = kept_cost(kept, "here", target)
+    rows = [(3, 50), (1, 7)]
+    assert again.ms(rows) == first.ms(rows)
+    with pytest.raises(TypeError):
+        kept_cost(kept, "elsewhere", target)
+
+
+def test_recipes_differ_with_code_and_values() -> None:
+    assert recipe_of(weights_module, 1) == recipe_of(weights_module, 1)
+    assert recipe_of(weights_module, 1) != recipe_of(weights_module, 2)
+    assert recipe_of(pytest, 1) != recipe_of(weights_module, 1)
