@@ -24,7 +24,7 @@ from foredraft.models.native.shelf import Shelf
 GROUP_ROWS = 16
 SCALE_INPUTS = 32
 """Inputs that share a scale. Twice as many would make products some 3 % faster, and the error half
-as large again (docs/decisions/0016-int8-weights.md)."""
+as large again (docs/decisions/0002-cpu-kernel.md)."""
 
 _CHUNK_INPUTS = 2 * SCALE_INPUTS
 _QUAD = 4
