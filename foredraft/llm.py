@@ -20,13 +20,13 @@ from foredraft.engine.row import GenerationResult
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.engine.streams import Streams
 from foredraft.engine.turns import TurnLock
-from foredraft.load import forward_cost, load_models, resolve_drafter
+from foredraft.load import ModelPlan, forward_cost, load_models, resolve_drafter
 from foredraft.models.base import Target
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.options import DEFAULT_MODEL, LoadOptions, ModelPlan
+from foredraft.options import DEFAULT_MODEL, LoadOptions
 from foredraft.speculation import speculation
 
 _log = logging.getLogger("foredraft")

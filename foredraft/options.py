@@ -1,8 +1,4 @@
-"""What was asked for, and what it resolved to on this machine.
-
-Two types on purpose: the asked-for one is what users write, the resolved one is what runs, and it
-can be printed before anything heavy is loaded (`foredraft doctor`).
-"""
+"""What users ask for when they load a model. `foredraft.load` resolves it on this machine."""
 
 from __future__ import annotations
 
@@ -10,22 +6,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.cache.memory import checked_memory
 from foredraft.core.checks import checked_flag, checked_text, shown, whole_number
-from foredraft.core.errors import CapabilityError, ConfigError, unknown
+from foredraft.core.errors import ConfigError, unknown
 from foredraft.kernels.threads import available_cpus
 
 if TYPE_CHECKING:
-    from foredraft.models.files.safety import Checkpoint
-    from foredraft.models.native.config import DecoderConfig
+    pass
 
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "bf16", "int8", "int4")
-_BITS = {"int8": 8, "int4": 4}
-_TILES = 16
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "hf")
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -161,235 +153,3 @@ def _checked_count(name: str, value: object, low: int) -> int:
     if count is None or count < low:
         raise ConfigError(f"{name} is {shown(value)}; it must be a whole number, {low} or more")
     return count
-
-
-@dataclass(frozen=True)
-class ModelPlan:
-    """How one checkpoint will run.
-
-    Attributes:
-        checkpoint: what is loaded; None for weights that are made up.
-        decoder: "fused", "graphed", "fixed-shape", "eager" or "transformers".
-        dtype: of activations and cache.
-        weights: the form of the linear layers and the head: "int8", "int4" (a head of 8 bits), or
-            the same as ``dtype``.
-        tiles: whether bfloat16 weights are multiplied on tiles (AMX), for which they are laid out
-            anew.
-        weight_bytes: weights in memory.
-        read_bytes: weights that a forward reads: all but an embedding table of its own.
-        num_parameters: weights that each token is multiplied with.
-        cache_bytes_per_token: keys and values of one token, in bytes.
-        notes: what is missing for a faster plan, and how to get it.
-        cache_memory: bytes that the cache may take; None: a share of the memory there is.
-    """
-
-    name: str
-    checkpoint: Checkpoint | None
-    backend: str
-    decoder: str
-    device: str
-    dtype: str
-    weights: str
-    weight_bytes: int
-    read_bytes: int
-    num_parameters: int
-    cache_bytes_per_token: int
-    max_context: int
-    tiles: bool = False
-    notes: tuple[str, ...] = ()
-    cache_memory: int | None = None
-
-    @property
-    def directory(self) -> Path:
-        """Where the checkpoint lies; an empty path for weights that are made up."""
-        return self.checkpoint.directory if self.checkpoint else Path()
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether bits are independent of what is scored together."""
-        return self.decoder in ("fused", "fixed-shape")
-
-    @property
-    def weight_bits(self) -> int | None:
-        """Of the linear layers; None: as `dtype` has them."""
-        return _BITS.get(self.weights)
-
-    @property
-    def packed_bits(self) -> int | None:
-        """The layout of the matrices (`foredraft.models.native.packed`); None: as they come."""
-        return _TILES if self.tiles else self.weight_bits
-
-    @property
-    def number_format(self) -> str:
-        """For people: what the numbers are."""
-        if self.tiles:
-            return f"{self.dtype} on tiles"
-        return self.dtype if self.weights == self.dtype else f"{self.dtype}, {self.weights} weights"
-
-    def cache_bytes(self, num_tokens: int) -> int:
-        """Keys and values of one row of ``num_tokens``, as the cache allocates them."""
-        from foredraft.cache.blocks import in_blocks
-
-        return self.cache_bytes_per_token * in_blocks(num_tokens)
-
-
-def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: str) -> ModelPlan:
-    """Resolve how a checkpoint will run. Reads its config and compares sizes, loads no weights.
-
-    Args:
-        name: what people call it.
-        device: from `foredraft.system.devices.resolve_device`.
-
-    Raises:
-        ConfigError: the backend does not fit the model.
-        CapabilityError: ``exact`` was asked for and the backend cannot keep it.
-        ModelLoadError: the checkpoint does not hold a model that can be run.
-    """
-    from foredraft.models.native.config import is_native, read_config
-    from foredraft.models.native.weights import fit
-
-    native = options.backend == "native" or (
-        options.backend == "auto"
-        and is_native(checkpoint.config, checkpoint.directory / "config.json")
-    )
-    if native:
-        config, _ = fit(checkpoint, read_config(checkpoint.directory))
-        return plan_native(name, checkpoint, config, options, device)
-    if options.exact:
-        raise CapabilityError(
-            f"exact=True needs the native decoder, and {name!r} runs through transformers, "
-            "whose bits depend on what is scored together; leave exact out (the distribution "
-            "is the target's either way)"
-        )
-    return _plan_hf(name, checkpoint, options, device)
-
-
-def plan_native(
-    name: str,
-    checkpoint: Checkpoint | None,
-    config: DecoderConfig,
-    options: LoadOptions,
-    device: str,
-) -> ModelPlan:
-    """Resolve how the native decoder will run a model of this shape.
-
-    Args:
-        checkpoint: None for weights that are made up.
-        device: from `foredraft.system.devices.resolve_device`.
-
-    Raises:
-        ConfigError: the device cannot run these weights.
-    """
-    import torch
-
-    from foredraft.models.native.fused import has_tiles
-    from foredraft.models.native.weights import weight_bytes
-
-    kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
-    if options.weights in _BITS and kernel_problem:
-        raise _no_packed(options.weights, kernel_problem)
-    dtype, notes = _asked_dtype(options), []
-    if device == "cpu" and kernel_problem:
-        notes.append(f"no fused CPU kernel: {kernel_problem}")
-    if dtype == "auto":
-        dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
-    weights = options.weights if options.weights in _BITS else dtype
-    tiles = kernel_problem is None and weights == "bfloat16" and has_tiles()
-    bits = _TILES if tiles else _BITS.get(weights)
-    in_memory, read = weight_bytes(config, getattr(torch, dtype).itemsize, bits)
-    return ModelPlan(
-        name=name,
-        checkpoint=checkpoint,
-        backend="native",
-        decoder=_native_decoder(device, kernel_problem, options.exact),
-        device=device,
-        dtype=dtype,
-        weights=weights,
-        weight_bytes=in_memory,
-        read_bytes=read,
-        num_parameters=config.num_matrix_parameters,
-        cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, dtype)),
-        max_context=min(options.max_context or config.max_context, config.max_context),
-        cache_memory=checked_memory("cache_memory", options.cache_memory),
-        tiles=tiles,
-        notes=tuple(notes),
-    )
-
-
-def _no_packed(weights: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"weights {weights!r} are there where they are faster: on CPU with the fused kernel "
-        f"({reason}); leave weights out"
-    )
-
-
-def _asked_dtype(options: LoadOptions) -> str:
-    return "bfloat16" if options.weights == "bf16" else options.dtype
-
-
-def _native_decoder(device: str, kernel_problem: str | None, exact: bool) -> str:
-    """The fastest decoder that runs on ``device`` and keeps bits where that is asked for."""
-    if kernel_problem is None:
-        return "fused"
-    if exact:
-        return "fixed-shape"
-    return "graphed" if device.startswith("cuda") else "eager"
-
-
-def _kernel_problem() -> str | None:
-    """Why the fused CPU kernel cannot run here, or None. Compiles it on first use."""
-    from foredraft.kernels.build import KernelUnavailable, load_library
-
-    try:
-        load_library()
-    except KernelUnavailable as reason:
-        return str(reason)
-    return None
-
-
-def _bf16_is_fast(kernel_problem: str | None) -> bool:
-    """Whether several bfloat16 tokens cost about as much as one.
-
-    Without the fused kernel that takes a CPU with bfloat16 instructions: stock torch needs seven
-    times as long for 8 rows as for 1 on others.
-    """
-    import torch
-
-    return kernel_problem is None or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def _plan_hf(name: str, checkpoint: Checkpoint, options: LoadOptions, device: str) -> ModelPlan:
-    import torch
-
-    from foredraft.cache.base import KVShape
-    from foredraft.models.hf.sizes import read_sizes
-
-    if options.weights in _BITS:
-        raise _no_packed(options.weights, f"{name!r} runs through transformers")
-    sizes = read_sizes(checkpoint)
-    dtype = _asked_dtype(options)
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    kind: torch.dtype = getattr(torch, dtype)
-    heads, limit = sizes.num_attention_heads, sizes.max_position_embeddings
-    kv_shape = KVShape(
-        sizes.num_hidden_layers,
-        sizes.num_key_value_heads or heads,
-        sizes.head_dim or sizes.hidden_size // heads,
-    )
-    num_bytes = checkpoint.num_parameters * kind.itemsize
-    return ModelPlan(
-        name=name,
-        checkpoint=checkpoint,
-        backend="hf",
-        decoder="transformers",
-        device=device,
-        dtype=dtype,
-        weights=dtype,
-        weight_bytes=num_bytes,
-        read_bytes=num_bytes,
-        num_parameters=checkpoint.num_parameters,
-        cache_bytes_per_token=kv_shape.bytes_per_token(kind),
-        max_context=min(options.max_context or limit, limit),
-        cache_memory=checked_memory("cache_memory", options.cache_memory),
-    )

@@ -11,7 +11,8 @@ from typing import Any
 
 from foredraft.core.errors import ForedraftError
 from foredraft.core.params import SamplingParams
-from foredraft.options import LoadOptions, ModelPlan
+from foredraft.load import ModelPlan
+from foredraft.options import LoadOptions
 
 _CHILD = "from foredraft.bench.memory import report_peak; report_peak()"
 

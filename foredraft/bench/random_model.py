@@ -13,13 +13,13 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.llm import LLM
-from foredraft.load import native_decoder
+from foredraft.load import native_decoder, plan_native
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.packed import PACKED, Matrix, tensor_of
 from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
-from foredraft.options import LoadOptions, plan_native
+from foredraft.options import LoadOptions
 from foredraft.system.devices import resolve_device
 
 _SPREAD = 0.02

@@ -13,7 +13,8 @@ from rich.table import Table
 from foredraft.cli import options as o
 
 if TYPE_CHECKING:
-    from foredraft.options import LoadOptions, ModelPlan
+    from foredraft.load import ModelPlan
+    from foredraft.options import LoadOptions
 
 
 @o.with_option_objects
@@ -92,8 +93,8 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
 
 def _in_4_bits(plan: ModelPlan, options: LoadOptions) -> dict[str, Any] | None:
     """What ``--weights int4`` would change; None where there is no such choice."""
+    from foredraft.load import plan_model
     from foredraft.models.native.source_blocks import has_blocks
-    from foredraft.options import plan_model
 
     if plan.decoder != "fused" or plan.weights == "int4" or plan.checkpoint is None:
         return None

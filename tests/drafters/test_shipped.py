@@ -8,12 +8,12 @@ import pytest
 
 from foredraft.drafters.common.head_folder import identify, read_info
 from foredraft.drafters.common.shipped import SHIPPED, shipped_head, shipped_head_of_files
-from foredraft.load import resolve_drafter
+from foredraft.load import plan_model, resolve_drafter
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
-from foredraft.options import DEFAULT_MODEL, LoadOptions, plan_model
+from foredraft.options import DEFAULT_MODEL, LoadOptions
 from tests.drafters.heads import tiny_target
 
 

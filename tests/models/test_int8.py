@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError
-from foredraft.load import plan_models
+from foredraft.load import ModelPlan, plan_models
 from foredraft.models.native.config import read_config
 from foredraft.models.native.packed import (
     SCALE_INPUTS,
@@ -19,7 +19,7 @@ from foredraft.models.native.packed import (
     tensor_of,
 )
 from foredraft.models.native.weights import load_weights
-from foredraft.options import LoadOptions, ModelPlan
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
 
@@ -108,7 +108,7 @@ def test_the_plan_says_how_large_int8_weights_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path, NATIVE_CONFIGS[name]())
-    monkeypatch.setattr("foredraft.options._kernel_problem", lambda: None)
+    monkeypatch.setattr("foredraft.load._kernel_problem", lambda: None)
     plan = plan_of(tmp_path, weights="int8")
     assert (plan.weights, plan.dtype) == ("int8", "bfloat16")
     assert plan.number_format == "bfloat16, int8 weights"
@@ -137,7 +137,7 @@ def test_int8_is_refused_where_it_does_not_run(
     options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path, NATIVE_CONFIGS["llama"]())
-    monkeypatch.setattr("foredraft.options._kernel_problem", lambda: "no compiler")
+    monkeypatch.setattr("foredraft.load._kernel_problem", lambda: "no compiler")
     with pytest.raises(ConfigError, match=message):
         plan_of(tmp_path, **options)
 

@@ -15,7 +15,7 @@ from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.bench.quality import Quality
-    from foredraft.options import ModelPlan
+    from foredraft.load import ModelPlan
 
 
 @o.with_option_objects

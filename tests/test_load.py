@@ -10,8 +10,8 @@ import pytest
 
 import foredraft.load
 from foredraft.core.errors import ConfigError, ModelLoadError, VocabularyMismatchError
-from foredraft.load import load_models, load_target, plan_models
-from foredraft.options import LoadOptions, plan_native
+from foredraft.load import load_models, load_target, plan_models, plan_native
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
 

@@ -7,8 +7,8 @@ import torch
 
 from foredraft.bench.random_model import random_config
 from foredraft.core.errors import ConfigError
-from foredraft.load import native_decoder
-from foredraft.options import LoadOptions, plan_native
+from foredraft.load import native_decoder, plan_native
+from foredraft.options import LoadOptions
 from foredraft.system.devices import resolve_device
 
 CONFIG = random_config("smollm2-135m")
@@ -37,7 +37,7 @@ def test_a_gpu_runs_recorded_graphs_unless_bits_must_be_exact(
 def test_a_cpu_without_the_kernel_runs_eagerly(
     exact: bool, decoder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foredraft.options._kernel_problem", lambda: "no compiler")
+    monkeypatch.setattr("foredraft.load._kernel_problem", lambda: "no compiler")
     plan = plan_native("model", None, CONFIG, LoadOptions(exact=exact), "cpu")
     assert plan.decoder == decoder
 
