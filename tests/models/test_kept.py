@@ -14,6 +14,7 @@ from foredraft.models.native import weights as weights_module
 from foredraft.models.native.config import read_config
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import load_weights
+from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
@@ -154,3 +155,15 @@ def test_recipes_differ_with_code_and_values() -> None:
     assert recipe_of(weights_module, 1) == recipe_of(weights_module, 1)
     assert recipe_of(weights_module, 1) != recipe_of(weights_module, 2)
     assert recipe_of(pytest, 1) != recipe_of(weights_module, 1)
+
+
+def test_the_fingerprint_of_a_large_vocabulary_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    directory = _model(tmp_path / "model")
+    fingerprint = Tokenizer(directory).fingerprint
+    monkeypatch.setattr("foredraft.models.text.tokenizer._LARGE_BYTES", 1)
+    assert Tokenizer(directory).fingerprint == fingerprint
+    monkeypatch.setattr(Tokenizer, "_vocabulary_hash", None)
+    assert Tokenizer(directory).fingerprint == fingerprint

@@ -15,12 +15,16 @@ from tokenizers import Tokenizer as FastTokenizer
 from foredraft.core.checks import broken_at, checked_text, shown
 from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
 from foredraft.models.files.json_files import read_json
+from foredraft.models.files.kept import KeptFiles
 from foredraft.models.files.schema import GenerationFields, read_fields
 from foredraft.models.text.prompts import Message, checked_messages
+from foredraft.system.paths import cache_root
 
 if TYPE_CHECKING:
     from foredraft.models.text.chat_encoding import ChatEncoder
 
+_LARGE_BYTES = 1 << 20
+"""Of a file with a vocabulary whose hash is worth keeping."""
 _MAX_HELD = 32
 _SAMPLE = "Read it back: é 東 1\n"
 _UNFINISHED = "\ufffd"
@@ -172,6 +176,13 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """Equal for two tokenizers exactly when they give ids the same meaning."""
+        file = (self._directory / "tokenizer.json").read_bytes()
+        digest = hashlib.sha256(file).hexdigest()
+        is_large = len(file) >= _LARGE_BYTES
+        kept = KeptFiles(cache_root() / "kept" / "tokenizers" if is_large else None)
+        return str(kept.json(digest[:16], digest, self._vocabulary_hash))
+
+    def _vocabulary_hash(self) -> str:
         vocab = sorted(self._fast.get_vocab(with_added_tokens=True).items())
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
 
