@@ -217,6 +217,9 @@ class AsyncLLM:
         worker, params = self._worker, checked_params(params)
         worker.enter(params.n, self.llm.engine.max_batch_size + self._max_waiting)
         try:
+            if params.grammar is not None and self.llm.grammars is not None:
+                # It has threads of its own: a slow grammar keeps no other request waiting.
+                await asyncio.wrap_future(self.llm.grammars.compile(params.grammar))
             rows = await asyncio.to_thread(self._prepare, prompt, params, tenant, priority)
             ids = [row.request_id for row in rows]
             stream = EventStream(ids[0], len(ids), lambda: self._worker.abort(ids))

@@ -43,6 +43,7 @@ class LLM:
         drafter_name: the drafter in use; with "auto" the best of those that are loaded.
         controller: decides how much is drafted, by which of them.
         options: what was asked for.
+        grammars: compiles those that requests name; None without a tokenizer.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class LLM:
         experience: Experience | None = None,
     ) -> None:
         self.target, self.tokenizer = target, tokenizer
+        self.grammars = Grammars(tokenizer, target.vocab_size) if tokenizer else None
         self._draft_model, self._draft_tokenizer = draft_model, draft_tokenizer
         self.plan, self.draft_plan, self.options = plan, draft_plan, options
         self.drafter_name = resolve_drafter(options, draft_model is not None, target)
@@ -81,7 +83,7 @@ class LLM:
             max_step_tokens=options.max_step_tokens or MAX_STEP_TOKENS,
             eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
             new_decoder=tokenizer.new_decoder if tokenizer else None,
-            rule_book=_rule_book(target, tokenizer),
+            rule_book=_rule_book(target, tokenizer, self.grammars),
             trace=trace,
             lock=lock,
             prefix_caching=options.prefix_caching,
@@ -259,11 +261,10 @@ class LLM:
         return self.tokenizer
 
 
-def _rule_book(target: Target, tokenizer: Tokenizer | None) -> RuleBook:
+def _rule_book(target: Target, tokenizer: Tokenizer | None, grammars: Grammars | None) -> RuleBook:
     """What requests to this model may ask for."""
-    if tokenizer is None:
+    if tokenizer is None or grammars is None:
         return RuleBook(target.vocab_size)
-    grammars = Grammars(tokenizer, target.vocab_size)
     return RuleBook(
         target.vocab_size,
         lambda text: tokenizer.encode(text, add_special_tokens=False),

@@ -7,15 +7,25 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foredraft import LLM, AsyncLLM, SamplingParams
-from foredraft.core.errors import ConfigError, EngineStoppedError, PromptError, QueueFullError
+from foredraft import LLM, AsyncLLM, Grammar, SamplingParams
+from foredraft.core.errors import (
+    ConfigError,
+    EngineStoppedError,
+    GrammarError,
+    PromptError,
+    QueueFullError,
+)
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
+from foredraft.models.text.grammars import Grammars
+from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
+from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 
 VOCAB = 12
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=30)
@@ -342,3 +352,40 @@ def test_an_idle_one_that_nobody_holds_ends_its_thread() -> None:
     del llm
     gc.collect()
     assert not thread.is_alive()
+
+
+def test_slow_grammars_keep_no_other_request_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than asyncio has threads; those that are given up are not compiled."""
+    save_tokenizer(tmp_path)
+    go_on, compiled = threading.Event(), list[str]()
+
+    def compile_slowly(self: Grammars, grammar: Grammar) -> Any:
+        compiled.append(grammar.source)
+        assert go_on.wait(20)
+        raise GrammarError("too slow")
+
+    monkeypatch.setattr(Grammars, "_compile", compile_slowly)
+    target = TableModel.random(VOCAB_SIZE, seed=5, order=1)
+    llm = LLM(target, Tokenizer(tmp_path), LoadOptions(drafter="none"))
+
+    async def main() -> None:
+        async with AsyncLLM(llm) as engine:
+            asked = [
+                asyncio.create_task(
+                    engine.generate([1], SamplingParams(grammar=Grammar.regex(f"a{number}")))
+                )
+                for number in range(40)
+            ]
+            await until(lambda: len(compiled) == 2)
+            await asyncio.wait_for(engine.generate([1], PARAMS), 20)
+            for task in asked[2:]:
+                task.cancel()
+            await asyncio.wait(asked[2:])
+            go_on.set()
+            for outcome in await asyncio.gather(*asked[:2], return_exceptions=True):
+                assert isinstance(outcome, GrammarError)
+            assert len(compiled) == 2
+
+    asyncio.run(main())

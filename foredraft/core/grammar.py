@@ -1,4 +1,4 @@
-"""A grammar that a reply has to follow, as a request names it. What reads it is elsewhere."""
+"""The grammar that a request asks its reply to follow; `models.text.grammars` compiles it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ _KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
 _MAX_CHARACTERS = 1 << 18
 _MAX_CHOICES = 1024
 _MAX_DEPTH = 64
-"""Of a schema. Deeper ones are no one's data, and compile for minutes."""
+"""Levels of a schema. Deeper ones take minutes to compile, and nobody has data like that."""
+MAX_OPTIONAL = 2000
+"""Optional properties of one object in a schema. Each takes time at every token of the reply."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a reply has to look like. Two equal ones are compiled once.
+    """What a reply has to look like. Equal grammars are compiled once.
 
     Attributes:
         kind: how ``source`` is written.
         source: a JSON schema, a regular expression or a Lark grammar as text; for a choice the
             texts as a JSON list; for any JSON object nothing.
+        begins_after: the reply begins with free text up to and with this mark (such as
+            ``</think>``), and the grammar describes what follows. Empty: it describes all.
 
     Raises:
         ConfigError: an unknown kind, or a source that is too long, too deep or no text. Whether the
@@ -35,11 +39,13 @@ class Grammar:
 
     kind: GrammarKind
     source: str = ""
+    begins_after: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise unknown("kind of grammar", str(self.kind), _KINDS)
         checked_text(f"grammar ({self.kind})", self.source)
+        checked_text("grammar (begins_after)", self.begins_after)
         if len(self.source) > _MAX_CHARACTERS:
             raise ConfigError(
                 f"grammar ({self.kind}) has {len(self.source)} characters; it may have "
@@ -53,9 +59,8 @@ class Grammar:
             schema = _parsed(schema)
         if not isinstance(schema, Mapping | bool):
             raise ConfigError(f"a JSON schema must be an object, not {shown(schema)}")
+        _check_schema(schema)
         try:
-            if _depth(schema) > _MAX_DEPTH:
-                raise ConfigError(f"the JSON schema is nested deeper than {_MAX_DEPTH}")
             return cls("json_schema", json.dumps(schema, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"the JSON schema cannot be written as JSON: {error}") from error
@@ -102,15 +107,37 @@ def _parsed(text: str) -> Any:
         raise ConfigError(f"the JSON schema is no JSON: {error}") from error
 
 
-def _depth(value: object) -> int:
-    """How deep objects and lists are nested, without recursion."""
-    depth, level = 0, [value]
-    while level and depth <= _MAX_DEPTH:
+def _check_schema(schema: object) -> None:
+    """Refuse a schema that would take too long, without recursion.
+
+    Raises:
+        ConfigError: it is nested too deep, or an object has too many optional properties.
+    """
+    depth, level = 0, [schema]
+    while level:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"the JSON schema is nested deeper than {_MAX_DEPTH}")
         inner: list[object] = []
         for item in level:
             if isinstance(item, Mapping):
+                _check_object(item)
                 inner += item.values()
             elif isinstance(item, list | tuple):
                 inner += item
-        depth, level = depth + 1, inner
-    return depth
+        level = inner
+
+
+def _check_object(schema: Mapping[str, Any]) -> None:
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping) or len(properties) <= MAX_OPTIONAL:
+        return
+    named = (
+        {each for each in required if isinstance(each, str)} if isinstance(required, list) else ()
+    )
+    num_optional = len(properties.keys() - named)
+    if num_optional > MAX_OPTIONAL:
+        raise ConfigError(
+            f"the JSON schema has an object of {num_optional} optional properties; {MAX_OPTIONAL} "
+            "are possible: make properties required, or split the object"
+        )

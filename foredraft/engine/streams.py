@@ -39,10 +39,11 @@ class Streams:
             PromptError, ConfigError: as `Engine.submit`.
         """
         engine, inbox, live = self._engine, deque[Event](), set[int]()
+        # Preparing may wait for a grammar to be compiled, and others go on meanwhile.
+        prepared = [engine.prepare(prompt, params, session, tenant) for prompt in prompts]
         try:
             with engine.lock:
-                for prompt in prompts:
-                    rows = engine.prepare(prompt, params, session, tenant)
+                for rows in prepared:
                     live.update(row.request_id for row in rows)
                     engine.add(rows, inbox.append)
             while live:

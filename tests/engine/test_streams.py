@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -98,3 +100,19 @@ def test_a_request_cancelled_behind_its_stream_ends_it() -> None:
 
 def test_no_prompts_no_events() -> None:
     assert list(Streams(new_engine(counting_model())).open([], PARAMS)) == []
+
+
+def test_preparing_a_request_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar may take seconds to compile."""
+    engine = new_engine(counting_model())
+    prepare = engine.prepare
+
+    def while_another_steps(*args: Any) -> Any:
+        other = threading.Thread(target=engine.step)
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
+        return prepare(*args)
+
+    monkeypatch.setattr(engine, "prepare", while_another_steps)
+    last_of(list(Streams(engine).open([[1]], PARAMS)))

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,3 +195,110 @@ def test_a_guess_that_is_taken_back_leaves_nothing_behind(
         text.append(token)
         rules.is_complete(text)
     assert torch.equal(rules.law(logits_V, text).logits_V, fresh.law(logits_V, text).logits_V)
+
+
+def wide_schema(num_optional: int) -> dict[str, Any]:
+    names = (f"p{number}" for number in range(num_optional))
+    return {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+
+
+def test_many_optional_properties(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    rules = rules_of(grammars, tokenizer, Grammar.json_schema(wide_schema(800)))
+    text = [*PROMPT]
+    for token in tokenizer.encode('{"p3": "a", "p799": "b"}', add_special_tokens=False):
+        assert rules.law(torch.zeros(tokenizer.vocab_size), text).logits_V[token] == 0
+        text.append(token)
+    assert rules.permits(tokenizer.eos_token_ids[0], text)
+
+
+def test_too_many_optional_properties(grammars: Grammars) -> None:
+    inner = {"type": "array", "items": wide_schema(2001)}
+    with pytest.raises(ConfigError, match="2001 optional properties; 2000 are possible"):
+        Grammar.json_schema(inner)
+    names = list(wide_schema(2001)["properties"])
+    Grammar.json_schema(wide_schema(2001) | {"required": names[1:]})
+
+
+def test_a_parser_that_outgrows_its_limits_is_refused_before_the_reply(grammars: Grammars) -> None:
+    wide = [wide_schema(1500) | {"additionalProperties": {"const": n}} for n in range(4)]
+    with pytest.raises(GrammarError, match="make properties required, or split the schema"):
+        grammars.new_matcher(Grammar.json_schema({"anyOf": wide}))
+
+
+@pytest.fixture
+def held(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Grammars, threading.Event, list[Grammar]]]:
+    """Grammars of which those with "slow" in them wait for an event; and what was compiled."""
+    grammars, go_on, compiled = Grammars(tokenizer, tokenizer.vocab_size), threading.Event(), []
+    compile_now = grammars._compile
+
+    def compile_slowly(grammar: Grammar) -> Any:
+        if "slow" in grammar.source:
+            assert go_on.wait(20)
+        compiled.append(grammar)
+        return compile_now(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", compile_slowly)
+    yield grammars, go_on, compiled
+    go_on.set()
+
+
+def test_a_slow_grammar_keeps_no_other_waiting(
+    held: tuple[Grammars, threading.Event, list[Grammar]],
+) -> None:
+    grammars, go_on, compiled = held
+    slow, quick = Grammar.regex("slow"), Grammar.regex("quick")
+    waits = [grammars.compile(slow) for _ in range(3)]
+    grammars.compile(quick).result(20)
+    grammars.compile(quick).result(20)
+    assert not any(wait.done() for wait in waits)
+    go_on.set()
+    assert len({id(wait.result(20)) for wait in waits}) == 1
+    assert compiled == [quick, slow]
+
+
+def test_what_nobody_waits_for_is_not_compiled(
+    held: tuple[Grammars, threading.Event, list[Grammar]],
+) -> None:
+    grammars, go_on, compiled = held
+    first = [grammars.compile(Grammar.regex(f"slow{number}")) for number in range(2)]
+    queued = Grammar.regex("queued")
+    left, stayed = Grammar.regex("left"), grammars.compile(queued)
+    assert grammars.compile(queued).cancel()
+    assert grammars.compile(left).cancel()
+    go_on.set()
+    for wait in (*first, stayed, grammars.compile(Grammar.regex("last"))):
+        wait.result(20)
+    assert left not in compiled
+    assert queued in compiled
+
+
+def test_a_grammar_that_failed_is_tried_again(grammars: Grammars) -> None:
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="unclosed group"):
+            grammars.compile(Grammar.regex("(a")).result(20)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (SCHEMA, '{"name": "é", "old": true}'),
+        (Grammar.regex("ab{2}"), "abb"),
+        (Grammar.choice(["yes", "no"]), "no"),
+        (Grammar.lark('start: "a" start "b" | "c"'), "aacbb"),
+    ],
+)
+@pytest.mark.parametrize("before", ["", "Hm, <b>東京</b>?\n", "{"])
+def test_a_grammar_may_begin_after_a_mark(
+    grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, text: str, before: str
+) -> None:
+    behind = replace(grammar, begins_after="</think>")
+    rules, seen = rules_of(grammars, tokenizer, behind), [*PROMPT]
+    end = tokenizer.eos_token_ids[0]
+    for token in tokenizer.encode(f"{before}</think>\n\n{text}", add_special_tokens=False):
+        assert rules.permits(token, seen)
+        assert not rules.permits(end, seen)
+        seen.append(token)
+    assert rules.permits(end, seen)
+    assert not rules.permits(tokenizer.encode("!", add_special_tokens=False)[0], seen)

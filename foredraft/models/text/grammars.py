@@ -1,7 +1,6 @@
 """Grammars by llguidance: compiled once for a tokenizer, followed by a matcher for each request.
 
-The package is an extra (``pip install 'foredraft[structured]'``): nothing here is loaded before a
-request names a grammar.
+The package is loaded when the first request names a grammar.
 
 Shape legend: V vocabulary.
 """
@@ -9,16 +8,21 @@ Shape legend: V vocabulary.
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from foredraft.core.errors import ConfigError, GrammarError, MissingPackageError
-from foredraft.core.grammar import Grammar
+from foredraft.core.grammar import MAX_OPTIONAL, Grammar
 from foredraft.core.rules.grammar import Array, Matcher
 
 if TYPE_CHECKING:
@@ -27,14 +31,37 @@ if TYPE_CHECKING:
     from foredraft.models.text.tokenizer import Tokenizer
 
 _MAX_KEPT = 64
-"""Compiled grammars, the latest used."""
+"""Compiled grammars that are kept, the most recently used."""
+_NUM_WORKERS = 2
+_NICENESS = 10
+_MAX_ROW_ITEMS = 4 * MAX_OPTIONAL
+"""Parser items after one token. An optional property of a JSON object takes four, and a step takes
+time in proportion: 30 ms at this bound."""
+_NUM_PROBED = 4
+"""Tokens that are tried after compilation: a parser that is too large shows after the first few."""
+_TOO_LARGE = (
+    "it leaves too many ways to go on at one place (such as thousands of optional properties): "
+    "make properties required, or split the schema"
+)
 _MAX_ERROR = 400
 _JSON_SPACE = r"( |\n[ \t]{0,32})?"
 """Between the parts of JSON: without a bound, a reply may be white space to its end."""
 
 
+@dataclass
+class _Job:
+    """One grammar that is being compiled, and how many requests wait for it."""
+
+    future: Future[LLMatcher]
+    num_waiting: int = 0
+
+
 class Grammars:
     """Makes matchers for the tokenizer of one model. Safe to use from several threads.
+
+    Grammars are compiled by threads of their own, at low priority where the system has one for
+    threads. llguidance releases the interpreter's lock while it compiles, so neither the engine
+    nor an event loop waits.
 
     Args:
         tokenizer: of the model.
@@ -44,37 +71,79 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._jobs: dict[Grammar, _Job] = {}
         self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(_NUM_WORKERS, "foredraft-grammar", _lower_priority)
+
+    def compile(self, grammar: Grammar) -> Future[LLMatcher]:
+        """Start to compile a grammar, unless it is compiled or somebody else has started it.
+
+        Returns:
+            A future for this caller alone, with the matcher that `new_matcher` copies. Cancel it
+            to stop waiting: a compilation that nobody waits for is dropped if it has not begun.
+            It raises GrammarError where the grammar is malformed or too complex, and ConfigError
+            where llguidance is not installed or the model has no end-of-text token.
+        """
+        wait = Future[Any]()
+        with self._lock:
+            if (compiled := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                wait.set_result(compiled)
+                return wait
+            job = self._jobs.get(grammar)
+            if job is None:
+                job = self._jobs[grammar] = _Job(self._pool.submit(self._run, grammar))
+            job.num_waiting += 1
+        wait.add_done_callback(partial(self._leave, grammar, job))
+        job.future.add_done_callback(partial(_pass_on, wait))
+        return wait
 
     def new_matcher(self, grammar: Grammar) -> Matcher:
-        """A matcher at the beginning of a text.
+        """A matcher at the beginning of a text. Waits until the grammar is compiled.
 
         Raises:
             GrammarError: the grammar is malformed, or too complex.
             MissingPackageError: llguidance is not installed.
             ConfigError: the model has no end-of-text token.
         """
+        compiled = self.compile(grammar).result()
+        ends = frozenset(self._tokenizer.eos_token_ids)
+        return _GuidanceMatcher(compiled.deep_copy(), self._vocab_size, ends)
+
+    def _leave(self, grammar: Grammar, job: _Job, wait: Future[LLMatcher]) -> None:
+        """A request waits no longer."""
         with self._lock:
-            compiled = self._compiled.pop(grammar, None) or self._compile(grammar)
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > _MAX_KEPT:
-                self._compiled.popitem(last=False)
-            ends = frozenset(self._tokenizer.eos_token_ids)
-            return _GuidanceMatcher(compiled.deep_copy(), self._vocab_size, ends)
+            job.num_waiting -= 1
+            if job.num_waiting == 0 and self._jobs.get(grammar) is job and job.future.cancel():
+                del self._jobs[grammar]
+
+    def _run(self, grammar: Grammar) -> LLMatcher:
+        """Compile a grammar and keep it, on a thread of the pool."""
+        try:
+            compiled = self._compile(grammar)
+            with self._lock:
+                self._compiled[grammar] = compiled
+                if len(self._compiled) > _MAX_KEPT:
+                    self._compiled.popitem(last=False)
+            return compiled
+        finally:
+            with self._lock:
+                del self._jobs[grammar]
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        # The extra may be missing, which `_ll_tokenizer` says in our words.
+        # The package may be missing, which `_ll_tokenizer` says in our words.
         tokenizer = self._ll_tokenizer
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
+        limits = LLParserLimits(max_items_in_row=_MAX_ROW_ITEMS)
         try:
-            source = _SOURCES[grammar.kind](grammar)
-            matcher = LLMatcher(tokenizer, source, log_level=0)
+            matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
         except (ValueError, TypeError, RecursionError) as error:
-            raise GrammarError(_said(grammar, error)) from error
+            raise GrammarError(_message(grammar, error)) from error
         _check(matcher, grammar)
-        matcher.compute_bitmask()  # what is wrong with it may show here only
+        matcher.compute_bitmask()  # some errors show here only
         _check(matcher, grammar)
+        _probe(matcher.deep_copy(), grammar)
         return matcher
 
     @cached_property
@@ -139,46 +208,79 @@ class _GuidanceMatcher:
         return bool(self._matcher.is_stopped())
 
 
+def _lower_priority() -> None:
+    """Let the engine's threads go first. Only Linux has a priority for each thread."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with suppress(OSError):  # a sandbox may not allow it
+            niceness = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+def _pass_on(wait: Future[LLMatcher], job: Future[LLMatcher]) -> None:
+    """Give a job's outcome to one that waits for it, unless it has left."""
+    if not wait.set_running_or_notify_cancel():
+        return
+    if error := job.exception():
+        wait.set_exception(error)
+    else:
+        wait.set_result(job.result())
+
+
 def _check(matcher: LLMatcher, grammar: Grammar | None = None) -> None:
     if matcher.is_error():
-        raise GrammarError(_said(grammar, matcher.get_error()))
+        raise GrammarError(_message(grammar, matcher.get_error()))
 
 
-def _said(grammar: Grammar | None, error: object) -> str:
+def _probe(matcher: LLMatcher, grammar: Grammar) -> None:
+    """Read some tokens that the grammar allows: a parser may outgrow its limits at once.
+
+    Raises:
+        GrammarError: it does.
+    """
+    for _ in range(_NUM_PROBED):
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        _check(matcher, grammar)
+        allowed = np.unpackbits(bits, bitorder="little")
+        if matcher.is_stopped() or not allowed.any():
+            return
+        matcher.try_consume_tokens([int(allowed.argmax())])
+        _check(matcher, grammar)
+
+
+def _message(grammar: Grammar | None, error: object) -> str:
     """What went wrong, in few words: what the library writes may hold the whole grammar."""
     kind = f"grammar ({grammar.kind})" if grammar else "the grammar"
     text = " ".join(str(error).split())
+    if "ParserTooComplex" in text or "items; max is" in text:
+        text = _TOO_LARGE
     return f"{kind} cannot be used: {text[:_MAX_ERROR]}{'…' if len(text) > _MAX_ERROR else ''}"
 
 
-def _json_source(schema: str) -> str:
+def _source(grammar: Grammar) -> str:
+    """A grammar in llguidance's form: a list of grammars, of which the first one is the start."""
+    described = _description(grammar)
+    if not grammar.begins_after:
+        return json.dumps({"grammars": [described]})
+    mark = json.dumps(grammar.begins_after, ensure_ascii=False)
+    start = f"start: before /[ \\n]{{0,4}}/ @answer\nbefore[suffix={mark}]: /(?s:.*)/\n"
+    return json.dumps({"grammars": [{"lark_grammar": start}, described | {"name": "answer"}]})
+
+
+def _description(grammar: Grammar) -> dict[str, Any]:
+    """One grammar of llguidance's list."""
     from llguidance import LLMatcher
 
-    options: Any = {"whitespace_pattern": _JSON_SPACE, "lenient": False}
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
-
-
-def _regex_source(grammar: Grammar) -> str:
-    from llguidance import LLMatcher
-
-    return str(LLMatcher.grammar_from_regex(grammar.source))
-
-
-def _lark_source(source: str) -> str:
-    from llguidance import LLMatcher
-
-    return str(LLMatcher.grammar_from_lark(source))
-
-
-def _choice_source(grammar: Grammar) -> str:
-    texts = (json.dumps(text, ensure_ascii=False) for text in grammar.choices)
-    return _lark_source(f"start: {' | '.join(texts)}")
-
-
-_SOURCES: dict[str, Callable[[Grammar], str]] = {
-    "json_schema": lambda grammar: _json_source(grammar.source),
-    "json_object": lambda grammar: _json_source('{"type": "object"}'),
-    "regex": _regex_source,
-    "choice": _choice_source,
-    "lark": lambda grammar: _lark_source(grammar.source),
-}
+    if grammar.kind == "lark":
+        return {"lark_grammar": grammar.source}
+    if grammar.kind == "choice":
+        texts = (json.dumps(text, ensure_ascii=False) for text in grammar.choices)
+        return {"lark_grammar": f"start: {' | '.join(texts)}"}
+    if grammar.kind == "regex":
+        source = LLMatcher.grammar_from_regex(grammar.source)
+    else:
+        schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.source
+        options: Any = {"whitespace_pattern": _JSON_SPACE, "lenient": False}
+        source = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    described: dict[str, Any] = json.loads(source)["grammars"][0]
+    return described
