@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from itertools import accumulate
 from statistics import median
+from typing import Any
 
 from foredraft.cache.base import Cache
 from foredraft.cache.kv import KVCache
@@ -27,26 +28,52 @@ _CONTEXT = 64
 _LONG_CONTEXT = 1024
 _LONG_SIZES = (1, 8)
 _WEEK_SECONDS = 7 * 24 * 3600
+_NEARLY = 0.15
 
 _Place = tuple[int, int]
 """Cache entries before a forward, and its tokens."""
 
 
 def kept_cost(kept: KeptFiles, recipe: str, target: Target, max_rows: int = 1) -> CostModel:
-    """What a forward costs, as it was measured by an earlier process; else `measure_cost`.
+    """What a forward costs, as earlier processes measured it; else `measure_cost`.
 
-    The model of it follows the steps that are run, so a measurement need not be of today. It is
-    made anew each week, and where the recipe has changed.
+    A measurement beside a busy neighbour must not decide for long how much is drafted. So it is
+    kept for good once two processes have measured nearly the same, and then for a week. The model
+    of costs follows the steps that are run in any case.
 
     Args:
         recipe: what the times depend on: machine, kernel, form of the weights, threads.
     """
     week = int(time.time() // _WEEK_SECONDS)
     recipe = recipe_of(recipe, max_rows, week)
-    value = kept.json(f"costs-{recipe[:8]}", recipe, lambda: _measure(target, max_rows))
-    times, (entry_ms, pair_ms), context = value
-    rising = tuple((int(size), float(ms)) for size, ms in times)
-    return CostModel(rising, Attention(float(entry_ms), float(pair_ms)), int(context))
+    name = f"costs-{recipe[:8]}"
+    times, attention, context, is_confirmed = _parsed(kept.read_json(name, recipe))
+    if not is_confirmed:
+        earlier = times
+        times, attention, context = _measure(target, max_rows)
+        if is_confirmed := _agree(times, earlier):
+            pairs = zip(times, earlier, strict=True)
+            times = tuple((size, min(ms, other)) for (size, ms), (_, other) in pairs)
+        kept.keep_json(name, recipe, [times, attention, context, is_confirmed])
+    return CostModel(times, Attention(*attention), context)
+
+
+def _parsed(value: Any) -> tuple[Times, tuple[float, float], int, bool]:
+    """A kept measurement, and whether a second one has confirmed it."""
+    try:
+        times, (entry_ms, pair_ms), context, is_confirmed = value
+        pairs = tuple((int(size), float(ms)) for size, ms in times)
+        return pairs, (float(entry_ms), float(pair_ms)), int(context), bool(is_confirmed)
+    except (TypeError, ValueError):
+        return (), (0.0, 0.0), 0, False
+
+
+def _agree(times: Times, others: Times) -> bool:
+    """Whether two measurements are of the same sizes and nearly the same."""
+    if [size for size, _ in times] != [size for size, _ in others]:
+        return False
+    pairs = zip(times, others, strict=True)
+    return all(abs(ms - other) < _NEARLY * min(ms, other) for (_, ms), (_, other) in pairs)
 
 
 def measure_cost(target: Target, max_rows: int = 1) -> CostModel:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.models.base import Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import weights as weights_module
@@ -140,15 +142,48 @@ def test_kept_weights_are_the_weights(
     assert (kept.head_VE is kept.embedding_VE) == (plain.head_VE is plain.embedding_VE)
 
 
-def test_costs_are_kept(tmp_path: Path, kept: KeptFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = NativeTarget.load(_model(tmp_path / "model"))
-    first = kept_cost(kept, "here", target)
-    monkeypatch.setattr("foredraft.models.timing._measure", None)
-    again = kept_cost(kept, "here", target)
-    rows = [(3, 50), (1, 7)]
-    assert again.ms(rows) == first.ms(rows)
-    with pytest.raises(TypeError):
+MEASURED = (((1, 10.0), (4, 12.0)), (0.001, 0.0001), 64)
+
+
+def _measuring(monkeypatch: pytest.MonkeyPatch, *scales: float) -> list[float]:
+    """Let the next measurements take so many times as long; returns those that are left."""
+    left = [*scales]
+
+    def measure(target: object, max_rows: int) -> object:
+        times, attention, context = MEASURED
+        scale = left.pop(0)
+        return tuple((size, scale * ms) for size, ms in times), attention, context
+
+    monkeypatch.setattr("foredraft.models.timing._measure", measure)
+    return left
+
+
+def test_costs_are_kept_once_two_processes_agree(
+    kept: KeptFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = cast(Target, None)
+    left = _measuring(monkeypatch, 3.0, 1.0, 1.1)
+    assert kept_cost(kept, "here", target).ms([(1, 64)]) == pytest.approx(30.0)
+    assert kept_cost(kept, "here", target).ms([(1, 64)]) == pytest.approx(10.0)
+    assert kept_cost(kept, "here", target).ms([(1, 64)]) == pytest.approx(10.0)
+    assert not left
+    assert kept_cost(kept, "here", target).ms([(1, 64)]) == pytest.approx(10.0)
+    with pytest.raises(IndexError):
         kept_cost(kept, "elsewhere", target)
+
+
+@pytest.mark.parametrize("value", [None, 3, [], [[[1, "x"]], [0, 0], 1, True], {"a": 1}])
+def test_costs_that_cannot_be_read_are_measured(
+    kept: KeptFiles, monkeypatch: pytest.MonkeyPatch, value: object
+) -> None:
+    _measuring(monkeypatch, 1.0)
+    monkeypatch.setattr(KeptFiles, "read_json", lambda *arguments: value)
+    assert kept_cost(kept, "here", cast(Target, None)).ms([(1, 64)]) == pytest.approx(10.0)
+
+
+def test_the_costs_of_a_target_are_measured(tmp_path: Path, kept: KeptFiles) -> None:
+    target = NativeTarget.load(_model(tmp_path / "model"))
+    assert kept_cost(kept, "here", target).ms([(1, 7)]) > 0
 
 
 def test_recipes_differ_with_code_and_values() -> None:

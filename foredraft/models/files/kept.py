@@ -81,16 +81,26 @@ class KeptFiles:
 
     def json(self, name: str, recipe: str, make: Callable[[], Any]) -> Any:
         """A small piece: what ``make`` returned when it was last made."""
-        if self.folder is None:
-            return make()
-        path = self.folder / f"{name}.json"
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["recipe"] == recipe:
-                return content["value"]
-        value = make()
-        _try_to_keep(name, partial(_write_json, path, {"recipe": recipe, "value": value}))
+        value = self.read_json(name, recipe)
+        if value is None:
+            value = make()
+            self.keep_json(name, recipe, value)
         return value
+
+    def read_json(self, name: str, recipe: str) -> Any:
+        """A small piece; None where there is none of this recipe."""
+        if self.folder is None:
+            return None
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            content = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
+            return content["value"] if content["recipe"] == recipe else None
+        return None
+
+    def keep_json(self, name: str, recipe: str, value: Any) -> None:
+        """Write a small piece of values that JSON has."""
+        if self.folder is not None:
+            path = self.folder / f"{name}.json"
+            _try_to_keep(name, partial(_write_json, path, {"recipe": recipe, "value": value}))
 
     def tensors(self, name: str, recipe: str) -> dict[str, Tensor] | None:
         """The tensors of a piece, in memory of their own; None where there is no whole one.
