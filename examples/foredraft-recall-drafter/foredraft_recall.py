@@ -82,6 +82,7 @@ def _build(context: DrafterContext) -> RecallDrafter:
 DRAFTER = DrafterSpec(
     build=_build,
     summary="recalls what followed the same tokens in earlier requests",
+    copies=True,
     options={
         "context_size": "tokens that must agree (3)",
         "max_entries": "how much to remember (100000)",

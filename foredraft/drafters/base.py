@@ -341,6 +341,8 @@ class DrafterSpec:
         drafts_from: "text": drafts are a function of the committed text (and the noise). "steps":
             also of what was scored and rejected on the way, so that another number of draft tokens
             gives other drafts.
+        copies: whether its drafts are copied from earlier text. Where only some are, its proposals
+            name "copy" as the author of those nodes.
     """
 
     build: DrafterFactory
@@ -352,6 +354,7 @@ class DrafterSpec:
     required_options: Sequence[str] = ()
     instead_of_model: str | None = None
     drafts_from: Literal["text", "steps"] = "text"
+    copies: bool = False
 
     @property
     def needs_draft_model(self) -> bool:

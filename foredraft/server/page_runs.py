@@ -1,4 +1,4 @@
-"""What the page runs: one lane or several on the loaded target, each step told with its reasons.
+"""What the page runs: one lane or several on the loaded target, each step with its reasons.
 
 Lanes take turns. The one whose clock is behind makes the next step, and a clock counts its own
 lane's steps alone: so two lanes race on one machine without slowing each other down.
@@ -223,12 +223,7 @@ class _Lane:
         event = next(self._events)
         self._request_id = event.request_id
         for times, row in self._watched.take(event.request_id):
-            self.clock_ms += times.total_ms
-            if row.committed and not self._num_first:
-                self._first_ms, self._num_first = self.clock_ms, len(row.committed)
-            told = {"times": times.model_dump(), "row": row.model_dump(mode="json")}
-            told["row"]["drafter"] = row.drafter or self._watched.llm.drafter_name
-            yield self._told("step", controller=self._watched.controller, **told)
+            yield self._step(times, row)
         if event.result is not None:
             self.is_over = True
             yield self._end(event.result)
@@ -239,10 +234,26 @@ class _Lane:
         if self._request_id is not None:
             self._watched.forget(self._request_id)
 
+    def _step(self, times: Times, row: Row) -> dict[str, Any]:
+        """One step. ``decoding``: the request had a token before it; the others read the prompt."""
+        self.clock_ms += times.total_ms
+        decoding = bool(self._num_first)
+        if row.committed and not decoding:
+            self._first_ms, self._num_first = self.clock_ms, len(row.committed)
+        drafter = row.drafter or self._watched.llm.drafter_name
+        copies = drafter_spec(drafter).copies
+        return self._event(
+            "step",
+            controller=self._watched.controller,
+            decoding=decoding,
+            times=times.model_dump(),
+            row=row.model_dump(mode="json") | {"drafter": drafter, "copies": copies},
+        )
+
     def _end(self, result: GenerationResult) -> dict[str, Any]:
         decode_ms = self.clock_ms - self._first_ms
         num_decoded = len(result.token_ids) - self._num_first
-        return self._told(
+        return self._event(
             "end",
             text=result.text,
             sha256=hashlib.sha256(result.text.encode()).hexdigest(),
@@ -255,7 +266,7 @@ class _Lane:
             tokens_per_s=round(1e3 * num_decoded / decode_ms, 2) if decode_ms > 0.0 else 0.0,
         )
 
-    def _told(self, kind: str, **more: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
         return {"type": kind, "lane": self._number, "clock_ms": round(self.clock_ms, 3), **more}
 
 

@@ -1,9 +1,12 @@
-"""A served page over a model of tables, and over the default model for the browser."""
+"""A served page over a model of tables, and a browser that looks at it."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -15,6 +18,7 @@ from foredraft.options import LoadOptions
 from foredraft.server.page_routes import include_page
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 
+WAIT_MS = 120_000
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
@@ -43,3 +47,41 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     save_tokenizer(directory, TEMPLATE)
     target = TableModel.random(VOCAB_SIZE, seed=5, order=1, sharpness=6.0)
     return LLM(target, Tokenizer(directory), LoadOptions(drafter="suffix"))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium; the test is skipped where it or playwright is missing."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("Chromium is not installed")
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def forgiven() -> list[str]:
+    """What the console may complain about in this test."""
+    return []
+
+
+@pytest.fixture(params=["desktop", "phone"])
+def page(browser: Any, request: pytest.FixtureRequest, forgiven: list[str]) -> Iterator[Any]:
+    """A page that fails the test for whatever its console complains about."""
+    size = {"desktop": (1280, 860), "phone": (390, 844)}[request.param]
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]}, reduced_motion="reduce"
+    )
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
+    yield page
+    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    context.close()
+    assert not [said for said in complaints if not any(text in said for text in forgiven)]
+    assert wide <= 0, "the page scrolls sideways"

@@ -30,6 +30,7 @@ def _step(text: str) -> dict[str, Any]:
         "committed": [{"token": 1, "text": text, "by": "correction"}],
         "num_accepted": 0,
         "drafter": text,
+        "copies": False,
         "why": {
             "rule": "target-only",
             "seed": 0,
@@ -39,4 +40,4 @@ def _step(text: str) -> dict[str, Any]:
         },
     }
     times = {"draft_ms": 1.0, "score_ms": 1.0, "verify_ms": 0.1, "learn_ms": 0.1}
-    return {"row": row, "times": times, "controller": None}
+    return {"row": row, "times": times, "controller": None, "decoding": True}

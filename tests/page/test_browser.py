@@ -1,87 +1,23 @@
-"""The page in headless Chromium on the default model (`make test-page`).
-
-Left out where Chromium or playwright is missing.
-"""
+"""The page in headless Chromium on the default model (`make test-page`)."""
 
 from __future__ import annotations
 
-import shutil
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from foredraft.llm import LLM
-from tests.page.conftest import page_app
+from tests.page.chromium import say, served
 from tests.page.stub import told_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(600)]
 
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-if CHROMIUM is None:
-    pytest.skip("Chromium is not installed", allow_module_level=True)
-WAIT_MS = 120_000
-
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    import uvicorn
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    config = uvicorn.Config(page_app(LLM.load()), port=port, log_level="warning")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    yield f"http://127.0.0.1:{port}/"
-    server.should_exit = True
-    thread.join(20)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def forgiven() -> list[str]:
-    """What the console may complain about in this test."""
-    return []
-
-
-@pytest.fixture(params=["desktop", "phone"])
-def page(browser: Any, request: pytest.FixtureRequest, forgiven: list[str]) -> Iterator[Any]:
-    """A page that fails the test for whatever its console complains about."""
-    size = {"desktop": (1280, 860), "phone": (390, 844)}[request.param]
-    context = browser.new_context(
-        viewport={"width": size[0], "height": size[1]}, reduced_motion="reduce"
-    )
-    page = context.new_page()
-    page.set_default_timeout(WAIT_MS)
-    complaints: list[str] = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
-    yield page
-    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-    context.close()
-    assert not [said for said in complaints if not any(text in said for text in forgiven)]
-    assert wide <= 0, "the page scrolls sideways"
-
-
-def say(page: Any, text: str) -> None:
-    page.fill("textarea", text)
-    page.keyboard.press("Enter")
-    page.wait_for_selector(".turn.reply .facts b")
+    with served(LLM.load()) as address:
+        yield address
 
 
 def test_chat_shows_how_its_text_was_made_and_why(page: Any, address: str) -> None:
@@ -131,8 +67,9 @@ def test_controls_are_reached_from_the_keyboard(page: Any, address: str) -> None
     assert page.locator(".lane").count() == 2, "the view stays"
     page.click("nav >> text=Chat")
     page.focus(".pace [aria-checked=true]")
-    page.keyboard.press("ArrowLeft")
-    assert page.inner_text(".pace [aria-checked=true]") == "1×"
+    assert page.inner_text(".pace [aria-checked=true]") == "1×", "nobody's reply is slowed down"
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text(".pace [aria-checked=true]") == "slow"
     assert page.locator(".pace [tabindex='0']").count() == 1
 
 
@@ -157,6 +94,7 @@ def test_a_ratio_test_shows_its_numbers_and_the_residual(page: Any, address: str
 def test_stop_ends_a_slow_text_and_a_new_chat_is_empty(page: Any, address: str) -> None:
     page.goto(address)
     page.select_option(".composer select", index=1)
+    page.click(".pace >> text=slow")
     page.click("text=Edit code")
     page.wait_for_selector(".ghost span.no")  # slow enough to be seen, whatever moves
     page.click("[aria-label=Stop]")
@@ -275,23 +213,3 @@ def test_light_and_dark_are_kept(page: Any, address: str) -> None:
     assert before != after
     page.reload()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == after
-
-
-def test_its_figures_are_what_they_say(page: Any, address: str) -> None:
-    page.goto(address)
-    page.wait_for_selector(".hello")
-    drafting, idle, figures = page.evaluate(
-        """async () => {
-        const { saved } = await import("/page/files/js/store.js");
-        const { treePicture } = await import("/page/files/js/tree.js");
-        const times = { draft_ms: 2, score_ms: 20, verify_ms: 1, learn_ms: 3 };
-        const row = (tokens) => ({ draft: { tokens }, committed: [1, 2, 3] });
-        const draft = { tokens: [4, 5], parents: [-1, 0], texts: ["a", "b"], chances: [0.5, 0.25] };
-        const figures = treePicture({ draft, path: [] }).querySelectorAll("text.p");
-        return [saved({ times, row: row([7]) }, 10), saved({ times, row: row([]) }, 10),
-            [...figures].map((text) => text.textContent)];
-        }"""
-    )
-    assert drafting == 3 * 10 - 26
-    assert idle == -(2 + 3), "a step that drafts nothing loses what was spent on the question"
-    assert figures == ["50 %", "50 %"], "each after what stands to its left"

@@ -136,6 +136,7 @@ def _build(context: DrafterContext) -> RetrievalDrafter:
 DRAFTER = DrafterSpec(
     build=_build,
     summary="copies what followed the last tokens in an index of your files",
+    copies=True,
     options={
         "index": "folder made by `foredraft index build`; without one the prompt is searched",
         "min_match": "shortest suffix that counts as a match (2)",

@@ -182,6 +182,7 @@ def _past_outputs(
 DRAFTER = DrafterSpec(
     build=_build,
     summary="copies what followed the longest earlier match, as far as such matches have held",
+    copies=True,
     options={
         "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
         "shared": "also look in outputs of earlier requests (false)",

@@ -86,6 +86,7 @@ def _build(context: DrafterContext) -> TableDrafter:
 DRAFTER = DrafterSpec(
     build=_build,
     summary="looks up what followed the last tokens in text that the target wrote before",
+    copies=True,
     options={
         "head": "directory of the table (needed, but for models whose table is built in)",
         "node_cost": "time one more draft token adds to a step, in plain steps (measured)",

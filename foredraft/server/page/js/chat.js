@@ -14,7 +14,7 @@ const IDEAS = [
 export class Chat {
   constructor() {
     this.messages = [];
-    this.pace = choice("Pace", PACES, "slow", () => this.player?.step());
+    this.pace = choice("Pace", PACES, "real", () => this.player?.step());
     this.temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0, show: (x) => number(x, 1), moved: (x) => { this.test.hidden = !x; } });
     this.drafter = drafterChoice();
     this.coupling = h("select", {}, h("option", { value: "seeded" }, "equality"), h("option", { value: "drawn" }, "ratio p/q"));

@@ -1,7 +1,8 @@
 // Elements from plain data. Text always becomes a text node: nothing here parses markup.
 const SVG = "http://www.w3.org/2000/svg";
 
-function fill(element, attributes, children) {
+// Attributes and children; children that are null are left out.
+export function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "vars") for (const [key, v] of Object.entries(value)) element.style.setProperty(key, v);
@@ -18,8 +19,8 @@ export const s = (tag, attributes = {}, ...children) => fill(document.createElem
 export const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 export const clear = (element) => { element.replaceChildren(); return element; };
 
-// A slider with its value beside it; told(value) is called when it is let go, moved(value) at every move.
-export function slider(label, { min, max, step = 1, value, show = String, moved = () => {}, told = () => {} }) {
+// A slider with its value beside it; changed(value) is called when it is let go, moved(value) at every move.
+export function slider(label, { min, max, step = 1, value, show = String, moved = () => {}, changed = () => {} }) {
   const out = h("output", {}, show(value));
   const input = h("input", { type: "range", min, max, step, value, "aria-label": label, "aria-valuetext": show(value) });
   input.addEventListener("input", () => {
@@ -27,20 +28,20 @@ export function slider(label, { min, max, step = 1, value, show = String, moved 
     input.setAttribute("aria-valuetext", out.textContent);
     moved(Number(input.value));
   });
-  input.addEventListener("change", () => told(Number(input.value)));
+  input.addEventListener("change", () => changed(Number(input.value)));
   const field = h("label", { class: "field" }, label, input, out);
   return { field, input, get value() { return Number(input.value); } };
 }
 
 // A choice of a few; returns the element and its value. Tab reaches the group, arrows go through it.
-export function choice(label, options, chosen, told = () => {}) {
+export function choice(label, options, chosen, changed = () => {}) {
   let value = chosen;
   const buttons = options.map(([key, text]) => h("button", { type: "button", role: "radio", onclick: () => take(key) }, text));
   const mark = () => buttons.forEach((button, i) => {
     button.setAttribute("aria-checked", String(options[i][0] === value));
     button.tabIndex = options[i][0] === value ? 0 : -1;
   });
-  const take = (key) => { value = key; mark(); told(key); };
+  const take = (key) => { value = key; mark(); changed(key); };
   const onkeydown = (event) => {
     const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     if (!by) return;

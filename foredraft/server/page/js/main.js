@@ -55,10 +55,10 @@ async function begin() {
 async function meet(model) {
   for (;;) {
     try {
-      const told = await info();
-      setInfo(told);
-      model.textContent = [told.model, told.number_format, told.drafter].filter(Boolean).join(" · ");
-      model.title = `foredraft ${told.version} on ${told.cpu}`;
+      const server = await info();
+      setInfo(server);
+      model.textContent = [server.model, server.number_format, server.drafter].filter(Boolean).join(" · ");
+      model.title = `foredraft ${server.version} on ${server.cpu}`;
       return;
     } catch (error) {
       const isLoading = error.status === 503;

@@ -3,7 +3,7 @@ import { drafterChoice, laneOf } from "./drafters.js";
 import { h, number, slider } from "./dom.js";
 import { run } from "./api.js";
 import { legend, MadeText } from "./text.js";
-import { getInfo, record, recordPlain } from "./store.js";
+import { getInfo, raceSpeedup, record, recordPlain } from "./store.js";
 
 export const PROMPTS = [
   ["Edit code", "Rename the variable total to result and keep everything else:\n\ndef mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)"],
@@ -113,14 +113,12 @@ export class Race {
   #over() {
     const [plain, fast] = this.lanes.map((lane) => lane.result);
     if (plain.error || fast.error) throw new Error(plain.error ?? fast.error);
-    const times = fast.tokens_per_s && plain.tokens_per_s ? fast.tokens_per_s / plain.tokens_per_s : 1;
-    const [plainMs, fastMs] = this.lanes.map((lane) => lane.clockMs);
-    const byClock = `${number(plainMs / fastMs)}× by the clocks, which count the reading of the prompt as well`;
+    const times = raceSpeedup(this.lanes[1].made.steps, this.lanes[0].made.steps);
     const same = plain.sha256 === fast.sha256;
     this.lanes[times >= 1 ? 1 : 0].element.classList.add("won");
     this.finish.replaceChildren(h("div", { class: "finish" },
       h("p", { class: "times" }, `${number(times, 2)}×`),
-      h("p", { class: "note" }, `the tokens a second of plain decoding (${byClock})`), verdict(times, fast),
+      h("p", { class: "note" }, "the tokens a second of plain decoding. The clocks count the reading of the prompt as well, which no drafter speeds up."), verdict(times, fast),
       h("div", { class: "hashes" }, h("p", { class: same ? "same" : "differ" }, same ? "The same text, byte for byte" : "The texts differ"),
         h("p", { class: "mono", "data-lane": "plain" }, plain.sha256), h("p", { class: "mono", "data-lane": "speculative" }, fast.sha256),
         h("p", {}, "SHA-256 of either lane's text"))));

@@ -2,70 +2,92 @@
 const MOST = 4000;
 const steps = [];
 const listeners = new Set();
-let about = null;
+let server = null;
 
-export const setInfo = (told) => { about = told; };
-export const getInfo = () => about;
+export const setInfo = (info) => { server = info; };
+export const getInfo = () => server;
 export const all = () => steps;
-export const listen = (told) => { listeners.add(told); return () => listeners.delete(told); };
+export const listen = (listener) => { listeners.add(listener); return () => listeners.delete(listener); };
 
-// Keep a step of a lane that may draft. Prompts are read the same way by everyone, and do not count.
+export const total = (times) => times.draft_ms + times.score_ms + times.verify_ms + times.learn_ms;
+const sum = (of, f) => of.reduce((so, step) => so + f(step), 0);
+const mean = (values) => sum(values, (value) => value) / values.length;
+
+// Whether a step decodes: its request had a token before. Reading the prompt is the same with every drafter.
+export const isDecoding = (event) => event.decoding && event.row.committed.length > 0;
+
+// Keep a step of a lane that may draft.
 export function record(event) {
-  if (event.row.num_read > 1 || !event.row.committed.length) return;
-  recordPlain(event);
-  steps.push(event);
-  if (steps.length > MOST) steps.shift();
-  for (const told of listeners) told();
+  if (!isDecoding(event)) return;
+  if (!event.row.draft.tokens.length) keep(idle, event.times.score_ms + event.times.verify_ms);
+  keep(steps, event);
+  for (const listener of listeners) listener();
 }
 
-// What a step of plain decoding takes: as seen in this tab, of whichever lane, else as the server measured it.
-const plain = [];
+// What a step of plain decoding takes: the mean of those that this tab has seen of plain lanes, else of steps
+// that drafted nothing, else what the server measured.
+const plain = [], idle = [];
 const ENOUGH = 12;
 
 export function recordPlain(event) {
-  if (event.row.num_read > 1 || event.row.draft.tokens.length || event.row.committed.length !== 1) return;
-  plain.push(total(event.times));
-  if (plain.length > MOST) plain.shift();
+  if (isDecoding(event)) keep(plain, total(event.times));
 }
 
 export function plainStep(measured) {
-  const recent = plain.slice(-200).sort((a, b) => a - b);
-  return recent.length >= ENOUGH ? { ms: recent[recent.length >> 1], seen: recent.length } : { ms: measured, seen: 0 };
+  const seen = [plain, idle].find((times) => times.length >= ENOUGH)?.slice(-200);
+  return seen ? { ms: mean(seen), seen: seen.length } : { ms: measured, seen: 0 };
 }
 
-// Milliseconds that speculation saved in a step. One that drafted nothing could only lose what was spent on
-// the question; that it took longer than another plain step is the machine's doing.
-export function saved(step, plainMs) {
-  return step.row.draft.tokens.length ? step.row.committed.length * plainMs - total(step.times) : -(step.times.draft_ms + step.times.learn_ms);
+function keep(list, item) {
+  list.push(item);
+  if (list.length > MOST) list.shift();
 }
 
-export const total = (times) => times.draft_ms + times.score_ms + times.verify_ms + times.learn_ms;
+// The figures below have one definition each, which docs/understand/glossary.md repeats.
+
+// Speed-up: the time that plain decoding takes for the same tokens, over the time that they took.
+export const speedup = (of, plainMs) => (of.length ? (sum(of, (e) => e.row.committed.length) * plainMs) / sum(of, (e) => total(e.times)) : 1);
+
+// The same of two lanes of one race.
+export function raceSpeedup(fast, plain) {
+  const times = plain.filter(isDecoding).map((step) => total(step.times));
+  return times.length ? speedup(fast.filter(isDecoding), mean(times)) : 1;
+}
+
+// Milliseconds saved: the difference of the same two times.
+export const saved = (step, plainMs) => step.row.committed.length * plainMs - total(step.times);
+
+// What drafting lost or gained in a step, for the alarm: a step that drafted nothing could only lose what was
+// spent on the question. That it took longer than another plain step is the machine's doing.
+export const drafting = (step, plainMs) => (step.row.draft.tokens.length ? saved(step, plainMs) : -(step.times.draft_ms + step.times.learn_ms));
 
 export function summary(of = steps) {
-  const sum = (f) => of.reduce((a, step) => a + f(step), 0);
-  const committed = sum((e) => e.row.committed.length);
-  const drafted = sum((e) => e.row.draft.tokens.length);
-  const accepted = sum((e) => e.row.num_accepted);
+  const committed = sum(of, (e) => e.row.committed.length);
+  const drafted = sum(of, (e) => e.row.draft.tokens.length);
+  const accepted = sum(of, (e) => e.row.num_accepted);
+  const places = byPlace(of), tried = sum(places, ({ count }) => count);
   return {
-    steps: of.length, committed, drafted, accepted,
-    draftMs: sum((e) => e.times.draft_ms), scoreMs: sum((e) => e.times.score_ms),
-    otherMs: sum((e) => e.times.verify_ms + e.times.learn_ms),
+    steps: of.length, committed, drafted, accepted, places,
+    draftMs: sum(of, (e) => e.times.draft_ms), scoreMs: sum(of, (e) => e.times.score_ms),
+    otherMs: sum(of, (e) => e.times.verify_ms + e.times.learn_ms),
     perStep: of.length ? committed / of.length : 0,
-    byDepth: byDepth(of),
+    // Acceptance: of all drafted tokens the share that was committed.
+    acceptance: drafted ? accepted / drafted : null,
+    // Of all places that the draft had tokens for, when everything before was right: the share guessed right.
+    placesRight: tried ? sum(places, ({ rate, count }) => rate * count) / tried : null,
   };
 }
 
-// Of the drafts that reached a depth, and were right until there: how many were right there.
-function byDepth(of) {
+// The same by place. Other branches may be deeper: a place counts only if the draft had a token below the
+// accepted path there.
+function byPlace(of) {
   const tried = [], right = [];
   for (const { row } of of) {
-    const depth = [];
-    row.draft.parents.forEach((parent, node) => { depth[node] = parent < 0 ? 0 : depth[parent] + 1; });
-    const deepest = Math.max(-1, ...depth);
-    for (let d = 0; d <= Math.min(row.path.length, deepest); d++) {
-      tried[d] = (tried[d] ?? 0) + 1;
-      if (d < row.path.length) right[d] = (right[d] ?? 0) + 1;
+    for (let place = 0; place <= row.path.length; place++) {
+      if (!row.draft.parents.includes(place ? row.path[place - 1] : -1)) break;
+      tried[place] = (tried[place] ?? 0) + 1;
+      right[place] = (right[place] ?? 0) + (place < row.path.length ? 1 : 0);
     }
   }
-  return tried.map((count, d) => ({ depth: d + 1, count, rate: (right[d] ?? 0) / count }));
+  return tried.map((count, place) => ({ place: place + 1, count, rate: right[place] / count }));
 }

@@ -9,10 +9,8 @@ const SLOW = 15;
 const SEEN_MS = 24, SEEN_CALMLY_MS = 200;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
-const COPYING = new Set(["suffix", "ngram", "prediction", "retrieval"]);
-
 // Whether a node was copied from earlier text: by its author where a draft has several, else by its drafter.
-export const isCopy = (row, node) => (row.draft.authors ? row.draft.authors[node] === "copy" : COPYING.has(row.drafter));
+export const isCopy = (row, node) => (row.draft.authors ? row.draft.authors[node] === "copy" : Boolean(row.copies));
 
 // Who a committed token is from, as class and word: "plain" where nothing had been drafted.
 export function origin(row, index) {
@@ -123,9 +121,10 @@ export class Player {
   }
 
   push(event) { this.queue.push(event); this.woken?.(); }
-  finish() { this.done = true; this.woken?.(); this.next?.(); }
+  // Nothing more comes. What is queued is still shown, and at the reader's pace.
+  finish() { this.done = true; this.woken?.(); }
   // Shows no more than is there already.
-  stop() { this.queue.length = 0; this.isStopped = true; this.finish(); }
+  stop() { this.queue.length = 0; this.isStopped = true; this.finish(); this.next?.(); }
   step() { this.next?.(); }
 
   async run() {

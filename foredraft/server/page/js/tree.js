@@ -55,7 +55,7 @@ function said(row, token, node) {
   return [guess, target].filter((p) => p != null).map(percent).join(" → ");
 }
 
-// An estimate is told for a node with all above it: here it is for the node alone.
+// The drafter's estimate is for a node and all above it; this is for the node alone.
 function chance({ chances, parents }, node) {
   const here = chances?.[node], above = parents[node] < 0 ? 1 : chances?.[parents[node]];
   return here == null || !above ? here : Math.min(1, here / above);

@@ -1,5 +1,5 @@
 // Why this token? The draft, what the target thought, the test with its numbers, the residual.
-import { clear, h, number, percent, shown } from "./dom.js";
+import { clear, fill, h, number, percent, shown } from "./dom.js";
 import { treePicture } from "./tree.js";
 import { isCopy, MEANING, origin } from "./text.js";
 
@@ -24,7 +24,7 @@ export function openWhy(event, index, { step, move }) {
   const committed = row.committed[index];
   const node = index === 0 ? -1 : row.path[index - 1];
   const law = row.why?.laws.find((found) => found.node === node);
-  clear(panel).append(
+  fill(clear(panel), {}, [
     header(committed, by, author, row.position + index, step, move),
     h("p", { class: "say" }, ...sentence(row, index, by, law)),
     row.draft.tokens.length ? draftSection(row) : null,
@@ -32,7 +32,7 @@ export function openWhy(event, index, { step, move }) {
     testSection(row, index, law),
     residualSection(row, index, by, law),
     timesSection(event),
-  );
+  ]);
   panel.hidden = false;
   panel.scrollTop = 0;
   document.body.classList.add("asking");

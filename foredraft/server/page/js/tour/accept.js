@@ -41,7 +41,7 @@ async function likeliest(signal) {
 
 export function accept() {
   const { svg, draw } = picture();
-  const far = slider("Drafter's error", { min: 0, max: 1, step: 0.05, value: 0.75, show: (x) => number(x, 2), told: () => trial.start() });
+  const far = slider("Drafter's error", { min: 0, max: 1, step: 0.05, value: 0.75, show: (x) => number(x, 2), changed: () => trial.start() });
   const box = h("input", { type: "checkbox", onchange: () => trial.start() });
   let words = null;
   const trial = experiment("10,000 draws of the live model's next token", [far.field, h("label", { class: "field" }, box, "forget the residual")], async (show, signal) => {

@@ -27,10 +27,11 @@ function picture() {
 
 export function exact() {
   const { svg, draw } = picture();
-  const temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0.7, show: (x) => number(x, 1), told: () => trial.start() });
-  const seed = slider("Seed", { min: 0, max: 99, value: 7, told: () => trial.start() });
+  const temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0.7, show: (x) => number(x, 1), changed: () => trial.start() });
+  const seed = slider("Seed", { min: 0, max: 99, value: 7, changed: () => trial.start() });
   const trial = experiment("Three drafters, the live model", [temperature.field, seed.field], async (show, signal) => {
-    const drafters = ["none", "ngram", getInfo()?.drafter ?? "suffix"];
+    const served = getInfo()?.drafter, other = getInfo()?.drafters.find((name) => name !== "none" && name !== served);
+    const drafters = ["none", other, served];
     const rows = drafters.map((name) => ({ name: h("b", {}, name === "none" ? "no drafter" : name), steps: h("span", {}, "…"), hash: h("span", { class: "mono note" }, "") }));
     show(h("div", { class: "rows" }, rows.map((row) => h("div", {}, row.name, " ", row.steps, h("br"), row.hash))));
     const lanes = await collect({ messages: user("Write two sentences about a lighthouse."), lanes: drafters.map((drafter) => ({ drafter })), temperature: temperature.value, seed: seed.value, max_tokens: 48 }, signal,

@@ -1,7 +1,7 @@
 // Part 6: when it does not help.
 import { h, number, percent, s, slider } from "../dom.js";
 import { Frame, ticks } from "../charts.js";
-import { getInfo } from "../store.js";
+import { getInfo, raceSpeedup } from "../store.js";
 import { onMachine, textbook } from "../theory.js";
 import { collect, experiment, part, user } from "./part.js";
 
@@ -25,13 +25,13 @@ function picture() {
 
 export function limits() {
   const { svg, draw } = picture();
-  const temperature = slider("Temperature", { min: 0, max: 1.5, step: 0.1, value: 1.2, show: (x) => number(x, 1), told: () => trial.start() });
-  const count = slider("Draft tokens", { min: 1, max: 32, value: 16, told: () => trial.start() });
+  const temperature = slider("Temperature", { min: 0, max: 1.5, step: 0.1, value: 1.2, show: (x) => number(x, 1), changed: () => trial.start() });
+  const count = slider("Draft tokens", { min: 1, max: 32, value: 16, changed: () => trial.start() });
   const trial = experiment("A race it may lose, on the live model", [temperature.field, count.field], async (show, signal) => {
     const drafter = getInfo()?.drafters.includes("token_recycling") ? "token_recycling" : "ngram";
     show(h("p", {}, "…"));
     const lanes = await collect({ messages: user("Invent ten unusual names for a ship."), lanes: [{ drafter: "none" }, { drafter, num_draft_tokens: count.value }], temperature: temperature.value, seed: 3, max_tokens: 64 }, signal);
-    const [plain, fast] = lanes.map(({ end }) => end), times = fast.tokens_per_s / plain.tokens_per_s;
+    const [plain, fast] = lanes.map(({ end }) => end), times = raceSpeedup(lanes[1].steps, lanes[0].steps);
     show(h("p", {}, h("b", { class: times < 0.97 ? "bad" : "" }, `${number(times)}×`), ` with ${drafter.replaceAll("_", " ")}: ${fast.stats.accepted} of ${fast.stats.drafted} guesses right. `, times < 0.97 ? "Speculation costs you here." : times < 1.1 ? "No gain to speak of." : "It still pays."),
       h("p", { class: "note" }, plain.sha256 === fast.sha256 ? "The text is the same in any case." : "The texts differ."));
   });

@@ -73,12 +73,12 @@ export function experiment(title, controls, go, name = "Run it") {
   return { element: box, start };
 }
 
-// Runs lanes to their end; told(event) sees each step.
-export async function collect(request, signal, told = () => {}) {
+// Runs lanes to their end; onStep(event) sees each step.
+export async function collect(request, signal, onStep = () => {}) {
   const lanes = request.lanes.map(() => ({ steps: [], end: null }));
   for await (const event of run(request, signal)) {
     if (event.type === "end") lanes[event.lane].end = event;
-    else { lanes[event.lane].steps.push(event); told(event, lanes); }
+    else { lanes[event.lane].steps.push(event); onStep(event, lanes); }
   }
   return lanes;
 }

@@ -22,7 +22,7 @@ function picture() {
 
 export function slow() {
   const { svg, draw } = picture();
-  const size = slider("Tokens in one forward", { min: 1, max: 32, value: 8, told: () => trial.start() });
+  const size = slider("Tokens in one forward", { min: 1, max: 32, value: 8, changed: () => trial.start() });
   const measured = new Map();
   const trial = experiment("On this machine, now", size.field, async (show) => {
     // The shorter of two: whatever else the machine does only ever adds.

@@ -25,7 +25,7 @@ function picture() {
 
 export function trees() {
   const { svg, draw } = picture();
-  const temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0, show: (x) => number(x, 1), told: () => trial.start() });
+  const temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0, show: (x) => number(x, 1), changed: () => trial.start() });
   const trial = experiment("Trees of the live model", temperature.field, async (show, signal) => {
     const [lane] = await collect({ messages: user("Explain in two sentences how a mill grinds grain."), lanes: [{ drafter: getInfo()?.drafter }], temperature: temperature.value, max_tokens: 48 }, signal);
     const steps = lane.steps.filter((step) => step.row.draft.tokens.length > 1);

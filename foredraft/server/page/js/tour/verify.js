@@ -29,7 +29,7 @@ function picture() {
 
 export function verify() {
   const { svg, draw } = picture();
-  const count = slider("Draft tokens", { min: 0, max: 16, value: 4, told: () => trial.start() });
+  const count = slider("Draft tokens", { min: 0, max: 16, value: 4, changed: () => trial.start() });
   const trial = experiment("The live model, editing code", count.field, async (show, signal) => {
     const made = new MadeText();
     const facts = h("p", {}, "…");
