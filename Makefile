@@ -99,7 +99,7 @@ results: $(VENV)/.installed
 
 # Heads of the default model, from nothing: text of its own, then each kind; see docs/extend/training.md.
 # Whatever is interrupted goes on when it is run again.
-HEADS ?= eagle
+HEADS ?= hidden_head
 HEADS_OUT ?= heads
 HEADS_TOKENS ?= 2M
 HEADS_MINUTES ?= 120
@@ -116,11 +116,11 @@ heads: $(VENV)/.installed
 	    --device $(HEADS_DEVICE) --minutes $(HEADS_MINUTES) $(HEADS_TRAIN) || exit 1; done
 
 # Every kind on as much of the same text, reading the same layers: docs/results/kinds.md.
-KINDS = eagle eagle3 mtp hydra medusa dspark draft-model early-exit
+KINDS = hidden_head eagle mtp hydra medusa dspark draft_model early_exit
 KINDS_DATA ?= $(HEADS_OUT)/texts
 KINDS_TOKENS ?= 150k
-kind-eagle kind-eagle3 kind-dspark: KIND_OPTIONS = --option taps=5,14,29
-kind-early-exit: KIND_OPTIONS = --option exit_layer=6
+kind-hidden_head kind-eagle kind-dspark: KIND_OPTIONS = --option taps=5,14,29
+kind-early_exit: KIND_OPTIONS = --option exit_layer=6
 kind-%: $(VENV)/.installed
 	$(BIN)/foredraft train $* --data $(KINDS_DATA) --tokens $(KINDS_TOKENS) --evaluations 6 \
 	  --out $(HEADS_OUT)/kinds/$* $(KIND_OPTIONS)

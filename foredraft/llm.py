@@ -14,7 +14,8 @@ from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams, checked_params
 from foredraft.core.rules.book import RuleBook
-from foredraft.drafters.base import Drafter, DrafterContext
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine, Event, Trace
 from foredraft.engine.row import GenerationResult
 from foredraft.engine.scheduler import MAX_STEP_TOKENS

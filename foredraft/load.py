@@ -20,7 +20,7 @@ from foredraft.cache.memory import checked_memory
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.drafters import check_options, drafter_spec, needs_draft_model
-from foredraft.drafters.common.shipped import shipped_head, shipped_head_of_files
+from foredraft.drafters.heads.store import shipped_head, shipped_head_of_files
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus
 from foredraft.models.base import Target
@@ -249,9 +249,9 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
 def _without_draft_model(target: Target | ModelPlan | None) -> str:
     if isinstance(target, ModelPlan):
         files = target.checkpoint if target.backend == "native" else None
-        has_head = files is not None and shipped_head_of_files("eagle", files) is not None
+        has_head = files is not None and shipped_head_of_files("hidden_head", files) is not None
     else:
-        has_head = target is not None and shipped_head("eagle", target) is not None
+        has_head = target is not None and shipped_head("hidden_head", target) is not None
     return "blend" if has_head else "suffix"
 
 
@@ -282,7 +282,7 @@ def resolve_drafter(
     if has_draft_model and spec.draft_model == "none":
         raise ConfigError(
             f"drafter {name!r} uses no draft model, but "
-            f"{options.draft_model or 'one'!r} was given; use drafter 'draft-model'"
+            f"{options.draft_model or 'one'!r} was given; use drafter 'draft_model'"
         )
     check_options(name, options.drafter_options)
     return name.replace("-", "_")

@@ -11,9 +11,10 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.control.planner import LoadedDrafter
 from foredraft.core.cost import CostModel
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DrafterContext
+from foredraft.drafters.base import Drafter
 from foredraft.drafters.common.ruled import RuledDrafter
 from foredraft.drafters.common.switch import Loaded, SwitchDrafter
+from foredraft.drafters.spec import DrafterContext
 from foredraft.options import LoadOptions
 
 _BESIDE = "suffix"

@@ -11,14 +11,8 @@ from collections.abc import Sequence
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import (
-    BaseDrafter,
-    DrafterContext,
-    DrafterSpec,
-    DraftRequest,
-    DraftRow,
-    Observation,
-)
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 
 
 class RecallDrafter(BaseDrafter):

@@ -24,14 +24,8 @@ from foredraft.cache.base import KVShape
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT
-from foredraft.drafters.base import (
-    BaseDrafter,
-    DrafterContext,
-    DrafterSpec,
-    DraftRequest,
-    DraftRow,
-    Observation,
-)
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import Capabilities, PartsTarget
 
 _KEY_SIZE = 16

@@ -17,8 +17,9 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DrafterContext, DraftRequest, DraftRow
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
 from foredraft.drafters.early_exit import parse_skip
+from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import LayeredTarget, ScoreRow, Target, read
 
 _CHUNK = 64

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.common.confidence import MatchConfidence
-from foredraft.drafters.common.priors import Priors, priors
+from foredraft.drafters.confidence import MatchConfidence, Priors, priors
 from foredraft.drafters.prediction import Alignment, Experience
-from foredraft.drafters.suffix import Source
-from foredraft.drafters.suffix.automaton import NO_MATCH, SEPARATOR, SuffixAutomaton
+from foredraft.drafters.suffix import NO_MATCH, SEPARATOR, Source, SuffixAutomaton
 from foredraft.drafters.token_recycling import RankConfidence, Successors, likeliest
 from foredraft.models.base import ScoreRow, Target, read
 

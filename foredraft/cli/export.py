@@ -29,11 +29,10 @@ def export(
 ) -> None:
     """Write a trained head for vLLM and SGLang.
 
-    foredraft export heads/eagle3 --format speculators --out heads/eagle3-speculators
+    foredraft export heads/eagle --format speculators --out heads/eagle-speculators
     """
     from foredraft.cli.progress import RichProgress
-    from foredraft.drafters.common.head_folder import read_info
-    from foredraft.drafters.common.shipped import fingerprint_of_files
+    from foredraft.drafters.heads.store import fingerprint_of_files, read_info
     from foredraft.models.files.safety import Checkpoint
     from foredraft.models.files.store import resolve_model
     from foredraft.train.export import export_head

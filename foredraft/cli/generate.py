@@ -107,7 +107,7 @@ def _draft_with_prediction(draft: o.DraftOptions) -> o.DraftOptions:
         return replace(draft, drafter="prediction")
     stages = [text for text in draft.drafter_option or () if text.startswith("stages=")]
     if draft.drafter != "prediction" and not any("prediction" in text for text in stages):
-        used = "draft-model" if draft.drafter == "auto" else draft.drafter
+        used = "draft_model" if draft.drafter == "auto" else draft.drafter
         raise ConfigError(
             f"--prediction is not used by drafter {used!r}: leave it out, or take "
             "--drafter prediction, or --drafter cascade with it among the stages"

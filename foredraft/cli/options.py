@@ -63,7 +63,7 @@ PrefixCaching = Annotated[
 ]
 Drafter = Annotated[
     str,
-    _option(_DRAFT, "--drafter", "ngram, draft-model, none, any installed one, or auto."),
+    _option(_DRAFT, "--drafter", "ngram, draft_model, none, any installed one, or auto."),
 ]
 DraftModel = Annotated[
     str | None,

@@ -14,11 +14,10 @@ from foredraft.cli import options as o
 from foredraft.cli.train_compare import compare
 from foredraft.core.errors import ConfigError
 from foredraft.options import DEFAULT_MODEL
-from foredraft.train.kinds import head_kinds
 
 if TYPE_CHECKING:
     from foredraft.cli.training_display import TrainingDisplay
-    from foredraft.drafters.common.head_folder import TargetIdentity
+    from foredraft.drafters.heads.store import TargetIdentity
     from foredraft.llm import LLM
     from foredraft.train.texts import Text
 
@@ -116,8 +115,12 @@ def _train_command(kind: str) -> Callable[..., None]:
     return command
 
 
-for _kind in head_kinds():
-    app.command(_kind.replace("_", "-"))(_train_command(_kind))
+_KINDS = (
+    *("dspark", "draft_model", "eagle", "early_exit", "hidden_head", "hydra", "medusa", "mtp"),
+)
+
+for _kind in _KINDS:
+    app.command(_kind)(_train_command(_kind))
 
 app.command()(o.with_option_objects(compare))
 
@@ -136,8 +139,8 @@ def train_table(
 ) -> None:
     """Learn a table of what follows what. It takes seconds, and starts anew each time."""
     from foredraft.cli.training_display import TrainingDisplay
-    from foredraft.drafters.common.head_folder import identify
-    from foredraft.drafters.table.ngrams import BOTH
+    from foredraft.drafters.heads.store import identify
+    from foredraft.drafters.table import BOTH
     from foredraft.system.timing_lock import Heed
     from foredraft.train.ngrams import TablePlan
     from foredraft.train.table import train_table
@@ -181,7 +184,7 @@ def write_text(
     """
     from foredraft.cli.training_display import TrainingDisplay
     from foredraft.cli.writing import write_into
-    from foredraft.drafters.common.head_folder import identify
+    from foredraft.drafters.heads.store import identify
     from foredraft.system.timing_lock import Heed
     from foredraft.train.writing import WritePlan
 
@@ -219,16 +222,16 @@ def _train(
     start_from: Path | None,
 ) -> None:
     from foredraft.cli.training_display import TrainingDisplay
-    from foredraft.drafters.common.head_files import load_head
-    from foredraft.drafters.common.head_folder import identify
+    from foredraft.drafters.heads.store import identify, load_head
+    from foredraft.drafters.registry import head_class
     from foredraft.system.paths import cache_root
     from foredraft.system.timing_lock import Heed
-    from foredraft.train.kinds import checked_options, module_class
+    from foredraft.train.kinds import checked_options
     from foredraft.train.loop import Trainer
     from foredraft.train.memory import settled
     from foredraft.train.target import TrainingTarget
 
-    module = module_class(kind)
+    module = head_class(kind)
     options = checked_options(module, options)
     train_plan = _plan(plan)
     llm = _load(target, device, _WRITTEN_AT_ONCE)

@@ -118,12 +118,12 @@ def tune_priors(
 ) -> None:
     """How often the guesses of copying drafters are right, on greedy replies of the model.
 
-    The package's own (foredraft/drafters/common/priors.json) are what this gives on the default
+    The package's own (foredraft/drafters/priors.json) are what this gives on the default
     model and the built-in prompts. They are a beginning: each text corrects them as it goes.
 
     Examples:
 
-        foredraft tune priors --write foredraft/drafters/common/priors.json
+        foredraft tune priors --write foredraft/drafters/priors.json
     """
     from foredraft.bench.priors import measure_priors
     from foredraft.bench.prompts import load_prompts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foredraft.drafters.common.head_folder import TargetIdentity
+    from foredraft.drafters.heads.store import TargetIdentity
     from foredraft.llm import LLM
     from foredraft.models.files.progress import Progress
     from foredraft.models.text.tokenizer import Tokenizer

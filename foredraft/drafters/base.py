@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from foredraft.core.errors import NoTokenError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.rules import Rules, SamplingRules
-from foredraft.models.base import Capabilities, Target
 
 
 @dataclass(frozen=True)
@@ -246,6 +245,18 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class ContinuingDrafter(Drafter, Protocol):
+    """A drafter that others can build on: see `foredraft.drafters.cascade`."""
+
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
+        """Draft what follows the row's tokens and ``draft``: chosen tokens, ``row.budget`` at most.
+
+        ``draft`` is a guess that may be rejected: nothing of it may be left in the drafter's state.
+        """
+        ...
+
+
+@runtime_checkable
 class Switching(Protocol):
     """A drafter that sends some requests to one drafter, others to another or to none."""
 
@@ -288,78 +299,3 @@ def learns(drafter: Drafter) -> bool:
         return own
     inherited: object = BaseDrafter.observe
     return getattr(type(drafter), "observe", None) is not inherited
-
-
-class TextCodec(Protocol):
-    """Text to ids and back, for drafters that work on text."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-
-@dataclass(frozen=True)
-class DrafterContext:
-    """What a drafter may be built from.
-
-    Attributes:
-        target: the target, for drafters that share its layers or embeddings.
-        draft_model: the separate draft model, when the user named one.
-        options: the user's options for this drafter, checked against `DrafterSpec.options`.
-        tokenizer: the target's; None when requests come as token ids only.
-        draft_tokenizer: the draft model's.
-    """
-
-    target: Target
-    draft_model: Target | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: TextCodec | None = None
-    draft_tokenizer: TextCodec | None = None
-
-
-class DrafterFactory(Protocol):
-    def __call__(self, context: DrafterContext) -> Drafter: ...
-
-
-@dataclass(frozen=True)
-class DrafterSpec:
-    """How the registry knows a drafter. Each drafter file ends with one, named ``DRAFTER``.
-
-    Attributes:
-        build: makes the drafter.
-        summary: one line for people.
-        options: option names with one line of help each; others are refused.
-        num_draft_tokens: a sensible default budget of nodes a step.
-        needs: capabilities the target must have.
-        draft_model: whether it uses a draft model: never, if the user names one, always, or always
-            and of any vocabulary.
-        required_options: options without which it cannot be built: there is no usual value.
-        instead_of_model: an option that takes the draft model's place where it is given.
-        drafts_from: "text": drafts are a function of the committed text (and the noise). "steps":
-            also of what was scored and rejected on the way, so that another number of draft tokens
-            gives other drafts.
-        copies: whether its drafts are copied from earlier text. Where only some are, its proposals
-            name "copy" as the author of those nodes.
-    """
-
-    build: DrafterFactory
-    summary: str
-    options: Mapping[str, str] = field(default_factory=dict)
-    num_draft_tokens: int = 4
-    needs: Capabilities = field(default_factory=Capabilities)
-    draft_model: Literal["none", "optional", "required", "any vocabulary"] = "none"
-    required_options: Sequence[str] = ()
-    instead_of_model: str | None = None
-    drafts_from: Literal["text", "steps"] = "text"
-    copies: bool = False
-
-    @property
-    def needs_draft_model(self) -> bool:
-        return self.draft_model in ("required", "any vocabulary")
-
-    def lacks_draft_model(self, has_one: bool, options: Mapping[str, Any]) -> bool:
-        """Whether it cannot be built for want of a draft model."""
-        return self.needs_draft_model and not has_one and self.instead_of_model not in options

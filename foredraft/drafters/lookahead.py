@@ -23,15 +23,8 @@ from dataclasses import dataclass
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import (
-    BaseDrafter,
-    DrafterContext,
-    DrafterSpec,
-    DraftRequest,
-    DraftRow,
-    Observation,
-)
-from foredraft.drafters.common.options import checked_count
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
 from foredraft.models.base import Capabilities
 
 _STRIDE = 7919

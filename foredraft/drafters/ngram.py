@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DrafterContext, DrafterSpec, DraftRequest, DraftRow
-from foredraft.drafters.common.per_request import PerRequestDrafter
+from foredraft.drafters.base import DraftRequest, DraftRow
+from foredraft.drafters.per_request import PerRequestDrafter
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 
 
 class NgramIndex:

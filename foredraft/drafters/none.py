@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.drafters.base import BaseDrafter, DrafterSpec, DraftRow
+from foredraft.drafters.base import BaseDrafter, DraftRow
+from foredraft.drafters.spec import DrafterSpec
 
 
 class NoDrafter(BaseDrafter):

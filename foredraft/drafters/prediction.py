@@ -14,19 +14,12 @@ from collections.abc import Iterator, Sequence
 from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import EMPTY_TREE, TokenTree
-from foredraft.drafters.base import (
-    DrafterContext,
-    DrafterSpec,
-    DraftRequest,
-    DraftRow,
-    Observation,
-    TextCodec,
-)
+from foredraft.drafters.base import DraftRequest, DraftRow, Observation
 from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.confidence import MatchConfidence
-from foredraft.drafters.common.per_request import PerRequestDrafter
 from foredraft.drafters.common.price import asked_price
-from foredraft.drafters.common.priors import priors
+from foredraft.drafters.confidence import MatchConfidence, priors
+from foredraft.drafters.per_request import PerRequestDrafter
+from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 
 _SETTLED = 4
 """Tokens that must agree before the place of parting is forgotten."""

@@ -19,19 +19,12 @@ from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
 from foredraft.core.largest import largest
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import (
-    DrafterContext,
-    DrafterSpec,
-    DraftRequest,
-    DraftRow,
-    Observation,
-)
+from foredraft.drafters.base import DraftRequest, DraftRow, Observation
 from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.options import checked_count, checked_flag
-from foredraft.drafters.common.per_request import PerRequestDrafter
-from foredraft.drafters.common.per_tenant import PerTenant
 from foredraft.drafters.common.price import asked_price
-from foredraft.drafters.common.priors import priors
+from foredraft.drafters.confidence import priors
+from foredraft.drafters.per_request import PerRequestDrafter, PerTenant
+from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
 
 _STEADIEST = 3
 _PRIOR_WEIGHT = 20.0

@@ -12,14 +12,7 @@ from foredraft.cache.base import NO_MEMORY
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import (
-    Drafter,
-    DraftRequest,
-    DraftRow,
-    Observation,
-    Switching,
-    learns,
-)
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation, Switching, learns
 from foredraft.models.base import Target
 
 _log = logging.getLogger("foredraft")

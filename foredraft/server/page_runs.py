@@ -100,7 +100,7 @@ class Lanes:
     def drafters(self) -> tuple[str, ...]:
         """What a lane may draft with: the server's own, and those that need nothing."""
         own = self._llm.drafter_name
-        heads = ("eagle",) if own == "blend" and not self._llm.options.drafter_options else ()
+        heads = ("hidden_head",) if own == "blend" and not self._llm.options.drafter_options else ()
         return tuple(dict.fromkeys((own, *heads, *_WITHOUT_TRAINING)))
 
     def get(self, spec: LaneSpec) -> _Watched:

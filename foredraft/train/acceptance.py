@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.head import Prediction
+from foredraft.drafters.heads.base import Prediction
 from foredraft.train.batches import TrainBatch
 
 _ROWS_AT_ONCE = 128

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.drafters.common.head import TextBatch
+from foredraft.drafters.heads.base import TextBatch
 from foredraft.train.capture import Capture, as_rows
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text

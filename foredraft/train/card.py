@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foredraft.drafters.common.head_folder import TargetIdentity
+from foredraft.drafters.heads.store import TargetIdentity
 
 
 def model_card(

@@ -10,8 +10,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from foredraft.drafters.common.head_folder import WEIGHTS, HeadInfo, read_info
-from foredraft.drafters.table.ngrams import BOTH, KIND
+from foredraft.drafters.heads.store import WEIGHTS, HeadInfo, read_info
+from foredraft.drafters.table import BOTH, KIND
 from foredraft.train.acceptance import tokens_a_step
 from foredraft.train.curves import read_curves
 from foredraft.train.table import BY_DEPTH, COPIES, TABLE

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.drafters.common.head_files import read_head
-from foredraft.drafters.common.head_folder import HeadInfo, read_info
-from foredraft.drafters.eagle3.module import Eagle3Module
-from foredraft.drafters.eagle3.published import published_config, published_tensors
+from foredraft.drafters.heads.eagle import EagleModule, published_config, published_tensors
+from foredraft.drafters.heads.store import HeadInfo, read_head, read_info
 from foredraft.system.files import write_tensors, write_text
 
 FORMATS = ("speculators",)
@@ -24,8 +22,8 @@ _VERSION = "0.7.0"
 """Of speculators, whose schema this is."""
 _DRAFT_TOKENS = 3
 _WHY_NOT = {
-    "eagle": "its layer attends over the state alone and adds to state and embedding together, "
-    "and its own state goes through a matrix of its own",
+    "hidden_head": "its layer attends over the state alone and adds to state and embedding "
+    "together, and its own state goes through a matrix of its own",
 }
 """What keeps a kind from being written, where it is near."""
 
@@ -53,7 +51,7 @@ def export_head(
     info = read_info(directory)
     _check_kind(info, directory, format)
     _check_free(out)
-    module = read_head(directory, Eagle3Module, info)
+    module = read_head(directory, EagleModule, info)
     config = published_config(module) | {
         "speculators_version": _VERSION,
         "torch_dtype": "bfloat16",
@@ -80,12 +78,12 @@ def _proposing(verifier: str, architectures: Sequence[str]) -> Mapping[str, Any]
 
 
 def _check_kind(info: HeadInfo, directory: Path, format: str) -> None:
-    if info.kind == Eagle3Module.kind:
+    if info.kind == EagleModule.kind:
         return
     why = f": {_WHY_NOT[info.kind]}" if info.kind in _WHY_NOT else ""
     raise ConfigError(
         f"{format} has no place for the head in {directory}, which is of kind {info.kind!r}{why}. "
-        "Train one that it has a place for: foredraft train eagle3"
+        "Train one that it has a place for: foredraft train eagle"
     )
 
 

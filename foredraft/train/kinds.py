@@ -1,36 +1,14 @@
-"""Which kinds of heads there are: the folders of `foredraft.drafters` that have a ``module.py``."""
+"""Options of the kinds of heads that can be trained."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.core.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
-    from foredraft.drafters.common.head import HeadModule
-
-_DRAFTERS = Path(__file__).parents[1] / "drafters"
-
-
-def head_kinds() -> list[str]:
-    """Names of all that can be trained. Imports nothing."""
-    return sorted(path.parent.name for path in _DRAFTERS.glob("*/module.py"))
-
-
-def module_class(kind: str) -> type[HeadModule]:
-    """The module of a kind; dashes and underscores are the same.
-
-    Raises:
-        ConfigError: no such kind.
-    """
-    key = kind.replace("-", "_")
-    if key not in head_kinds():
-        raise unknown("kind of head", kind, head_kinds())
-    module: type[HeadModule] = importlib.import_module(f"foredraft.drafters.{key}.module").MODULE
-    return module
+    from foredraft.drafters.heads.base import HeadModule
 
 
 def checked_options(module: type[HeadModule], options: Mapping[str, Any]) -> dict[str, Any]:

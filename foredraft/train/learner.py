@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import TrainingError
-from foredraft.drafters.common.head import HeadModule, Prediction
+from foredraft.drafters.heads.base import HeadModule, Prediction
 from foredraft.train.batches import TrainBatch
 from foredraft.train.losses import Goal, loss_named, product_loss
 from foredraft.train.optimiser import Optimiser, rate_share

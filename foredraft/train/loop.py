@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.head import HeadModule, TextBatch
-from foredraft.drafters.common.head_files import read_head, save_head
-from foredraft.drafters.common.head_folder import META, finish_saving, read_info
+from foredraft.drafters.heads.base import HeadModule, TextBatch
+from foredraft.drafters.heads.store import META, finish_saving, read_head, read_info, save_head
 from foredraft.train.acceptance import Acceptance, AcceptanceCount
 from foredraft.train.batches import TrainBatch, Window, batches_of, load_batch, windows_of
 from foredraft.train.capture import Capture, Pause

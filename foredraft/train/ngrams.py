@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foredraft.drafters.table.ngrams import LONGEST, NUM_SUCCESSORS, SEEDS, NgramTable
-from foredraft.drafters.table.opinions import NO_SHARES
+from foredraft.drafters.table import LONGEST, NO_SHARES, NUM_SUCCESSORS, SEEDS, NgramTable
 from foredraft.train.texts import Text
 
 _SEPARATOR = np.uint64(1 << 40)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from foredraft.drafters.common.head import HeadModule
+from foredraft.drafters.heads.base import HeadModule
 
 _WARM_UP = 0.02
 """Share of a training over which rates rise."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.head import HeadModule
+from foredraft.drafters.heads.base import HeadModule
 
 
 @torch.no_grad()

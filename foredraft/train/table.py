@@ -11,10 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.head_folder import Learnt, TargetIdentity, write_folder
+from foredraft.drafters.heads.store import Learnt, TargetIdentity, write_folder
 from foredraft.drafters.suffix import SuffixText
-from foredraft.drafters.table.ngrams import BOTH, KIND, LONGEST, NgramTable, self_test
-from foredraft.drafters.table.opinions import NUM_CLASSES, SITUATIONS, TableText
+from foredraft.drafters.table import (
+    BOTH,
+    KIND,
+    LONGEST,
+    NUM_CLASSES,
+    SITUATIONS,
+    NgramTable,
+    TableText,
+    self_test,
+)
 from foredraft.train.acceptance import shares_by_depth
 from foredraft.train.card import shown
 from foredraft.train.ngrams import TablePlan, learn_table

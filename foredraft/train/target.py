@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.core.errors import CapabilityError
-from foredraft.drafters.common.head_folder import TargetIdentity, identify
+from foredraft.drafters.heads.store import TargetIdentity, identify
 from foredraft.models.base import ModelShape, ScoreRow, Target, check_taps
 from foredraft.models.native.packed import as_tensor
 from foredraft.models.native.target import NativeTarget

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.head_folder import TargetIdentity
+from foredraft.drafters.heads.store import TargetIdentity
 from foredraft.models.files.json_files import read_json
 from foredraft.models.files.progress import Progress
 from foredraft.system.files import write_text

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from foredraft.bench.priors import Reply, measure_priors
-from foredraft.drafters.common.priors import Priors, priors
+from foredraft.drafters.confidence import Priors, priors
 from foredraft.models.table import TableModel
 
 VOCAB_SIZE = 64

@@ -9,7 +9,7 @@ from foredraft.bench.floor import Machine
 from foredraft.bench.random_model import random_config, random_weights
 from foredraft.bench.step import DrafterStepper, Size, TargetStepper, text, time_steps
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import DrafterContext
+from foredraft.drafters.spec import DrafterContext
 from foredraft.models.table import TableModel
 
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.head import TextBatch
-from foredraft.drafters.common.head_files import save_head
-from foredraft.drafters.eagle3.module import Eagle3Module
+from foredraft.drafters.heads.base import TextBatch
+from foredraft.drafters.heads.eagle import EagleModule
+from foredraft.drafters.heads.store import save_head
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.target import TrainingTarget
 
@@ -21,7 +21,7 @@ from foredraft.train.target import TrainingTarget
 @pytest.fixture
 def head(checkpoint: Path, tmp_path: Path) -> Path:
     source = TrainingTarget(NativeTarget.load(checkpoint), "tiny")
-    module = Eagle3Module.start(source, range(20), {})
+    module = EagleModule.start(source, range(20), {})
     tokens = torch.arange(6)
     (states,) = source.read([tokens.numpy()], module.taps)
     taps = {layer: states.layers[layer][None] for layer in module.taps}

@@ -48,7 +48,7 @@ def test_a_head_is_trained_and_gone_on_with(
 
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     write_shard(tmp_path / "texts", some_texts())
-    common = ("eagle", "--target", str(checkpoint), "--data", str(tmp_path / "texts"))
+    common = ("hidden_head", "--target", str(checkpoint), "--data", str(tmp_path / "texts"))
     options = ("--out", str(tmp_path / "head"), "--batch-tokens", "512", "--sequence", "64")
     more = ("--depth", "2", "--output-rows", "64", "--evaluations", "1")
     result = run(*common, *options, *more, "--tokens", "2k")
@@ -61,7 +61,7 @@ def test_a_head_is_trained_and_gone_on_with(
     result = run("compare", str(tmp_path / "head"), "--json", str(side_by_side))
     assert result.exit_code == 0, (result.output, result.exception)
     (head,) = json.loads(side_by_side.read_text())["heads"]
-    assert head["kind"] == "eagle"
+    assert head["kind"] == "hidden_head"
     assert len(head["greedy"]) == 2
     assert head["tokens"] >= 3000
 
@@ -107,7 +107,7 @@ def test_mistakes_are_explained(
     checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     out = ("--target", str(checkpoint), "--out", str(tmp_path / "head"))
-    result = run("eagle", *out, *arguments)
+    result = run("hidden_head", *out, *arguments)
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
 

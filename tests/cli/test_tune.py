@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.priors import Priors
+from foredraft.drafters.confidence import Priors
 
 TEXT = "The ferry crosses the river twice a day, in the morning and in the evening. " * 6
 

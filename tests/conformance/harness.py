@@ -27,16 +27,9 @@ from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.request import Request
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import (
-    Drafter,
-    DrafterContext,
-    DrafterSpec,
-    DraftRequest,
-    DraftRow,
-    Observation,
-    TextCodec,
-)
-from foredraft.drafters.common.shipped import shipped_head
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.heads.store import shipped_head
+from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.engine.engine import Engine
 from foredraft.engine.row import GenerationResult
 from foredraft.models.base import ScoreRow, Target
@@ -234,22 +227,22 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
 @functools.cache
 def head_kind(name: str) -> str:
     """The kind of head that a drafter loads."""
-    return "eagle" if name == "blend" else name
+    return "hidden_head" if name == "blend" else name
 
 
 def new_head(kind: str, made: str = "") -> Path:
     """A saved head of the tiny llama that can name every other token; see `HOW_MADE`."""
     if kind == "table":
         return new_table()
-    from foredraft.drafters.common.head import TextBatch
-    from foredraft.drafters.common.head_files import save_head
-    from foredraft.train.kinds import module_class
+    from foredraft.drafters.heads.base import TextBatch
+    from foredraft.drafters.heads.store import save_head
+    from foredraft.drafters.registry import head_class
     from foredraft.train.target import TrainingTarget
 
     target = native_kind("eager").new_target()
     source = TrainingTarget(target, "tiny llama")
     torch.manual_seed(9)
-    module = module_class(head_kind(kind)).start(
+    module = head_class(head_kind(kind)).start(
         source, range(0, target.vocab_size, 2), HOW_MADE.get(made, {})
     )
     with torch.no_grad():

@@ -11,7 +11,7 @@ import pytest
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_names
-from foredraft.drafters.common.reliability import Reliability
+from foredraft.drafters.heads.steps import Reliability
 from foredraft.engine.engine import Engine
 from tests.conformance.harness import (
     KINDS,

@@ -13,9 +13,8 @@ from tests.docs.pages import REPO, blocks
 
 EXAMPLE = REPO / "examples" / "foredraft-recall-drafter"
 HERE = Path(foredraft.drafters.__file__).parent
-BUILT_IN = [
-    name for name in drafter_names() if (HERE / f"{name}.py").exists() or (HERE / name).is_dir()
-]
+FILES = {path.stem for folder in (HERE, HERE / "heads") for path in folder.glob("*.py")}
+BUILT_IN = [name for name in drafter_names() if name in FILES or (HERE / name).is_dir()]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

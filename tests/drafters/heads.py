@@ -15,7 +15,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.sampling import Law, law_of
 from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
-from foredraft.drafters.common.head import HeadModule, TextBatch
+from foredraft.drafters.heads.base import HeadModule, TextBatch
 from foredraft.models.base import ModelShape, ScoreRow
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.target import DecoderFactory, NativeTarget

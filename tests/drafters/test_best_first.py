@@ -13,7 +13,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.options import checked_cost, checked_count, checked_flag
+from foredraft.drafters.spec import checked_cost, checked_count, checked_flag
 
 Word = tuple[int, ...]
 

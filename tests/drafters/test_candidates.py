@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from foredraft.core.choices import Choice
-from foredraft.drafters.common import candidates as module
-from foredraft.drafters.common.candidates import LEAST_CHANCE, Candidates
+from foredraft.drafters.heads import rows as module
+from foredraft.drafters.heads.rows import LEAST_CHANCE, Candidates
 
 
 def of(logits_NR: torch.Tensor, count: int, scale: float) -> tuple[list[list[Choice]], ...]:

@@ -14,11 +14,10 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DrafterContext, DraftRequest, DraftRow
-from foredraft.drafters.cascade.horizontal import HorizontalCascade
-from foredraft.drafters.cascade.stages import Cascade, Stage
-from foredraft.drafters.cascade.vertical import VerticalCascade
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
+from foredraft.drafters.cascade import Cascade, HorizontalCascade, Stage, VerticalCascade
 from foredraft.drafters.draft_model import DraftModelDrafter
+from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, Target
 from foredraft.models.table import TableModel
 from tests.conformance.harness import (

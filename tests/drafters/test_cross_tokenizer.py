@@ -16,9 +16,10 @@ import torch
 from foredraft.core.errors import ConfigError, VocabularyMismatchError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DrafterContext, TextCodec
+from foredraft.drafters.base import Drafter
 from foredraft.drafters.cross_tokenizer.shared_vocabulary import RestrictedModel, SharedVocabulary
 from foredraft.drafters.cross_tokenizer.transcript import CodecPair
+from foredraft.drafters.spec import DrafterContext, TextCodec
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
 from tests.conformance.harness import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foredraft.drafters.common.draft_cache import DraftCache
+from foredraft.drafters.chain import DraftCache
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 

@@ -12,8 +12,7 @@ from foredraft.core.cost import FREE_NODES, LinearPrice
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.rules import SamplingRules
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.dspark.drafter import DsparkDrafter
-from foredraft.drafters.dspark.module import DsparkModule
+from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import TinySource, random_text, shaken, text_batch, tiny_target
 

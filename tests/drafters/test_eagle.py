@@ -1,94 +1,260 @@
-"""EAGLE: what is drafted is what training predicts, and texts stay those of plain decoding."""
+"""Published EAGLE heads: every layout is read as it was meant, and what does not fit is named."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
-from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Observation
-from foredraft.drafters.eagle.drafter import EagleDrafter
-from foredraft.drafters.eagle.module import EagleModule
-from foredraft.kernels.build import KernelUnavailable, load_library
-from foredraft.load import native_decoder
-from foredraft.models.base import HeadRow
+from foredraft.core.errors import ConfigError, ModelLoadError
+from foredraft.drafters import build_drafter
+from foredraft.drafters.heads.base import HeadModule
+from foredraft.drafters.heads.eagle import (
+    CHOICES,
+    EagleDrafter,
+    EagleModule,
+    FirstEagleDrafter,
+    FirstEagleModule,
+    published_config,
+    published_taps,
+    published_tensors,
+    read_published,
+)
+from foredraft.drafters.spec import DrafterContext
 from foredraft.models.native.target import NativeTarget
-from tests.drafters.heads import TinySource, text_batch, tiny_target
+from tests.drafters.heads import (
+    OUTPUT_IDS,
+    VOCAB,
+    TinySource,
+    drafted_logits,
+    random_text,
+    shaken,
+    text_batch,
+    tiny_target,
+)
+from tests.drafters.test_heads import CHAIN, DEPTH
 
-TEXT = [token * 7 % 90 for token in range(24)]
+Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
+TARGET = tiny_target()
+SOURCE = TinySource(TARGET)
+PLAIN = {"tap_norms": "none", "residual": "plain", "returns": "plain"}
+"""EAGLE-3 as its authors published it, before there were more norms."""
 
 
-def new_target(decoder: str) -> NativeTarget:
-    if decoder == "fused":
-        try:
-            load_library()
-        except KernelUnavailable as reason:
-            pytest.skip(f"no fused kernel here: {reason}")
-    return tiny_target(native_decoder(decoder))
-
-
-def new_module(target: NativeTarget) -> EagleModule:
-    torch.manual_seed(1)
-    module = EagleModule(TinySource(target).shape, (0, 2), 48)
-    assert module.output_ids_R is not None
-    module.output_ids_R.mul_(2)
+def new_head(output_ids: list[int] | None = OUTPUT_IDS, **options: Any) -> EagleModule:
+    torch.manual_seed(4)
+    module = EagleModule.start(SOURCE, output_ids, options)
+    shaken(module)
+    with torch.no_grad():  # as it will be stored
+        for weight in module.parameters():
+            weight.copy_(weight.bfloat16())
     return module.eval()
 
 
-@pytest.fixture(params=["eager", "fused"])
-def target(request: pytest.FixtureRequest) -> NativeTarget:
-    return new_target(request.param)
+def speculators(module: EagleModule) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As vLLM's speculators write it, with the target's embeddings."""
+    tensors = published_tensors(module) | {"embed_tokens.weight": SOURCE.embedding()}
+    tensors["verifier_norm.weight"] = SOURCE.final_norm()
+    return published_config(module) | {"speculators_config": {"algorithm": "eagle3"}}, tensors
 
 
-def observed(target: NativeTarget, drafter: EagleDrafter, text: list[int]) -> None:
-    """Read a text but for its last token, as the engine would."""
-    from foredraft.core.proposal import NO_PROPOSAL
-    from foredraft.drafters.base import DraftRequest
-    from foredraft.models.base import ScoreRow
+def authors(module: EagleModule) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As EAGLE's authors write it: sizes at the top, the layer under another name."""
+    config = {**asdict(SOURCE.shape), "num_hidden_layers": 1, "hidden_act": "silu"}
+    config |= {"draft_vocab_size": len(module.output), "rope_scaling": None}
+    tensors = published_tensors(module)
+    return config, {n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}
 
-    slot = target.cache.allocate()
-    drafter.begin(DraftRequest(0, text[:-1], slot=slot))
-    scores = target.score([ScoreRow(slot, text[:-1])], drafter.taps)[0]
-    target.cache.keep(slot, len(text) - 1, ())
-    drafter.observe(
-        [
-            Observation(
-                0,
-                text[-1:],
-                0,
-                NO_PROPOSAL,
-                (),
-                scores.logits_NV,
-                scores.taps,
-                0,
-                len(text) - 1,
-                text,
-            )
-        ]
-    )
+
+LAYOUTS = {"speculators": speculators, "authors": authors}
+
+
+def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({n: t.contiguous() for n, t in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def read(directory: Path) -> EagleModule | FirstEagleModule:
+    return read_published(directory, TARGET)
+
+
+def assert_same_logits(one: EagleModule, other: Any) -> None:
+    batch = text_batch(TARGET, [random_text(12)], one.taps)
+    for mine, theirs in zip(one.predictions(batch, 3), other.predictions(batch, 3), strict=True):
+        torch.testing.assert_close(mine.logits_BLR, theirs.logits_BLR)
+
+
+@pytest.mark.parametrize("output_ids", [None, OUTPUT_IDS])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_is_read(layout: str, output_ids: list[int] | None, tmp_path: Path) -> None:
+    module = new_head(output_ids, **PLAIN)
+    found = read(write(tmp_path, *LAYOUTS[layout](module)))
+    assert_same_logits(module, found)
+    assert isinstance(found, EagleModule)
+    assert found.config == module.config
+    drafter = build_drafter("eagle", DrafterContext(TARGET, options={"head": str(tmp_path)}))
+    assert isinstance(drafter, EagleDrafter)
+
+
+VARIANTS = [
+    {**PLAIN, name: value} for name, values in CHOICES.items() for value in values
+]  # each option by itself
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+def test_each_variant_comes_back_and_drafts_as_it_predicts(
+    options: dict[str, str], tmp_path: Path
+) -> None:
+    module = new_head(**options)
+    found = read(write(tmp_path, *speculators(module)))
+    assert_same_logits(module, found)
+    assert_drafts_as_it_predicts(found, EagleDrafter(module, TARGET, CHAIN))
+
+
+def assert_drafts_as_it_predicts(module: Any, drafter: Any, target: NativeTarget = TARGET) -> None:
+    text = random_text(20)
+    predictions = module.predictions(text_batch(target, [text], module.taps), DEPTH)
+    for anchor in (0, 7):
+        drafted = drafted_logits(drafter, target, text, anchor, DEPTH)
+        for prediction, logits_V in zip(predictions, drafted, strict=True):
+            expected_R = prediction.logits_BLR[0, anchor].detach()
+            actual_R = logits_V[logits_V.isfinite()]
+            assert (actual_R - expected_R).norm() < 0.06 * expected_R.norm()
+
+
+def test_rows_come_in_the_order_of_their_tokens(tmp_path: Path) -> None:
+    module = new_head(**PLAIN)
+    config, tensors = authors(module)
+    order = torch.randperm(len(OUTPUT_IDS), generator=torch.Generator().manual_seed(0))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    tensors["d2t"] = torch.tensor(OUTPUT_IDS)[order] - torch.arange(len(order))
+    assert_same_logits(module, read(write(tmp_path, config, tensors)))
+
+
+def test_layers_are_numbered_as_each_layout_does(tmp_path: Path) -> None:
+    """By what goes into them, and in SpecForge's own entry by what comes out."""
+    config, tensors = authors(new_head(**PLAIN))
+    count = len(published_taps(3))
+    tensors["fc.weight"] = torch.zeros(64, 2 * 64)
+    for entry in (
+        {"eagle_aux_hidden_state_layer_ids": [1, 3]},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}},
+    ):
+        assert read(write(tmp_path, config | entry, tensors)).taps == (0, 2)
+    assert count == 2  # of three layers, two are tapped
+    entry = {"eagle_aux_hidden_state_layer_ids": [1, 4]}
+    with pytest.raises(ConfigError, match=r"\[0, 3\]; there are 3"):
+        read(write(tmp_path, config | entry, tensors))
+
+
+def first_layout(has_bias: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An EAGLE-1 checkpoint with random weights."""
+    torch.manual_seed(6)
+    module = FirstEagleModule(SOURCE.shape, has_bias)
+    shaken_weights = {n: w + 0.1 * torch.randn_like(w) for n, w in module.state_dict().items()}
+    renamed = {
+        "fc.weight": shaken_weights["join.weight"],
+        "layers.0.post_attention_layernorm.weight": shaken_weights["layer.mlp_norm.weight"],
+        "layers.0.self_attn.o_proj.weight": shaken_weights["layer.output.weight"],
+        "layers.0.mlp.down_proj.weight": shaken_weights["layer.down.weight"],
+        "embed_tokens.weight": SOURCE.embedding(),
+    }
+    if has_bias:
+        renamed["fc.bias"] = shaken_weights["join.bias"]
+    for name, piece in zip("qkv", shaken_weights["layer.qkv.weight"].split([64, 32, 32])):  # noqa: B905
+        renamed[f"layers.0.self_attn.{name}_proj.weight"] = piece
+    gate, up = shaken_weights["layer.gate_up.weight"].chunk(2)
+    renamed |= {"layers.0.mlp.gate_proj.weight": gate, "layers.0.mlp.up_proj.weight": up}
+    return {**asdict(SOURCE.shape), "num_hidden_layers": 1}, renamed
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_the_first_eagle_is_read_and_drafts_as_it_predicts(has_bias: bool, tmp_path: Path) -> None:
+    config, tensors = first_layout(has_bias)
+    module = read(write(tmp_path, config, tensors))
+    assert isinstance(module, FirstEagleModule)
+    drafter = build_drafter("eagle", DrafterContext(TARGET, options={"head": str(tmp_path)}))
+    assert isinstance(drafter, FirstEagleDrafter)
+    assert_drafts_as_it_predicts(module, FirstEagleDrafter(module, TARGET, CHAIN))
 
 
 @torch.no_grad()
-def test_it_drafts_what_training_predicts(target: NativeTarget) -> None:
-    """At an anchor, with the text's own tokens drafted behind it."""
-    module = new_module(target)
-    drafter = EagleDrafter(module, target)
-    depth, anchor = 3, 15
-    observed(target, drafter, TEXT[: anchor + 2])
-    request = drafter._requests[0]
-    drafter._catch_up([request])
-    found = [request.logits_R]
-    state, drafted = request.state_E, TokenTree()
-    for k in range(1, depth):
-        drafted = TokenTree.chain(TEXT[anchor + 2 : anchor + 1 + k + 1])
-        inputs = drafter._runner.own_inputs(drafted.tokens[-1:], state[None])
-        states, logits = drafter._runner.run([HeadRow(request.slot, anchor, 1, drafted, k)], inputs)
-        state = states[0]
-        found.append(logits[0])
-    batch = text_batch(target, [TEXT], module.taps)
-    for k, prediction in enumerate(module.predictions(batch, depth)):
-        assert (prediction.shift, prediction.depth) == (k + 2, k + 1)
-        expected = prediction.logits_BLR[0, anchor]
-        got = found[k]
-        close = 2e-3 if target.decoder.name == "eager" else 0.03
-        assert (got - expected).norm() < close * expected.norm() * 3, k
+def test_the_first_eagle_computes_what_its_paper_says(tmp_path: Path) -> None:
+    """Of a text of one token: no position to turn by, nothing else to attend to."""
+    config, tensors = first_layout()
+    module = read(write(tmp_path, config, tensors))
+    batch = text_batch(TARGET, [[5, 9]], module.taps)
+    normed_E = TARGET.parts.norm(batch.taps[2][0, :1])[0]
+    joined = torch.cat((SOURCE.embedding()[9], normed_E))
+    x_E = tensors["fc.weight"] @ joined + tensors["fc.bias"]
+    values = tensors["layers.0.self_attn.v_proj.weight"] @ x_E
+    heads = values.view(2, 16).repeat_interleave(2, 0).flatten()
+    x_E = x_E + tensors["layers.0.self_attn.o_proj.weight"] @ heads
+    scaled_E = x_E * (x_E.square().mean() + SOURCE.shape.rms_norm_eps).rsqrt()
+    normed_E = scaled_E * tensors["layers.0.post_attention_layernorm.weight"]
+    gate = torch.nn.functional.silu(tensors["layers.0.mlp.gate_proj.weight"] @ normed_E)
+    up = tensors["layers.0.mlp.up_proj.weight"] @ normed_E
+    x_E = x_E + tensors["layers.0.mlp.down_proj.weight"] @ (gate * up)
+    expected_V = SOURCE.head() @ x_E
+    actual_V = module.predictions(batch, 1)[0].logits_BLR[0, 0]
+    torch.testing.assert_close(actual_V, expected_V, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda c, w: c.update(num_hidden_layers=2), ConfigError, "num_hidden_layers 2.*one layer"),
+        (lambda c, w: c.update(rope_scaling={"rope_type": "llama3"}), ConfigError, "rope_scaling"),
+        (lambda c, w: c.update(target_hidden_size=128), ConfigError, "target_hidden_size 128"),
+        (lambda c, w: c.update(attention_bias=True), ConfigError, "attention_bias"),
+        (lambda c, w: c.update(vocab_size=99), ConfigError, "with 99 tokens.*with 96"),
+        (lambda c, w: c.update(speculators_model_type="mlp"), ConfigError, "type 'mlp'"),
+        (lambda c, w: c.pop("hidden_size"), ModelLoadError, "lacks a size"),
+        (lambda c, w: w.pop("midlayer.mlp.up_proj.weight"), ConfigError, "lacks.*up_proj"),
+        (lambda c, w: w.pop("fc.weight"), ConfigError, "no EAGLE head.*foredraft train eagle"),
+        (lambda c, w: w.update({"midlayer.self_attn.q_norm.weight": torch.ones(16)}),
+         ConfigError, "no place for"),
+        (lambda c, w: w.update({"embed_tokens.weight": torch.randn(VOCAB, 64)}),
+         ConfigError, "other embeddings"),
+        (lambda c, w: w.update({"norm.weight": torch.ones(32)}), ModelLoadError, "norm.weight has"),
+        (lambda c, w: w["norm.weight"].fill_(float("nan")), ModelLoadError, "NaN"),
+        (lambda c, w: w["d2t"].add_(90), ModelLoadError, "d2t does not name"),
+        (lambda c, w: w["t2d"].logical_not_(), ModelLoadError, "different tokens"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(
+    change: Change, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    config, tensors = authors(new_head(**PLAIN))
+    change(config, tensors)
+    with pytest.raises(error, match=says):
+        read(write(tmp_path, config, tensors))
+
+
+def test_a_pickle_is_never_read(tmp_path: Path) -> None:
+    config, _ = authors(new_head(**PLAIN))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never")
+    with pytest.raises(ModelLoadError, match="pickle"):
+        read(tmp_path)
+
+
+def test_other_drafters_say_where_a_published_head_goes(tmp_path: Path) -> None:
+    write(tmp_path, *authors(new_head(**PLAIN)))
+    with pytest.raises(ConfigError, match="drafter 'eagle'"):
+        build_drafter("hidden_head", DrafterContext(TARGET, options={"head": str(tmp_path)}))
+
+
+def test_an_unknown_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'normed'"):
+        EagleModule.start(SOURCE, None, {"returns": "norm"})
+    assert issubclass(EagleModule, HeadModule)

@@ -10,9 +10,10 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DrafterContext, DraftRequest, DraftRow
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.early_exit import parse_skip
+from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.eager import EagerDecoder

@@ -11,23 +11,15 @@ import torch
 
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.common.growing import GrowthLimits
-from foredraft.drafters.common.head import HeadModule
-from foredraft.drafters.draft_model.distilled import DistilledDrafter
-from foredraft.drafters.draft_model.module import DraftModelModule
-from foredraft.drafters.dspark.drafter import DsparkDrafter
-from foredraft.drafters.dspark.module import DsparkModule
-from foredraft.drafters.eagle.drafter import EagleDrafter
-from foredraft.drafters.eagle.module import EagleModule
-from foredraft.drafters.eagle3.drafter import Eagle3Drafter
-from foredraft.drafters.eagle3.module import Eagle3Module
-from foredraft.drafters.early_exit.adapted import AdaptedDrafter
-from foredraft.drafters.early_exit.module import AdapterModule
-from foredraft.drafters.hydra.drafter import HydraDrafter
-from foredraft.drafters.hydra.module import HydraModule
-from foredraft.drafters.medusa.drafter import MedusaDrafter
-from foredraft.drafters.medusa.module import MedusaModule
-from foredraft.drafters.mtp.drafter import MtpDrafter
-from foredraft.drafters.mtp.module import MtpModule
+from foredraft.drafters.early_exit import AdaptedDrafter, AdapterModule
+from foredraft.drafters.heads.base import HeadModule
+from foredraft.drafters.heads.distilled import DistilledDrafter, DraftModelModule
+from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule
+from foredraft.drafters.heads.eagle import EagleDrafter, EagleModule
+from foredraft.drafters.heads.hidden_head import HiddenHeadDrafter, HiddenHeadModule
+from foredraft.drafters.heads.hydra import HydraDrafter, HydraModule
+from foredraft.drafters.heads.medusa import MedusaDrafter, MedusaModule
+from foredraft.drafters.heads.mtp import MtpDrafter, MtpModule
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import (
     OUTPUT_IDS,
@@ -71,8 +63,10 @@ KINDS: dict[str, Kind] = {
     "draft_model": Kind(
         DraftModelModule, lambda target, module: DistilledDrafter(module, target, CHAIN)
     ),
+    "hidden_head": Kind(
+        HiddenHeadModule, lambda target, module: HiddenHeadDrafter(module, target, CHAIN)
+    ),
     "eagle": Kind(EagleModule, lambda target, module: EagleDrafter(module, target, CHAIN)),
-    "eagle3": Kind(Eagle3Module, lambda target, module: Eagle3Drafter(module, target, CHAIN)),
     "hydra": Kind(HydraModule, lambda target, module: HydraDrafter(module, target, CHAIN)),
 }
 

@@ -14,19 +14,13 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import (
-    BaseDrafter,
-    Drafter,
-    DrafterContext,
-    DraftRequest,
-    DraftRow,
-    Observation,
-)
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import OUTPUT_IDS, VOCAB, shaken
-from tests.drafters.test_eagle import new_target
 from tests.drafters.test_heads import KINDS, Kind
+from tests.drafters.test_hidden_head import new_target
 
 PROMPT = [token * 7 % 90 for token in range(50)]
 SECOND = [5, 4, 3, 2, 1] * 5

@@ -12,8 +12,9 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import DrafterContext, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import DraftRequest, DraftRow, Observation
 from foredraft.drafters.lookahead import LookaheadDrafter, NgramPool, Sizes, Window
+from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow
 from foredraft.models.table import TableModel
 from tests.conformance.harness import Recorded, plain, run

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import DrafterContext
-from foredraft.drafters.mtp.drafter import MtpDrafter
-from foredraft.drafters.mtp.module import MtpModule
-from foredraft.drafters.mtp.native import LAYOUTS, read_native
+from foredraft.drafters.heads.mtp import LAYOUTS, MtpDrafter, MtpModule, read_native
+from foredraft.drafters.spec import DrafterContext
 from tests.drafters.heads import TinySource, random_text, shaken, text_batch, tiny_target
 
 TARGET = tiny_target()

@@ -14,10 +14,18 @@ from foredraft.core.cost import FREE_NODES
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import DrafterContext, DraftRequest, DraftRow
-from foredraft.drafters.common.head_folder import identify
-from foredraft.drafters.table.ngrams import NgramTable, load_table
-from foredraft.drafters.table.opinions import AGREED, ALONE, NO_SHARES, PARTED, TableText
+from foredraft.drafters.base import DraftRequest, DraftRow
+from foredraft.drafters.heads.store import identify
+from foredraft.drafters.spec import DrafterContext
+from foredraft.drafters.table import (
+    AGREED,
+    ALONE,
+    NO_SHARES,
+    PARTED,
+    NgramTable,
+    TableText,
+    load_table,
+)
 from foredraft.train.ngrams import TablePlan, learn_table
 from foredraft.train.table import train_table
 from foredraft.train.target import TrainingTarget

@@ -9,7 +9,7 @@ from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import law_of
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.common.output_rows import HEAD_TRUST, OutputRows
+from foredraft.drafters.heads.rows import HEAD_TRUST, OutputRows
 
 VOCAB = 40
 IDS_R = torch.arange(0, VOCAB, 2)

@@ -10,7 +10,8 @@ import pytest
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DrafterContext
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.spec import DrafterContext
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level, num_right
 

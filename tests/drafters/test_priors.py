@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.confidence import MatchConfidence
-from foredraft.drafters.common.priors import Priors, priors
+from foredraft.drafters.confidence import MatchConfidence, Priors, priors
 
 
 def test_there_is_an_estimate_for_every_class() -> None:

@@ -15,9 +15,9 @@ from foredraft.drafters import (
     drafter_names,
     drafter_spec,
 )
-from foredraft.drafters.base import DrafterContext, DrafterSpec
 from foredraft.drafters.draft_model import DRAFTER as DRAFT_MODEL
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from foredraft.core.choices import Choice
-from foredraft.drafters.common.reliability import Reliability
+from foredraft.drafters.heads.steps import Reliability
 
 
 @pytest.mark.parametrize(("claimed", "true"), [(0.9, 0.45), (0.5, 0.5), (0.9, 0.0), (0.1, 0.9)])

@@ -6,8 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from foredraft.drafters.common.head_folder import identify, read_info
-from foredraft.drafters.common.shipped import SHIPPED, shipped_head, shipped_head_of_files
+from foredraft.drafters.heads.store import (
+    SHIPPED,
+    identify,
+    read_info,
+    shipped_head,
+    shipped_head_of_files,
+)
 from foredraft.load import plan_model, resolve_drafter
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
@@ -20,7 +25,7 @@ from tests.drafters.heads import tiny_target
 @pytest.mark.real_model
 def test_the_built_in_model_has_one() -> None:
     target = NativeTarget.load(resolve_model(DEFAULT_MODEL))
-    found = shipped_head("eagle", target)
+    found = shipped_head("hidden_head", target)
     assert found is not None
     assert read_info(found).target.fingerprint == identify(target).fingerprint
     assert resolve_drafter(LoadOptions(), False, target) == "blend"
@@ -30,15 +35,15 @@ def test_the_built_in_model_has_one() -> None:
 def test_the_files_of_a_target_tell_as_much() -> None:
     plan = plan_model("model", Checkpoint(resolve_model(DEFAULT_MODEL)), LoadOptions(), "cpu")
     assert plan.checkpoint is not None
-    found = shipped_head_of_files("eagle", plan.checkpoint)
-    assert found == shipped_head("eagle", NativeTarget.load(resolve_model(DEFAULT_MODEL)))
+    found = shipped_head_of_files("hidden_head", plan.checkpoint)
+    assert found == shipped_head("hidden_head", NativeTarget.load(resolve_model(DEFAULT_MODEL)))
     assert resolve_drafter(LoadOptions(), False, plan) == "blend"
     assert resolve_drafter(LoadOptions(), False, replace(plan, backend="hf")) == "suffix"
 
 
 def test_other_targets_have_none() -> None:
     for target in (tiny_target(), TableModel.random(6, seed=0)):
-        assert shipped_head("eagle", target) is None
+        assert shipped_head("hidden_head", target) is None
         assert resolve_drafter(LoadOptions(), False, target) == "suffix"
 
 

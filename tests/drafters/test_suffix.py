@@ -9,9 +9,8 @@ import pytest
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import DrafterContext
-from foredraft.drafters.suffix import SuffixDrafter
-from foredraft.drafters.suffix.past_outputs import PastOutputs, tenant_file
+from foredraft.drafters.spec import DrafterContext
+from foredraft.drafters.suffix import PastOutputs, SuffixDrafter, tenant_file
 from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level

@@ -12,7 +12,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DrafterContext, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.token_recycling import Successors, likeliest
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level

@@ -18,8 +18,9 @@ from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.request import Request
-from foredraft.drafters.base import BaseDrafter, Drafter, DrafterContext, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.table import TableModel

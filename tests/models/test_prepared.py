@@ -12,7 +12,7 @@ from foredraft.models.native.joins import native_join
 from foredraft.models.native.prepared import MOST_TOKENS
 from foredraft.models.native.runner import NativeHeadRunner
 from foredraft.models.native.target import NativeTarget
-from tests.drafters.test_eagle import new_module, new_target
+from tests.drafters.test_hidden_head import new_module, new_target
 
 TREE = TokenTree((1, 2, 3, 4, 5, 6), (-1, -1, 0, 2, 1, 3))
 

@@ -10,13 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from foredraft.drafters.common.head import (
-    HeadModule,
-    HeadSource,
-    Prediction,
-    TextBatch,
-    output_rows,
-)
+from foredraft.drafters.heads.base import HeadModule, HeadSource, Prediction, TextBatch, output_rows
 from foredraft.models.base import ModelShape
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.loop import Trainer

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.head_files import save_head
-from foredraft.drafters.common.head_folder import identify
-from foredraft.drafters.eagle.module import EagleModule
-from foredraft.drafters.eagle3.module import Eagle3Module
-from foredraft.drafters.eagle3.published import read_published
+from foredraft.drafters.heads.eagle import EagleModule, read_published
+from foredraft.drafters.heads.hidden_head import HiddenHeadModule
+from foredraft.drafters.heads.store import identify, save_head
 from foredraft.train.export import export_head
 from tests.drafters.heads import OUTPUT_IDS, TinySource, shaken, text_batch, tiny_target
 
@@ -21,7 +19,9 @@ TARGET = tiny_target()
 VERIFIER = ("org/tiny", ["LlamaForCausalLM"])
 
 
-def saved(kind: type[EagleModule | Eagle3Module], directory: Path) -> EagleModule | Eagle3Module:
+def saved(
+    kind: type[HiddenHeadModule | EagleModule], directory: Path
+) -> HiddenHeadModule | EagleModule:
     module = shaken(kind.start(TinySource(TARGET), OUTPUT_IDS, {}))
     with torch.no_grad():  # as it will be stored
         for weight in module.parameters():
@@ -33,7 +33,7 @@ def saved(kind: type[EagleModule | Eagle3Module], directory: Path) -> EagleModul
 
 
 def test_an_exported_head_is_the_same_head(tmp_path: Path) -> None:
-    module = saved(Eagle3Module, tmp_path / "head")
+    module = saved(EagleModule, tmp_path / "head")
     for _ in range(2):  # what was exported before is written over
         export_head(tmp_path / "head", tmp_path / "out", "speculators", *VERIFIER)
     found = read_published(tmp_path / "out", TARGET)
@@ -47,13 +47,13 @@ def test_an_exported_head_is_the_same_head(tmp_path: Path) -> None:
 
 
 def test_a_head_of_another_shape_is_refused_with_the_difference(tmp_path: Path) -> None:
-    saved(EagleModule, tmp_path / "head")
-    with pytest.raises(ConfigError, match=r"kind 'eagle': its layer.*foredraft train eagle3"):
+    saved(HiddenHeadModule, tmp_path / "head")
+    with pytest.raises(ConfigError, match=r"kind 'hidden_head': its layer.*foredraft train eagle"):
         export_head(tmp_path / "head", tmp_path / "out", "speculators", *VERIFIER)
 
 
 def test_only_heads_are_written_over(tmp_path: Path) -> None:
-    saved(Eagle3Module, tmp_path / "head")
+    saved(EagleModule, tmp_path / "head")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="holds no exported head"):

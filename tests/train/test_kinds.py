@@ -11,11 +11,12 @@ import torch
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import DrafterContext
-from foredraft.drafters.common.head import HeadModule, TextBatch
-from foredraft.drafters.common.head_files import load_head
+from foredraft.drafters.heads.base import HeadModule, TextBatch
+from foredraft.drafters.heads.store import load_head
+from foredraft.drafters.registry import head_class, head_kinds
+from foredraft.drafters.spec import DrafterContext
 from foredraft.models.native.target import NativeTarget
-from foredraft.train.kinds import checked_options, head_kinds, module_class
+from foredraft.train.kinds import checked_options
 from foredraft.train.target import TrainingTarget
 from tests.conformance.harness import run
 from tests.train.helpers import Watch, plan_of, train
@@ -23,7 +24,7 @@ from tests.train.helpers import Watch, plan_of, train
 
 @pytest.mark.parametrize("kind", head_kinds())
 def test_it_is_trained_and_loaded(target: TrainingTarget, tmp_path: Path, kind: str) -> None:
-    module, watch, plan = module_class(kind), Watch(), plan_of(tokens=3000, evaluations=1, depth=3)
+    module, watch, plan = head_class(kind), Watch(), plan_of(tokens=3000, evaluations=1, depth=3)
     result = train(target, tmp_path / "head", kind=module, watch=Watch(stop_after=2), plan=plan)
     assert result.done < 1
     result = train(target, tmp_path / "head", kind=module, watch=watch, plan=plan)
@@ -38,7 +39,7 @@ def test_confidences_are_scaled_to_held_out_text(
     target: TrainingTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scales: list[list[float]] = []
-    module = module_class("dspark")
+    module = head_class("dspark")
     whole = module.calibrate
 
     def noting(self: HeadModule, batches: Iterable[TextBatch]) -> list[float]:
@@ -59,7 +60,7 @@ def test_heads_for_each_depth_draft_as_they_were_trained(
     target: TrainingTarget, checkpoint: Path, tmp_path: Path
 ) -> None:
     plan = plan_of(tokens=20_000, evaluations=1, depth=3, first_depth_until=0.0, output_rows=0)
-    module = module_class("mtp")
+    module = head_class("mtp")
     train(target, tmp_path / "head", kind=module, plan=plan, options={"heads": 3})
     runs_on = NativeTarget.load(checkpoint, torch.float32)
     head = DrafterContext(runs_on, options={"head": str(tmp_path / "head")})
@@ -73,8 +74,8 @@ def test_heads_for_each_depth_draft_as_they_were_trained(
 
 def test_unknown_kinds_and_options_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'eagle'"):
-        module_class("eagel")
+        head_class("eagel")
     with pytest.raises(ConfigError, match="did you mean 'taps'"):
-        checked_options(module_class("eagle"), {"tapps": 1})
-    assert checked_options(module_class("eagle"), {"taps": "0,2"}) == {"taps": [0, 2]}
-    assert checked_options(module_class("eagle"), {"taps": "2,"}) == {"taps": [2]}
+        checked_options(head_class("hidden_head"), {"tapps": 1})
+    assert checked_options(head_class("hidden_head"), {"taps": "0,2"}) == {"taps": [0, 2]}
+    assert checked_options(head_class("hidden_head"), {"taps": "2,"}) == {"taps": [2]}

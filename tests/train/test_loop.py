@@ -15,8 +15,8 @@ from torch import Tensor
 
 import foredraft.system.files
 from foredraft.core.errors import CapabilityError, ConfigError, TrainingError
-from foredraft.drafters.common.head import Prediction, TextBatch
-from foredraft.drafters.common.head_files import load_head
+from foredraft.drafters.heads.base import Prediction, TextBatch
+from foredraft.drafters.heads.store import load_head
 from foredraft.models.table import TableModel
 from foredraft.train.curves import draw_curves, read_curves
 from foredraft.train.start import take_over

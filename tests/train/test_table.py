@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.table.ngrams import next_hash
+from foredraft.drafters.table import next_hash
 from foredraft.train.ngrams import TablePlan, _next_hashes, learn_table
 from foredraft.train.table import measure, train_table
 from foredraft.train.target import TrainingTarget

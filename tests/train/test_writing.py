@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.common.head_folder import TargetIdentity
+from foredraft.drafters.heads.store import TargetIdentity
 from foredraft.train.texts import read_texts, shard_paths, write_shard
 from foredraft.train.writing import (
     Prompt,

@@ -9,7 +9,8 @@ from foredraft import GenerationResult, SamplingParams
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter, drafter_names
-from foredraft.drafters.base import Drafter, DrafterContext, DraftRequest, DraftRow
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
+from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.models.table import TableModel
 

@@ -17,14 +17,8 @@ from foredraft.core.errors import CapabilityError
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter, drafter_names
-from foredraft.drafters.base import (
-    BaseDrafter,
-    Drafter,
-    DrafterContext,
-    DraftRequest,
-    DraftRow,
-    Observation,
-)
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import native_decoder

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from foredraft.core.cost import LinearPrice, Price
-from foredraft.drafters.base import DrafterContext
-from foredraft.drafters.common.options import checked_cost
+from foredraft.drafters.spec import DrafterContext, checked_cost
 
 
 def asked_price(context: DrafterContext) -> Price | None:

@@ -13,8 +13,14 @@ from dataclasses import replace
 
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation, learns
-from foredraft.drafters.common.continuing import ContinuingDrafter
+from foredraft.drafters.base import (
+    ContinuingDrafter,
+    Drafter,
+    DraftRequest,
+    DraftRow,
+    Observation,
+    learns,
+)
 
 
 class RuledDrafter:

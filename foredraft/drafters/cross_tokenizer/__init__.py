@@ -25,16 +25,10 @@ from foredraft.core.rules import SamplingRules
 from foredraft.core.sampling import Law
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import (
-    BaseDrafter,
-    Drafter,
-    DrafterContext,
-    DrafterSpec,
-    DraftRequest,
-    DraftRow,
-)
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
 from foredraft.drafters.cross_tokenizer.shared_vocabulary import RestrictedModel, SharedVocabulary
 from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Transcript
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 
 _MAX_RATIO = 8
@@ -200,7 +194,7 @@ def _build(context: DrafterContext) -> CrossTokenizerDrafter:
             "drafter 'cross-tokenizer' works on text and needs the tokenizers of both models; "
             "load them with LLM.load"
         )
-    name, mode = options.pop("drafter", "draft-model"), str(options.pop("mode", "slem"))
+    name, mode = options.pop("drafter", "draft_model"), str(options.pop("mode", "slem"))
     if mode not in _MODES:
         raise unknown("mode", mode, _MODES)
     codecs = CodecPair.of(context.tokenizer, context.draft_tokenizer)
@@ -218,7 +212,7 @@ def _inner(
     spec = drafter_spec(name)
     if spec.draft_model != "required":
         raise ConfigError(
-            f"drafter {name!r} has no model of another vocabulary to wrap; use 'draft-model'"
+            f"drafter {name!r} has no model of another vocabulary to wrap; use 'draft_model'"
         )
     can = Capabilities(tree_attention=context.target.capabilities.tree_attention)
     outside = _DraftSide(model.vocab_size, model.max_context, can)
@@ -234,7 +228,7 @@ DRAFTER = DrafterSpec(
     summary="a draft model of another vocabulary, by way of text or of shared tokens",
     options={
         "mode": "slem goes through text, tli uses the shared tokens (slem)",
-        "drafter": "what drafts in the draft model's tokens (draft-model)",
+        "drafter": "what drafts in the draft model's tokens (draft_model)",
         "shape": "of that drafter: chain, children at each depth, or best-first (chain)",
     },
     num_draft_tokens=4,

@@ -15,8 +15,8 @@ from torch import Tensor
 from foredraft.cache.base import Cache
 from foredraft.core.errors import VocabularyMismatchError
 from foredraft.core.proposal import Renaming
-from foredraft.drafters.base import TextCodec
 from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Specials
+from foredraft.drafters.spec import TextCodec
 from foredraft.models.base import Capabilities, ScoreRow, Scores, Target
 
 _UNFINISHED = "\ufffd"

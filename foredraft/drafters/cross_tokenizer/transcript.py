@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foredraft.drafters.base import TextCodec
+from foredraft.drafters.spec import TextCodec
 
 _UNFINISHED = "\ufffd"
 """What decoders put where bytes are no character, or not yet."""

@@ -1,0 +1,118 @@
+"""A trained head and the text's own repetitions, in one tree.
+
+At each node that the head scores, what it says and what followed the longest earlier match become
+one opinion; so does what a table of the target's earlier text says, where there is one. Where a
+copy is nearly sure, at the root or later, or the head's forwards are used up, the copy alone goes
+on. So each token is proposed by whoever is likelier right about it, and nobody goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from foredraft.core.choices import Choice
+from foredraft.core.proposal import Proposal
+from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.common.best_first import best_first
+from foredraft.drafters.common.growing import SURE, GrowthLimits, Guide
+from foredraft.drafters.heads.hidden_head import HiddenHeadDrafter, HiddenHeadModule
+from foredraft.drafters.heads.steps import GROWTH_OPTIONS, growth_limits
+from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.drafters.suffix import SuffixText
+from foredraft.drafters.table import NgramTable, TableText, found_table
+from foredraft.models.base import Capabilities, HeadTarget
+
+
+class GrowingText(Guide, Protocol):
+    """A request's text that says what may follow."""
+
+    def commit(self, token: int) -> None:
+        """Append a committed token."""
+        ...
+
+
+class BlendDrafter(HiddenHeadDrafter):
+    """See the module docstring.
+
+    Args:
+        module: a trained head.
+        target: its target.
+        limits: how far a tree may grow by the head.
+        table: of the target's earlier text.
+    """
+
+    def __init__(
+        self,
+        module: HiddenHeadModule,
+        target: HeadTarget,
+        limits: GrowthLimits | None = None,
+        table: NgramTable | None = None,
+    ) -> None:
+        super().__init__(module, target, limits)
+        self._texts: dict[int, GrowingText] = {}
+        self._table = table
+        self._may_branch = target.capabilities.tree_attention
+
+    def begin(self, request: DraftRequest) -> None:
+        super().begin(request)
+        is_sampled = request.params.temperature > 0.0
+        self._texts[request.request_id] = (
+            SuffixText(request.tokens)
+            if self._table is None
+            else TableText(request.tokens, self._table, is_sampled)
+        )
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        copied = {row.request_id: self._copied(row) for row in rows if self._is_sure(row)}
+        others = [row for row in rows if row.request_id not in copied]
+        asked = zip(others, super().propose(others), strict=True)
+        found = copied | {row.request_id: proposal for row, proposal in asked}
+        return [found[row.request_id] for row in rows]
+
+    def _is_sure(self, row: DraftRow) -> bool:
+        """Whether a copy is nearly certain from the first token on: then nobody need be asked."""
+        if not row.budget or row.params.coupling == "drawn":
+            return False
+        text = self._texts[row.request_id]
+        choices = [Choice(token, prob) for token, prob, _ in text.successors(text.place)]
+        return bool(choices) and row.weigh(choices, 0)[0].chance >= SURE
+
+    def _copied(self, row: DraftRow) -> Proposal:
+        text = self._texts[row.request_id]
+        return Proposal.chosen(best_first(text.place, text.successors, row, self._may_branch))
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            for token in seen.committed:
+                self._texts[seen.request_id].commit(token)
+        super().observe(observations)
+
+    def end(self, request_id: int) -> None:
+        self._texts.pop(request_id, None)
+        super().end(request_id)
+
+    def guide(self, request_id: int) -> Guide:
+        return self._texts[request_id]
+
+
+def _build(context: DrafterContext) -> BlendDrafter:
+    limits, head = growth_limits(context), trained_head(context, HiddenHeadModule)
+    table = found_table(context, "table")
+    return BlendDrafter(head, cast(HeadTarget, context.target), limits, table)
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="a trained head and copies of earlier text, in one tree",
+    options={
+        **HEAD_OPTION,
+        **GROWTH_OPTIONS,
+        "table": "directory of a table that joins in (the one that comes with the model, if any)",
+    },
+    num_draft_tokens=16,
+    needs=Capabilities(parts=True, cache_layers=True),
+    required_options=("head",),
+    head=HiddenHeadModule,
+)

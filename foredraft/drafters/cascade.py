@@ -1,0 +1,334 @@
+"""The stages of a cascade, and what every cascade does with them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from foredraft.core.errors import ConfigError, unknown
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
+from foredraft.drafters import build_drafter, drafter_spec
+from foredraft.drafters.base import ContinuingDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.chain import ChainDraft, DraftCache
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.models.base import ScoreRow, Target
+
+_log = logging.getLogger("foredraft")
+
+
+@dataclass
+class StageCounts:
+    """What one stage has done.
+
+    Attributes:
+        asked: how often it was asked, once a row; for a draft model, the rows of its forwards.
+        drafted: its tokens that the next one up looked at: the target, or in a vertical cascade
+            the draft model.
+        accepted: how many of them that one took.
+    """
+
+    asked: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Stage:
+    """A drafter in a cascade.
+
+    Attributes:
+        limit: most tokens to draft before it hands over to the next stage; None: no limit.
+    """
+
+    name: str
+    drafter: Drafter
+    limit: int | None = None
+    counts: StageCounts = field(default_factory=StageCounts)
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
+        self.counts.asked += len(rows)
+        return self.drafter.propose([self._limited(row) for row in rows])
+
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
+        """Nothing, where the drafter cannot go on from a draft."""
+        if not isinstance(self.drafter, ContinuingDrafter):
+            return NO_PROPOSAL
+        self.counts.asked += 1
+        return self.drafter.propose_after(self._limited(row), draft)
+
+    def hands_over(self, num_drafted: int) -> bool:
+        return self.limit is not None and num_drafted >= self.limit
+
+    def _limited(self, row: DraftRow) -> DraftRow:
+        return row if self.limit is None else replace(row, budget=min(row.budget, self.limit))
+
+
+class Cascade:
+    """What both kinds share: every stage sees every request and every step.
+
+    Args:
+        stages: the cheapest first.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = tuple(stages)
+        self._authors: dict[int, list[Stage]] = {}  # of each node under verification
+        drafters = [stage.drafter for stage in stages]
+        self.taps: Sequence[int] = sorted({tap for drafter in drafters for tap in drafter.taps})
+        self.layers = tuple(layers for drafter in drafters for layers in drafter.layers)
+        self.look_ahead = max((drafter.look_ahead for drafter in drafters), default=0)
+
+    @property
+    def stage_counts(self) -> Mapping[str, StageCounts]:
+        """Counts since the drafter was built, by stage."""
+        return {stage.name: stage.counts for stage in self._stages}
+
+    def begin(self, request: DraftRequest) -> None:
+        for stage in self._stages:
+            stage.drafter.begin(request)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            authors = self._authors.pop(seen.request_id, [])
+            for author in authors:
+                author.counts.drafted += 1
+            for node in seen.path if authors else ():  # none of them where it was not asked
+                authors[node].counts.accepted += 1
+        for stage in self._stages:
+            stage.drafter.observe(observations)
+
+    def end(self, request_id: int) -> None:
+        self._authors.pop(request_id, None)
+        with contextlib.ExitStack() as ends:  # all of them, whatever one of them raises
+            for stage in self._stages:
+                ends.callback(stage.drafter.end, request_id)
+        _log.debug("cascade after request %d: %s", request_id, self.stage_counts)
+
+
+def seeded(row: DraftRow, budget: int) -> DraftRow:
+    """The same row for a stage whose tokens must be chosen."""
+    if row.params.coupling == "seeded":
+        return replace(row, budget=budget)
+    return row.without_noise(budget)
+
+
+class VerticalCascade(Cascade):
+    """See `foredraft.drafters.cascade`. Rows that still draft share a forward of the draft model.
+
+    Args:
+        guessers: stages that draft for the draft model, the cheapest first.
+        drafting: the draft model's stage; its drafter is not asked.
+        model: the draft model.
+    """
+
+    def __init__(self, guessers: Sequence[Stage], drafting: Stage, model: Target) -> None:
+        super().__init__(guessers)
+        self._drafting, self._model, self._cache = drafting, model, DraftCache(model)
+
+    @property
+    def stage_counts(self) -> Mapping[str, StageCounts]:
+        return {**super().stage_counts, self._drafting.name: self._drafting.counts}
+
+    def begin(self, request: DraftRequest) -> None:
+        super().begin(request)
+        self._cache.begin(request.request_id)
+
+    def end(self, request_id: int) -> None:
+        try:
+            super().end(request_id)
+        finally:
+            self._cache.end(request_id)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        chains = [ChainDraft(row) for row in rows]
+        active = [chain for chain in chains if chain.num_left and self._has_room(chain.row)]
+        while active:
+            self._forward(active, self._guess(active))
+            active = [chain for chain in active if chain.num_left]
+        for chain in chains:
+            self._authors[chain.row.request_id] = [self._drafting] * len(chain.tokens)
+        return [chain.build() for chain in chains]
+
+    def _has_room(self, row: DraftRow) -> bool:
+        return len(row.tokens) + row.budget <= self._model.max_context
+
+    def _guess(self, chains: Sequence[ChainDraft]) -> dict[int, tuple[TokenTree, Stage]]:
+        """What the draft model may say next, and who says so, by request.
+
+        A forward always yields one token of the draft model's own, so one fewer is guessed.
+        """
+        found: dict[int, tuple[TokenTree, Stage]] = {}
+        for stage in self._stages:
+            asking = [c for c in chains if c.num_left > 1 and c.row.request_id not in found]
+            for chain, offer in zip(asking, _offers(stage, asking), strict=True):
+                if offer.tree.tokens:
+                    found[chain.row.request_id] = (self._fitted(offer.tree), stage)
+        return found
+
+    def _fitted(self, tree: TokenTree) -> TokenTree:
+        """The tree, or its first branch where the draft model has no tree attention."""
+        if tree.is_chain or self._model.capabilities.tree_attention:
+            return tree
+        branch = max(tree.paths, key=len)
+        return TokenTree.chain(tree.tokens[node] for node in branch)
+
+    def _forward(
+        self, chains: Sequence[ChainDraft], guesses: Mapping[int, tuple[TokenTree, Stage]]
+    ) -> None:
+        """One forward of the draft model: each chain grows by one token at least."""
+        reads = [self._read(chain, guesses) for chain in chains]
+        scores = self._model.score(reads)
+        self._drafting.counts.asked += len(chains)
+        for chain, read, score in zip(chains, reads, scores, strict=True):
+            path = _follow(chain, read.tree, score.logits_NV)
+            self._cache.keep(chain.row.request_id, read.pending, read.tree, path)
+            if guess := guesses.get(chain.row.request_id):
+                guess[1].counts.drafted += len(read.tree)
+                guess[1].counts.accepted += len(path)
+
+    def _read(self, chain: ChainDraft, guesses: Mapping[int, tuple[TokenTree, Stage]]) -> ScoreRow:
+        request_id = chain.row.request_id
+        pending = chain.tokens[-1:] or self._cache.catch_up(request_id, chain.row.tokens)
+        tree, _ = guesses.get(request_id, (EMPTY_TREE, None))
+        return ScoreRow(self._cache.slot(request_id), pending, tree)
+
+
+def _offers(stage: Stage, chains: Sequence[ChainDraft]) -> list[Proposal]:
+    """What a stage offers after each chain, or after the text where the chain is empty."""
+    rows = [seeded(chain.row, chain.num_left - 1) for chain in chains]
+    starting = [row for row, chain in zip(rows, chains, strict=True) if not chain.tokens]
+    first = iter(stage.propose(starting) if starting else ())
+    return [
+        stage.propose_after(row, chain.tokens) if chain.tokens else next(first)
+        for row, chain in zip(rows, chains, strict=True)
+    ]
+
+
+def _follow(chain: ChainDraft, tree: TokenTree, logits_NV: Tensor) -> list[int]:
+    """Let the draft model speak for as long as the tree has foreseen it; the nodes on the way.
+
+    The tokens, and with coupling "drawn" their distributions, are the draft model's own whatever
+    the tree holds.
+    """
+    node, path = ROOT, list[int]()
+    while chain.num_left:
+        token = chain.extend(logits_NV[node + 1])
+        child = None if token is None else tree.child_with_token(node, token)
+        if child is None:
+            break
+        path.append(child)
+        node = child
+    return path
+
+
+@dataclass
+class _Relay:
+    """One row's draft, handed from stage to stage."""
+
+    row: DraftRow
+    proposal: Proposal = NO_PROPOSAL
+    authors: list[Stage] = field(default_factory=list)
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether the last stage reached its limit, and another can go on."""
+        if not self.authors or self.proposal.is_drawn or not self.proposal.tree.is_chain:
+            return False
+        last = self.authors[-1]
+        return last.hands_over(self.authors.count(last)) and len(self.authors) < self.row.budget
+
+    def take(self, offer: Proposal, stage: Stage) -> None:
+        """Add what ``stage`` offers, behind what is there."""
+        if offer.tree.tokens:
+            joined = Proposal.chosen(_joined(self.proposal.tree, offer.tree))
+            self.proposal = joined if self.authors else offer
+            self.authors += [stage] * len(offer.tree)
+
+
+class HorizontalCascade(Cascade):
+    """See `foredraft.drafters.cascade`."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        relays = [_Relay(row) for row in rows]
+        for stage in self._stages:
+            handed_over = [relay for relay in relays if relay.is_handed_over]
+            empty = [relay for relay in relays if relay.row.budget and not relay.authors]
+            if empty:
+                offers = stage.propose([relay.row for relay in empty])
+                for relay, offer in zip(empty, offers, strict=True):
+                    relay.take(offer, stage)
+            for relay in handed_over:
+                tokens = relay.proposal.tree.tokens
+                rest = seeded(relay.row, relay.row.budget - len(tokens))
+                relay.take(stage.propose_after(rest, tokens), stage)
+        for relay in relays:
+            self._authors[relay.row.request_id] = relay.authors
+        return [relay.proposal for relay in relays]
+
+
+def _joined(chain: TokenTree, tree: TokenTree) -> TokenTree:
+    """``tree`` hung off the end of ``chain``."""
+    last = len(chain) - 1
+    parents = (last if parent == ROOT else last + 1 + parent for parent in tree.parents)
+    return TokenTree((*chain.tokens, *tree.tokens), (*chain.parents, *parents))
+
+
+_MODES = ("vertical", "horizontal")
+
+
+def _parse_stages(text: Any) -> list[tuple[str, int | None]]:
+    """Names and limits from text such as ``"draft_model:2,ngram"``."""
+    found: list[tuple[str, int | None]] = []
+    for part in str(text).replace(" ", "").split(","):
+        name, colon, limit = part.partition(":")
+        name = name.replace("-", "_")
+        drafter_spec(name)  # says which name is nearest when it is unknown
+        if name == "cascade" or name in (known for known, _ in found):
+            raise ConfigError(f"stages is {text!r}; {name!r} cannot be a stage (again)")
+        if colon and (not limit.isdecimal() or int(limit) < 1):
+            raise ConfigError(f"stages is {text!r}; the limit in {part!r} must be 1 or more")
+        found.append((name, int(limit) if colon else None))
+    if len(found) < 2:
+        raise ConfigError(f"stages is {text!r}; a cascade has two or more, such as ngram,suffix")
+    return found
+
+
+def _build(context: DrafterContext) -> Drafter:
+    has_model = context.draft_model is not None
+    default = "ngram,draft_model" if has_model else "suffix,token_recycling"
+    parts = _parse_stages(context.options.get("stages", default))
+    last_is_model = parts[-1][0] == "draft_model"
+    mode = str(context.options.get("mode", _MODES[not last_is_model]))
+    if mode not in _MODES:
+        raise unknown("mode of a cascade", mode, _MODES)
+    nested = replace(context, options={})
+    stages = [Stage(name, build_drafter(name, nested), limit) for name, limit in parts]
+    if has_model and "draft_model" not in (name for name, _ in parts):
+        raise ConfigError("a draft model was given, and 'draft_model' is not among the stages")
+    if mode == "horizontal":
+        return HorizontalCascade(stages)
+    if not last_is_model or parts[-1][1] is not None:
+        raise ConfigError(
+            "the last stage of a vertical cascade is 'draft_model' without a limit (the number of "
+            f"draft tokens is its limit), not {parts[-1][0]!r}; or use mode 'horizontal'"
+        )
+    assert context.draft_model is not None  # the stage was built with it
+    return VerticalCascade(stages[:-1], stages[-1], context.draft_model)
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="cheap drafters for a draft model, or drafters that take turns",
+    options={
+        "stages": "drafters, cheapest first; NAME:N hands over after N tokens",
+        "mode": "vertical: they draft for the last one; horizontal: the first that has something",
+    },
+    num_draft_tokens=8,
+    draft_model="optional",
+)

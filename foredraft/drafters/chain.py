@@ -1,0 +1,229 @@
+"""Drafting a chain token by token from something that predicts the next one.
+
+A draft model does, and so do some layers of the target. The tokens are chosen or drawn, as each
+request's coupling asks.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from foredraft.core.proposal import Proposal
+from foredraft.core.tree import EMPTY_TREE, TokenTree
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow
+from foredraft.models.base import ScoreRow, Target, read
+
+
+class ChainDraft:
+    """One row's chain under construction.
+
+    Args:
+        row: what it is drafted for.
+        min_confidence: a token less likely than this is not drafted, and ends the chain. Decided
+            from the distribution, before a token is drawn from it, so that nothing is biased.
+    """
+
+    def __init__(self, row: DraftRow, min_confidence: float = 0.0) -> None:
+        self.row = row
+        self._min_confidence = min_confidence
+        self._draft = row.draft()
+        self._has_ended = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """What has been drafted so far. Do not change it."""
+        return self._draft.tokens
+
+    @property
+    def num_left(self) -> int:
+        """How many tokens it may still grow by."""
+        return 0 if self._has_ended else self.row.budget - len(self._draft)
+
+    def extend(self, logits_V: Tensor) -> int | None:
+        """Add the token that follows the last one, and return it; None ends the chain.
+
+        Args:
+            logits_V: what the draft model says about it.
+        """
+        unsure = self._min_confidence and confidence(logits_V) < self._min_confidence
+        if unsure or not self._draft.extend(len(self._draft) - 1, logits_V):
+            self._has_ended = True
+            return None
+        return self.tokens[-1]
+
+    def build(self) -> Proposal:
+        return self._draft.build()
+
+
+def confidence(logits_V: Tensor) -> float:
+    """The largest probability at temperature 1."""
+    return float((logits_V.max() - logits_V.logsumexp(0)).exp())
+
+
+class Predictor(Protocol):
+    """Something that predicts the next token of several rows at once."""
+
+    def begin(self, request_id: int) -> None: ...
+
+    def has_room(self, row: DraftRow) -> bool:
+        """Whether the row and as many draft tokens as its budget can be read."""
+        ...
+
+    def next_logits(
+        self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """Float logits [V] of the token after each row's committed ones and its draft so far.
+
+        Within a step drafts grow by one token a call, starting from none.
+        """
+        ...
+
+    def end(self, request_id: int) -> None: ...
+
+
+class ModelPredictor:
+    """A model with a cache of its own.
+
+    Args:
+        model: of the target's vocabulary.
+    """
+
+    def __init__(self, model: Target) -> None:
+        self._model, self._cache = model, DraftCache(model)
+
+    def begin(self, request_id: int) -> None:
+        self._cache.begin(request_id)
+
+    def has_room(self, row: DraftRow) -> bool:
+        return len(row.tokens) + row.budget <= self._model.max_context
+
+    def next_logits(
+        self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        pending = [
+            draft[-1:] or self._cache.catch_up(row.request_id, row.tokens)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        slots = [self._cache.slot(row.request_id) for row in rows]
+        scores = self._model.score([*map(ScoreRow, slots, pending)])
+        for row, tokens in zip(rows, pending, strict=True):
+            self._cache.keep(row.request_id, tokens)
+        return [score.logits_NV[0] for score in scores]
+
+    def end(self, request_id: int) -> None:
+        self._cache.end(request_id)
+
+
+class ChainDrafter(BaseDrafter):
+    """Drafts chains; all rows that still draft share each call of the predictor.
+
+    Args:
+        predictor: predicts the next token.
+        min_confidence: see `ChainDraft`.
+    """
+
+    def __init__(self, predictor: Predictor, min_confidence: float = 0.0) -> None:
+        self._predictor, self._min_confidence = predictor, min_confidence
+
+    def begin(self, request: DraftRequest) -> None:
+        self._predictor.begin(request.request_id)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        chains = [ChainDraft(row, self._min_confidence) for row in rows]
+        active = [c for c in chains if c.num_left and self._predictor.has_room(c.row)]
+        while active:
+            logits = self._predictor.next_logits(
+                [chain.row for chain in active], [chain.tokens for chain in active]
+            )
+            for chain, logits_V in zip(active, logits, strict=True):
+                chain.extend(logits_V)
+            active = [chain for chain in active if chain.num_left]
+        return [chain.build() for chain in chains]
+
+    def end(self, request_id: int) -> None:
+        self._predictor.end(request_id)
+
+
+_MOST_PENDING = 512
+"""A longer text is read but for its end, so that a draft forward stays small."""
+
+
+@dataclass
+class _Slot:
+    """One request's slot.
+
+    Attributes:
+        number: of the slot in the cache.
+        cached: the tokens whose entries it holds.
+        num_confirmed: how many of them are known to be committed.
+    """
+
+    number: int
+    cached: list[int] = field(default_factory=list)
+    num_confirmed: int = 0
+
+    def rewind(self, tokens: Sequence[int]) -> None:
+        """Forget cached tokens that were not committed; the last of ``tokens`` stays pending."""
+        limit = min(len(self.cached), len(tokens) - 1)
+        agreed = min(self.num_confirmed, limit)
+        if self.cached[:agreed] != list(tokens[:agreed]):  # a translated text may be rewritten
+            agreed = 0
+        while agreed < limit and self.cached[agreed] == tokens[agreed]:
+            agreed += 1
+        del self.cached[agreed:]
+        self.num_confirmed = agreed
+
+
+class DraftCache:
+    """The requests' slots in the cache of a draft model.
+
+    Args:
+        model: the draft model.
+    """
+
+    def __init__(self, model: Target) -> None:
+        self._model, self._cache = model, model.cache
+        self._slots: dict[int, _Slot] = {}
+
+    def begin(self, request_id: int) -> None:
+        self._slots[request_id] = _Slot(self._cache.allocate())
+
+    def end(self, request_id: int) -> None:
+        self._cache.free(self._slots.pop(request_id).number)
+
+    def slot(self, request_id: int) -> int:
+        return self._slots[request_id].number
+
+    def catch_up(self, request_id: int, tokens: Sequence[int]) -> list[int]:
+        """Drop what was rejected since the last draft; return what is to be read.
+
+        Args:
+            tokens: all committed tokens; never empty, and neither is the result. Of a long text
+                all but the end is read here.
+        """
+        slot = self._slots[request_id]
+        slot.rewind(tokens)
+        self._cache.truncate(slot.number, slot.num_confirmed)
+        pending = list(tokens[slot.num_confirmed :])
+        num_early = (len(pending) - 1) // _MOST_PENDING * _MOST_PENDING
+        read(self._model, slot.number, pending[:num_early])
+        slot.cached += pending[:num_early]
+        return pending[num_early:]
+
+    def keep(
+        self,
+        request_id: int,
+        pending: Sequence[int],
+        tree: TokenTree = EMPTY_TREE,
+        path: Sequence[int] = (),
+    ) -> None:
+        """Keep what the last forward read: ``pending`` and the nodes of ``path``."""
+        slot = self._slots[request_id]
+        self._cache.keep(slot.number, len(pending), path)
+        slot.cached += [*pending, *(tree.tokens[node] for node in path)]

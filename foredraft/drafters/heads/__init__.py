@@ -1,0 +1,1 @@
+"""Drafters that were trained for their target, and what they share."""

@@ -1,0 +1,293 @@
+"""What every trained drafter is made of: a torch module that training and drafting share.
+
+A kind of head is a folder of `foredraft.drafters` with a ``module.py`` (a `HeadModule`: what is
+trained and saved) and a ``drafter.py`` (how its guesses become proposals). Training knows modules
+only through this file, drafting never imports training.
+
+How positions are counted, everywhere: the *anchor* ``i`` is the last token that the target has
+read, so its hidden states are known, and so is token ``i + 1``, which the target drew from them.
+Draft token ``k`` (from 1) is token ``i + 1 + k``.
+
+Shape legend: B texts, L tokens of the longest, E hidden size, V vocabulary, R output rows,
+K columns of the output product (E, or more).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.drafters.heads.layers import LlamaLayer, RMSNorm
+from foredraft.models.base import ModelShape
+
+
+class HeadSource(Protocol):
+    """What a head may start from: a target's sizes and weights. All tensors are copies."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+
+    def embedding(self) -> Tensor:
+        """[V, E]."""
+        ...
+
+    def head(self) -> Tensor:
+        """[V, E]; the embedding itself where the two are tied."""
+        ...
+
+    def final_norm(self) -> Tensor:
+        """[E]."""
+        ...
+
+    def layer(self, index: int) -> Mapping[str, Tensor]:
+        """Weights of a layer under the names of `LlamaLayer`; -1 is the last layer."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Texts with what the target made of them.
+
+    Attributes:
+        tokens_BL: int64 token ids; what lies behind a text's end is any id.
+        lengths_B: int64 tokens of each text.
+        embeddings_BLE: the target's embeddings of the tokens.
+        taps: for each layer that the head asks for its output [B, L, E].
+    """
+
+    tokens_BL: Tensor
+    lengths_B: Tensor
+    embeddings_BLE: Tensor
+    taps: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a head says at every anchor about one later token: logits as a product not yet made.
+
+    There are far more logits than states: losses make them piece by piece and only where they
+    count. A bias by token (a Markov head's, say) goes in as further columns of both factors.
+
+    Attributes:
+        states_BLK: what is multiplied with the output rows; entry ``i`` is about token
+            ``i + shift``, given all tokens before that one. What it says beyond a text's end means
+            nothing.
+        output_RK: the output rows.
+        shift: ``depth + 1`` for heads that draft behind an anchor; 1 for one that predicts the
+            token right after the one it stands on.
+        depth: which draft token that is, from 1: acceptance is counted by it.
+    """
+
+    states_BLK: Tensor
+    output_RK: Tensor
+    shift: int
+    depth: int
+
+    @property
+    def logits_BLR(self) -> Tensor:
+        """All of them: for tests and small texts."""
+        return self.states_BLK @ self.output_RK.T
+
+
+class HeadModule(nn.Module, ABC):
+    """A head: parameters, and predictions for training.
+
+    Subclasses keep their options in `config`, which can be written as JSON, so that
+    ``Kind.from_config(shape, module.config)`` makes the same module with other weights. The
+    embedding is the target's: it is never a parameter of a head.
+
+    Attributes:
+        kind: the registered name of the drafter that uses it.
+        shape: of the target.
+        taps: the layers of the target that it reads; ascending.
+        output_ids_R: the token of each output row, ascending, a buffer; None: all of them.
+        promise: of a trained one, see `foredraft.drafters.base.BaseDrafter`.
+    """
+
+    kind: ClassVar[str]
+    shape: ModelShape
+    taps: tuple[int, ...]
+    output_ids_R: Tensor | None
+    promise: tuple[float, float] | None = None
+
+    @classmethod
+    @abstractmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        """A new head for a target, as close to useful as copying its weights makes it.
+
+        Args:
+            output_ids: the tokens it may name, ascending; None: all.
+            options: those of `option_help`; unknown ones have been refused.
+        """
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        """The module that `config` describes, its weights to be loaded."""
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """All that `from_config` needs, as JSON values; without the shape."""
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        """Names of the options that `start` takes, each with a line of help."""
+        return {}
+
+    @abstractmethod
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        """What it would say when drafting ``depth`` tokens behind every anchor.
+
+        The tokens before the one that is predicted are those of the text. Hidden states behind an
+        anchor are the head's own, as they will be when it drafts.
+        """
+
+    def extra_loss(self, batch: TextBatch, predictions: Sequence[Prediction]) -> Tensor | None:
+        """A further term of the loss (a confidence head's, say); usually none."""
+        return None
+
+    def calibrate(self, batches: Iterable[TextBatch]) -> list[float]:
+        """Settle, on text that was kept from training, what is not learnt; usually nothing.
+
+        Returns:
+            What was settled, for people.
+        """
+        return []
+
+
+def output_rows(source_VE: Tensor, output_ids: Sequence[int] | None) -> Tensor:
+    """A copy of the rows that a head may name; [R, E]."""
+    if output_ids is None:
+        return source_VE.clone()
+    return source_VE[torch.as_tensor(output_ids, device=source_VE.device)].clone()
+
+
+class NamingHead(HeadModule, ABC):
+    """What heads that name some tokens have in common: which tokens their output rows stand for.
+
+    Args:
+        shape: of the target.
+        taps: the layers it reads.
+        num_rows: R; None: a row for every token.
+    """
+
+    def __init__(self, shape: ModelShape, taps: Sequence[int], num_rows: int | None) -> None:
+        super().__init__()
+        self.shape, self.taps = shape, tuple(taps)
+        ids_R = None if num_rows is None else torch.arange(num_rows)
+        self.register_buffer("output_ids_R", ids_R)
+
+    @property
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """The output rows [R, E]."""
+
+    @property
+    def num_rows(self) -> int | None:
+        """R, as `config` has it."""
+        return None if self.output_ids_R is None else len(self.output_ids_R)
+
+    @torch.no_grad()
+    def take_output(self, source: HeadSource, output_ids: Sequence[int] | None) -> None:
+        """Start from the target's own rows for these tokens."""
+        self.rows.copy_(output_rows(source.head(), output_ids))
+        if self.output_ids_R is not None and output_ids is not None:
+            self.output_ids_R.copy_(torch.as_tensor(output_ids))
+
+
+class RowsHead(NamingHead, ABC):
+    """A `NamingHead` with rows of its own.
+
+    Attributes:
+        output: the output rows [R, E].
+    """
+
+    def __init__(self, shape: ModelShape, taps: Sequence[int], num_rows: int | None) -> None:
+        super().__init__(shape, taps, num_rows)
+        size = (num_rows or shape.vocab_size, shape.hidden_size)
+        self.output = nn.Parameter(torch.randn(size) * shape.hidden_size**-0.5)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.output
+
+
+def num_rows_of(output_ids: Sequence[int] | None) -> int | None:
+    return None if output_ids is None else len(output_ids)
+
+
+def rows_of(config: Mapping[str, Any]) -> int | None:
+    """``num_rows`` of a config."""
+    num_rows = config.get("num_rows")
+    return None if num_rows is None else int(num_rows)
+
+
+def following(x_BLE: Tensor, by: int) -> Tensor:
+    """What stands ``by`` tokens later, for every token; behind the end something meaningless."""
+    return x_BLE.roll(-by, 1) if by else x_BLE
+
+
+class CausalHead(RowsHead, ABC):
+    """Llama layers, a norm and output rows; a subclass says what they read.
+
+    Args:
+        shape: of the target, and of the layers.
+        taps: the target's layers it reads.
+        num_rows: see `RowsHead`.
+        num_layers: of its own.
+
+    Attributes:
+        shift: which token the first prediction is about: see `Prediction`.
+    """
+
+    shift: ClassVar[int] = 1
+
+    def __init__(
+        self, shape: ModelShape, taps: Sequence[int], num_rows: int | None, num_layers: int
+    ) -> None:
+        super().__init__(shape, taps, num_rows)
+        self.num_layers = num_layers
+        self.layers = nn.ModuleList(LlamaLayer(shape) for _ in range(num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    @abstractmethod
+    def inputs(self, embeddings: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
+        """What the first layer reads of tokens [..., E], in the dtype of the weights.
+
+        Args:
+            embeddings: of the tokens.
+            taps: what the target made of them.
+        """
+
+    @torch.no_grad()
+    def take(
+        self, source: HeadSource, output_ids: Sequence[int] | None, layers: Sequence[int]
+    ) -> None:
+        """Start from these layers of the target, its final norm and its output rows."""
+        self.take_output(source, output_ids)
+        self.norm.weight.copy_(source.final_norm())
+        for layer, index in zip(self.layers, layers, strict=True):
+            layer.load_state_dict(dict(source.layer(index)))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"num_rows": self.num_rows, "num_layers": self.num_layers}
+
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        """One while it is trained; else all, which are the same states seen from other anchors."""
+        x_BLE = self.inputs(batch.embeddings_BLE, batch.taps)
+        for layer in self.layers:
+            x_BLE = layer(x_BLE)
+        states_BLE = self.norm(x_BLE)
+        return [
+            Prediction(following(states_BLE, k), self.output, shift=self.shift + k, depth=k + 1)
+            for k in range(1 if self.training else depth)
+        ]

@@ -1,0 +1,94 @@
+"""A draft model distilled from its target: the target's embedding, few layers, few output rows.
+
+The layers start as the target's first and last ones; what lies between is to be learnt. The
+embedding stays the target's own, so that it is neither trained nor stored. It reads each token one
+entry early, beside the one before it as all heads do, so a text's very first token is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor
+
+from foredraft.core.errors import ConfigError
+from foredraft.drafters.heads.base import CausalHead, HeadSource, following, num_rows_of, rows_of
+from foredraft.drafters.heads.layers import LlamaLayer
+from foredraft.drafters.heads.steps import ModuleDrafter
+from foredraft.drafters.spec import checked_count
+from foredraft.models.base import HeadRow, HeadTarget, HeadWeights, ModelShape
+
+
+class DraftModelModule(CausalHead):
+    """See the module docstring."""
+
+    kind = "draft_model"
+    shift = 2
+
+    def __init__(self, shape: ModelShape, num_rows: int | None, num_layers: int = 2) -> None:
+        super().__init__(shape, (), num_rows, num_layers)
+
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        counts = {name: checked_count(name, value) for name, value in options.items()}
+        module = cls(source.shape, num_rows_of(output_ids), **counts)
+        if module.num_layers > source.shape.num_hidden_layers:
+            raise ConfigError(
+                f"num_layers is {module.num_layers}; the target itself has "
+                f"{source.shape.num_hidden_layers}"
+            )
+        num_last = module.num_layers // 2
+        first = [*range(module.num_layers - num_last)]
+        module.take(source, output_ids, [*first, *range(-num_last, 0)])
+        return module
+
+    @classmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        return cls(shape, rows_of(config), int(config["num_layers"]))
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        return {"num_layers": "layers of the draft model (2)"}
+
+    def inputs(self, embeddings: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
+        return following(embeddings, 1).to(self.output.dtype)
+
+
+class DistilledRunner:
+    """See `foredraft.drafters.heads.steps.StepRunner`.
+
+    Args:
+        module: a trained draft model.
+        target: its target.
+    """
+
+    def __init__(self, module: DraftModelModule, target: HeadTarget) -> None:
+        self._parts = target.parts
+        self._runner = target.head_runner(
+            HeadWeights(
+                [cast(LlamaLayer, layer).weights() for layer in module.layers],
+                module.norm.weight.detach(),
+                module.output.detach(),
+                module.shape,
+            )
+        )
+        self.layers = self._runner.layers
+
+    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
+        return self._parts.embed(torch.tensor(following))
+
+    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
+        return self._parts.embed(torch.tensor(tokens))
+
+    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        return self._runner.run(rows, inputs_TE)
+
+
+class DistilledDrafter(ModuleDrafter):
+    """A `DraftModelModule` drafts trees."""
+
+    runner = DistilledRunner

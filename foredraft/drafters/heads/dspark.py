@@ -1,0 +1,488 @@
+"""A block of draft tokens in one forward, fitted together by a Markov head.
+
+DSpark (arXiv 2607.05147); DFlash (arXiv 2602.06036) is its special case without the Markov and the
+confidence head. The backbone reads a block: the embedding of the last committed token, then as many
+masks as further tokens are drafted. Each place attends to the whole block and to the text, of which
+it sees features of the target alone: outputs of several layers, fused into one vector a token, and
+from that keys and values for every layer of the backbone, made once.
+
+The places of a block do not know what the others chose. The *Markov head* adds a bias by the token
+before, ``W1[token] W2`` of low rank, so that a block can be chosen or drawn from left to right. The
+*confidence head* says, from the same, how likely the next token is taken: before it is drawn.
+
+Shape legend: B texts, L tokens (anchors), S places of a block, E hidden size, H query heads,
+D head size, M rank of the Markov head, R output rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foredraft.core.choices import DrawnChoices
+from foredraft.core.errors import ConfigError
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.common.price import Worth
+from foredraft.drafters.heads.base import (
+    HeadSource,
+    Prediction,
+    RowsHead,
+    TextBatch,
+    following,
+    num_rows_of,
+    rows_of,
+)
+from foredraft.drafters.heads.layers import (
+    Joined,
+    LlamaLayer,
+    RMSNorm,
+    behind_anchor,
+    rotary,
+    rotate,
+)
+from foredraft.drafters.heads.rows import OutputRows
+from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
+from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
+
+_CONFIDENCE_STRIDE = 4
+"""The confidence head learns at one anchor in so many: its labels cost a product with all rows."""
+
+
+_SCALES = torch.logspace(-2, 2, 41, base=2.0, dtype=torch.float64)
+"""Among which a confidence's scale is looked for."""
+
+
+class DsparkModule(RowsHead):
+    """See the module docstring.
+
+    Args:
+        taps: the target's layers that are fused.
+        block_size: S, the most tokens of a draft.
+        num_layers: of the backbone.
+        rank: M; 0 leaves the Markov and the confidence head out (DFlash).
+    """
+
+    kind = "dspark"
+
+    confidence_scale_S: Tensor
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        taps: Sequence[int],
+        num_rows: int | None,
+        block_size: int = 4,
+        num_layers: int = 2,
+        rank: int = 64,
+    ) -> None:
+        super().__init__(shape, taps, num_rows)
+        self.block_size, self.num_layers, self.rank = block_size, num_layers, rank
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        self.tap_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in self.taps)
+        self.fuse = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
+        self.mask_E = nn.Parameter(torch.randn(hidden) * hidden**-0.5)
+        self.layers = nn.ModuleList(LlamaLayer(shape) for _ in range(num_layers))
+        self.norm = RMSNorm(hidden, eps)
+        if rank:
+            self.markov = nn.Embedding(shape.vocab_size, rank)
+            self.markov_output = nn.Parameter(torch.zeros(len(self.output), rank))
+            self.confidence = nn.Linear(hidden + rank, 1)
+            self.register_buffer("confidence_scale_S", torch.ones(block_size))
+
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        options = dict(options)
+        taps = _taps(options.pop("taps", None), source.shape.num_hidden_layers)
+        counts = {
+            name: checked_count(name, value, low=0 if name == "rank" else 1)
+            for name, value in options.items()
+        }
+        module = cls(source.shape, taps, num_rows_of(output_ids), **counts)
+        module.take_output(source, output_ids)
+        with torch.no_grad():
+            module.norm.weight.copy_(source.final_norm())
+            embedding_VE = source.embedding()
+            module.mask_E.copy_(embedding_VE.mean(0))
+            module.fuse.weight.mul_(0.1)
+            module.fuse.weight[:, -source.shape.hidden_size :] += torch.eye(len(module.mask_E))
+            for i, layer in enumerate(module.layers):
+                layer.load_state_dict(dict(source.layer(i - module.num_layers)))
+            if module.rank:
+                # Alike tokens start alike: what one learns serves the others.
+                projection_EM = torch.randn(embedding_VE.shape[1], module.rank)
+                rows_VM = F.normalize(embedding_VE.float(), dim=-1) @ projection_EM
+                module.markov.weight.copy_(rows_VM)
+        return module
+
+    @classmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        counts = (int(config[name]) for name in ("block_size", "num_layers", "rank"))
+        return cls(shape, config["taps"], rows_of(config), *counts)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "taps": list(self.taps),
+            "num_rows": self.num_rows,
+            "block_size": self.block_size,
+            "num_layers": self.num_layers,
+            "rank": self.rank,
+        }
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        return {
+            "taps": "layers of the target to read, such as 9,19,29 (low, middle, last)",
+            "block_size": "the most tokens of a draft (4)",
+            "num_layers": "of the backbone (2)",
+            "rank": "of the Markov head; 0 leaves it and the confidence head out (64)",
+        }
+
+    # ------------------------------------------------------------------------------- one forward
+
+    def context(self, taps: Sequence[Tensor]) -> Tensor:
+        """What the backbone sees of tokens that the target has read; [..., E].
+
+        Every layer makes keys and values of it, behind its own norm.
+        """
+        dtype = self.output.dtype
+        normed = [norm(x.to(dtype)) for norm, x in zip(self.tap_norms, taps, strict=True)]
+        fused: Tensor = self.fuse(torch.cat(normed, -1))
+        return fused
+
+    def block(self, embeddings_NE: Tensor) -> Tensor:
+        """The inputs of blocks [N, S, E] behind committed tokens."""
+        masks = self.mask_E.expand(len(embeddings_NE), self.block_size - 1, -1)
+        return torch.cat((embeddings_NE.to(masks.dtype)[:, None], masks), 1)
+
+    def markov_states(self, states: Tensor, before: Tensor) -> Tensor:
+        """States with the columns of the Markov head; [..., E + M].
+
+        Args:
+            states: of the backbone, normed; [..., E].
+            before: the token before each [...].
+        """
+        return torch.cat((states, self.markov(before)), -1) if self.rank else states
+
+    @property
+    def output_RK(self) -> Tensor:
+        """The output rows with the columns of the Markov head; [R, E + M]."""
+        return torch.cat((self.output, self.markov_output), -1) if self.rank else self.output
+
+    def confidence_logits(self, states: Tensor, place: int) -> Tensor:
+        """Log odds [...] that the token of a place (from 0) is taken; after `markov_states`."""
+        logits: Tensor = self.confidence(states)[..., 0]
+        return logits * self.confidence_scale_S[place]
+
+    # ---------------------------------------------------------------------------------- training
+
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        context_BLE = self.context([batch.taps[layer] for layer in self.taps])
+        anchors_BLE = following(batch.embeddings_BLE, 1)
+        block = self.block(anchors_BLE.flatten(0, 1))
+        x_BSLE = block.view(*anchors_BLE.shape[:2], *block.shape[1:]).transpose(1, 2)
+        for layer in self.layers:
+            x_BSLE = _over_all_anchors(cast(LlamaLayer, layer), x_BSLE, context_BLE)
+        states_BSLE, output_RK = self.norm(x_BSLE), self.output_RK
+        return [
+            Prediction(
+                self.markov_states(states_BSLE[:, k - 1], following(batch.tokens_BL, k)),
+                output_RK,
+                shift=k + 1,
+                depth=k,
+            )
+            for k in range(1, min(depth, self.block_size) + 1)
+        ]
+
+    def extra_loss(self, batch: TextBatch, predictions: Sequence[Prediction]) -> Tensor | None:
+        """Cross-entropy of the confidence with whether the likeliest token is the text's."""
+        if not self.rank:
+            return None
+        total, length = batch.embeddings_BLE.new_zeros(()), batch.tokens_BL.shape[1]
+        anchors = torch.arange(0, length, _CONFIDENCE_STRIDE, device=batch.tokens_BL.device)
+        for each in predictions:
+            states = each.states_BLK[:, anchors].detach()
+            right = self._is_right(states, following(batch.tokens_BL, each.shift)[:, anchors])
+            losses = F.binary_cross_entropy_with_logits(
+                self.confidence(states)[..., 0].float(), right.float(), reduction="none"
+            )
+            inside = anchors + each.shift < batch.lengths_B[:, None]
+            total = total + (losses * inside).sum() / inside.sum().clamp(min=1)
+        return total / len(predictions)
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[TextBatch]) -> list[float]:
+        """Scale the confidences to what held-out text shows, place by place.
+
+        Sequential temperature scaling: a draft's length is decided by products of confidences, so
+        each place is scaled by how well the product up to it predicts that all tokens up to it are
+        right, the places before it being scaled already.
+
+        Returns:
+            The scale of each place; they are kept with the weights.
+        """
+        if not self.rank:
+            return []
+        found = [self._places(batch) for batch in batches]
+        if not sum(len(logits) for logits, _ in found):  # no text is as long as a block
+            return []
+        logits_NS = torch.cat([logits for logits, _ in found])
+        right_NS = torch.cat([right for _, right in found]).cumprod(1)
+        survival_N = torch.ones(len(logits_NS), dtype=torch.float64)
+        for place in range(self.block_size):
+            chances_NC = (logits_NS[:, place, None] * _SCALES).sigmoid() * survival_N[:, None]
+            right_NC = right_NS[:, place, None].expand_as(chances_NC).double()
+            chances_NC = chances_NC.clamp(1e-6, 1 - 1e-6)
+            losses_NC = F.binary_cross_entropy(chances_NC, right_NC, reduction="none")
+            best = int(losses_NC.mean(0).argmin())
+            self.confidence_scale_S[place] = _SCALES[best]
+            survival_N = chances_NC[:, best]
+        return [float(scale) for scale in self.confidence_scale_S]
+
+    def _places(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
+        """Unscaled confidences of blocks [N, S] inside the texts, and which tokens are right."""
+        length = batch.tokens_BL.shape[1]
+        anchors_L = torch.arange(length, device=batch.tokens_BL.device)
+        inside_BL = anchors_L + self.block_size + 1 < batch.lengths_B[:, None]
+        logits, right = [], []
+        for each in self.predictions(batch, self.block_size):
+            states_NK = each.states_BLK[inside_BL]
+            tokens_N = following(batch.tokens_BL, each.shift)[inside_BL]
+            logits.append(self.confidence(states_NK)[:, 0].double().cpu())
+            right.append(self._is_right(states_NK, tokens_N).cpu())
+        return torch.stack(logits, 1), torch.stack(right, 1)
+
+    @torch.no_grad()
+    def _is_right(self, states: Tensor, tokens: Tensor) -> Tensor:
+        likeliest = (states @ self.output_RK.T).argmax(-1)
+        ids_R = self.output_ids_R
+        return (likeliest if ids_R is None else ids_R[likeliest]) == tokens
+
+
+def _over_all_anchors(layer: LlamaLayer, x_BSLE: Tensor, context_BLE: Tensor) -> Tensor:
+    """One layer of the backbone for the blocks of all anchors.
+
+    The block of anchor i stands at positions i + 1 to i + S, and sees the text up to i and itself.
+    """
+    batch, size, length, _ = x_BSLE.shape
+    positions_L = torch.arange(length, device=x_BSLE.device)
+    heads = [layer.heads(x_BSLE[:, s], positions_L + s + 1) for s in range(size)]
+    queries, keys, values = (torch.stack(parts, 2) for parts in zip(*heads, strict=True))
+    _, text_keys, text_values = layer.heads(context_BLE, positions_L)
+    repeat = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)
+    text_keys, text_values = (x.repeat_interleave(repeat, 1) for x in (text_keys, text_values))
+    queries = queries * queries.shape[-1] ** -0.5  # [B, H, S, L, D]
+    seen = queries @ text_keys.unsqueeze(2).mT + behind_anchor(queries, length)
+    own = torch.einsum("bhsld,bhtld->bhslt", queries, keys)
+    weights = torch.cat((seen, own), -1).softmax(-1)
+    attended = weights[..., :length] @ text_values.unsqueeze(2)
+    attended = attended + torch.einsum("bhslt,bhtld->bhsld", weights[..., length:], values)
+    flat = attended.flatten(2, 3)  # places and anchors side by side, as `finish` wants them
+    return layer.finish(x_BSLE.flatten(1, 2), flat).view(batch, size, length, -1)
+
+
+def _taps(given: object, num_layers: int) -> tuple[int, ...]:
+    """Layers as the user names them; a low, a middle and the last one if they do not.
+
+    Raises:
+        ConfigError: it is no list of layers.
+    """
+    if given is None:
+        return tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 1}))
+    parts = given.split(",") if isinstance(given, str) else given
+    try:
+        taps = sorted({int(part) for part in parts})  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise ConfigError(f"taps is {given!r}; write layers like 9,19,29") from None
+    if not taps or not 0 <= taps[0] <= taps[-1] < num_layers:
+        raise ConfigError(f"taps is {given!r}; the target has layers 0 to {num_layers - 1}")
+    return tuple(taps)
+
+
+class Injection:
+    """Keys and values of all layers from what the backbone sees of the text: one product for all.
+
+    Args:
+        module: a trained head.
+        target: whose kernel multiplies.
+    """
+
+    def __init__(self, module: DsparkModule, target: HeadTarget) -> None:
+        self._shape = shape = module.shape
+        num_queries = shape.num_attention_heads * shape.head_dim
+        ones_E = torch.ones(shape.hidden_size)
+        parts = []
+        for layer in module.layers:
+            weights = cast(LlamaLayer, layer).weights()
+            # The norm's weights go into the matrix, so that all layers share what is left of it.
+            parts.append(weights["qkv.weight"][num_queries:] * weights["attention_norm.weight"])
+        both, eps = torch.cat(parts), shape.rms_norm_eps
+        self._product = Joined(target, [ones_E.to(both.device)], both, eps)
+
+    def __call__(self, context_TE: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [L, G, T, D] of tokens at positions from ``start`` on."""
+        shape, length = self._shape, len(context_TE)
+        heads = (2, shape.num_key_value_heads, shape.head_dim)
+        both = self._product([context_TE]).view(length, -1, *heads)
+        keys, values = both.permute(2, 1, 3, 0, 4)
+        positions_T = torch.arange(start, start + length, device=both.device)
+        return rotate(keys, *rotary(shape, positions_T)), values
+
+
+class DsparkDrafter(BaseDrafter):
+    """See the module docstring.
+
+    How long a draft gets is decided by price and confidence. Chosen tokens may be dropped after
+    they are known. Of drawn ones each that was drawn stays: whether another is drawn depends on
+    its confidence, which is known before it is.
+
+    Args:
+        module: a trained head.
+        target: its target.
+    """
+
+    def __init__(self, module: DsparkModule, target: HeadTarget) -> None:
+        self._parts = target.parts
+        self._runner = target.head_runner(
+            HeadWeights(
+                [cast(LlamaLayer, layer).weights() for layer in module.layers],
+                module.norm.weight.detach(),
+                module.output.detach(),
+                module.shape,
+            )
+        )
+        self._inject = Injection(module, target)
+        norms = [module.get_parameter(f"tap_norms.{i}.weight") for i in range(len(module.taps))]
+        self._context = Joined(target, norms, module.fuse.weight, module.shape.rms_norm_eps)
+        self._module = module.to(self._parts.device, self._parts.dtype).eval()
+        self._rows = OutputRows(module.output_ids_R, target.vocab_size)
+        self.taps, self.layers = module.taps, (self._runner.layers,)
+        self.promise = module.promise
+        self._requests: dict[int, DraftRequest] = {}
+        self._ends: dict[int, int] = {}
+
+    def begin(self, request: DraftRequest) -> None:
+        self._requests[request.request_id] = request
+
+    def end(self, request_id: int) -> None:
+        self._requests.pop(request_id, None)
+        self._ends.pop(request_id, None)
+
+    @torch.no_grad()
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            slot = self._requests[seen.request_id].slot
+            context_TE = self._context([seen.hidden(tap) for tap in self.taps])
+            keys, values = self._inject(context_TE, seen.start)
+            for layer in range(self._module.num_layers):
+                self._runner.layers.write(layer, slot, seen.start, keys[layer], values[layer])
+            self._ends[seen.request_id] = seen.end
+
+    @torch.no_grad()
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        ready = [row for row in rows if row.budget and self._is_ready(row)]
+        if not ready:
+            return [NO_PROPOSAL] * len(rows)
+        blocks = {
+            row.request_id: block for row, block in zip(ready, self._blocks(ready), strict=True)
+        }
+        return [
+            self._draft(row, *blocks[row.request_id]) if row.request_id in blocks else NO_PROPOSAL
+            for row in rows
+        ]
+
+    def _is_ready(self, row: DraftRow) -> bool:
+        return self._ends.get(row.request_id) == len(row.tokens) - 1
+
+    def _blocks(self, rows: Sequence[DraftRow]) -> list[tuple[Tensor, Tensor]]:
+        """For each row the states [S, E] of its block, normed, and its logits [S, R]."""
+        size = self._module.block_size
+        places = TokenTree.chain([0] * size)
+        embedded_NE = self._parts.embed(torch.tensor([row.tokens[-1] for row in rows]))
+        inputs_TE = self._module.block(embedded_NE).flatten(0, 1)
+        reads = [
+            HeadRow(
+                *(self._requests[row.request_id].slot, len(row.tokens) - 1, 0, places),
+                num_wanted=size,
+                is_block=True,
+            )
+            for row in rows
+        ]
+        x_TE, logits_TR = self._runner.run(reads, inputs_TE)
+        states_TE = self._module.norm(x_TE.to(self._module.output.dtype))
+        return [*zip(torch.split(states_TE, size), torch.split(logits_TR, size), strict=True)]
+
+    def _draft(self, row: DraftRow, states_SE: Tensor, logits_SR: Tensor) -> Proposal:
+        if isinstance(row.choices, DrawnChoices):
+            return self._drawn(row, states_SE, logits_SR)
+        return self._chosen(row, states_SE, logits_SR)
+
+    def _chosen(self, row: DraftRow, states_SE: Tensor, logits_SR: Tensor) -> Proposal:
+        tokens, values, survival = list[int](), list[float](), 1.0
+        for place in range(min(len(states_SE), row.budget)):
+            before = tokens[-1] if tokens else row.tokens[-1]
+            logits_R, confidence = self._place(place, before, states_SE, logits_SR)
+            (found,) = self._rows.choices(row, logits_R[None], [tokens], 1)
+            if not found:
+                break
+            # The noise knows better which token comes; without noise the confidence head does.
+            is_greedy = row.params.temperature == 0.0 and confidence is not None
+            survival *= confidence if is_greedy and confidence is not None else found[0].chance
+            tokens = [*tokens, found[0].token]
+            values.append(survival)
+        size = Worth(row.price).best_num_nodes(values, 0)
+        return Proposal.chosen(TokenTree.chain(tokens[:size]))
+
+    def _drawn(self, row: DraftRow, states_SE: Tensor, logits_SR: Tensor) -> Proposal:
+        draft, node, values, worth = row.draft(), ROOT, list[float](), Worth(row.price)
+        for place in range(min(len(states_SE), row.budget)):
+            before = draft.tokens[-1] if draft.tokens else row.tokens[-1]
+            logits_R, confidence = self._place(place, before, states_SE, logits_SR)
+            chance = float(logits_R.softmax(0).max()) if confidence is None else confidence
+            values.append((values[-1] if values else 1.0) * chance)
+            # Decided before the token is drawn, and kept to afterwards.
+            if worth.best_num_nodes(values, 0) < len(values):
+                break
+            found = draft.extend(node, self._rows.spread(logits_R))
+            if not found:
+                break
+            node = found[0]
+        return draft.build()
+
+    def _place(
+        self, place: int, before: int, states_SE: Tensor, logits_SR: Tensor
+    ) -> tuple[Tensor, float | None]:
+        """Logits [R] of a place after the token before it, and how likely its token is taken."""
+        module = self._module
+        if not module.rank:
+            return logits_SR[place], None
+        before_1 = torch.tensor([before], device=states_SE.device)
+        states_1K = module.markov_states(states_SE[place, None], before_1)
+        bias_R = F.linear(states_1K[0, states_SE.shape[1] :], module.markov_output)
+        confidence = module.confidence_logits(states_1K, place).sigmoid()
+        return logits_SR[place] + bias_R.float(), float(confidence)
+
+
+def _build(context: DrafterContext) -> DsparkDrafter:
+    return DsparkDrafter(trained_head(context, DsparkModule), cast(HeadTarget, context.target))
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="a trained backbone drafts a block in one forward, fitted together by a Markov head",
+    options={**HEAD_OPTION},
+    num_draft_tokens=7,
+    needs=Capabilities(parts=True, cache_layers=True),
+    required_options=("head",),
+    head=DsparkModule,
+)

@@ -1,0 +1,195 @@
+"""Hydra's heads: like Medusa's, but each also knows the tokens drafted before its own.
+
+Z. Ankner et al., arXiv 2402.05109. What is known of them is in a state that goes from one token to
+the next, as in the speculators of D. Wertheimer et al., arXiv 2404.19124. State and embedding of
+the token after it are joined by a linear path; a gated feed-forward layer stands beside that. The
+first state is the target's last hidden state. There is no attention, and nothing is kept of the
+text: of an EAGLE layer it is what lies beside the attention.
+
+Shape legend: E hidden size, F width of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foredraft.drafters.heads.base import (
+    HeadSource,
+    Prediction,
+    RowsHead,
+    TextBatch,
+    following,
+    num_rows_of,
+    rows_of,
+)
+from foredraft.drafters.heads.layers import Joined, JoinedTokens, RMSNorm
+from foredraft.drafters.heads.steps import GROWTH_OPTIONS, ModuleDrafter, built_with
+from foredraft.drafters.heads.store import HEAD_OPTION
+from foredraft.drafters.spec import DrafterSpec, checked_count
+from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
+
+
+class FeedForward(nn.Module):
+    """The half of a `LlamaLayer` that does not attend."""
+
+    def __init__(self, hidden_size: int, width: int, eps: float) -> None:
+        super().__init__()
+        self.mlp_norm = RMSNorm(hidden_size, eps)
+        self.gate_up = nn.Linear(hidden_size, 2 * width, bias=False)
+        self.down = nn.Linear(width, hidden_size, bias=False)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its tensors by name, as `foredraft.models.base.HeadWeights` wants them."""
+        return {name: tensor.detach() for name, tensor in self.named_parameters()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        product: Tensor = self.down(F.silu(gate) * up)
+        return x + product
+
+
+class HydraModule(RowsHead):
+    """See the module docstring.
+
+    Args:
+        width: F; the target's own when 0.
+    """
+
+    kind = "hydra"
+
+    def __init__(self, shape: ModelShape, num_rows: int | None, width: int = 0) -> None:
+        super().__init__(shape, (shape.num_hidden_layers - 1,), num_rows)
+        self.width = width or shape.intermediate_size
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        self.hidden_norm, self.own_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.token_norm = RMSNorm(hidden, eps)
+        self.join_hidden = nn.Linear(2 * hidden, hidden, bias=False)
+        self.join_own = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layer = FeedForward(hidden, self.width, eps)
+        self.norm = RMSNorm(hidden, eps)
+
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        counts = {name: checked_count(name, value) for name, value in options.items()}
+        module = cls(source.shape, num_rows_of(output_ids), **counts)
+        module.take_output(source, output_ids)
+        size = source.shape.hidden_size
+        with torch.no_grad():
+            module.norm.weight.copy_(source.final_norm())
+            for join in (module.join_hidden, module.join_own):
+                join.weight.mul_(0.1)
+                join.weight[:, :size] += torch.eye(size)
+            if module.width == source.shape.intermediate_size:
+                last = source.layer(-1)
+                module.layer.load_state_dict({name: last[name] for name in module.layer.weights()})
+        return module
+
+    @classmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        return cls(shape, rows_of(config), int(config["width"]))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"num_rows": self.num_rows, "width": self.width}
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        return {"width": "of the feed-forward layer (the target's own)"}
+
+    def inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """What goes into the layer for a token that the target has read; [..., E].
+
+        Args:
+            embeddings: of the token after it.
+            hidden: the target's last layer's output.
+        """
+        normed = self.hidden_norm(hidden.to(self.output.dtype))
+        joined: Tensor = self.join_hidden(torch.cat((normed, self._token(embeddings)), -1))
+        return joined
+
+    def own_inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """Behind the anchor: ``states`` are the layer's own output one token earlier."""
+        normed = self.own_norm(states.to(self.output.dtype))
+        joined: Tensor = self.join_own(torch.cat((normed, self._token(embeddings)), -1))
+        return joined
+
+    def _token(self, embeddings: Tensor) -> Tensor:
+        normed: Tensor = self.token_norm(embeddings.to(self.output.dtype))
+        return normed
+
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        x_BLE = self.inputs(following(batch.embeddings_BLE, 1), batch.taps[self.taps[0]])
+        found = list[Prediction]()
+        for k in range(1, depth + 1):
+            if k > 1:
+                x_BLE = self.own_inputs(following(batch.embeddings_BLE, k), x_BLE)
+            x_BLE = self.layer(x_BLE)
+            found.append(Prediction(self.norm(x_BLE), self.output, shift=k + 1, depth=k))
+        return found
+
+
+class HydraRunner:
+    """See `foredraft.drafters.heads.steps.StepRunner`.
+
+    Args:
+        module: a trained head.
+        target: its target.
+    """
+
+    layers = None
+
+    def __init__(self, module: HydraModule, target: HeadTarget) -> None:
+        self._parts, eps = target.parts, module.shape.rms_norm_eps
+        token_norm = module.token_norm.weight
+        norms = [module.hidden_norm.weight, token_norm]
+        self._join_hidden = Joined(target, norms, module.join_hidden.weight, eps)
+        state, token = module.join_own.weight.chunk(2, 1)
+        tokens = JoinedTokens(target.parts, token * token_norm, eps, target.vocab_size)
+        self._join_own = Joined(target, [module.own_norm.weight], state, eps, tokens)
+        self._runner = target.head_runner(
+            HeadWeights(
+                [module.layer.weights()],
+                module.norm.weight.detach(),
+                module.output.detach(),
+                replace(module.shape, intermediate_size=module.width),
+            )
+        )
+
+    @torch.no_grad()
+    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
+        embedded_TE = self._parts.embed(torch.tensor(following))
+        return self._join_hidden([taps[0], embedded_TE], following)
+
+    @torch.no_grad()
+    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
+        return self._join_own([states_NE], tokens)
+
+    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        # Nothing attends, so it does not matter where the tokens stand.
+        alone = [HeadRow(row.slot, 0, row.num_wanted, num_wanted=row.num_wanted) for row in rows]
+        return self._runner.run(alone, inputs_TE)
+
+
+class HydraDrafter(ModuleDrafter):
+    """A `HydraModule` drafts trees."""
+
+    runner = HydraRunner
+
+
+DRAFTER = DrafterSpec(
+    build=built_with(HydraModule, HydraDrafter),
+    summary="a trained head without attention drafts step by step from the last hidden state",
+    options={**HEAD_OPTION, **GROWTH_OPTIONS},
+    num_draft_tokens=8,
+    needs=Capabilities(parts=True, cache_layers=True),
+    required_options=("head",),
+    head=HydraModule,
+)

@@ -1,0 +1,212 @@
+"""A llama-shaped decoder layer as a torch module, for training heads that have one.
+
+Drafting runs the same weights through the target's own kernel (see `PartsTarget.parts`).
+
+Shape legend: B texts, L tokens, E hidden size, H query heads, G key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foredraft.models.base import HeadTarget, ModelShape, TargetParts
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (arXiv 1910.07467), computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return (x.float() * scale).to(x.dtype) * self.weight.to(x.dtype)
+
+
+def rotary(shape: ModelShape, positions_L: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [L, D] of plain rotary embedding (arXiv 2104.09864), halves rotated."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions_L.device).float()
+    frequencies = shape.rope_theta ** (-exponents / shape.head_dim)
+    angles_LD = (positions_L.float()[:, None] * frequencies).repeat(1, 2)
+    return angles_LD.cos(), angles_LD.sin()
+
+
+def rotate(x_BHLD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
+    first, second = x_BHLD.float().chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return (x_BHLD.float() * cos_LD + turned * sin_LD).to(x_BHLD.dtype)
+
+
+class LlamaLayer(nn.Module):
+    """Attention and gated feed-forward, each behind a norm and beside the residual.
+
+    Its parameters have the names and shapes that `HeadSource.layer` hands out:
+    ``attention_norm.weight`` [E], ``qkv.weight`` [(H + 2G) D, E], ``output.weight`` [E, H D],
+    ``mlp_norm.weight`` [E], ``gate_up.weight`` [2F, E] (gate first), ``down.weight`` [E, F].
+    """
+
+    attention_norm: nn.Module
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
+        self.attention_norm = RMSNorm(hidden, eps)
+        self.qkv = nn.Linear(hidden, heads * shape.head_dim, bias=False)
+        self.output = nn.Linear(shape.num_attention_heads * shape.head_dim, hidden, bias=False)
+        self.mlp_norm = RMSNorm(hidden, eps)
+        self.gate_up = nn.Linear(hidden, 2 * shape.intermediate_size, bias=False)
+        self.down = nn.Linear(shape.intermediate_size, hidden, bias=False)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its tensors by name, as `foredraft.models.base.HeadWeights` wants them."""
+        return {name: tensor.detach() for name, tensor in self.named_parameters()}
+
+    def attention_input(self, x_BLE: Tensor) -> Tensor:
+        """What queries, keys and values are made of."""
+        normed: Tensor = self.attention_norm(x_BLE)
+        return normed
+
+    def heads(self, x_BLE: Tensor, positions_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, L, D], keys and values [B, G, L, D]; rotated."""
+        shape, (batch, length) = self.shape, x_BLE.shape[:2]
+        num_heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+        qkv = self.qkv(self.attention_input(x_BLE))
+        qkv = qkv.view(batch, length, num_heads + 2 * groups, shape.head_dim).transpose(1, 2)
+        queries, keys, values = qkv.split((num_heads, groups, groups), 1)
+        cos_LD, sin_LD = rotary(shape, positions_L)
+        return rotate(queries, cos_LD, sin_LD), rotate(keys, cos_LD, sin_LD), values
+
+    def finish(self, x_BLE: Tensor, attended_BHLD: Tensor) -> Tensor:
+        """All that comes after attention."""
+        x_BLE = x_BLE + self.output(attended_BHLD.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.mlp_norm(x_BLE)).chunk(2, -1)
+        product: Tensor = self.down(F.silu(gate) * up)
+        return x_BLE + product
+
+    def forward(self, x_BLE: Tensor) -> Tensor:
+        """Causal, from position 0."""
+        positions_L = torch.arange(x_BLE.shape[1], device=x_BLE.device)
+        queries, keys, values = self.heads(x_BLE, positions_L)
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=True
+        )
+        return self.finish(x_BLE, attended)
+
+
+class AnchoredAttention:
+    """The state of one unrolled layer (training-time test, arXiv 2503.01840).
+
+    In step s (from 0) the query of anchor i stands at position i + s. It sees the entries of the
+    text up to i, which all anchors share, and those that its own earlier steps left.
+    """
+
+    def __init__(self, layer: LlamaLayer) -> None:
+        self._layer = layer
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def step(self, x_BLE: Tensor, step: int) -> Tensor:
+        positions_L = torch.arange(x_BLE.shape[1], device=x_BLE.device) + step
+        queries, keys, values = self._layer.heads(x_BLE, positions_L)
+        repeat = queries.shape[1] // keys.shape[1]
+        self._keys.append(keys.repeat_interleave(repeat, 1))
+        self._values.append(values.repeat_interleave(repeat, 1))
+        if step:
+            return self._layer.finish(x_BLE, self._attend(queries))
+        attended = F.scaled_dot_product_attention(
+            queries, self._keys[0], self._values[0], is_causal=True
+        )
+        return self._layer.finish(x_BLE, attended)
+
+    def _attend(self, queries_BHLD: Tensor) -> Tensor:
+        length, scale = queries_BHLD.shape[2], queries_BHLD.shape[3] ** -0.5
+        queries_BHLD = queries_BHLD * scale
+        scores = queries_BHLD @ self._keys[0].mT + behind_anchor(queries_BHLD, length)
+        own = [(queries_BHLD * keys).sum(-1, keepdim=True) for keys in self._keys[1:]]
+        weights = torch.cat([scores, *own], -1).softmax(-1)
+        attended = weights[..., :length] @ self._values[0]
+        for i, values in enumerate(self._values[1:]):
+            attended = attended + weights[..., length + i, None] * values
+        return attended
+
+
+def behind_anchor(like: Tensor, length: int) -> Tensor:
+    """What the scores of entries behind each anchor are lowered by; [L, L]."""
+    return like.new_full((length, length), -torch.inf).triu(1)
+
+
+_TABLE_BYTES = 128e6
+
+
+class JoinedTokens:
+    """What tokens add to a layer's input: their normed embeddings times a matrix.
+
+    Args:
+        parts: of the target, for its embeddings.
+        weight_EE: the matrix.
+        eps: of the norm.
+        vocab_size: V.
+
+    Attributes:
+        table_VE: it depends on nothing else, so for vocabularies that are not too large it is kept
+            for all of them, in bfloat16.
+    """
+
+    def __init__(self, parts: TargetParts, weight_EE: Tensor, eps: float, vocab_size: int) -> None:
+        self._parts, self._eps = parts, eps
+        self._weight_EE = weight_EE.detach().to(parts.device, parts.dtype)
+        self.table_VE: Tensor | None = None
+        if 2 * vocab_size * len(weight_EE) <= _TABLE_BYTES:
+            firsts = range(0, vocab_size, 4096)
+            ids = [torch.arange(first, min(first + 4096, vocab_size)) for first in firsts]
+            self.table_VE = torch.cat([self._of(ids_T).bfloat16() for ids_T in ids])
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        """Float32 [T, E]."""
+        return self._of(torch.tensor(tokens)).float()
+
+    @torch.no_grad()
+    def _of(self, ids_T: Tensor) -> Tensor:
+        x_TE = self._parts.embed(ids_T).float()
+        normed_TE = F.rms_norm(x_TE, x_TE.shape[-1:], eps=self._eps)
+        return F.linear(normed_TE.to(self._weight_EE.dtype), self._weight_EE)
+
+
+class Joined:
+    """``matrix @ concat(norm(state) for each state)``, and what tokens add to it.
+
+    Args:
+        target: whose kernel multiplies.
+        norms: weights [E] of the states' norms.
+        matrix: [R, C E].
+        eps: of the norms.
+        tokens: what they add; None: nothing.
+    """
+
+    def __init__(
+        self,
+        target: HeadTarget,
+        norms: Sequence[Tensor],
+        matrix: Tensor,
+        eps: float,
+        tokens: JoinedTokens | None = None,
+    ) -> None:
+        self._tokens = tokens
+        table_VE = None if tokens is None else tokens.table_VE
+        # A norm's weights scale the columns of the matrix behind it: one product less to make.
+        weight = (matrix * torch.cat([*norms])).detach().to(target.parts.device)
+        self._join = target.join(weight, table_VE, eps)
+
+    def __call__(self, states: Sequence[Tensor], tokens: Sequence[int] = ()) -> Tensor:
+        """Float32 [T, R], from states [T, E] as many as there are norms, and T tokens."""
+        joined = self._join(states, tokens)
+        if self._tokens is None or self._tokens.table_VE is not None:  # they are in it
+            return joined
+        return joined + self._tokens(tokens)

@@ -1,0 +1,254 @@
+"""Medusa's heads: each guesses one later token from the last hidden state, and from nothing else.
+
+T. Cai et al., arXiv 2401.10774 (heads alone: the target stays as it is). Head k is a residual block
+or several, ``x + SiLU(W x)``, and a projection of its own; the last norm and the output rows are
+shared, so that a head costs two small matrices instead of a vocabulary.
+
+Shape legend: B texts, L tokens, E hidden size, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foredraft.core.choices import Choice, DrawnChoices
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.common.best_first import best_first
+from foredraft.drafters.common.shapes import RANK_ACCEPTANCE, PlannedGrowth, planned_parents
+from foredraft.drafters.heads.base import (
+    HeadSource,
+    Prediction,
+    RowsHead,
+    TextBatch,
+    num_rows_of,
+    rows_of,
+)
+from foredraft.drafters.heads.layers import RMSNorm
+from foredraft.drafters.heads.rows import OutputRows
+from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
+from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.models.base import Capabilities, HeadTarget, HeadWeights, ModelShape
+
+
+class _Head(nn.Module):
+    """Residual blocks and a projection [E, E] before the shared rows. It starts as the identity."""
+
+    def __init__(self, hidden_size: int, num_blocks: int) -> None:
+        super().__init__()
+        blocks = [nn.Linear(hidden_size, hidden_size) for _ in range(num_blocks)]
+        self.blocks = nn.ModuleList(blocks)
+        self.projection = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        for parameter in self.blocks.parameters():
+            parameter.zero_()
+        nn.init.eye_(self.projection.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + F.silu(block(x))
+        projected: Tensor = self.projection(x)
+        return projected
+
+
+class MedusaModule(RowsHead):
+    """See the module docstring.
+
+    Args:
+        num_heads: H, the most tokens it can draft.
+        num_blocks: residual blocks of each head.
+    """
+
+    kind = "medusa"
+
+    def __init__(
+        self, shape: ModelShape, num_rows: int | None, num_heads: int = 4, num_blocks: int = 1
+    ) -> None:
+        super().__init__(shape, (shape.num_hidden_layers - 1,), num_rows)
+        self.num_heads, self.num_blocks = num_heads, num_blocks
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        heads = [_Head(shape.hidden_size, num_blocks) for _ in range(num_heads)]
+        self.heads = nn.ModuleList(heads)
+        self.output_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        counts = {name: checked_count(name, value) for name, value in options.items()}
+        module = cls(source.shape, num_rows_of(output_ids), **counts)
+        module.take_output(source, output_ids)
+        with torch.no_grad():
+            module.output_norm.weight.copy_(source.final_norm())
+        for head in module.heads:
+            cast(_Head, head).start()
+        return module
+
+    @classmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        return cls(shape, rows_of(config), int(config["num_heads"]), int(config["num_blocks"]))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "num_rows": self.num_rows,
+            "num_heads": self.num_heads,
+            "num_blocks": self.num_blocks,
+        }
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        return {
+            "num_heads": "heads, and so the most tokens on a path of a draft (4)",
+            "num_blocks": "residual blocks of each head (1)",
+        }
+
+    def projected(self, hidden: Tensor, count: int) -> Tensor:
+        """What the first heads make of the last layer's output [..., E], before the norm.
+
+        Returns:
+            [..., H, E] for ``count`` heads, or as many as there are.
+        """
+        normed = self.norm(hidden.to(self.output.dtype))
+        return torch.stack([head(normed) for head in self.heads[:count]], -2)
+
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        states_BLHE = self.output_norm(self.projected(batch.taps[self.taps[0]], depth))
+        return [
+            Prediction(states_BLE, self.output, shift=k + 1, depth=k)
+            for k, states_BLE in enumerate(states_BLHE.unbind(-2), 1)
+        ]
+
+
+class LastHidden:
+    """One state for each request.
+
+    Args:
+        layer: whose output it is.
+    """
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self._states: dict[int, tuple[int, Tensor]] = {}
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            if self._layer in seen.taps:
+                # A copy: the view would keep the states of the whole forward.
+                hidden_E = seen.hidden(self._layer)[-1].clone()
+                self._states[seen.request_id] = (seen.end, hidden_E)
+
+    def of(self, row: DraftRow) -> Tensor | None:
+        """The state [E] that the row's last token was drawn from; None if it was not handed out.
+
+        That is so before the prompt is read, and after steps that were not to draft.
+        """
+        end, hidden_E = self._states.get(row.request_id, (-1, None))
+        return hidden_E if end == len(row.tokens) - 1 else None
+
+    def end(self, request_id: int) -> None:
+        self._states.pop(request_id, None)
+
+
+class MedusaDrafter(BaseDrafter):
+    """See the module docstring.
+
+    A head does not know what the others chose, so all nodes of a depth have the same children, and
+    a node's chance is the product of those on its path: the tree takes the best ones, as many as
+    are worth their price. Drawn requests get a tree whose shape is fixed before anything is drawn.
+
+    Args:
+        module: the trained heads.
+        target: their target.
+        width: children looked at for each node; 1 makes chains.
+    """
+
+    def __init__(self, module: MedusaModule, target: HeadTarget, width: int = 4) -> None:
+        parts = target.parts
+        norm_E, output_RE = module.output_norm.weight.detach(), module.output.detach()
+        self._rows_runner = target.head_runner(HeadWeights([], norm_E, output_RE, module.shape))
+        self._module = module.to(parts.device, parts.dtype).eval()
+        self._rows = OutputRows(module.output_ids_R, target.vocab_size)
+        self._width = width if target.capabilities.tree_attention else 1
+        self.taps, self.promise = module.taps, module.promise
+        self._last = LastHidden(module.taps[0])
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        self._last.observe(observations)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        hidden = {row.request_id: self._last.of(row) for row in rows if row.budget}
+        known = {request_id: x_E for request_id, x_E in hidden.items() if x_E is not None}
+        if not known:
+            return [NO_PROPOSAL] * len(rows)
+        count = max(row.budget for row in rows)
+        found = self._logits(torch.stack([*known.values()]), count)
+        logits = dict(zip(known, found, strict=True))
+        return [
+            self._draft(row, logits[row.request_id]) if row.request_id in known else NO_PROPOSAL
+            for row in rows
+        ]
+
+    def end(self, request_id: int) -> None:
+        self._last.end(request_id)
+
+    @torch.no_grad()
+    def _logits(self, hidden_NE: Tensor, count: int) -> Tensor:
+        """[N, H, R] of the first ``count`` heads."""
+        projected_NHE = self._module.projected(hidden_NE, count)
+        _, logits_MR = self._rows_runner.run([], projected_NHE.flatten(0, 1))
+        return logits_MR.view(*projected_NHE.shape[:2], -1)
+
+    def _draft(self, row: DraftRow, logits_HR: Tensor) -> Proposal:
+        if isinstance(row.choices, DrawnChoices):
+            return self._drawn(row, logits_HR)
+        return self._chosen(row, logits_HR)
+
+    def _chosen(self, row: DraftRow, logits_HR: Tensor) -> Proposal:
+        # Rules that look at the text see the likeliest path: heads know of no other.
+        levels, path = list[list[Choice]](), list[int]()
+        for logits_R in logits_HR[: row.budget]:
+            (found,) = self._rows.choices(row, logits_R[None], [path], self._width)
+            if not found:
+                break
+            levels.append(found)
+            path = [*path, found[0].token]
+
+        def children(depth: int) -> Iterator[tuple[int, float, int]]:
+            if depth < len(levels):
+                yield from ((token, chance, depth + 1) for token, chance in levels[depth])
+
+        tree = best_first(0, children, row, branch=self._width > 1, is_weighed=True)
+        return Proposal.chosen(tree)
+
+    def _drawn(self, row: DraftRow, logits_HR: Tensor) -> Proposal:
+        parents = planned_parents(RANK_ACCEPTANCE[: self._width], row.budget, len(logits_HR))
+        growth = PlannedGrowth(row, parents)
+        for logits_R in logits_HR:
+            if growth.frontier:
+                growth.extend(self._rows.spread(logits_R).expand(len(growth.frontier), -1))
+        return growth.build()
+
+
+def _build(context: DrafterContext) -> MedusaDrafter:
+    width = checked_count("width", context.options.get("width", 4))
+    module = trained_head(context, MedusaModule)
+    return MedusaDrafter(module, cast(HeadTarget, context.target), width)
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="trained heads on the last hidden state guess several later tokens at once",
+    options={**HEAD_OPTION, "width": "tokens looked at for each place; 1 drafts chains (4)"},
+    num_draft_tokens=8,
+    needs=Capabilities(parts=True, cache_layers=True),
+    required_options=("head",),
+    head=MedusaModule,
+)

@@ -1,0 +1,558 @@
+"""Multi-token prediction: decoder layers carry the target's last state on, token by token.
+
+DeepSeek-V3, arXiv 2412.19437: a head for each depth, which reads what the head before it made of
+the same token, and one token more of the text. Each has norms of that state and of the token's
+embedding, a projection of both, a decoder layer and a norm; the output rows are shared. The first
+state is what the target's head reads. Behind the last head its own output takes the state's place
+(FastMTP, arXiv 2509.18362), so one head drafts as far as several do.
+
+Shape legend: B texts, L tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.cache.base import CacheLayers
+from foredraft.core.errors import ConfigError, ModelLoadError, unknown
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters.base import DraftRequest
+from foredraft.drafters.common.growing import GrowthLimits
+from foredraft.drafters.heads.base import (
+    HeadSource,
+    Prediction,
+    RowsHead,
+    TextBatch,
+    following,
+    num_rows_of,
+    rows_of,
+)
+from foredraft.drafters.heads.layers import (
+    AnchoredAttention,
+    Joined,
+    JoinedTokens,
+    LlamaLayer,
+    RMSNorm,
+)
+from foredraft.drafters.heads.published import (
+    CheckpointTensors,
+    fill,
+    final_norm,
+    layer_names,
+    shape_of,
+    under_our_names,
+)
+from foredraft.drafters.heads.steps import GROWTH_OPTIONS, ModuleDrafter, built_with
+from foredraft.drafters.heads.store import HEAD_OPTION
+from foredraft.drafters.spec import DrafterSpec, checked_count
+from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
+from foredraft.models.files.json_files import read_json
+
+RETURNS = ("normed", "plain")
+
+
+class MtpHead(nn.Module):
+    """What one depth has for itself.
+
+    Args:
+        shape: of the target.
+        returns: see `MtpModule`.
+    """
+
+    def __init__(self, shape: ModelShape, returns: str) -> None:
+        super().__init__()
+        self.returns = returns
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        self.embedding_norm, self.hidden_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.join = nn.Linear(2 * hidden, hidden, bias=False)
+        self.layer = LlamaLayer(shape)
+        self.norm = RMSNorm(hidden, eps)
+
+    @torch.no_grad()
+    def start(self, source: HeadSource) -> None:
+        """From the target's last layer and norm, the state handed on."""
+        size = source.shape.hidden_size
+        self.norm.weight.copy_(source.final_norm())
+        self.layer.load_state_dict(dict(source.layer(-1)))
+        self.join.weight.mul_(0.1)
+        self.join.weight[:, size:] += torch.eye(size)
+
+    def inputs(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """What the layer reads; [..., E].
+
+        Args:
+            embeddings: of the tokens behind those that the states know of.
+            states: from `MtpModule.first_state`, of later heads from `next_state`.
+        """
+        normed = self.embedding_norm(embeddings.to(states.dtype)), self.hidden_norm(states)
+        joined: Tensor = self.join(torch.cat(normed, -1))
+        return joined
+
+    def next_state(self, x: Tensor, normed: Tensor) -> Tensor:
+        """What the next head reads, of the layer's output and its norm."""
+        return normed if self.returns == "normed" else x
+
+
+class MtpModule(RowsHead):
+    """See the module docstring.
+
+    Args:
+        returns: what stands for the target's state behind the anchor: the layer's output behind
+            the last norm ("normed") or before it ("plain").
+        heads: how many.
+    """
+
+    kind = "mtp"
+
+    def __init__(
+        self, shape: ModelShape, num_rows: int | None, returns: str = "normed", heads: int = 1
+    ) -> None:
+        super().__init__(shape, (shape.num_hidden_layers - 1,), num_rows)
+        if returns not in RETURNS:
+            raise unknown("value of returns", returns, RETURNS)
+        self.returns = returns
+        self.target_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.heads = nn.ModuleList(
+            MtpHead(shape, returns) for _ in range(checked_count("heads", heads))
+        )
+
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        module = cls(source.shape, num_rows_of(output_ids), **options)
+        module.take_output(source, output_ids)
+        with torch.no_grad():
+            module.target_norm.weight.copy_(source.final_norm())
+        for head in module.each_head():
+            head.start(source)
+        return module
+
+    @classmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        return cls(shape, rows_of(config), str(config["returns"]), int(config["heads"]))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"num_rows": self.num_rows, "returns": self.returns, "heads": len(self.heads)}
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        return {
+            "returns": "what stands for the target's state behind the anchor (normed)",
+            "heads": "one for each depth, the last for all further ones too (1)",
+        }
+
+    def each_head(self) -> list[MtpHead]:
+        """In the order of their depths."""
+        return [cast(MtpHead, head) for head in self.heads]
+
+    def first_state(self, hidden: Tensor) -> Tensor:
+        """What the target's head reads, of its last layer's output; [..., E]."""
+        normed: Tensor = self.target_norm(hidden.to(self.output.dtype))
+        return normed
+
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        state_BLE, found = self.first_state(batch.taps[self.taps[0]]), list[Prediction]()
+        heads = self.each_head()
+        attentions = [AnchoredAttention(head.layer) for head in heads]
+        for k in range(1, depth + 1):
+            at = min(k, len(heads)) - 1
+            x_BLE = heads[at].inputs(following(batch.embeddings_BLE, k), state_BLE)
+            # A head's own entries are of the text, until it is used again.
+            x_BLE = attentions[at].step(x_BLE, k - 1 - at)
+            normed_BLE = heads[at].norm(x_BLE)
+            state_BLE = heads[at].next_state(x_BLE, normed_BLE)
+            found.append(Prediction(normed_BLE, self.output, shift=k + 1, depth=k))
+        return found
+
+
+class _Head:
+    """One head where the target runs it.
+
+    Args:
+        head: its weights.
+        output_RE: the output rows.
+        target: its target.
+    """
+
+    def __init__(self, head: MtpHead, output_RE: Tensor, target: HeadTarget) -> None:
+        self._head, shape = head, head.layer.shape
+        token, state = head.join.weight.chunk(2, 1)
+        token = token * head.embedding_norm.weight
+        tokens = JoinedTokens(target.parts, token, shape.rms_norm_eps, target.vocab_size)
+        self.inputs = Joined(target, [head.hidden_norm.weight], state, shape.rms_norm_eps, tokens)
+        norm_E = head.norm.weight.detach()
+        weights = HeadWeights([head.layer.weights()], norm_E, output_RE.detach(), shape)
+        self._runner = target.head_runner(weights)
+        self.layers = self._runner.layers
+
+    @torch.no_grad()
+    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """What the next head reads [T, E], and logits [N, R]."""
+        x_TE, logits_NR = self._runner.run(rows, inputs_TE)
+        return self._head.next_state(x_TE, self._head.norm(x_TE)), logits_NR
+
+
+@dataclass(frozen=True)
+class _End:
+    """How far a slot's text was read.
+
+    Attributes:
+        num_tokens: since the request began.
+        states_CE: what goes along with the last of them.
+    """
+
+    num_tokens: int
+    states_CE: Tensor
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a head reads of a row's nodes.
+
+    Attributes:
+        row: in the head's own count of entries.
+        nodes: the new ones, as the run counts them.
+    """
+
+    row: HeadRow
+    nodes: Sequence[int]
+
+
+class MtpRunner:
+    """See `foredraft.drafters.heads.steps.StepRunner`.
+
+    Along with a token goes what its successors are read with: the states of all heads but the last,
+    or of the only one.
+
+    Args:
+        module: trained heads.
+        target: their target.
+    """
+
+    def __init__(self, module: MtpModule, target: HeadTarget) -> None:
+        self._module = module.to(target.parts.device).eval()
+        self._heads = [_Head(head, module.output, target) for head in module.each_head()]
+        self._size, self._num_rows = module.shape.hidden_size, len(module.output)
+        self._last = len(self._heads) - 1
+        self._num_states = max(1, self._last)
+        self._ends: dict[int, _End] = {}  # by slot
+
+    @property
+    def layers(self) -> CacheLayers:
+        """Of the first head: no other has more entries."""
+        return self.all_layers[0]
+
+    @property
+    def all_layers(self) -> tuple[CacheLayers, ...]:
+        return tuple(head.layers for head in self._heads)
+
+    def forget(self, slot: int) -> None:
+        """Another request begins there."""
+        self._ends.pop(slot, None)
+
+    @torch.no_grad()
+    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
+        """What the first head reads, and the tokens, for the others; [T, E + 1]."""
+        inputs_TE = self._heads[0].inputs([self._module.first_state(taps[0])], following)
+        return _with_tokens(inputs_TE, following)
+
+    @torch.no_grad()
+    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
+        """What came along with their parents, and the tokens; [N, C E + 1]."""
+        return _with_tokens(states_NE, tokens)
+
+    @torch.no_grad()
+    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """States are what goes along with each token; with a text's, the last alone. [T, C E]."""
+        run = self._run_nodes if rows[0].tree else self._run_text
+        return run(rows, inputs_TE[:, :-1], inputs_TE[:, -1].int().tolist())
+
+    def _run_text(
+        self, rows: Sequence[HeadRow], inputs_TE: Tensor, tokens: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        counts = [row.num_text for row in rows]
+        stops = [*accumulate(counts)]
+        texts = [tokens[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
+        states_TE, logits_NR = self._heads[0].run(rows, inputs_TE)
+        made = [[*torch.split(states_TE, counts)]]
+        for k in range(1, len(self._heads)):
+            made.append(self._follow(k, rows, texts, made[-1]))
+        along_TCE = states_TE.new_zeros(len(tokens), self._num_states, self._size)
+        for i, row in enumerate(rows):
+            for k, states in enumerate(made[: self._num_states]):
+                if len(states[i]):
+                    along_TCE[stops[i] - 1, k] = states[i][-1]
+            read = row.num_text + self._num_read(row)
+            self._ends[row.slot] = _End(read, along_TCE[stops[i] - 1])
+        return along_TCE.flatten(1), logits_NR
+
+    def _follow(
+        self,
+        k: int,
+        rows: Sequence[HeadRow],
+        texts: Sequence[Sequence[int]],
+        made: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """What head ``k`` (from 0) makes [T, E] of what the one before it made of each text."""
+        states, runs, tokens = list[Tensor](), list[HeadRow](), list[int]()
+        for row, text, made_TE in zip(rows, texts, made, strict=True):
+            states_TE = made_TE[:-1]
+            if self._num_read(row) >= k:  # else it has no entries yet
+                states_TE = torch.cat((self._ends[row.slot].states_CE[k - 1 : k], states_TE))
+            states.append(states_TE)
+            if count := len(states_TE):
+                start = row.start - min(self._num_read(row), k)
+                runs.append(HeadRow(row.slot, start, count, num_wanted=0))
+                tokens += text[-count:]
+        if not runs:
+            return states
+        inputs_TE = self._heads[k].inputs([torch.cat(states)], tokens)
+        made_TE, _ = self._heads[k].run(runs, inputs_TE)
+        return [*torch.split(made_TE, [*map(len, states)])]
+
+    def _num_read(self, row: HeadRow) -> int:
+        end = self._ends.get(row.slot)
+        return 0 if end is None else end.num_tokens
+
+    def _run_nodes(
+        self, rows: Sequence[HeadRow], inputs_NE: Tensor, tokens: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        states_NCE = inputs_NE.reshape(len(tokens), self._num_states, self._size)
+        along_NCE = torch.zeros_like(states_NCE)
+        logits_NR = inputs_NE.new_empty(len(tokens), self._num_rows)
+        # From the last on: of a node that several read, what the first of them says is what counts.
+        for k in range(self._last, min(1, self._last) - 1, -1):
+            parts = self._parts(rows, k)
+            if not parts:
+                continue
+            nodes = [node for part in parts for node in part.nodes]
+            said = [node for part in parts if part.row.num_wanted for node in part.nodes]
+            states_NE = states_NCE[nodes, max(0, k - 1)]
+            inputs = self._heads[k].inputs([states_NE], [tokens[node] for node in nodes])
+            made_NE, said_NR = self._heads[k].run([part.row for part in parts], inputs)
+            along_NCE[nodes, min(k, self._num_states - 1)] = made_NE
+            logits_NR[said] = said_NR
+        return along_NCE.flatten(1), logits_NR
+
+    def _parts(self, rows: Sequence[HeadRow], k: int) -> list[_Part]:
+        """What head ``k`` (from 0) reads of each row, if it reads any of its new nodes."""
+        found, first = list[_Part](), 0
+        for row in rows:
+            part = _part(row, first, k, is_last=k == self._last)
+            found += [part] if part.nodes else []
+            first += row.num_text + len(row.tree) - row.num_known
+        return found
+
+
+def _part(row: HeadRow, first: int, k: int, is_last: bool) -> _Part:
+    """What head ``k`` (from 0) reads of a row, whose first new node is the run's ``first``."""
+    tree, known = row.tree, row.num_known - row.num_text
+    num_text = row.start + row.num_text - k  # the head's entries for the text
+    depths = range(max(1, 1 - num_text), (len(tree) if is_last else k) + 1)
+    read = [node for node, depth in enumerate(tree.depths) if depth in depths]
+    new = [node for node in read if node >= known]
+    says = any(tree.depths[node] >= k for node in new)
+    shown = min(1, max(0, num_text))
+    mine = HeadRow(
+        row.slot,
+        max(0, num_text - 1),
+        shown,
+        _only(tree, read),
+        num_known=shown + len(read) - len(new),
+        num_wanted=len(new) if says else 0,
+    )
+    return _Part(mine, [first + node - known for node in new])
+
+
+def _only(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
+    """Some nodes of a tree; those whose parents are left out hang off the root."""
+    if len(nodes) == len(tree):
+        return tree
+    places = {node: place for place, node in enumerate(nodes)}
+    parents = tuple(places.get(tree.parents[node], ROOT) for node in nodes)
+    return TokenTree(tuple(tree.tokens[node] for node in nodes), parents)
+
+
+def _with_tokens(states_TE: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Tokens as a last column: their numbers are whole in float32."""
+    ids_T = torch.tensor(tokens, dtype=states_TE.dtype, device=states_TE.device)
+    return torch.cat((states_TE, ids_T[:, None]), 1)
+
+
+class MtpDrafter(ModuleDrafter):
+    """An `MtpModule` drafts trees, with a head for each depth, the last one used again."""
+
+    runner = MtpRunner
+
+    def __init__(
+        self, module: MtpModule, target: HeadTarget, limits: GrowthLimits | None = None
+    ) -> None:
+        super().__init__(module, target, limits)
+        self._heads = cast(MtpRunner, self._runner)
+        self.layers = self._heads.all_layers
+        self.look_ahead = len(self.layers)
+
+    def begin(self, request: DraftRequest) -> None:
+        self._heads.forget(request.slot)
+        super().begin(request)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family names and means its MTP weights.
+
+    Attributes:
+        family: for messages.
+        prefix: of all names; its group, if it has one, is the module's number.
+        layer: of the decoder layer's names, after the prefix.
+        embedding_norm, hidden_norm, join, norm: names after the prefix.
+        unused: names after the prefix that hold what the target has anyway.
+        hidden_first: the state comes before the embedding where they are joined.
+        less_one: norms are stored less 1.
+        returns: see `MtpModule`.
+    """
+
+    family: str
+    prefix: str
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    join: str
+    norm: str
+    unused: tuple[str, ...] = ()
+    hidden_first: bool = False
+    less_one: bool = False
+    returns: str = "normed"
+
+
+LAYOUTS = (
+    Layout(
+        "DeepSeek-V3",
+        r"model\.layers\.(\d+)\.",
+        "",
+        "enorm.weight",
+        "hnorm.weight",
+        "eh_proj.weight",
+        "shared_head.norm.weight",
+        unused=("embed_tokens.weight", "shared_head.head.weight"),
+        returns="plain",
+    ),
+    Layout(
+        "Qwen3-Next",
+        r"mtp\.",
+        "layers.0.",
+        "pre_fc_norm_embedding.weight",
+        "pre_fc_norm_hidden.weight",
+        "fc.weight",
+        "norm.weight",
+        less_one=True,
+    ),
+    Layout(
+        "MiMo",
+        r"model\.mtp_layers\.(\d+)\.",
+        "",
+        "token_layernorm.weight",
+        "hidden_layernorm.weight",
+        "input_proj.weight",
+        "final_layernorm.weight",
+        hidden_first=True,
+    ),
+)
+
+_ADVICE = "Train one: foredraft train mtp"
+_COUNT = "num_nextn_predict_layers"
+
+
+def read_native(directory: Path, target: HeadTarget) -> MtpModule:
+    """The MTP heads that a checkpoint comes with.
+
+    Args:
+        target: its final norm and head are theirs too.
+
+    Raises:
+        ConfigError: there is none, or one that is not as a llama layer.
+        ModelLoadError: the checkpoint is damaged, or does not hold as many as its config says.
+    """
+    path = directory / "config.json"
+    config = read_json(path)
+    shape = shape_of(config, path)
+    weights: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        tensors = CheckpointTensors(directory, stack)
+        layout, prefixes = _find(tensors.names, directory)
+        _check_count(config, prefixes, directory)
+        for number, prefix in enumerate(prefixes):
+            found = _weights(layout, tensors.below(prefix, layout.unused), directory)
+            weights |= {f"heads.{number}.{name}": weight for name, weight in found.items()}
+    ids_V = torch.arange(shape.vocab_size)
+    parts = target.parts
+    norm_E = final_norm(parts, shape.rms_norm_eps)
+    weights |= {"target_norm.weight": norm_E, "output": parts.head_rows(ids_V)}
+    module = MtpModule(shape, None, layout.returns, len(prefixes))
+    fill(module, weights, f"the MTP layer in {directory}")
+    return module
+
+
+def _find(names: Sequence[str], directory: Path) -> tuple[Layout, list[str]]:
+    """The layout, and what the names of each head's tensors begin with, by depth."""
+    for layout in LAYOUTS:
+        pattern = re.compile(f"({layout.prefix}){re.escape(layout.join)}$")
+        found = [match for name in names if (match := pattern.match(name))]
+        if found:
+            found.sort(key=lambda match: int(match[2]) if match.re.groups > 1 else 0)
+            return layout, [match[1] for match in found]
+    families = ", ".join(layout.family for layout in LAYOUTS)
+    raise ConfigError(
+        f"{directory} holds no MTP layer under the names of {families}; train one: foredraft train "
+        "mtp"
+    )
+
+
+def _check_count(config: Mapping[str, Any], prefixes: Sequence[str], directory: Path) -> None:
+    """A head reads what the one before it made: none may be missing."""
+    said = config.get(_COUNT)
+    if said is not None and said != len(prefixes):
+        raise ModelLoadError(
+            f"{directory / 'config.json'} says {_COUNT}={said!r:.20}, and the checkpoint holds "
+            f"{len(prefixes)} ({', '.join(prefixes)}): copy all of its files"
+        )
+
+
+def _weights(layout: Layout, found: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """Under the names of `MtpHead`."""
+    names = {
+        "embedding_norm.weight": (layout.embedding_norm,),
+        "hidden_norm.weight": (layout.hidden_norm,),
+        "join.weight": (layout.join,),
+        "norm.weight": (layout.norm,),
+        **layer_names(layout.layer),
+    }
+    what = f"the {layout.family} MTP layer in {directory}"
+    weights = under_our_names(found, names, what, _ADVICE)
+    if layout.less_one:
+        weights |= {n: w.float() + 1.0 for n, w in weights.items() if n.endswith("norm.weight")}
+    if layout.hidden_first:
+        weights["join.weight"] = weights["join.weight"].roll(len(weights["join.weight"]), 1)
+    return weights
+
+
+DRAFTER = DrafterSpec(
+    build=built_with(MtpModule, MtpDrafter, read_native),
+    summary="trained layers carry the target's last state on, token by token",
+    options={**HEAD_OPTION, **GROWTH_OPTIONS},
+    num_draft_tokens=8,
+    needs=Capabilities(parts=True, cache_layers=True),
+    required_options=("head",),
+    head=MtpModule,
+)

@@ -1,0 +1,415 @@
+"""Drafting step by step with layers that the target runs for a head.
+
+Entries for the text are made as it is read, each of a token and the one that follows it; a tree
+grows behind them, the head's own states standing in for the target's.
+
+Shape legend: T tokens, E hidden size, R output rows, N scored nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.cache.base import CacheLayers
+from foredraft.core.choices import Choice, DrawnChoices
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.tree import ROOT
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.common.growing import Growth, GrowthLimits, Guide
+from foredraft.drafters.heads.base import HeadModule
+from foredraft.drafters.heads.published import is_checkpoint
+from foredraft.drafters.heads.rows import OutputRows
+from foredraft.drafters.heads.store import trained_head
+from foredraft.drafters.spec import DrafterContext, DrafterFactory, checked_count, checked_ms
+from foredraft.models.base import HeadRow, HeadTarget
+
+_HOTTEST = 2.0
+"""Higher temperatures are alike."""
+
+_MOST_WAITING = 32
+"""Tokens of a text that the head has not read yet: it reads them when it is to draft, all in one
+run, and otherwise so many at a time. A request that it follows without drafting costs next to
+nothing then, and it can begin at any moment."""
+
+
+class StepRunner(Protocol):
+    """A head's weights where the target runs them.
+
+    Attributes:
+        layers: where its entries are; None: it does not attend, and keeps none.
+    """
+
+    @property
+    def layers(self) -> CacheLayers | None: ...
+
+    def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
+        """Layer inputs [T, E] for tokens that the target has read.
+
+        Args:
+            following: the token after each.
+            taps: [T, E] of each layer that the head taps.
+        """
+        ...
+
+    def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
+        """Layer inputs [N, E] for drafted tokens, ``states_NE`` of what each was drafted from."""
+        ...
+
+    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """See `foredraft.models.base.HeadRunner.run`."""
+        ...
+
+
+@dataclass
+class _Request:
+    """Where a request stands: what the head says after its last token.
+
+    Attributes:
+        slot: in the target's cache.
+        end: the text's entries in the head's layers.
+        state_E: the head's own state at the last of them.
+        logits_R: what it says comes next.
+        promised: the first tokens of the last draft, with chances as the head had them.
+        reliability: of such chances, at the request's temperature.
+        waiting: what the target has read and the head has not, in order.
+    """
+
+    slot: int
+    reliability: Reliability
+    end: int = 0
+    state_E: Tensor | None = None
+    logits_R: Tensor | None = None
+    promised: Sequence[Choice] = ()
+    waiting: list[_Read] = field(default_factory=list)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(read.following) for read in self.waiting)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Tokens that the target has read.
+
+    Attributes:
+        start: the position of the first.
+        following: the token after each.
+        taps: what the target made of them, [T, E] for each tapped layer.
+    """
+
+    start: int
+    following: Sequence[int]
+    taps: Sequence[Tensor]
+
+
+class StepDrafter(BaseDrafter):
+    """See the module docstring.
+
+    Args:
+        runner: the head.
+        target: its target.
+        taps: the layers it reads.
+        output_ids_R: see `HeadModule`.
+        limits: how far a tree may grow.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        target: HeadTarget,
+        taps: Sequence[int],
+        output_ids_R: Tensor | None,
+        limits: GrowthLimits | None = None,
+    ) -> None:
+        self._runner = runner
+        self._rows = OutputRows(output_ids_R, target.vocab_size)
+        self._limits = limits or GrowthLimits()
+        if not target.capabilities.tree_attention:
+            self._limits = replace(self._limits, width=1, branching=1)
+        self.taps = tuple(taps)
+        self.layers = () if runner.layers is None else (runner.layers,)
+        self.look_ahead = len(self.layers)  # an entry joins a token and the one that follows it
+        self._requests: dict[int, _Request] = {}
+        self._reliabilities: dict[float, Reliability] = {}
+
+    def begin(self, request: DraftRequest) -> None:
+        # Requests are as like as their temperatures are, to a tenth; few such values occur.
+        temperature = round(min(request.params.temperature, _HOTTEST), 1)
+        reliability = self._reliabilities.setdefault(temperature, Reliability())
+        self._requests[request.request_id] = _Request(request.slot, reliability)
+
+    def end(self, request_id: int) -> None:
+        request = self._requests.pop(request_id)
+        if self.layers:  # what they hold of a text serves others that begin alike
+            self._catch_up([request])
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            request = self._requests[seen.request_id]
+            if request.promised and seen.committed:
+                request.reliability.record(request.promised, seen.committed[0])
+            request.promised = ()
+            if (read := self._read(seen)).following:
+                self._wait(request, read)
+        self._catch_up(
+            r for seen in observations
+            if (r := self._requests[seen.request_id]).num_waiting >= _MOST_WAITING
+        )  # fmt: skip
+
+    def _wait(self, request: _Request, read: _Read) -> None:
+        if not self.layers:  # it keeps no entries: where the text ends is all it needs
+            request.waiting.clear()
+        elif len(read.following) < _MOST_WAITING:  # else it is read before the step is over
+            read = replace(read, taps=[tap_TE.clone() for tap_TE in read.taps])
+        request.waiting.append(read)
+
+    def _catch_up(self, requests: Iterable[_Request]) -> None:
+        """Read what waits, all requests in one run."""
+        behind = [request for request in requests if request.waiting]
+        if not behind:
+            return
+        reads = [_joined(request.waiting) for request in behind]
+        inputs = [self._runner.text_inputs(read.following, read.taps) for read in reads]
+        rows = [
+            HeadRow(request.slot, read.start, len(read.following))
+            for request, read in zip(behind, reads, strict=True)
+        ]
+        inputs_TE = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+        states_TE, logits_NR = self._runner.run(rows, inputs_TE)
+        last = -1
+        for i, (request, read) in enumerate(zip(behind, reads, strict=True)):
+            last += len(read.following)
+            request.end = read.start + len(read.following)
+            request.state_E, request.logits_R = states_TE[last], logits_NR[i]
+            request.waiting.clear()
+
+    def _read(self, seen: Observation) -> _Read:
+        """What is to be run of a step: without entries to keep, the last token alone."""
+        if any(tap not in seen.taps for tap in self.taps):  # a step that was not to draft
+            return _Read(seen.start, (), ())
+        following = seen.tokens[seen.start + 1 : seen.end + 1]
+        skipped = 0 if self.layers else max(0, len(following) - 1)
+        taps = [seen.hidden(tap)[skipped : len(following)] for tap in self.taps]
+        return _Read(seen.start + skipped, following[skipped:], taps)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        self._catch_up(self._requests[row.request_id] for row in rows if row.budget)
+        ready = [row for row in rows if row.budget and self._is_ready(row)]
+        drawn = [row for row in ready if isinstance(row.choices, DrawnChoices)]
+        done = {row.request_id: self._drawn(row) for row in drawn}
+        done |= self._grown([row for row in ready if row.request_id not in done])
+        return [done.get(row.request_id, NO_PROPOSAL) for row in rows]
+
+    def guide(self, request_id: int) -> Guide | None:
+        """What grows a request's tree together with the head; nothing if not overridden."""
+        return None
+
+    def _is_ready(self, row: DraftRow) -> bool:
+        request = self._requests[row.request_id]
+        return request.logits_R is not None and request.end == len(row.tokens) - 1
+
+    def _grown(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
+        """Chosen trees, all rows sharing each run of the head."""
+        growths = [
+            _Tree(
+                self._requests[row.request_id],
+                Growth(row, self._limits, self.guide(row.request_id)),
+            )
+            for row in rows
+        ]
+        for tree in growths:
+            assert tree.request.logits_R is not None
+            tree.hang([ROOT], tree.request.logits_R[None], self._rows)
+        while active := [(tree, nodes) for tree in growths if (nodes := tree.growth.next_round())]:
+            self._score(active)
+        return {tree.growth.row.request_id: tree.growth.build() for tree in growths}
+
+    def _score(self, active: Sequence[tuple[_Tree, list[int]]]) -> None:
+        """One run of the head over some nodes of each row."""
+        tokens = [tree.growth.drafted(node)[-1] for tree, nodes in active for node in nodes]
+        parents = [tree.parent_states(nodes) for tree, nodes in active]
+        parents_NE = parents[0] if len(parents) == 1 else torch.cat(parents)
+        rows = [tree.head_row(len(nodes)) for tree, nodes in active]
+        states_NE, logits_NR = self._runner.run(rows, self._runner.own_inputs(tokens, parents_NE))
+        first = 0
+        for tree, nodes in active:
+            mine = slice(first, first := first + len(nodes))
+            tree.keep(states_NE[mine])
+            tree.hang(nodes, logits_NR[mine], self._rows)
+
+    def _drawn(self, row: DraftRow) -> Proposal:
+        """A chain, each token drawn from the head's own distribution."""
+        request, draft = self._requests[row.request_id], row.draft()
+        assert request.logits_R is not None
+        assert request.state_E is not None
+        logits_R, state_E, node = request.logits_R, request.state_E, ROOT
+        length = min(row.budget, self._limits.max_depth)
+        for depth in range(1, length + 1):
+            found = draft.extend(node, self._rows.spread(logits_R))
+            if not found or depth == length:
+                break
+            node = found[0]
+            inputs_NE = self._runner.own_inputs(draft.tokens[-1:], state_E[None])
+            chain = HeadRow(request.slot, request.end - 1, 1, draft.tree, depth)
+            states_NE, logits_NR = self._runner.run([chain], inputs_NE)
+            state_E, logits_R = states_NE[0], logits_NR[0]
+        return draft.build()
+
+
+class ModuleDrafter(StepDrafter):
+    """A trained module drafts trees; a subclass names what runs it.
+
+    Args:
+        module: of the kind that ``runner`` takes; its ``taps``, ``output_ids_R`` and ``promise``
+            are as those of a `HeadModule`.
+        target: its target.
+        limits: how far a tree may grow.
+
+    Attributes:
+        runner: a `StepRunner`, made of module and target.
+    """
+
+    runner: ClassVar[type[Any]]
+
+    def __init__(self, module: Any, target: HeadTarget, limits: GrowthLimits | None = None) -> None:
+        runner: StepRunner = self.runner(module, target)
+        super().__init__(runner, target, module.taps, module.output_ids_R, limits)
+        self.promise = module.promise
+
+
+def _joined(reads: Sequence[_Read]) -> _Read:
+    """One of reads that follow each other."""
+    if len(reads) == 1:
+        return reads[0]
+    following = [token for read in reads for token in read.following]
+    taps = [torch.cat(parts) for parts in zip(*(read.taps for read in reads), strict=True)]
+    return _Read(reads[0].start, following, taps)
+
+
+class _Tree:
+    """A row's growing tree with the head's states: at the text's end, then at each scored node."""
+
+    def __init__(self, request: _Request, growth: Growth) -> None:
+        assert request.state_E is not None
+        self.request, self.growth = request, growth
+        self._states_SE = request.state_E.new_empty(1 + growth.row.budget, len(request.state_E))
+        self._states_SE[0] = request.state_E
+
+    def parent_states(self, nodes: Sequence[int]) -> Tensor:
+        """[N, E]."""
+        growth = self.growth
+        return self._states_SE[[1 + growth.place(growth.parent(node)) for node in nodes]]
+
+    def keep(self, states_NE: Tensor) -> None:
+        """Of the nodes scored last."""
+        end = 1 + len(self.growth.scored)
+        self._states_SE[end - len(states_NE) : end] = states_NE
+
+    def head_row(self, num_new: int) -> HeadRow:
+        # The text's last entry stands before the tree, known like the nodes scored before.
+        tree = self.growth.scored
+        known = 1 + len(tree) - num_new
+        return HeadRow(self.request.slot, self.request.end - 1, 1, tree, known, num_new)
+
+    def hang(self, nodes: Sequence[int], logits_NR: Tensor, rows: OutputRows) -> None:
+        growth = self.growth
+        drafted = [growth.drafted(node) if node != ROOT else () for node in nodes]
+        copied = [growth.copied(node) for node in nodes] if growth.guide else ()
+        count = max(map(growth.num_below, nodes))
+        found = rows.choices(growth.row, logits_NR, drafted, count, copied)
+        for node, choices in zip(nodes, found, strict=True):
+            if node == ROOT:
+                self.request.promised = choices
+            growth.hang(node, self.request.reliability.corrected(choices))
+
+
+_PRIOR = 6.0
+"""Promised tokens that came, before anything was seen."""
+_MEMORY = 0.995
+"""Of each step by the next: some hundred steps count, so it follows from topic to topic."""
+_LEAST, _MOST = 0.3, 1.2
+
+
+class Reliability:
+    """Corrects the chances of one kind of requests by one factor.
+
+    A head is too sure of itself on text that is unlike what it learnt from, and above all where
+    noise chooses among tokens that it knows little about. Then it drafts too deep. The factor
+    weighs nodes against time, and touches no token.
+    """
+
+    def __init__(self) -> None:
+        self._promised = self._came = _PRIOR
+
+    @property
+    def factor(self) -> float:
+        return min(_MOST, max(_LEAST, self._came / self._promised))
+
+    def corrected(self, choices: Sequence[Choice]) -> list[Choice]:
+        """The same tokens with chances that have held so far."""
+        factor = self.factor
+        return [Choice(token, min(0.99, factor * chance)) for token, chance in choices]
+
+    def record(self, choices: Sequence[Choice], token: int) -> None:
+        """``token`` came where these, uncorrected, were what might come."""
+        self._promised = _MEMORY * self._promised + sum(c.chance for c in choices)
+        self._came = _MEMORY * self._came + any(c.token == token for c in choices)
+
+
+GROWTH_OPTIONS = MappingProxyType(
+    {
+        "max_depth": "most tokens on a path (6)",
+        "width": "nodes that are looked below at once (4)",
+        "branching": "tokens below one node, below the root three times as many; 1: chains (4)",
+        "round_cost": "time of one forward of the head, in plain steps (0.1)",
+    }
+)
+"""Options of heads that draft step by step; see `GrowthLimits`."""
+
+
+M = TypeVar("M", bound=HeadModule)
+
+
+def built_with(
+    module: type[M],
+    drafter: Callable[[Any, HeadTarget, GrowthLimits], Drafter],
+    read: Callable[[Path, HeadTarget], nn.Module] | None = None,
+) -> DrafterFactory:
+    """What builds a drafter that grows trees with a trained head.
+
+    Args:
+        module: the class of the head's kind.
+        drafter: made from the head, its target, and how far a tree may grow.
+        read: reads a head from somebody's checkpoint; None: only heads that were saved here.
+    """
+
+    def build(context: DrafterContext) -> Drafter:
+        limits, target = growth_limits(context), cast(HeadTarget, context.target)
+        directory = Path(str(context.options.get("head", ""))).expanduser()
+        if read is not None and is_checkpoint(directory):
+            return drafter(read(directory, target), target, limits)
+        return drafter(trained_head(context, module), target, limits)
+
+    return build
+
+
+def growth_limits(context: DrafterContext) -> GrowthLimits:
+    """What the user makes of `GROWTH_OPTIONS`.
+
+    Raises:
+        ConfigError: an option does not fit.
+    """
+    options, usual = context.options, GrowthLimits()
+    counts = {
+        name: checked_count(name, options.get(name, getattr(usual, name)))
+        for name in ("max_depth", "width", "branching")
+    }
+    cost = checked_ms("round_cost", options.get("round_cost", usual.round_cost))
+    return GrowthLimits(**counts, round_cost=cost)

@@ -1,0 +1,534 @@
+"""The folder of something that was learnt for a target: what it says of itself, written whole.
+
+``head.json`` (kind, config, target, provenance, measured acceptance), ``weights.safetensors``,
+``self_test.safetensors`` and ``README.md``. A process may be killed at any moment while they are
+written: the folder then holds what was there before, or both halves of the swap, which the next
+`finish_saving` completes.
+
+Shape legend: N token ids, E hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
+from foredraft.drafters.heads.base import HeadModule, TextBatch
+from foredraft.drafters.spec import DrafterContext
+from foredraft.models.base import ModelShape, PartsTarget, Target
+from foredraft.models.files.json_files import read_json
+from foredraft.models.files.manifest import sha256_of
+from foredraft.models.files.safety import FLOATS, Checkpoint, check_safetensors
+from foredraft.system.files import flush_folder, write_tensors, write_text
+
+META, WEIGHTS, SELF_TEST, CARD = (
+    "head.json",
+    "weights.safetensors",
+    "self_test.safetensors",
+    "README.md",
+)
+_FORMAT = 1
+_NEXT, _READY = ".next", ".ready"
+_SAMPLED_ROWS = 512
+_LARGEST = 1 << 24
+"""No number of a head's config is larger: sizes are looked at before memory is asked for."""
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """Which target a head belongs to.
+
+    Attributes:
+        name: what people call it.
+        fingerprint: of its sizes and embeddings, whatever dtype it was loaded in.
+        tokenizer: fingerprint of its tokenizer; None where that is not known.
+    """
+
+    name: str
+    fingerprint: str
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
+class HeadInfo:
+    """What ``head.json`` says.
+
+    Attributes:
+        kind: the registered name of the drafter.
+        config: of the module.
+        shape: of the target.
+        target: whose head it is.
+        provenance: how it was made.
+        measured: acceptance on held-out text.
+        weights_sha256: of the weights' file.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    shape: ModelShape
+    target: TargetIdentity
+    provenance: Mapping[str, Any]
+    measured: Mapping[str, Any]
+    weights_sha256: str
+
+    @property
+    def promise(self) -> tuple[float, float] | None:
+        """The chances that its first token is right, at temperatures 0 and 1, if measured."""
+        first = [self.measured.get(name) for name in ("greedy", "sampled")]
+        greedy, sampled = [each[0] if each else None for each in first]
+        return None if greedy is None or sampled is None else (float(greedy), float(sampled))
+
+
+@torch.no_grad()
+def identify(
+    target: Target, name: str | None = None, tokenizer: str | None = None
+) -> TargetIdentity:
+    """Who a target is.
+
+    The embeddings of some tokens tell models apart, fine-tuned ones of one base included as long
+    as the embeddings were trained. Rounded to bfloat16 they are the same in every dtype and with
+    int8 layers.
+
+    Raises:
+        CapabilityError: the target does not hand out its embeddings.
+    """
+    if not target.capabilities.parts:
+        raise CapabilityError(
+            f"a trained head needs a target that hands out its embeddings, which "
+            f"{type(target).__name__} does not"
+        )
+    parts, vocab = cast(PartsTarget, target).parts, target.vocab_size
+    layers = target.capabilities.taps
+    digest = fingerprint((vocab, parts.hidden_size, len(layers)), parts.embed)
+    described = f"a target of {len(layers)} layers, {parts.hidden_size} wide, {vocab} tokens"
+    return TargetIdentity(name or described, digest, tokenizer)
+
+
+def fingerprint(sizes: tuple[int, int, int], embed: Callable[[Tensor], Tensor]) -> str:
+    """Of a target.
+
+    Args:
+        sizes: of vocabulary and hidden states, and how many layers.
+        embed: the embeddings [N, E] of some ids [N].
+    """
+    ids = torch.arange(0, sizes[0], max(1, sizes[0] // _SAMPLED_ROWS))
+    rows = embed(ids).to(torch.bfloat16).cpu().contiguous().view(torch.int16)
+    return hashlib.sha256(repr(sizes).encode() + rows.numpy().tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What goes into a folder.
+
+    Attributes:
+        kind: the registered name of the drafter that uses it.
+        config: what makes it again, as JSON values.
+        shape: of the target.
+        weights: by name.
+        self_test: likewise.
+        card: the text of README.md.
+    """
+
+    kind: str
+    config: Mapping[str, Any]
+    shape: ModelShape
+    weights: Mapping[str, Tensor]
+    self_test: Mapping[str, Tensor]
+    card: str
+
+
+def write_folder(directory: Path, learnt: Learnt, info: Mapping[str, Any]) -> None:
+    """Write a folder; what was there before is replaced when all is written.
+
+    Args:
+        info: ``target`` (`TargetIdentity`), ``provenance`` and ``measured`` of `HeadInfo`.
+
+    Raises:
+        TrainingError: it cannot be written, such as on a full disk.
+    """
+    finish_saving(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(directory / _NEXT, ignore_errors=True)
+    (directory / _NEXT).mkdir()
+    write_tensors(directory / _NEXT / WEIGHTS, learnt.weights)
+    write_tensors(directory / _NEXT / SELF_TEST, learnt.self_test)
+    meta = {
+        "format": _FORMAT,
+        "kind": learnt.kind,
+        "config": learnt.config,
+        "shape": asdict(learnt.shape),
+        "target": asdict(info["target"]),
+        "provenance": dict(info["provenance"]),
+        "measured": dict(info["measured"]),
+        "weights_sha256": sha256_of(directory / _NEXT / WEIGHTS),
+    }
+    write_text(directory / _NEXT / META, json.dumps(meta, indent=2) + "\n")
+    write_text(directory / _NEXT / CARD, learnt.card)
+    os.replace(directory / _NEXT, directory / _READY)
+    flush_folder(directory)
+    finish_saving(directory)
+
+
+def finish_saving(directory: Path) -> None:
+    """Complete a swap that a kill has interrupted."""
+    ready = directory / _READY
+    if not ready.is_dir():
+        return
+    for path in sorted(ready.iterdir()):
+        os.replace(path, directory / path.name)
+    ready.rmdir()
+    flush_folder(directory)
+
+
+def read_info(directory: Path) -> HeadInfo:
+    """What a head's directory says of itself.
+
+    Raises:
+        ConfigError: there is no head.
+        ModelLoadError: ``head.json`` cannot be used.
+    """
+    path = directory / META
+    if not path.is_file():
+        theirs = (directory / "config.json").is_file()
+        more = "; a published EAGLE checkpoint goes with drafter 'eagle'" if theirs else ""
+        raise ConfigError(f"{directory} holds no trained head: there is no {META}{more}")
+    content = read_json(path)
+    if content.get("format") != _FORMAT:
+        raise ModelLoadError(
+            f"{path} is of format {content.get('format')!r:.40} and this version reads format "
+            f"{_FORMAT}; train it again, or use the version that it was made with"
+        )
+    try:
+        _check_numbers(content["config"])
+        _check_numbers(content["shape"])
+        return HeadInfo(
+            kind=str(content["kind"]),
+            config=dict(content["config"]),
+            shape=ModelShape(**content["shape"]),
+            target=TargetIdentity(**content["target"]),
+            provenance=dict(content["provenance"]),
+            measured=dict(content["measured"]),
+            weights_sha256=str(content["weights_sha256"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be used: {error!r:.200}") from error
+
+
+def _check_numbers(value: Any) -> None:
+    """Refuse sizes that no head has."""
+    if isinstance(value, Mapping):
+        for each in value.values():
+            _check_numbers(each)
+    elif isinstance(value, list):
+        if len(value) > _LARGEST:
+            raise ValueError(f"a list of {len(value)} entries")
+        for each in value:
+            _check_numbers(each)
+    elif isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"the number {value}, which is larger than {_LARGEST}")
+
+
+def check_target(info: HeadInfo, target: TargetIdentity, where: Path) -> None:
+    """Refuse a head of another target.
+
+    Raises:
+        ConfigError: it is.
+    """
+    trained = info.target
+    same_words = None in (trained.tokenizer, target.tokenizer) or (
+        trained.tokenizer == target.tokenizer
+    )
+    if trained.fingerprint != target.fingerprint or not same_words:
+        raise ConfigError(
+            f"the head in {where} was trained for {trained.name!r} (fingerprint "
+            f"{trained.fingerprint}), and the target is {target.name!r} (fingerprint "
+            f"{target.fingerprint}): it would guess at random. Train one for this target: "
+            f"foredraft train {info.kind}"
+        )
+
+
+def check_kind(info: HeadInfo, kind: str, directory: Path) -> None:
+    """Refuse what another drafter uses.
+
+    Raises:
+        ConfigError: it is of another kind.
+    """
+    if info.kind != kind:
+        raise ConfigError(
+            f"the head in {directory} is of kind {info.kind!r} and not {kind!r}; use it "
+            f"with drafter {info.kind!r}"
+        )
+
+
+def check_weights(directory: Path, info: HeadInfo) -> dict[str, Any]:
+    """The header of the weights' file, which is the one that was written.
+
+    Raises:
+        ModelLoadError: it is damaged.
+    """
+    path = directory / WEIGHTS
+    stored = check_safetensors(path)
+    if sha256_of(path) != info.weights_sha256:
+        raise ModelLoadError(
+            f"{path} is not what {META} says: the head is damaged, or its saving was interrupted "
+            "(training it further completes that). Copy it again"
+        )
+    return stored
+
+
+_COMPARED_ROWS = 64
+_TOLERANCE = 0.02
+"""Of the self test, in logits: float32 sums in another order, and nothing else."""
+M = TypeVar("M", bound=HeadModule)
+
+
+# ------------------------------------------------------------------------------------ saving
+
+
+def save_head(directory: Path, module: HeadModule, info: Mapping[str, Any], test: TextBatch,
+              depth: int, card: str) -> None:  # fmt: skip
+    """Write a head's directory; what was there before is replaced when all is written.
+
+    Weights are stored in bfloat16, and the self test is made with those.
+
+    Args:
+        info: ``target`` (`TargetIdentity`), ``provenance`` and ``measured`` of `HeadInfo`.
+        test: a short text, one row, for the self test.
+        depth: draft tokens of the self test.
+        card: the text of README.md.
+
+    Raises:
+        TrainingError: it cannot be written, such as on a full disk.
+    """
+    stored = {name: _stored(tensor) for name, tensor in module.state_dict().items()}
+    rounded = type(module).from_config(module.shape, module.config)
+    rounded.load_state_dict({name: _loaded(t, torch.float32) for name, t in stored.items()})
+    tested = _self_test(rounded, _on_cpu(test), depth)
+    learnt = Learnt(module.kind, module.config, module.shape, stored, tested, card)
+    write_folder(directory, learnt, info)
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
+
+
+def _loaded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _on_cpu(batch: TextBatch) -> TextBatch:
+    return TextBatch(
+        batch.tokens_BL.cpu(),
+        batch.lengths_B.cpu(),
+        batch.embeddings_BLE.cpu().float(),
+        {layer: x_BLE.cpu().float() for layer, x_BLE in batch.taps.items()},
+    )
+
+
+@torch.no_grad()
+def _self_test(module: HeadModule, batch: TextBatch, depth: int) -> dict[str, Tensor]:
+    tensors = {
+        "tokens": batch.tokens_BL[0],
+        "embeddings": batch.embeddings_BLE[0].to(torch.bfloat16),
+        "logits": _test_logits(module.eval(), batch, depth),
+    }
+    return tensors | {f"tap.{n}": x[0].to(torch.bfloat16) for n, x in batch.taps.items()}
+
+
+def _test_logits(module: HeadModule, batch: TextBatch, depth: int) -> Tensor:
+    """Float32 [D, L, S]: every depth, some of the output rows; entries beyond the text zero."""
+    # The batch as it will be read back.
+    rounded = TextBatch(
+        batch.tokens_BL,
+        batch.lengths_B,
+        batch.embeddings_BLE.bfloat16().float(),
+        {layer: x.bfloat16().float() for layer, x in batch.taps.items()},
+    )
+    found = []
+    for prediction in module.predictions(rounded, depth):
+        num_rows = len(prediction.output_RK)
+        rows = torch.arange(0, num_rows, max(1, num_rows // _COMPARED_ROWS))
+        logits_LS = (prediction.states_BLK[0] @ prediction.output_RK[rows].T).float()
+        inside = torch.arange(len(logits_LS)) < len(logits_LS) - prediction.shift
+        found.append(logits_LS * inside[:, None])
+    return torch.stack(found)
+
+
+# ----------------------------------------------------------------------------------- loading
+
+
+def load_head(
+    directory: Path,
+    module: type[M],
+    target: TargetIdentity,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> M:
+    """A trained head, checked: kind, target, shapes, weights, and what it computes.
+
+    Args:
+        module: the class of the kind.
+        target: what it is to draft for; see `identify`.
+        dtype: of the weights.
+        device: where they go.
+
+    Raises:
+        ConfigError: no head is there, it is of another kind, or of another target.
+        ModelLoadError: it is damaged, or does not compute what it did when it was saved.
+    """
+    info = read_info(directory)
+    check_kind(info, module.kind, directory)
+    check_target(info, target, directory)
+    head = read_head(directory, module, info).to(device=device, dtype=dtype)
+    head.promise = info.promise
+    return head
+
+
+def read_head(directory: Path, module: type[M], info: HeadInfo) -> M:
+    """The module in float32 on the CPU, its weights and what it computes checked.
+
+    Raises:
+        ModelLoadError: it is damaged, or does not compute what it did when it was saved.
+    """
+    path = directory / WEIGHTS
+    stored = check_weights(directory, info)
+    try:
+        head = module.from_config(info.shape, info.config)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelLoadError(f"{directory / META} cannot be used: {error!r:.200}") from error
+    _check_shapes(path, head, stored)
+    weights = load_file(path)
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ModelLoadError(f"{path}: {name} holds NaN or infinity; train the head again")
+    head.load_state_dict({name: _loaded(t, torch.float32) for name, t in weights.items()})
+    head.eval()
+    _run_self_test(directory / SELF_TEST, head)
+    return head
+
+
+def _check_shapes(path: Path, head: HeadModule, stored: Mapping[str, Any]) -> None:
+    expected = head.state_dict()
+    for name in expected.keys() ^ stored.keys():
+        where = "lacks" if name in expected else "holds"
+        raise ModelLoadError(f"{path} {where} {name!r}, unlike a head of kind {head.kind!r}")
+    for name, tensor in expected.items():
+        entry = stored[name]
+        if list(tensor.shape) != entry["shape"]:
+            raise ModelLoadError(
+                f"{path}: {name} has shape {entry['shape']} and should have {list(tensor.shape)}"
+            )
+        if tensor.is_floating_point() != (entry["dtype"] in FLOATS):
+            raise ModelLoadError(f"{path}: {name} is of type {entry['dtype']}")
+
+
+def _run_self_test(path: Path, head: HeadModule) -> None:
+    check_safetensors(path)
+    stored = load_file(path)
+    try:
+        batch = TextBatch(
+            stored["tokens"][None],
+            torch.tensor([len(stored["tokens"])]),
+            stored["embeddings"][None].float(),
+            {layer: stored[f"tap.{layer}"][None].float() for layer in head.taps},
+        )
+        expected_DLS = stored["logits"]
+        with torch.no_grad():
+            actual_DLS = _test_logits(head, batch, len(expected_DLS))
+        error = float((actual_DLS - expected_DLS).abs().max())
+    except (KeyError, IndexError, RuntimeError, ValueError) as problem:
+        raise ModelLoadError(f"{path} cannot be run: {problem!r:.200}") from problem
+    scale = 1.0 + float(expected_DLS.abs().max())
+    if not error <= _TOLERANCE * scale:
+        raise ModelLoadError(
+            f"{path}: the head computes other logits than when it was saved (by up to "
+            f"{error:.3g}); it is damaged, or this version of foredraft computes it differently. "
+            "Train it again"
+        )
+
+
+SHIPPED = Path(__file__).parents[2] / "heads"
+_EMBEDDINGS = "model.embed_tokens.weight"
+
+
+def shipped_head(kind: str, target: Target, shipped: Path = SHIPPED) -> Path | None:
+    """The directory of a head of this kind for this very target; None: there is none.
+
+    Args:
+        shipped: where heads are looked for.
+    """
+    if not target.capabilities.parts:
+        return None
+    return _of_fingerprint(kind, identify(target).fingerprint, shipped)
+
+
+def shipped_head_of_files(
+    kind: str, checkpoint: Checkpoint, shipped: Path = SHIPPED
+) -> Path | None:
+    """The same, told from the target's files: reads a few rows of its embeddings."""
+    found = fingerprint_of_files(checkpoint)
+    return None if found is None else _of_fingerprint(kind, found, shipped)
+
+
+def fingerprint_of_files(checkpoint: Checkpoint) -> str | None:
+    """As `identify` would have it of the loaded target; None: there are no embeddings."""
+    stored = checkpoint.tensors.get(_EMBEDDINGS)
+    if stored is None or len(stored.shape) != 2:
+        return None
+    with safe_open(str(stored.file), framework="pt") as file:
+        rows = file.get_slice(_EMBEDDINGS)
+        sizes = (*stored.shape, int(checkpoint.config.get("num_hidden_layers", 0)))
+        return fingerprint(sizes, lambda ids: torch.cat([rows[i : i + 1] for i in ids.tolist()]))
+
+
+def _of_fingerprint(kind: str, fingerprint: str, shipped: Path) -> Path | None:
+    for path in sorted(shipped.glob(f"*/*/{META}")):
+        said = json.loads(path.read_text())
+        if said["kind"] == kind and said["target"]["fingerprint"] == fingerprint:
+            return path.parent
+    return None
+
+
+HEAD_OPTION = MappingProxyType(
+    {"head": "directory of the trained head (needed, but for models whose head is built in)"}
+)
+
+
+def trained_head(context: DrafterContext, module: type[M], option: str = "head") -> M:
+    """The head that the user named, or that comes with the package, checked against the target.
+
+    Args:
+        module: the class of its kind.
+        option: what names its directory.
+
+    Raises:
+        ConfigError: none was named, it is not there, or it is of another kind or target.
+        ModelLoadError: it is damaged.
+    """
+    given = context.options.get(option)
+    if given is None and option == "head":
+        given = shipped_head(module.kind, context.target)
+    if given is None:
+        kind = module.kind.replace("_", "-")
+        raise ConfigError(
+            f"drafter {kind!r} needs a trained head. Train one with 'foredraft train {kind} "
+            f"--target MODEL --out DIR', and name its directory with the drafter option {option}"
+        )
+    tokenizer = getattr(context.tokenizer, "fingerprint", None)
+    identity = identify(context.target, None, tokenizer)
+    device = cast(PartsTarget, context.target).parts.device
+    return load_head(Path(str(given)).expanduser(), module, identity, device=device)

@@ -1,0 +1,91 @@
+"""Drafters that keep something for each request and draft a tree from it.
+
+What is left to a subclass is the drafting itself: what it keeps, what it drafts from that, and
+what it learns. Which request is whose, empty budgets and rows are seen to here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence, Sized
+from typing import Generic, TypeVar
+
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.tree import TokenTree
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+
+Request = TypeVar("Request")
+"""What the drafter keeps for a request while it runs."""
+
+
+class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
+    """A `ContinuingDrafter` of chosen trees; subclasses say what they do for one request."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}
+
+    @abstractmethod
+    def begin_request(self, request: DraftRequest) -> Request:
+        """What to keep for a request that starts."""
+
+    @abstractmethod
+    def draft_tree(self, request: Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
+        """Draft what follows the row's tokens and ``draft``.
+
+        Args:
+            row: its budget is 1 or more, and the most nodes to draft.
+            draft: a guess that may be rejected: nothing of it may be left in ``request``.
+        """
+
+    def observe_request(self, request: Request, seen: Observation) -> None:
+        """A step of the request has been committed; learns nothing if not overridden."""
+
+    def end_request(self, request: Request) -> None:
+        """The request is over and forgotten; does nothing more if not overridden."""
+
+    def begin(self, request: DraftRequest) -> None:
+        self._requests[request.request_id] = self.begin_request(request)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [self.propose_after(row, ()) for row in rows]
+
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
+        if not row.budget:
+            return NO_PROPOSAL
+        return Proposal.chosen(self.draft_tree(self._requests[row.request_id], row, draft))
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            self.observe_request(self._requests[seen.request_id], seen)
+
+    def end(self, request_id: int) -> None:
+        self.end_request(self._requests.pop(request_id))
+
+
+Kept = TypeVar("Kept", bound=Sized)
+"""Its length is what there may be so much of."""
+
+
+class PerTenant(Generic[Kept]):
+    """One for each tenant. Those that were asked for longest ago go when there is too much in all.
+
+    Args:
+        new: makes a tenant's; None is a tenant, too: all requests that name none.
+        most: of all lengths together.
+    """
+
+    def __init__(self, new: Callable[[str | None], Kept], most: int) -> None:
+        self._new, self._most = new, most
+        self._kept: OrderedDict[str | None, Kept] = OrderedDict()
+
+    def of(self, tenant: str | None) -> Kept:
+        """A tenant's, made if it is not there."""
+        if tenant not in self._kept:
+            self._kept[tenant] = self._new(tenant)
+        self._kept.move_to_end(tenant)
+        total = sum(map(len, self._kept.values()))
+        while total > self._most and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            total -= len(dropped)
+        return self._kept[tenant]

@@ -1,0 +1,223 @@
+"""Which drafters and which kinds of heads there are: ours, and those of other packages.
+
+Ours are the files of this folder and of ``heads``; a file's name is its drafter's name. Other
+packages add theirs with an entry point in the group ``foredraft.drafters`` that names a
+`DrafterSpec`; a package is imported only when its drafter is named. Names are written with
+underscores; `drafter_key` accepts dashes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError, unknown
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.models.base import check_taps
+
+if TYPE_CHECKING:
+    from foredraft.drafters.heads.base import HeadModule
+
+_GROUP = "foredraft.drafters"
+_PACKAGE = "foredraft.drafters"
+_FOLDER = Path(__file__).parent
+SHARED = frozenset(
+    {
+        *("base", "spec", "registry", "grow", "chain", "confidence", "per_request", "common"),
+        *("heads", "layers", "rows", "steps", "store", "published", "distilled"),
+    }
+)
+"""Modules beside the drafters that are none."""
+_PARTS = ("taps", "layers", "look_ahead", "begin", "propose", "observe", "end")
+"""What the engine uses of every drafter."""
+RENAMED = {"eagle3": "eagle"}
+"""Earlier names of drafters, each with today's."""
+
+
+def drafter_key(name: str) -> str:
+    """A drafter's name as it is registered: with underscores."""
+    return name.replace("-", "_")
+
+
+def drafter_names() -> list[str]:
+    """Every registered name, ours and other packages'. Imports none of them."""
+    return sorted(_built_in().keys() | _installed().keys())
+
+
+@cache
+def _built_in() -> dict[str, str]:
+    """Our drafters by name, each with its module."""
+    return {
+        module.name: f"{package}.{module.name}"
+        for package, folder in ((_PACKAGE, _FOLDER), (f"{_PACKAGE}.heads", _FOLDER / "heads"))
+        for module in pkgutil.iter_modules([str(folder)])
+        if module.name not in SHARED
+    }
+
+
+def _installed() -> dict[str, list[EntryPoint]]:
+    """What other packages have registered, by name."""
+    installed: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=_GROUP):
+        installed.setdefault(drafter_key(entry.name), []).append(entry)
+    return installed
+
+
+def drafter_spec(name: str) -> DrafterSpec:
+    """The spec registered under ``name``; dashes and underscores are the same.
+
+    Raises:
+        ConfigError: there is no such drafter, there are two, or its package cannot be used.
+    """
+    key = drafter_key(name)
+    if key in RENAMED:
+        raise ConfigError(f"drafter {name!r} is called {RENAMED[key]!r} now")
+    entries = _installed().get(key, [])
+    module = _built_in().get(key)
+    _check_single(key, module is not None, entries)
+    if module is not None:
+        spec: DrafterSpec = importlib.import_module(module).DRAFTER
+        return spec
+    if not entries:
+        raise unknown("drafter", name, drafter_names())
+    return _loaded(key, entries[0])
+
+
+def _check_single(key: str, is_built_in: bool, entries: list[EntryPoint]) -> None:
+    owners = [*(["foredraft itself"] if is_built_in else []), *map(_package, entries)]
+    if len(owners) > 1:
+        raise ConfigError(
+            f"drafter {key!r} is registered by {' and by '.join(owners)}; remove one of them, or "
+            "have it registered under another name"
+        )
+
+
+def head_class(kind: str) -> type[HeadModule]:
+    """The module of a kind of head that can be trained.
+
+    Raises:
+        ConfigError: there is no such kind, or its package cannot be used.
+    """
+    key = drafter_key(kind)
+    if key in RENAMED or key in drafter_names():
+        head = drafter_spec(key).head
+        if head is not None and head.kind == key:
+            return head
+    raise unknown("kind of head", kind, head_kinds())
+
+
+def head_kinds() -> list[str]:
+    """The kinds of heads that can be trained. Imports every drafter to see.
+
+    Packages that cannot be used are left out; `drafter_spec` says what is wrong with one.
+    """
+    kinds = []
+    for name in drafter_names():
+        try:
+            head = drafter_spec(name).head
+        except ConfigError:
+            continue
+        if head is not None and head.kind == name:
+            kinds.append(name)
+    return kinds
+
+
+def build_drafter(name: str, context: DrafterContext) -> Drafter:
+    """Build a drafter after checking that the target and the options fit it.
+
+    Raises:
+        ConfigError: an unknown option, a draft model is missing, or another package's drafter
+            cannot be built.
+        CapabilityError: the target lacks something the drafter needs, or a layer that it taps.
+    """
+    key = drafter_key(name)
+    spec = drafter_spec(key)
+    check_options(key, context.options)
+    if spec.lacks_draft_model(context.draft_model is not None, context.options):
+        raise needs_draft_model(key)
+    offered = context.target.capabilities
+    missing = [
+        need for need, wanted in vars(spec.needs).items() if wanted and not getattr(offered, need)
+    ]
+    if missing:
+        raise CapabilityError(
+            f"drafter {key!r} needs a target with {' and '.join(missing)}, which "
+            f"{type(context.target).__name__} does not offer"
+        )
+    if key in _built_in():
+        drafter = spec.build(context)
+    else:
+        drafter = _built(key, _installed()[key][0], spec, context)
+    try:
+        check_taps(drafter.taps, offered)
+    except ConfigError as error:
+        raise CapabilityError(f"drafter {key!r} does not fit this target: {error}") from None
+    return drafter
+
+
+def _loaded(key: str, entry: EntryPoint) -> DrafterSpec:
+    try:
+        spec = entry.load()
+    except Exception as error:
+        raise ConfigError(
+            f"drafter {key!r} of {_package(entry)} cannot be imported "
+            f"({type(error).__name__}: {error}); update or remove that package"
+        ) from error
+    if not isinstance(spec, DrafterSpec):
+        raise ConfigError(
+            f"drafter {key!r} of {_package(entry)} is registered as {type(spec).__name__}, not as "
+            "a DrafterSpec"
+        )
+    return spec
+
+
+def _built(key: str, entry: EntryPoint, spec: DrafterSpec, context: DrafterContext) -> Drafter:
+    """Build another package's drafter; an error names the package."""
+    try:
+        drafter = spec.build(context)
+    except ForedraftError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"drafter {key!r} of {_package(entry)} cannot be built "
+            f"({type(error).__name__}: {error}); update that package or take another drafter"
+        ) from error
+    missing = [part for part in _PARTS if not hasattr(drafter, part)]
+    if missing:
+        raise ConfigError(
+            f"drafter {key!r} of {_package(entry)} builds {type(drafter).__name__}, which is no "
+            f"drafter: it has no {', '.join(missing)}; update that package or take another drafter"
+        )
+    return drafter
+
+
+def _package(entry: EntryPoint) -> str:
+    """Who registered a drafter, for messages."""
+    package = entry.dist
+    return f"package {package.name} {package.version}" if package else entry.value
+
+
+def check_options(name: str, options: Iterable[str]) -> None:
+    """Refuse options that the drafter does not declare, naming the nearest.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    known = drafter_spec(name).options
+    for option in options:
+        if option not in known:
+            raise unknown(f"option of drafter {drafter_key(name)!r}", option, known)
+
+
+def needs_draft_model(name: str) -> ConfigError:
+    """The error for a drafter whose draft model was not named."""
+    return ConfigError(
+        f"drafter {name!r} needs a draft model: a smaller model of the same vocabulary "
+        "(draft_model=… or --draft-model …)"
+    )

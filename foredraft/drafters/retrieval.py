@@ -1,0 +1,371 @@
+"""A datastore of token sequences on disk: which tokens followed a given sequence, and how often.
+
+The ids of all documents lie in one memory-mapped file, each document ended by a separator; beside
+it a suffix array, the positions of all suffixes in sorted order. The suffixes that start with a
+sequence are neighbours there, so a match is an interval, and one more token narrows it by binary
+search. (U. Manber, G. Myers, "Suffix arrays", 1993; drafting from one: REST, arXiv 2311.08252.)
+
+Shape legend: T ids of all documents and their separators, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foredraft.core.cost import Price
+from foredraft.core.errors import ConfigError
+from foredraft.core.tree import TokenTree
+from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.common.best_first import best_first
+from foredraft.drafters.common.price import asked_price
+from foredraft.drafters.confidence import MatchConfidence, priors
+from foredraft.drafters.per_request import PerRequestDrafter
+from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.models.files.manifest import MANIFEST_NAME, find_damage, write_manifest
+from foredraft.models.files.progress import Progress, SilentProgress
+
+_RECIPE = "foredraft index 1"
+_META = "index.json"
+_SEPARATOR = -1
+_SORTED_DEPTH = 64
+"""Suffixes are sorted by this many tokens: no match or draft is longer."""
+_SAMPLED = 32
+"""Most suffixes of an interval that are looked at to count followers."""
+_NUM_RANKED = 3
+
+
+class Interval(NamedTuple):
+    """The suffixes ``first <= i < end`` of the suffix array: they share ``length`` tokens."""
+
+    first: int
+    end: int
+    length: int
+
+
+class Datastore:
+    """Token sequences that can be searched.
+
+    Args:
+        ids_T: int32 ids, each document followed by a separator (-1).
+        suffixes_T: int32 or int64 positions in ``ids_T``, sorted by what starts there.
+        starts_V: int64; where the suffixes that start with each id begin, and one past the last.
+    """
+
+    def __init__(
+        self, ids_T: NDArray[Any], suffixes_T: NDArray[Any], starts_V: NDArray[Any]
+    ) -> None:
+        # Single items come out of a memoryview several times faster than out of an array.
+        self._ids, self._suffixes, self._starts = ids_T.data, suffixes_T.data, starts_V.data
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @classmethod
+    def of_documents(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> Datastore:
+        """A datastore in memory."""
+        ids_T = _joined(documents)
+        suffixes_T = _suffix_array(ids_T)
+        return cls(ids_T, suffixes_T, _starts(ids_T, suffixes_T, vocab_size))
+
+    @classmethod
+    def open(cls, directory: Path, fingerprint: str | None, vocab_size: int) -> Datastore:
+        """Map the index that `build_index` wrote; nothing is read until it is searched.
+
+        Args:
+            fingerprint: of the tokenizer in use; None skips the comparison.
+            vocab_size: of the target.
+
+        Raises:
+            ConfigError: no index is there, it is damaged, or another tokenizer made it.
+        """
+        if not (directory / _META).is_file():
+            raise ConfigError(
+                f"{directory} is no index; make one with: foredraft index build FILES "
+                f"--output {directory}"
+            )
+        if damage := find_damage(directory, _RECIPE):
+            raise ConfigError(f"the index {directory} cannot be used: {damage}; build it again")
+        meta = json.loads((directory / _META).read_text(encoding="utf-8"))
+        if fingerprint is not None and meta["tokenizer"] != fingerprint:
+            raise ConfigError(
+                f"the index {directory} was built with tokenizer {meta['tokenizer']} and this "
+                f"model's is {fingerprint}: the ids mean other text. Build one with --model"
+            )
+        if meta["vocab_size"] > vocab_size:
+            raise ConfigError(
+                f"the index {directory} holds ids up to {meta['vocab_size']} and the target's "
+                f"vocabulary has {vocab_size}; build one for this model"
+            )
+        names = ("ids", "suffixes", "starts")
+        return cls(*(_mapped(directory / f"{name}.npy") for name in names))
+
+    def starting_with(self, token: int) -> Interval | None:
+        """All suffixes that start with ``token``."""
+        if not 0 <= token < len(self._starts) - 1:
+            return None
+        first, end = self._starts[token], self._starts[token + 1]
+        return Interval(first, end, 1) if first < end else None
+
+    def narrow(self, interval: Interval, token: int) -> Interval | None:
+        """Those suffixes of ``interval`` that go on with ``token``."""
+        first, end, length = interval
+        ids = self._ids
+
+        def following(position: int) -> int:
+            return ids[position + length]
+
+        first = bisect_left(self._suffixes, token, first, end, key=following)
+        if first == end or following(self._suffixes[first]) != token:
+            return None
+        if end - first > 1:
+            end = bisect_right(self._suffixes, token, first, end, key=following)
+        return Interval(first, end, length + 1)
+
+    def ranked_followers(self, interval: Interval) -> list[tuple[int, float]]:
+        """The few most frequent tokens after ``interval``, each with its share of the cases."""
+        first, end, length = interval
+        if length >= _SORTED_DEPTH:
+            return []
+        stride = max(1, (end - first) // _SAMPLED)
+        counts = Counter(self._ids[self._suffixes[i] + length] for i in range(first, end, stride))
+        total = sum(counts.values())
+        ranked = counts.most_common(_NUM_RANKED)
+        return [(token, count / total) for token, count in ranked if token != _SEPARATOR]
+
+
+def build_index(
+    directory: Path,
+    documents: Iterable[Sequence[int]],
+    fingerprint: str,
+    vocab_size: int,
+    progress: Progress,
+) -> int:
+    """Write an index of ``documents``; ``directory`` appears when it is complete, or not at all.
+
+    Args:
+        documents: token ids of each, below ``vocab_size``.
+        fingerprint: of the tokenizer that made the ids.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        ConfigError: there are no tokens.
+    """
+    ids_T = _joined(documents)
+    if not (ids_T != _SEPARATOR).any():
+        raise ConfigError("there is no text to index")
+    progress.stage("Sorting suffixes")
+    suffixes_T = _suffix_array(ids_T, progress)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+    try:
+        progress.stage("Writing")
+        np.save(unfinished / "ids.npy", ids_T, allow_pickle=False)
+        np.save(unfinished / "suffixes.npy", suffixes_T, allow_pickle=False)
+        starts_V = _starts(ids_T, suffixes_T, vocab_size)
+        np.save(unfinished / "starts.npy", starts_V, allow_pickle=False)
+        num_documents = int((ids_T == _SEPARATOR).sum())
+        num_tokens = ids_T.size - num_documents
+        meta = {"tokenizer": fingerprint, "vocab_size": vocab_size, "num_tokens": num_tokens,
+                "num_documents": num_documents}  # fmt: skip
+        (unfinished / _META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        write_manifest(unfinished, _RECIPE)
+        unfinished.chmod(0o755)
+        remove_index(directory)
+        os.replace(unfinished, directory)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return num_tokens
+
+
+def is_index(directory: Path) -> bool:
+    """Whether `build_index` wrote this directory."""
+    return (directory / _META).is_file() and (directory / MANIFEST_NAME).is_file()
+
+
+def remove_index(directory: Path) -> None:
+    """Delete an index; anything else that is there is left alone."""
+    if is_index(directory):
+        shutil.rmtree(directory)
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); build the index again") from error
+    if array.ndim != 1 or array.dtype.kind != "i":
+        raise ConfigError(f"{path} holds {array.dtype}{list(array.shape)}; build the index again")
+    return np.asarray(array)
+
+
+def _joined(documents: Iterable[Sequence[int]]) -> NDArray[np.int32]:
+    parts: list[NDArray[np.int32]] = []
+    for document in documents:
+        parts += [np.asarray(document, np.int32), np.array([_SEPARATOR], np.int32)]
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def _suffix_array(
+    ids_T: NDArray[np.int32],
+    progress: Progress = SilentProgress(),  # noqa: B008 - it has no state
+) -> NDArray[Any]:
+    """Positions sorted by the next `_SORTED_DEPTH` ids, by prefix doubling.
+
+    Each round knows the order by the first d ids and finds that by the first 2d: position i goes
+    by its own rank and that of position i + d.
+    """
+    num = ids_T.size
+    _, ranks_T = np.unique(ids_T, return_inverse=True)
+    order_T, depth = np.argsort(ranks_T, kind="stable"), 1
+    while depth < _SORTED_DEPTH and num > 1:
+        key_T = (ranks_T.astype(np.int64) + 1) * (num + 1)
+        key_T[:-depth] += ranks_T[depth:] + 1 if depth < num else 0
+        order_T = np.argsort(key_T, kind="stable")
+        sorted_T = key_T[order_T]
+        ranks_T = np.empty(num, np.int64)
+        ranks_T[order_T] = np.concatenate(([0], np.cumsum(sorted_T[1:] != sorted_T[:-1])))
+        depth *= 2
+        progress.advance(depth / _SORTED_DEPTH)
+        if int(ranks_T[order_T[-1]]) == num - 1:  # all different: sorted for good
+            break
+    return order_T.astype(np.int32 if num < 2**31 else np.int64)
+
+
+def _starts(
+    ids_T: NDArray[np.int32], suffixes_T: NDArray[Any], vocab_size: int
+) -> NDArray[np.int64]:
+    """Where each id's suffixes begin: they come in the order of their first id."""
+    counts_V = np.bincount(ids_T[ids_T != _SEPARATOR], minlength=vocab_size)
+    num_separators = suffixes_T.size - int(counts_V.sum())
+    return np.concatenate(([0], np.cumsum(counts_V))).astype(np.int64) + num_separators
+
+
+_MAX_MATCH = 16
+"""Longest suffix looked for; longer ones are hardly more reliable."""
+
+
+class _Request:
+    """One request: the datastore, and the matches of its last tokens there, longest first."""
+
+    def __init__(self, datastore: Datastore, confidence: MatchConfidence, min_match: int) -> None:
+        self._datastore, self._confidence, self._min_match = datastore, confidence, min_match
+        self._matches: list[Interval] = []
+
+    def longest_after(self, draft: Sequence[int]) -> Interval | None:
+        """The longest match of the text and ``draft``."""
+        matches = reduce(self._advance, draft, self._matches)
+        return matches[0] if matches else None
+
+    def read(self, token: int) -> None:
+        """Append a token."""
+        self._matches = self._advance(self._matches, token)
+
+    def commit(self, token: int) -> None:
+        """Append a token of the output, after seeing whether it was foreseen."""
+        longest = self.longest_after(())
+        if longest and (ranked := self._datastore.ranked_followers(longest)):
+            self._confidence.record(longest.length, ranked[0][0] == token)
+        self.read(token)
+
+    def _advance(self, matches: list[Interval], token: int) -> list[Interval]:
+        """Every match is narrowed by ``token``, and a new one starts with it."""
+        narrowed = (self._datastore.narrow(match, token) for match in matches)
+        kept = [match for match in narrowed if match and match.length <= _MAX_MATCH]
+        first = self._datastore.starting_with(token)
+        return [*kept, first] if first else kept
+
+    def successors(self, match: Interval | None) -> Iterator[tuple[int, float, Interval]]:
+        """What comes after a match, for `best_first`."""
+        if match is None or match.length < self._min_match:
+            return
+        trust = self._confidence[match.length]
+        for token, share in self._datastore.ranked_followers(match):
+            if following := self._datastore.narrow(match, token):
+                yield token, trust * share, following
+
+
+class RetrievalDrafter(PerRequestDrafter[_Request]):
+    """See the module docstring.
+
+    Args:
+        datastore: what to look things up in; None searches each request's prompt instead.
+        vocab_size: of the target.
+        min_match: shortest suffix that counts as a match.
+        price: what nodes cost; the controller's when None.
+        tree: whether drafts may branch.
+    """
+
+    def __init__(
+        self,
+        datastore: Datastore | None,
+        vocab_size: int,
+        min_match: int = 2,
+        price: Price | None = None,
+        tree: bool = True,
+    ) -> None:
+        super().__init__()
+        self._datastore, self._vocab_size = datastore, vocab_size
+        self._min_match, self._price, self._tree = min_match, price, tree
+
+    def begin_request(self, request: DraftRequest) -> _Request:
+        prompt = request.tokens
+        datastore, prior = self._datastore, priors().other_text
+        if datastore is None:
+            earlier = prompt[:-1]  # with the last token its end would match itself
+            datastore, prior = (
+                Datastore.of_documents([earlier], self._vocab_size),
+                priors().repeated_text,
+            )
+        found = _Request(datastore, MatchConfidence(prior), self._min_match)
+        for token in prompt[-_MAX_MATCH:]:
+            found.read(token)
+        return found
+
+    def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
+        start = request.longest_after(draft)
+        return best_first(start, request.successors, row, self._tree, self._price, len(draft))
+
+    def observe_request(self, request: _Request, seen: Observation) -> None:
+        for token in seen.committed:
+            request.commit(token)
+
+
+def _build(context: DrafterContext) -> RetrievalDrafter:
+    options, vocab_size, datastore = context.options, context.target.vocab_size, None
+    if (index := options.get("index")) is not None:
+        fingerprint = getattr(context.tokenizer, "fingerprint", None)
+        datastore = Datastore.open(Path(str(index)).expanduser(), fingerprint, vocab_size)
+    return RetrievalDrafter(
+        datastore,
+        vocab_size,
+        checked_count("min_match", options.get("min_match", 2)),
+        asked_price(context),
+        context.target.capabilities.tree_attention,
+    )
+
+
+DRAFTER = DrafterSpec(
+    build=_build,
+    summary="copies what followed the last tokens in an index of your files",
+    copies=True,
+    options={
+        "index": "folder made by `foredraft index build`; without one the prompt is searched",
+        "min_match": "shortest suffix that counts as a match (2)",
+        "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
+    },
+    num_draft_tokens=16,
+)

@@ -1,0 +1,144 @@
+"""How the registry knows a drafter: what it needs, which options it takes, what it drafts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from foredraft.core.errors import ConfigError
+from foredraft.drafters.base import Drafter
+from foredraft.models.base import Capabilities, Target
+
+if TYPE_CHECKING:
+    pass
+
+if TYPE_CHECKING:
+    from foredraft.drafters.heads.base import HeadModule
+
+
+class TextCodec(Protocol):
+    """Text to ids and back, for drafters that work on text."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter may be built from.
+
+    Attributes:
+        target: the target, for drafters that share its layers or embeddings.
+        draft_model: the separate draft model, when the user named one.
+        options: the user's options for this drafter, checked against `DrafterSpec.options`.
+        tokenizer: the target's; None when requests come as token ids only.
+        draft_tokenizer: the draft model's.
+    """
+
+    target: Target
+    draft_model: Target | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: TextCodec | None = None
+    draft_tokenizer: TextCodec | None = None
+
+
+class DrafterFactory(Protocol):
+    def __call__(self, context: DrafterContext) -> Drafter: ...
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """How the registry knows a drafter. Each drafter file ends with one, named ``DRAFTER``.
+
+    Attributes:
+        build: makes the drafter.
+        summary: one line for people.
+        options: option names with one line of help each; others are refused.
+        num_draft_tokens: a sensible default budget of nodes a step.
+        needs: capabilities the target must have.
+        draft_model: whether it uses a draft model: never, if the user names one, always, or always
+            and of any vocabulary.
+        required_options: options without which it cannot be built: there is no usual value.
+        instead_of_model: an option that takes the draft model's place where it is given.
+        drafts_from: "text": drafts are a function of the committed text (and the noise). "steps":
+            also of what was scored and rejected on the way, so that another number of draft tokens
+            gives other drafts.
+        copies: whether its drafts are copied from earlier text. Where only some are, its proposals
+            name "copy" as the author of those nodes.
+        head: what ``foredraft train`` trains for it; None: nothing.
+    """
+
+    build: DrafterFactory
+    summary: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    num_draft_tokens: int = 4
+    needs: Capabilities = field(default_factory=Capabilities)
+    draft_model: Literal["none", "optional", "required", "any vocabulary"] = "none"
+    required_options: Sequence[str] = ()
+    instead_of_model: str | None = None
+    drafts_from: Literal["text", "steps"] = "text"
+    copies: bool = False
+    head: type[HeadModule] | None = None
+
+    @property
+    def needs_draft_model(self) -> bool:
+        return self.draft_model in ("required", "any vocabulary")
+
+    def lacks_draft_model(self, has_one: bool, options: Mapping[str, Any]) -> bool:
+        """Whether it cannot be built for want of a draft model."""
+        return self.needs_draft_model and not has_one and self.instead_of_model not in options
+
+
+_FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+
+
+def checked_flag(name: str, value: object) -> bool:
+    """``value`` as a bool; the command line passes text.
+
+    Raises:
+        ConfigError: it is neither true nor false.
+    """
+    if isinstance(value, bool):
+        return value
+    flag = _FLAGS.get(str(value).lower())
+    if flag is None:
+        raise ConfigError(f"{name} is {value!r}; it must be true or false")
+    return flag
+
+
+def checked_count(name: str, value: object, low: int = 1) -> int:
+    """``value`` as a whole number.
+
+    Raises:
+        ConfigError: it is not one, or below ``low``.
+    """
+    if type(value) is not int or value < low:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+    return value
+
+
+def checked_ms(name: str, value: object) -> float:
+    """``value`` as a time in milliseconds, 0 or more.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1e6:
+        raise ConfigError(f"{name} is {value!r}; it must be a time in milliseconds")
+    return float(value)
+
+
+def checked_cost(name: str, value: object) -> float:
+    """``value`` as a cost: a finite number above 0.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < 1e6:
+        raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
+    return float(value)
