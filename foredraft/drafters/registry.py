@@ -29,7 +29,7 @@ _PACKAGE = "foredraft.drafters"
 _FOLDER = Path(__file__).parent
 SHARED = frozenset(
     {
-        *("base", "spec", "registry", "grow", "chain", "confidence", "per_request", "common"),
+        *("base", "spec", "registry", "chain", "confidence", "per_request", "common"),
         *("heads", "layers", "rows", "steps", "store", "published", "distilled"),
     }
 )

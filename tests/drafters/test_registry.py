@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
-import foredraft.drafters
+import foredraft.drafters.registry
 from foredraft.core.errors import CapabilityError, ConfigError
-from foredraft.drafters import (
-    _package,
-    _warn_of_taken_name,
-    build_drafter,
-    drafter_names,
-    drafter_spec,
-)
-from foredraft.drafters.draft_model import DRAFTER as DRAFT_MODEL
+from foredraft.drafters import build_drafter, drafter_names, drafter_spec
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.registry import RENAMED, SHARED, _package, head_class, head_kinds
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
@@ -48,7 +43,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
             ("broken_entry", "NOT_A_SPEC"),
             ("hungry", "HUNGRY"),
             ("with-dash", "SPEC"),
-            ("elsewhere", "HUNGRY"),
+            ("twice", "SPEC"),
+            ("twice", "HUNGRY"),
             ("draft-model", "SPEC"),
             ("empty", "EMPTY"),
             ("failing", "FAILING"),
@@ -56,7 +52,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     ]
     entries.append(EntryPoint("gone", "no_such_module_of_ours:SPEC", "foredraft.drafters"))
-    monkeypatch.setattr(foredraft.drafters, "entry_points", lambda group: entries)
+    monkeypatch.setattr(foredraft.drafters.registry, "entry_points", lambda group: entries)
 
 
 def test_the_built_in_ones_are_the_files_of_the_folder() -> None:
@@ -125,16 +121,45 @@ def test_packages_may_use_dashes(name: str) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_name_that_is_taken_stays_whose_it_was(caplog: pytest.LogCaptureFixture) -> None:
-    _warn_of_taken_name.cache_clear()
-    assert drafter_spec("draft-model") is DRAFT_MODEL
-    assert drafter_spec("elsewhere") is SPEC
+@pytest.mark.parametrize(
+    ("name", "owners"),
+    [
+        ("twice", f"{__name__}:SPEC and by {__name__}:HUNGRY"),
+        ("draft-model", f"foredraft itself and by {__name__}:SPEC"),
+    ],
+)
+def test_a_name_of_two_packages_is_an_error_that_names_both(name: str, owners: str) -> None:
+    with pytest.raises(ConfigError, match=f"is registered by {owners}; remove one of them"):
+        drafter_spec(name)
     assert len(drafter_names()) == len(set(drafter_names()))
-    ignored = [message.split(" is ignored")[0] for message in caplog.messages]
-    assert ignored == [
-        f"the drafter 'elsewhere' from {__name__}:HUNGRY",
-        f"the drafter 'draft-model' from {__name__}:SPEC",
-    ]
+
+
+def test_every_file_is_a_drafter_or_shared() -> None:
+    folder = Path(foredraft.drafters.registry.__file__).parent
+    files = [*folder.glob("*.py"), *folder.glob("heads/*.py"), *folder.glob("*/__init__.py")]
+    names = {path.parent.name if path.stem == "__init__" else path.stem for path in files}
+    built_in = set(foredraft.drafters.registry._built_in())
+    assert names - {"drafters"} == built_in | SHARED
+    assert not built_in & SHARED
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_an_old_name_is_refused_with_the_new_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' is called '{RENAMED[name]}' now"):
+        drafter_spec(name)
+    with pytest.raises(ConfigError, match=f"'{name}' is called '{RENAMED[name]}' now"):
+        head_class(name)
+
+
+def test_kinds_of_heads_are_what_drafters_train() -> None:
+    assert {"hidden_head", "eagle", "draft_model", "early_exit"} <= set(head_kinds())
+    assert "blend" not in head_kinds()  # it drafts with a hidden_head
+    for kind in head_kinds():
+        assert head_class(kind).kind == kind
+    with pytest.raises(ConfigError, match="unknown kind of head 'eagel'; did you mean 'eagle'"):
+        head_class("eagel")
+    with pytest.raises(ConfigError, match="unknown kind of head 'blend'"):
+        head_class("blend")
 
 
 @pytest.mark.usefixtures("installed")
