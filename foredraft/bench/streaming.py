@@ -195,13 +195,13 @@ def _serving(llm: LLM) -> Iterator[str]:
         ForedraftError: it does not start.
     """
     from foredraft.server.app import create_app
-    from foredraft.server.in_process import local_settings
-    from foredraft.server.serving import new_server
+    from foredraft.server.run import new_server
+    from foredraft.server.settings import LocalSettings
 
     loaded, listens = threading.Event(), Future[str]()
     app = create_app(
         lambda steps: llm.with_drafter(llm.options, trace=steps),
-        local_settings(port=0),
+        LocalSettings(port=0),
         lambda context: loaded.set(),
     )
     server = new_server(app)

@@ -21,6 +21,7 @@ from foredraft.server.batch import (
     BatchRequest,
     BatchSummary,
     check_requests,
+    in_process,
     run_batch,
 )
 
@@ -102,9 +103,9 @@ def _answer(
 async def _run(
     llm: LLM, names: tuple[str, ...], file: Path, answers: AnswerFile, told: Any
 ) -> BatchSummary:
-    from foredraft.server.in_process import in_process, local_settings
+    from foredraft.server.settings import LocalSettings
 
-    async with in_process(llm, local_settings(served_model_names=names)) as server:
+    async with in_process(llm, LocalSettings(served_model_names=names)) as server:
 
         async def ask(request: BatchRequest) -> Answer:
             return Answer(*await server.post(request.url, request.body))
@@ -115,7 +116,7 @@ async def _run(
 def _require_server() -> None:
     """Before a model is loaded."""
     try:
-        import foredraft.server.in_process  # noqa: F401
+        import foredraft.server.app  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"run-batch needs {error.name}, which is not here: pip install 'foredraft[server]'"

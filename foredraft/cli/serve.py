@@ -22,9 +22,8 @@ from foredraft.core.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from foredraft.llm import LLM
     from foredraft.options import LoadOptions
-    from foredraft.server.context import Load, ServerContext
+    from foredraft.server.context import LoadModel, ServerContext, StepFeed
     from foredraft.server.settings import ServerSettings
-    from foredraft.server.steps import StepFeed
 
 _SERVER, _ACCESS, _LIMITS = "Server", "Access", "Limits"
 
@@ -144,10 +143,10 @@ def serve(
         _run(load, settings)
 
 
-def _run(load: Load, settings: ServerSettings) -> None:
+def _run(load: LoadModel, settings: ServerSettings) -> None:
     """Serve until somebody ends it."""
     from foredraft.server.app import create_app
-    from foredraft.server.serving import new_server
+    from foredraft.server.run import new_server
 
     def ended_or_ready(context: ServerContext) -> None:
         if context.failure is not None:
@@ -166,7 +165,7 @@ def _run(load: Load, settings: ServerSettings) -> None:
 
 
 @contextmanager
-def _traced(asked: LoadOptions, path: Path | None) -> Iterator[Load]:
+def _traced(asked: LoadOptions, path: Path | None) -> Iterator[LoadModel]:
     """What loads the model; its steps are written to ``path``, if there is one."""
     from foredraft.trace.files import TraceFile
 

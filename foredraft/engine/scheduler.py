@@ -16,6 +16,9 @@ PRIORITY_STEPS = 1000
 """A priority of one more counts like having come so many steps earlier. So nobody waits for ever:
 whoever came long enough ago goes before all that come now."""
 
+MAX_PRIORITY = 16
+"""Higher and lower priorities count like this one and its negative: the head start is bounded."""
+
 _LEAST_SHARE = 8
 """Prompts get at least one part in so many of a step's tokens, however many rows decode."""
 
@@ -44,7 +47,8 @@ class Scheduler:
 
     def add(self, row: Row) -> None:
         """A row arrives."""
-        came = self._num_steps - PRIORITY_STEPS * row.priority
+        priority = max(-MAX_PRIORITY, min(row.priority, MAX_PRIORITY))
+        came = self._num_steps - PRIORITY_STEPS * priority
         row.order = (came, next(self._arrivals))
         insort(self._waiting, row, key=_order)
 

@@ -15,32 +15,24 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from foredraft.core.errors import ForedraftError
-from foredraft.server.access_log import AccessLog
-from foredraft.server.auth import Gate
-from foredraft.server.body_limits import BodyLimits
-from foredraft.server.context import Load, ServerContext
+from foredraft.server import info
+from foredraft.server.answers import IGNORED_HEADER
+from foredraft.server.context import LoadModel, ServerContext
+from foredraft.server.dialects import chat, completions, messages, responses
 from foredraft.server.errors import ApiError, answer
-from foredraft.server.mount import include_page
-from foredraft.server.routes import (
-    chat,
-    completions,
-    health,
-    messages,
-    metrics,
-    models,
-    responses,
-    tokenize,
-)
+from foredraft.server.gate import AccessLog, BodyLimits, Gate
+from foredraft.server.page_routes import include_page, is_page_file
+from foredraft.server.routes import tokenize
 from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import TraceParents
 from foredraft.version import __version__
 
 _TITLE = "foredraft"
-_ROUTES = (chat, completions, responses, messages, models, tokenize, metrics)
+_ROUTES = (chat, completions, responses, messages, tokenize, info)
 
 
 def create_app(
-    load: Load,
+    load: LoadModel,
     settings: ServerSettings | None = None,
     when_loaded: Callable[[ServerContext], None] | None = None,
 ) -> FastAPI:
@@ -79,16 +71,16 @@ def create_app(
         redoc_url=None,
     )
     app.state.context = context
-    app.include_router(health.router)
+    app.include_router(info.probes)
     named_keys = _named_keys(context)
     for routes in _ROUTES:
         app.include_router(routes.router, dependencies=named_keys)
-    is_of_page = include_page(app, context)
+    include_page(app, context)
     # What only the handler of Exception takes is raised again, and logged as a fault of the server.
     known = (ApiError, ForedraftError, RequestValidationError, HTTPException, ClientDisconnect)
     for kind in (*known, Exception):
         app.add_exception_handler(kind, answer)
-    _add_middleware(app, context, lambda path: path in health.OPEN_PATHS or is_of_page(path))
+    _add_middleware(app, context)
     return app
 
 
@@ -97,17 +89,23 @@ def _named_keys(context: ServerContext) -> list[Any]:
     return [Security(HTTPBearer(auto_error=False))] if context.keys else []
 
 
-def _add_middleware(app: FastAPI, context: ServerContext, is_open: Callable[[str], bool]) -> None:
+def _is_open(path: str) -> bool:
+    """Whether a path needs no key."""
+    return path in info.OPEN_PATHS or is_page_file(path)
+
+
+def _add_middleware(app: FastAPI, context: ServerContext) -> None:
     """What was added last sees a request first."""
     settings = context.settings
     app.add_middleware(BodyLimits, settings=settings)
-    app.add_middleware(Gate, keys=context.keys, settings=settings, is_open=is_open)
+    app.add_middleware(Gate, keys=context.keys, settings=settings, is_open=_is_open)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-api-key", "anthropic-version"],
+            allow_headers=["*"],  # the official SDKs send a dozen of their own (x-stainless-…)
+            expose_headers=[IGNORED_HEADER, "retry-after", "x-should-retry"],
         )
     app.add_middleware(AccessLog, metrics=context.metrics)
     if context.spans.sends:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 try:
     import fcntl
@@ -22,6 +23,12 @@ except ImportError:  # not on Windows, where two runs at a time are the user's t
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message
+
+    from foredraft.llm import LLM
+    from foredraft.server.settings import ServerSettings
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """What may be asked for."""
@@ -256,3 +263,67 @@ async def run_batch(
         for _ in range(concurrency):
             group.create_task(work())
     return summary
+
+
+@asynccontextmanager
+async def in_process(llm: LLM, settings: ServerSettings) -> AsyncIterator[InProcess]:
+    """The server for a model that is loaded already, called without a network."""
+    from foredraft.server.app import create_app  # here: reading a file needs no server
+
+    loaded = asyncio.Event()
+    app = create_app(lambda feed: llm, settings, lambda context: loaded.set())
+    async with app.router.lifespan_context(app):
+        await loaded.wait()
+        if app.state.context.failure is not None:
+            raise app.state.context.failure
+        yield InProcess(app)
+
+
+class InProcess:
+    """Posts to an ASGI application. A call that is cancelled ends like a connection that closes.
+
+    Args:
+        app: which application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Status and body of the answer to a request with a body of plain data."""
+        content = json.dumps(body).encode()
+        waiting = [{"type": "http.request", "body": content, "more_body": False}]
+        status, parts = 0, list[bytes]()
+
+        async def receive() -> Message:
+            if waiting:
+                return waiting.pop()
+            await asyncio.Event().wait()  # the client stays
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            parts.append(message.get("body", b""))
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [
+                (b"host", b"127.0.0.1"),
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(content)).encode()),
+            ],
+            "client": ("127.0.0.1", 0),
+            "server": ("127.0.0.1", 80),
+            "state": {},
+        }
+        await self._app(scope, receive, send)
+        return status, json.loads(b"".join(parts))

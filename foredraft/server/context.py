@@ -12,27 +12,70 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Protocol, TypeVar
 
 from foredraft.async_llm import AsyncLLM
 from foredraft.core.params import SamplingParams
+from foredraft.core.record import StepRecord
 from foredraft.llm import LLM
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.server.auth import ApiKeys
 from foredraft.server.errors import ApiError, unavailable
+from foredraft.server.gate import ApiKeys
 from foredraft.server.generation import Generation
 from foredraft.server.metrics import Metrics
 from foredraft.server.replies import CALL, THINK
 from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import spans_to
-from foredraft.server.steps import StepFeed
 
 _log = logging.getLogger("foredraft.server")
 
-Load = Callable[[StepFeed], LLM]
-"""Loads the model, telling each step of its engine to the feed."""
-
 _USES_PREDICTIONS = ("prediction", "cascade")
 _DRAFTS_NOT = "none"
+
+Watcher = Callable[[StepRecord], None]
+
+
+class StepFeed:
+    """A trace for an engine, which passes each step on.
+
+    Watchers are called on the engine's thread between two steps: they must be quick. One that
+    raises is dropped.
+
+    Attributes:
+        wants_evidence: whether verdicts are to say what they were decided on (`Tracer`).
+    """
+
+    wants_evidence = False
+
+    def __init__(self) -> None:
+        self._watchers: tuple[Watcher, ...] = ()
+
+    def add(self, watcher: Watcher) -> None:
+        self._watchers = (*self._watchers, watcher)
+
+    def remove(self, watcher: Watcher) -> None:
+        self._watchers = tuple(each for each in self._watchers if each != watcher)
+
+    def __call__(self, record: StepRecord) -> None:
+        for watcher in self._watchers:
+            try:
+                watcher(record)
+            except Exception as error:
+                self.remove(watcher)
+                _log.warning("a watcher of steps failed and is dropped: %s", error, exc_info=error)
+
+
+class Work(Protocol):
+    """What is under way for a client."""
+
+    async def abort(self, error: ApiError) -> None:
+        """End it; its reader is told ``error``."""
+        ...
+
+
+W = TypeVar("W", bound=Work)
+LoadModel = Callable[[StepFeed], LLM]
+"""Loads the model; its engine hands each step to the feed."""
 
 
 class ServerContext:
@@ -49,7 +92,7 @@ class ServerContext:
         failure: why the model could not be loaded.
     """
 
-    def __init__(self, settings: ServerSettings, load: Load) -> None:
+    def __init__(self, settings: ServerSettings, load: LoadModel) -> None:
         self.settings, self._load = settings, load
         self.keys = ApiKeys.of(settings)
         self.steps = StepFeed()
@@ -61,7 +104,7 @@ class ServerContext:
         self._engine: AsyncLLM | None = None
         self._for_predictions: AsyncLLM | None = None
         self._is_draining, self._is_hurried = False, False
-        self._live: set[Generation] = set()
+        self._live: set[Work] = set()
         self._salt = secrets.token_bytes(32)
 
     async def start(self) -> None:
@@ -189,6 +232,16 @@ class ServerContext:
         """
         engine = await self._engine_for(params)
         generation = await Generation.open(engine, prompts, params, tenant, priority)
+        try:
+            async with self.under_way(generation):
+                yield generation
+        finally:
+            await generation.aclose()
+            self.metrics.add_request(generation)
+
+    @contextlib.asynccontextmanager
+    async def under_way(self, work: W) -> AsyncIterator[W]:
+        """Work for a client that a drain waits for, and that `request_timeout` ends."""
         late = ApiError(
             408,
             f"the reply was not over after {self.settings.request_timeout:g} seconds",
@@ -198,16 +251,14 @@ class ServerContext:
         loop, aborts = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         timer = loop.call_later(
             self.settings.request_timeout,
-            lambda: aborts.add(loop.create_task(generation.abort(late))),
+            lambda: aborts.add(loop.create_task(work.abort(late))),
         )
-        self._live.add(generation)
+        self._live.add(work)
         try:
-            yield generation
+            yield work
         finally:
             timer.cancel()
-            self._live.discard(generation)
-            await generation.aclose()
-            self.metrics.add_request(generation)
+            self._live.discard(work)
 
     async def drain(self) -> None:
         """Take no more requests, and wait for those under way; in the end they are ended."""
@@ -216,8 +267,8 @@ class ServerContext:
         while self._live and time.monotonic() < until and not self._is_hurried:
             await asyncio.sleep(0.05)
         error = unavailable("the server shut down before the reply was over", "draining")
-        for generation in [*self._live]:
-            await generation.abort(error)
+        for work in [*self._live]:
+            await work.abort(error)
         last = time.monotonic() + 2.0
         while self._live and time.monotonic() < last:
             await asyncio.sleep(0.02)

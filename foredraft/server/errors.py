@@ -134,17 +134,17 @@ def as_api_error(error: BaseException) -> ApiError:
 
 @contextmanager
 def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
-    """What is wrong with a field is said under the name that the client gave it.
+    """Errors name a field as the client does.
 
     Args:
-        names: of fields, by what they are called here.
+        names: by sampling parameter the field that it came from.
     """
     try:
         yield
     except (ConfigError, ApiError) as error:
         known = as_api_error(error)
         name = names.get(known.param or "")
-        if name is None:
+        if name is None or name == known.param:
             raise
         raise ApiError(
             known.status, f"{name}: {known.message}", param=name, code=known.code
@@ -162,6 +162,11 @@ def _invalid(error: RequestValidationError) -> ApiError:
     where = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path).lstrip(".")
     if first["type"] == "missing":
         return ApiError(400, f"{where} is missing", param=path[0], code="missing")
+    if first["type"] == "not_supported":
+        text = f"{where} is not supported: {first['msg']}"
+        return ApiError(400, text, param=path[0], code="not_supported")
+    if first["type"] == "value_error":  # of a check of our own
+        return ApiError(400, f"{path[0]}: {first['ctx']['error']}", param=path[0])
     value, wrong = shown(first.get("input")), first["msg"].lower()
     if forms := _forms(error, path[0]):
         where, wrong = path[0], f"it must be {' or '.join(forms)}"

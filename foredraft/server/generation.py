@@ -11,6 +11,7 @@ from foredraft.async_llm import AsyncLLM, EventStream
 from foredraft.core.params import SamplingParams
 from foredraft.engine.events import Event
 from foredraft.engine.row import GenerationResult
+from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.errors import ApiError
 
 
@@ -153,3 +154,19 @@ class Generation:
             raise self._ended
         if result.finish_reason == "error":
             raise ApiError(500, f"the reply failed: {result.error}", code="generation_failed")
+
+
+def finish_reason(result: GenerationResult, num_calls: int = 0) -> str:
+    """OpenAI's ``finish_reason`` of a reply that came to its end."""
+    if num_calls and result.finish_reason == "stop":
+        return "tool_calls"
+    return result.finish_reason
+
+
+def stop_string(result: GenerationResult, stops: Sequence[str], tokenizer: Tokenizer) -> str | None:
+    """Which stop string ended the reply; None: none did."""
+    if result.finish_reason != "stop" or not stops:
+        return None
+    behind = tokenizer.decode(result.token_ids)[len(result.text) :]
+    found = [stop for stop in stops if behind.startswith(stop)]
+    return max(found, key=len, default=None)

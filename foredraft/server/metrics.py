@@ -57,6 +57,7 @@ class Metrics:
             "num_preemptions", "How often a request gave its place in the cache to another."
         )
         self._steps = self._counter("engine_steps", "Steps of the engine.")
+        self.page_runs = self._gauge("num_page_runs", "Runs of the page under way.")
         self._saved = self._gauge(
             "estimated_time_saved_seconds",
             "Time that plain decoding would have taken for the same tokens, less the time taken; "
@@ -142,8 +143,8 @@ class Metrics:
 
     def add_request(self, generation: Generation) -> None:
         """Count the replies of a request that is over, or was ended."""
+        self._prompt_tokens.inc(generation.num_prompt_tokens)  # one of several replies counts once
         for reply in generation.replies:
-            self._prompt_tokens.inc(reply.num_prompt_tokens)
             self._generated.inc(reply.num_tokens)
             self._prompt_sizes.observe(reply.num_prompt_tokens)
             self._reply_sizes.observe(reply.num_tokens)

@@ -6,11 +6,10 @@ served as they are written, under a policy that lets nothing in from elsewhere.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import anyio
 from fastapi import APIRouter, FastAPI, HTTPException
@@ -19,21 +18,18 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from foredraft.core.errors import ConfigError, ForedraftError, PromptError
-from foredraft.llm import LLM
+from foredraft.server.answers import stream_of
+from foredraft.server.context import ServerContext
+from foredraft.server.errors import ApiError
 from foredraft.server.page_runs import MAX_DRAFT_TOKENS, Lanes, RunBody, run_lanes
-from foredraft.server.wire import JsonResponse, data_event, event_stream
+from foredraft.server.wire import JsonResponse, data_event
 from foredraft.system.machine import cpu_name
 from foredraft.version import __version__
 
 PAGE = Path(__file__).parent / "page"
-OPEN_PATHS = ("/", "/page/files/")
-"""What needs no key: the page's own files, which hold no data."""
 MAX_RUNS = 4
 """Runs of the page at once."""
 
-_PING_SECONDS = 15.0
-_log = logging.getLogger("foredraft.server")
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -52,19 +48,6 @@ _HEADERS = {
 }
 
 
-class PageContext(Protocol):
-    """What the page needs of the server."""
-
-    @property
-    def llm(self) -> LLM:
-        """The served model; raises what answers the request where it is not there yet."""
-        ...
-
-    def tenant(self, key_id: str | None, salt: object) -> str | None:
-        """Whose drafting state a request with this API key shares."""
-        ...
-
-
 class ForwardBody(BaseModel):
     """How many tokens to time a forward of."""
 
@@ -75,7 +58,7 @@ class ForwardBody(BaseModel):
 class _Page:
     """The page's state: its lanes, once there is a model, and how many runs are under way."""
 
-    def __init__(self, context: PageContext) -> None:
+    def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._num_runs = 0
 
@@ -88,46 +71,68 @@ class _Page:
         _ = self._context.llm  # while the server drains, this says so
         return self._lanes
 
-    def open(self, body: RunBody, key_id: str | None) -> Iterator[dict[str, Any]]:
-        """Begin a run for whoever holds this key.
+    async def stream(self, body: RunBody, key_id: str | None) -> AsyncGenerator[bytes, None]:
+        """A run as server-sent events, for whoever holds this key.
+
+        The first event is empty and comes as soon as the run is accepted. A reader who leaves ends
+        it within a step.
 
         Raises:
-            HTTPException: 429: too many are under way; 400: it cannot be run.
+            ApiError: 429: too many runs are under way; 408, 503: it was ended.
+            ConfigError, PromptError: it cannot be run.
         """
         if self._num_runs >= MAX_RUNS:
-            raise HTTPException(
+            raise ApiError(
                 429,
                 f"{MAX_RUNS} runs of the page are under way: try again in a moment",
-                {"Retry-After": "2"},
+                code="too_many_runs",
+                headers={"Retry-After": "2"},
             )
+        self._num_runs += 1
+        self._context.metrics.page_runs.inc()
         try:
-            return run_lanes(self.lanes, body, self._context.tenant(key_id, None))
-        except (ConfigError, PromptError) as error:
-            raise HTTPException(400, str(error)) from error
-
-    async def stream(self, events: Iterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-        """A run as server-sent events; a reader who leaves ends it within a step."""
-        self._num_runs += 1  # here and not in `open`: what is never read is never counted
-        try:
-            while (event := await run_in_threadpool(next, events, None)) is not None:
-                yield data_event(event)
-        except ForedraftError as error:
-            yield data_event({"type": "error", "message": str(error)})
-        except Exception as error:
-            _log.error("a run of the page failed", exc_info=error)
-            yield data_event({"type": "error", "message": "it failed; the server's log says why"})
+            tenant = self._context.tenant(key_id, None)
+            async with self._context.under_way(_Run()) as run:
+                steps = await run_in_threadpool(lambda: run_lanes(self.lanes, body, tenant))
+                try:
+                    yield b""
+                    while (step := await run_in_threadpool(next, steps, None)) is not None:
+                        run.check()
+                        yield data_event(step)
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await run_in_threadpool(steps.close)  # type: ignore[attr-defined]
         finally:
-            with anyio.CancelScope(shield=True):
-                await run_in_threadpool(events.close)  # type: ignore[attr-defined]
             self._num_runs -= 1
+            self._context.metrics.page_runs.dec()
 
 
-def include_page(app: FastAPI, context: PageContext) -> None:
-    """Serve the page at `/`, and what it calls under `/page/`.
+class _Run:
+    """A run that somebody else may end: see `ServerContext.under_way`."""
 
-    Paths in `OPEN_PATHS` (the second with all below it) need no key; the others are like any
-    endpoint of the API.
-    """
+    def __init__(self) -> None:
+        self._error: ApiError | None = None
+
+    async def abort(self, error: ApiError) -> None:
+        self._error = self._error or error
+
+    def check(self) -> None:
+        """Raise what the run was ended with."""
+        if self._error is not None:
+            raise self._error
+
+
+def _error_event(error: ApiError) -> bytes:
+    return data_event({"type": "error", "message": error.message})
+
+
+def is_page_file(path: str) -> bool:
+    """Whether a path is that of the page itself: its files hold no data and need no key."""
+    return path == "/" or path.startswith("/page/files/")
+
+
+def include_page(app: FastAPI, context: ServerContext) -> None:
+    """Serve the page at `/`, and what it calls under `/page/`."""
     page, files = _Page(context), _read_files()
     router = APIRouter(include_in_schema=False)
 
@@ -146,9 +151,8 @@ def include_page(app: FastAPI, context: PageContext) -> None:
 
     @router.post("/page/run")
     async def run(body: RunBody, request: Request) -> Response:
-        key_id = getattr(request.state, "key_id", None)
-        events = await run_in_threadpool(page.open, body, key_id)
-        return event_stream(page.stream(events), _PING_SECONDS)
+        events = page.stream(body, request.state.key_id)
+        return await stream_of(context, events, _error_event)
 
     @router.post("/page/forward")
     async def forward(body: ForwardBody) -> Response:

@@ -2,83 +2,129 @@
 
 from __future__ import annotations
 
+import logging
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 Names = Annotated[tuple[str, ...], NoDecode]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
+_log = logging.getLogger("foredraft.server")
+_WITHOUT_LIMIT = 1 << 30
+_NEVER = 1e9
+"""Seconds."""
+
 
 class ServerSettings(BaseSettings):
     """Where the server listens, whom it lets in, and its limits. Times are in seconds.
 
-    Attributes:
-        host: address to bind to; others than this machine reach it only if it is not loopback.
-        api_key: keys from the environment (FOREDRAFT_API_KEY), separated by commas.
-        api_key_file: one key a line; empty lines and those that begin with # do not count.
-        allow_no_key: serve other machines without any key.
-        allowed_hosts: names by which the server may be called, beside addresses and localhost. A
-            web page elsewhere that points its own name at this machine (DNS rebinding) is refused.
-        cors_origins: web pages of these origins may call the server from a browser.
-        served_model_names: what clients may call the model; its own name when empty.
-        max_waiting: requests that wait beside those in the batch; further ones get 429.
-        max_body_bytes, max_header_bytes, max_depth: of a request; depth is of lists and objects.
-        max_replies: prompts times n of one request.
-        header_timeout, body_timeout: for a client to send them.
-        request_timeout: of a reply, from its beginning to its end.
-        send_timeout: how long a client may leave what it was sent unread.
-        drain_timeout: how long replies under way may go on after SIGTERM.
-        ping_interval: between comments that keep a silent stream open.
-        request_metrics: what a reply says of speculation.
-        reasoning_content: whether thoughts are sent under their old name as well.
-        share_between_keys: whether text of one key may draft for another.
-        otlp_traces_endpoint: where a span of each request is sent; to nobody unless it is given.
+    This is the one list of defaults: the options of `foredraft serve` and the table in the docs are
+    made of it.
     """
 
-    model_config = SettingsConfigDict(env_prefix="FOREDRAFT_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix="FOREDRAFT_", frozen=True, extra="ignore", use_attribute_docstrings=True
+    )
 
     host: str = "127.0.0.1"
+    """Address to bind to; other machines reach the server only if it is not loopback."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one."""
     api_key: SecretStr | None = None
+    """API keys, separated by commas."""
     api_key_file: Path | None = None
+    """File of API keys, one a line; empty lines and those that begin with # do not count."""
     allow_no_key: bool = False
+    """Serve other machines without any key."""
     allowed_hosts: Names = ()
+    """Names by which the server may be called, beside addresses and localhost. A web page elsewhere
+    that points its own name at this machine (DNS rebinding) is refused."""
     cors_origins: Names = ()
+    """Origins of web pages that may call the server from a browser."""
     ssl_certfile: Path | None = None
+    """Certificate, for https."""
     ssl_keyfile: Path | None = None
+    """Private key of the certificate."""
     served_model_names: Names = ()
+    """Names by which clients may call the model; its own name when empty."""
+    allow_priority: bool = False
+    """Clients may say whose request goes first; otherwise the first to come does."""
 
     max_waiting: Annotated[int, Field(ge=0)] = 256
+    """Requests that wait beside those in the batch; further ones get 429."""
     max_connections: Count = 1024
+    """Connections; requests on further ones get 503."""
     max_body_bytes: Count = 4 << 20
+    """Bytes of a request's body."""
     max_header_bytes: Count = 32 << 10
+    """Bytes of a request's headers."""
     max_depth: Count = 64
+    """Depth of lists and objects in a body."""
     max_n: Count = 8
+    """Replies to one prompt."""
     max_replies: Count = 64
+    """Prompts times n of one request."""
     max_messages: Count = 1024
+    """Messages or items of a conversation."""
     max_tools: Count = 128
+    """Tools of a request."""
     max_stop: Count = 16
+    """Stop strings of a request, and bad words."""
     max_stop_characters: Count = 1024
+    """Characters of all its stop strings, and of all its bad words."""
     max_logit_bias: Count = 300
+    """Tokens that a request biases."""
     max_schema_bytes: Count = 64 << 10
+    """Characters of a schema or grammar, and of all tools."""
 
     header_timeout: Positive = 10.0
+    """Time for a client to send the headers of a request."""
     body_timeout: Positive = 30.0
+    """Time for a client to send the body."""
     request_timeout: Positive = 600.0
+    """Time of a reply, from its beginning to its end."""
     send_timeout: Positive = 30.0
+    """How long a client may leave unread what it was sent."""
     drain_timeout: Positive = 30.0
+    """How long replies under way may go on after SIGTERM."""
     keep_alive_timeout: Count = 30
+    """How long a connection stays open without a request."""
     ping_interval: Positive = 15.0
+    """Time between the comments that keep a silent stream open."""
 
     request_metrics: Literal["none", "summary", "detailed"] = "summary"
+    """What a reply says of speculation."""
     reasoning_content: bool = False
+    """Send thoughts under their old name as well."""
     share_between_keys: bool = False
+    """Text of one key may draft for another."""
     otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """Where a span of each request is sent; to nobody unless it is given."""
+
+    @field_validator("port", mode="before")
+    @classmethod
+    def _without_kubernetes(cls, port: Any) -> Any:
+        """Kubernetes tells each container of a Service named foredraft by this variable."""
+        if isinstance(port, str) and port.startswith(("tcp://", "udp://")):
+            default = cls.model_fields["port"].default
+            _log.warning(
+                "FOREDRAFT_PORT is %.100r: Kubernetes sets it for a Service named foredraft; it is "
+                "ignored, and the port is %d (enableServiceLinks: false leaves it out)",
+                port,
+                default,
+            )
+            return default
+        return port
 
     @property
     def is_loopback(self) -> bool:
@@ -97,3 +143,29 @@ class ServerSettings(BaseSettings):
         scheme = "https" if self.ssl_certfile else "http"
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class LocalSettings(ServerSettings):
+    """Settings of a server that its own process calls: no keys, and next to no limits.
+
+    The environment is not read: what is in it is meant for `foredraft serve`.
+    """
+
+    max_waiting: Annotated[int, Field(ge=0)] = _WITHOUT_LIMIT
+    max_body_bytes: Count = _WITHOUT_LIMIT
+    max_n: Count = _WITHOUT_LIMIT
+    max_replies: Count = _WITHOUT_LIMIT
+    max_messages: Count = _WITHOUT_LIMIT
+    max_tools: Count = _WITHOUT_LIMIT
+    request_timeout: Positive = _NEVER
+    body_timeout: Positive = _NEVER
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        *other_sources: PydanticBaseSettingsSource,
+        **named_sources: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)

@@ -11,7 +11,7 @@ from foredraft.cli import options
 from foredraft.core.errors import ConfigError
 from tests.cli.conftest import Run
 
-serving = pytest.importorskip("foredraft.server.serving")
+serving = pytest.importorskip("foredraft.server.run")
 
 
 def test_port_0_names_the_port_that_was_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

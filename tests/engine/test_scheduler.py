@@ -10,7 +10,7 @@ from foredraft.core.request import Request
 from foredraft.core.rules import SamplingRules
 from foredraft.engine.detokenize import TextAssembler
 from foredraft.engine.row import Row
-from foredraft.engine.scheduler import PRIORITY_STEPS, Scheduler
+from foredraft.engine.scheduler import MAX_PRIORITY, PRIORITY_STEPS, Scheduler
 
 ARRIVALS = st.lists(
     st.tuples(st.integers(0, 6), st.integers(1, 30), st.integers(1, 6), st.integers(-1, 2)),
@@ -112,3 +112,14 @@ def test_of_equals_the_first_to_come_goes_first() -> None:
     assert scheduler.next_waiting() is rows[0]
     scheduler.remove(rows[0])
     assert scheduler.next_waiting() is rows[2]
+
+
+def test_no_priority_is_a_right_to_go_first_for_ever() -> None:
+    """Who has waited for the longest head start there is goes before all that come now."""
+    scheduler = Scheduler(max_rows=1)
+    first = row_of(0, 1, priority=0)
+    scheduler.add(first)
+    for _ in range(PRIORITY_STEPS * MAX_PRIORITY + 1):
+        scheduler.next_batch()
+    scheduler.add(row_of(1, 1, priority=2**31))
+    assert scheduler.next_waiting() is first

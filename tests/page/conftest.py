@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from starlette.testclient import TestClient
 
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
-from foredraft.server.page_routes import include_page
+from foredraft.server.app import create_app
+from foredraft.server.settings import ServerSettings
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 
 WAIT_MS = 120_000
@@ -25,20 +28,18 @@ TEMPLATE = (
 )
 
 
-@dataclass
-class Context:
-    """What the page needs of a server."""
-
-    llm: LLM
-
-    def tenant(self, key_id: str | None, salt: object) -> str | None:
-        return key_id
-
-
 def page_app(llm: LLM) -> FastAPI:
-    app = FastAPI()
-    include_page(app, Context(llm))
-    return app
+    return create_app(lambda feed: llm, ServerSettings())
+
+
+@contextmanager
+def page_client(llm: LLM, **settings: Any) -> Iterator[TestClient]:
+    """A client of a server that has loaded this model."""
+    loaded = threading.Event()
+    app = create_app(lambda feed: llm, ServerSettings(**settings), lambda _: loaded.set())
+    with TestClient(app, "http://localhost") as client:
+        assert loaded.wait(20)
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ def name(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def client(tiny: LLM) -> TestClient:
-    return TestClient(page_app(tiny))
+    return TestClient(page_app(tiny), "http://localhost")
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import SecretStr
 from starlette.testclient import TestClient
 
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
+from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.table import TableModel
+from foredraft.options import LoadOptions
 from foredraft.server.app import create_app
 from foredraft.server.page_routes import MAX_RUNS
 from foredraft.server.page_runs import Lanes, LaneSpec, Message, RunBody, run_lanes
 from foredraft.server.settings import ServerSettings
 from foredraft.trace.format import Row
-from tests.page.conftest import page_app
+from tests.models.checkpoints import VOCAB_SIZE
+from tests.page.conftest import page_client
+from tests.server.conftest import running
+from tests.server.test_lifecycle import wait_until
 
 ASKED = [{"role": "user", "content": "the ferry and the ferry"}]
 
 
 @pytest.fixture(scope="module")
 def client(tiny: LLM) -> Iterator[TestClient]:
-    with TestClient(page_app(tiny)) as client:
+    with page_client(tiny) as client:
         yield client
 
 
@@ -102,7 +110,7 @@ def test_info_says_what_runs_here(client: TestClient) -> None:
 
 def test_a_forward_is_timed(client: TestClient) -> None:
     assert client.post("/page/forward", json={"num_tokens": 8}).json()["ms"] > 0
-    assert client.post("/page/forward", json={"num_tokens": 10**6}).status_code == 422
+    assert client.post("/page/forward", json={"num_tokens": 10**6}).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -123,13 +131,13 @@ def test_a_forward_is_timed(client: TestClient) -> None:
 def test_what_cannot_be_run_is_refused(client: TestClient, body: dict[str, Any]) -> None:
     text = json.dumps(body)
     headers = {"content-type": "application/json"}
-    assert client.post("/page/run", content=text, headers=headers).status_code == 422
+    assert client.post("/page/run", content=text, headers=headers).status_code == 400
 
 
 def test_an_unknown_drafter_is_named(client: TestClient) -> None:
     answer = client.post("/page/run", json={"messages": ASKED, "lanes": [{"drafter": "sufix"}]})
     assert answer.status_code == 400
-    assert "suffix" in answer.json()["detail"]
+    assert "suffix" in answer.json()["error"]["message"]
 
 
 def test_a_run_that_is_left_ends_and_frees_its_place(tiny: LLM) -> None:
@@ -146,10 +154,81 @@ def test_a_run_that_is_left_ends_and_frees_its_place(tiny: LLM) -> None:
 
 def test_too_many_runs_at_once_are_told_to_wait(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foredraft.server.page_routes.MAX_RUNS", 0)
-    with TestClient(page_app(tiny)) as client:
+    with page_client(tiny) as client:
         answer = client.post("/page/run", json={"messages": ASKED})
     assert answer.status_code == 429
     assert answer.headers["retry-after"]
+
+
+def test_the_limit_of_runs_holds_for_many_at_once(tiny: LLM) -> None:
+    """They are counted as they are accepted, not as their streams are first read."""
+
+    def load(feed: Any) -> LLM:
+        return tiny
+
+    body = {"messages": ASKED, "max_tokens": 200}
+    with running(load) as server:
+
+        async def post_twelve() -> list[int]:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                posts = (client.post("/page/run", json=body) for _ in range(12))
+                return [answer.status_code for answer in await asyncio.gather(*posts)]
+
+        statuses = asyncio.run(post_twelve())
+        with server.client() as client:
+            assert client.post("/page/run", json=body).status_code == 200, "places are free again"
+    assert statuses.count(200) <= MAX_RUNS
+    assert set(statuses) <= {200, 429}
+
+
+class SlowTables(TableModel):
+    """Takes its time."""
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        time.sleep(0.05)
+        return super().score(rows, taps)
+
+
+@pytest.fixture
+def slow(tiny: LLM) -> Any:
+    target = SlowTables.random(VOCAB_SIZE, seed=5)
+    return lambda feed: LLM(target, tiny.tokenizer, LoadOptions(drafter="none"), trace=feed)
+
+
+def test_a_run_that_takes_too_long_ends_with_an_error(slow: Any) -> None:
+    body = {"messages": ASKED, "max_tokens": 400}
+    with running(slow, request_timeout=0.5) as server, server.client() as client:
+        last = client.post("/page/run", json=body).text.strip().split("\n\n")[-1]
+    event = json.loads(last.removeprefix("data: "))
+    assert event["type"] == "error"
+    assert "not over after 0.5 seconds" in event["message"]
+
+
+@pytest.mark.parametrize(("max_tokens", "kind"), [(20, "end"), (400, "error")])
+def test_a_drain_waits_for_runs_and_ends_them_with_an_error(
+    slow: Any, max_tokens: int, kind: str
+) -> None:
+    body = {"messages": ASKED, "max_tokens": max_tokens}
+    limit = 20.0 if kind == "end" else 0.3
+    with (
+        running(slow, drain_timeout=limit) as server,
+        server.client() as client,
+        client.stream("POST", "/page/run", json=body) as reply,
+    ):
+        lines = reply.iter_lines()
+        next(lines)
+        assert server.context.num_live == 1
+        server.loop.call_soon_threadsafe(server.server.end)
+        last = [line for line in lines if line.startswith("data: ")][-1]
+    assert json.loads(last.removeprefix("data: "))["type"] == kind
+
+
+def test_runs_are_in_the_metrics(slow: Any) -> None:
+    with running(slow) as server, server.client() as client:
+        with client.stream("POST", "/page/run", json={"messages": ASKED}) as reply:
+            next(reply.iter_lines())
+            assert "foredraft:num_page_runs 1.0" in client.get("/metrics").text
+        wait_until(lambda: "foredraft:num_page_runs 0.0" in client.get("/metrics").text)
 
 
 def test_behind_a_key_the_page_is_open_and_what_it_calls_is_not(tiny: LLM) -> None:

@@ -20,7 +20,7 @@ from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
 from foredraft.server.app import create_app
 from foredraft.server.context import ServerContext
-from foredraft.server.serving import GracefulServer, new_server
+from foredraft.server.run import GracefulServer, new_server
 from foredraft.server.settings import ServerSettings
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 

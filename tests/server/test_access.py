@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,8 +16,8 @@ from starlette.routing import Route
 from foredraft.core.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.server.app import create_app
-from foredraft.server.auth import ApiKeys
-from foredraft.server.settings import ServerSettings
+from foredraft.server.gate import ApiKeys
+from foredraft.server.settings import LocalSettings, ServerSettings
 from tests.server.conftest import Running, running
 
 KEYS = ["first-key-12345", "second-key-12345"]
@@ -51,6 +53,7 @@ def test_the_openapi_document_names_keys_where_there_are_some(
     with guarded.client(headers={"x-api-key": KEYS[0]}) as client:
         told = client.get("/openapi.json").json()
     assert told["paths"]["/v1/chat/completions"]["post"]["security"] == [{"HTTPBearer": []}]
+    assert told["paths"]["/version"]["get"]["security"] == [{"HTTPBearer": []}]
     assert "security" not in told["paths"]["/health"]["get"]
     app = create_app(lambda steps: load(trace=steps), ServerSettings())
     assert "securitySchemes" not in app.openapi()["components"]
@@ -106,7 +109,7 @@ def test_every_key_is_compared_and_in_constant_time(monkeypatch: pytest.MonkeyPa
         compared.append((left, right))
         return left == right
 
-    monkeypatch.setattr("foredraft.server.auth.hmac.compare_digest", compare)
+    monkeypatch.setattr("foredraft.server.gate.hmac.compare_digest", compare)
     keys = ApiKeys([*KEYS, "third-key-12345"])
     for key in (KEYS[0], "third-key-12345", "wrong-key-12345", "x"):
         compared.clear()
@@ -144,6 +147,49 @@ def test_pages_of_other_origins_are_let_in_by_name_only(load: Callable[..., LLM]
         assert allowed(client, origin="http://theirs.example") is None
         post = client.post("/v1/chat/completions", json={}, headers={"origin": names[0]})
         assert post.status_code == 401
+
+
+def test_the_official_sdks_may_call_from_a_web_page(load: Callable[..., LLM]) -> None:
+    """They send a dozen headers of their own, and read some of ours."""
+    asked = "authorization,content-type,x-stainless-arch,x-stainless-retry-count,anthropic-version"
+    origin = PREFLIGHT["origin"]
+    with running(load, cors_origins=(origin,)) as server, server.client() as client:
+        headers = PREFLIGHT | {"access-control-request-headers": asked}
+        answer = client.options("/v1/chat/completions", headers=headers)
+        assert answer.status_code == 200, answer.text
+        allowed = answer.headers["access-control-allow-headers"].lower()
+        assert set(asked.split(",")) <= set(re.split(r",\s*", allowed))
+        exposed = client.get("/health", headers={"origin": origin}).headers
+        assert "x-foredraft-ignored" in exposed["access-control-expose-headers"]
+
+
+def test_ids_of_keys_cannot_be_compared_with_guesses() -> None:
+    """An id in a log is that of no other process, nor a plain digest of the key."""
+    first, second = (ApiKeys(KEYS).id_of(KEYS[0]) for _ in range(2))
+    assert first is not None
+    assert first != second
+    assert not hashlib.sha256(KEYS[0].encode()).hexdigest().startswith(first)
+
+
+@pytest.mark.parametrize("kind", [ServerSettings, LocalSettings])
+def test_a_service_of_kubernetes_named_foredraft(
+    kind: type[ServerSettings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_PORT", "tcp://10.0.0.1:8000")
+    monkeypatch.setenv("FOREDRAFT_SERVICE_HOST", "10.0.0.1")
+    assert kind().port == 8000
+    if kind is ServerSettings:
+        assert "Kubernetes" in caplog.text
+
+
+def test_what_its_own_process_calls_is_not_set_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"HOST": "0.0.0.0", "MAX_N": "-3", "API_KEY": "a-secret-key"}.items():
+        monkeypatch.setenv(f"FOREDRAFT_{name}", value)
+    settings = LocalSettings()
+    assert not ApiKeys.of(settings)
+    assert settings.max_n > 1000
 
 
 def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

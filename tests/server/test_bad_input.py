@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,10 @@ def test_bodies_that_are_no_objects(client: httpx.Client, route: str, body: byte
         ({"echo": True}, "echo"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"priority": 1.5}, "priority"),
+        ({"priority": -1}, "priority"),
+        ({"priority": -(2**31)}, "priority"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"prediction": {"type": "image"}}, "prediction"),
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else value,
@@ -151,6 +156,17 @@ def test_chat_names_what_it_refuses(client: httpx.Client, more: dict[str, Any], 
     ("route", "more", "param"),
     [
         ("/v1/responses", {"input": 5}, "input"),
+        ("/v1/responses", {"max_output_tokens": 1, "min_tokens": 3}, "min_tokens"),
+        ("/v1/responses", {"tool_choice": "required"}, "tool_choice"),
+        (
+            "/v1/responses",
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tool_choice",
+        ),
+        ("/v1/responses", {"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ("/v1/responses", {"truncation": "middle"}, "truncation"),
+        ("/v1/messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+        ("/v1/messages", {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
         ("/v1/responses", {"text": {"format": {"type": "grammar"}}}, "text"),
         ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": BROKEN}}}, "text"),
         ("/v1/responses", {"input": [{"role": 3, "content": "x"}]}, "input"),
@@ -247,6 +263,26 @@ def test_schemas_are_bounded(client: httpx.Client) -> None:
         schema = {"type": "object", "properties": {"a": schema}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     refused(client.post(CHAT, json={"messages": USER, "response_format": form}))
+
+
+def test_what_the_operator_left_out_is_not_the_clients_fault(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with running(load) as server, server.client() as client:
+        body = {"messages": USER, "response_format": {"type": "json_object"}}
+        error = refused(client.post(CHAT, json=body), 500)
+    assert "llguidance" in error["message"]
+
+
+def test_clients_choose_who_goes_first_only_where_they_may(load: Callable[..., LLM]) -> None:
+    body = {"messages": USER, "max_tokens": 1}
+    with running(load, allow_priority=True) as server, server.client() as client:
+        for priority in (-16, 0, 16):
+            assert client.post(CHAT, json=body | {"priority": priority}).status_code == 200
+        refused(client.post(CHAT, json=body | {"priority": -17}))
+    with running(load) as server, server.client() as client:
+        assert client.post(CHAT, json=body | {"priority": 0}).status_code == 200
 
 
 def test_large_bodies_are_not_read(client: httpx.Client) -> None:

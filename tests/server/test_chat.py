@@ -56,7 +56,9 @@ def test_the_shape_of_a_stream(client: httpx.Client) -> None:
     assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert all("role" not in part["choices"][0]["delta"] for part in parts[1:])
     assert all(part["choices"][0]["finish_reason"] is None for part in parts)
-    assert all("usage" not in part for part in [*parts, finish])
+    assert all(part["usage"] is None for part in [*parts, finish])
+    *unasked, _ = data_of(client.post(PATH, json=BODY | {"stream": True}))
+    assert all("usage" not in chunk for chunk in unasked)
     assert finish["choices"][0] | {"logprobs": None} == {
         "index": 0,
         "delta": {},

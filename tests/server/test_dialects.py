@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -136,6 +137,7 @@ def test_a_response(client: httpx.Client) -> None:
     assert answer["output"][0]["content"][0]["text"] == chat_text(client)
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert answer["output"][-1]["status"] == "incomplete"
     assert answer["usage"]["output_tokens"] == 20
     assert answer["store"] is False
 
@@ -161,6 +163,7 @@ def test_a_response_streamed(client: httpx.Client) -> None:
     ]
     deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
     assert "".join(deltas) == chat_text(client)
+    assert events[-2]["item"]["status"] == "incomplete"
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == chat_text(client)
 
 
@@ -185,7 +188,12 @@ def test_agents_probe_and_bring_tools_that_nobody_knows(client: httpx.Client) ->
     more = {"include": ["reasoning.encrypted_content"], "reasoning": {"effort": "low"}}
     response = client.post("/v1/responses", json=body | more)
     assert response.status_code == 200, response.text
-    assert "reasoning" in response.headers["x-foredraft-ignored"]
+    named = response.headers["x-foredraft-ignored"].split(", ")
+    assert {"reasoning", "store", "tools[0]", "tools[1]", "tools[2]"} <= {*named}
+    for truncation, is_named in (("auto", True), ("disabled", False)):
+        response = client.post("/v1/responses", json=body | {"truncation": truncation})
+        named = response.headers["x-foredraft-ignored"].split(", ")
+        assert ("truncation" in named) is is_named
 
 
 def test_a_conversation_of_items(client: httpx.Client) -> None:
@@ -289,6 +297,8 @@ def test_models(client: httpx.Client) -> None:
     listed = client.get("/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["tiny", "other"]
     assert listed["models"] == listed["data"]
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "tiny", "other")
+    assert datetime.fromisoformat(listed["data"][0]["created_at"]).timestamp() > 1e9
     assert client.get("/v1/models/other").json()["id"] == "other"
     assert client.get("/v1/models/gpt-5").status_code == 404
 

@@ -5,60 +5,74 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from foredraft.server import messages_input as messages
-from foredraft.server import responses_input as responses
-from foredraft.server.dialects import fields as chat
+from foredraft.server.dialects.chat import ChatRequest
+from foredraft.server.dialects.completions import CompletionRequest
+from foredraft.server.dialects.fields import Refused, RequestBody, hints, honoured, refusals
+from foredraft.server.dialects.messages import MessagesRequest
+from foredraft.server.dialects.responses import ResponsesRequest
 from foredraft.server.settings import ServerSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "operate" / "server.md"
 
 
-def names(fields: Any) -> str:
+MODELS: dict[str, type[RequestBody]] = {
+    "chat": ChatRequest,
+    "completions": CompletionRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
+}
+
+
+def names(fields: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(fields))
 
 
-def refusals(table: Mapping[str, tuple[str, tuple[Any, ...]]]) -> Iterator[str]:
-    for name, (reason, harmless) in sorted(table.items()):
-        taken = ", ".join(f"`{json.dumps(value)}`" for value in harmless) or "none"
-        yield f"| `{name}` | {reason} | {taken} |"
+def refusal_rows() -> Iterator[str]:
+    """A row for each field and reason, with the APIs that it belongs to."""
+    rows: list[tuple[str, Refused, list[str]]] = []
+    for api, model in MODELS.items():
+        for name, mark in refusals(model).items():
+            where = next((where for n, m, where in rows if (n, m) == (name, mark)), None)
+            if where is None:
+                rows.append((name, mark, [api]))
+            else:
+                where.append(api)
+    for name, mark, where in sorted(rows, key=lambda row: row[0]):
+        values = [f"`{json.dumps(value)}`" for value in mark.harmless]
+        values += [f"`{json.dumps(value)}` (listed)" for value in mark.listed]
+        values += [f"that of `{mark.same_as}`"] if mark.same_as else []
+        yield f"| `{name}` | {', '.join(where)} | {mark.why} | {', '.join(values) or 'none'} |"
 
 
 def fields() -> str:
-    honoured = chat.HONOURED
-    table = (
-        "| refused | because | values that are taken, as they ask for nothing |\n|---|---|---|\n"
-    )
-    return "\n\n".join(
-        [
-            f"**Chat** honours {names(honoured['chat'])}.",
-            f"**Completions** honour {names(honoured['completions'])}.",
-            f"**Without effect** in both: {names(chat.HINTS)}.",
-            table + "\n".join(refusals(chat.REFUSED)),
-            "(`best_of` may equal `n`. `logprobs` is a flag in chat and a number in completions.)",
-            f"**Responses** honour {names(responses.HONOURED)}, and as in chat "
-            f"{names(responses.EXTRAS)}. Without effect: {names(responses.IGNORED)}.",
-            table + "\n".join(refusals(responses.REFUSED)),
-            f"**Messages** honour {names(messages.HONOURED)}, and as in chat "
-            f"{names(messages.EXTRAS)}. Without effect: {names(messages.IGNORED)}.",
-            table + "\n".join(refusals(messages.REFUSED)),
-        ]
-    )
+    by_api = {api: set(honoured(model)) for api, model in MODELS.items()}
+    everywhere = set.intersection(*by_api.values())
+    no_effect = {api: set(hints(model)) for api, model in MODELS.items()}
+    lines = [f"**All** honour {names(everywhere)}."]
+    for api in MODELS:
+        lines.append(
+            f"**{api.capitalize()}** also {names(by_api[api] - everywhere)}. "
+            f"Without effect: {names(no_effect[api])}."
+        )
+    head = "| refused | in | because | values that are accepted |\n|---|---|---|---|\n"
+    return "\n\n".join([*lines, head + "\n".join(refusal_rows())])
 
 
 def settings() -> str:
-    rows = ["| variable | default |", "|---|---|"]
+    rows = ["| variable | default | |", "|---|---|---|"]
     for name, field in ServerSettings.model_fields.items():
         default = field.default
         shown = "none" if default in (None, (), False) else f"`{default}`"
-        rows.append(f"| `FOREDRAFT_{name.upper()}` | {shown} |")
+        text = " ".join((field.description or "").split())
+        rows.append(f"| `FOREDRAFT_{name.upper()}` | {shown} | {text} |")
     return "\n".join(rows)
 
 

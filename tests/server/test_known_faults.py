@@ -35,6 +35,10 @@ COMPLETIONS, RESPONSES, MESSAGES = "/v1/completions", "/v1/responses", "/v1/mess
         *(({"allowed_token_ids": [i]}, "allowed_token_ids") for i in (-1, VOCAB_SIZE, "x")),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         *(
+            ({"logit_bias": {key: 1}}, "logit_bias")
+            for key in ("000000000000000000005", "05", "+5", " 5", "5.0", "٥", "")
+        ),
+        *(
             ({name: True}, name)
             for name in ("max_tokens", "seed", "top_k", "min_tokens", "priority", "temperature")
         ),

@@ -62,6 +62,31 @@ def test_arguments_are_streamed(client: httpx.Client) -> None:
     assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def test_calls_with_malformed_arguments_may_be_sent_back(client: httpx.Client) -> None:
+    """A model writes them, and a client repeats what it was told."""
+    for arguments in ('{"at": "Kö', "", "not JSON", '{"at": 1}'):
+        call = {"id": "c1", "type": "function"}
+        function = {"name": "look", "arguments": arguments}
+        turns = [
+            *USER,
+            {"role": "assistant", "content": None, "tool_calls": [call | {"function": function}]},
+            {"role": "tool", "content": "rain", "tool_call_id": "c1"},
+        ]
+        response = client.post("/v1/chat/completions", json=BODY | {"messages": turns})
+        assert response.status_code == 200, response.text
+
+
+def test_strict_arguments_are_promised_only_where_a_call_is_forced(load: Any) -> None:
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    body = {"messages": USER, "tools": [tool], "max_tokens": 2}
+    with running(load) as server, server.client() as other:
+        free = other.post("/v1/chat/completions", json=body)
+        forced = other.post("/v1/chat/completions", json=body | {"tool_choice": "required"})
+    assert free.headers["x-foredraft-ignored"] == "tools[0].strict"
+    assert "x-foredraft-ignored" not in forced.headers
+
+
 def test_one_call_where_one_is_asked_for(client: httpx.Client) -> None:
     body = BODY | {"parallel_tool_calls": False}
     message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]

@@ -1,88 +1,260 @@
-"""What a request body in OpenAI's dialect may hold: honoured, a hint, or refused by name.
+"""What each field of a request does: it is honoured, a hint without effect, or refused with why.
 
-`docs/operate/server.md` shows the three lists, and a test compares them.
+The input model of an API says so in the annotation of each field. The checks, the answers with
+status 400, the response header that names ignored fields, and the lists in the docs follow from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.server.settings import ServerSettings
 
 Body = Mapping[str, Any]
 """Plain data, as `json.loads` makes it."""
-Route = Literal["chat", "completions"]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+_PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
 
-SAME_NAME = (
-    *("temperature", "top_p", "min_p", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "n", "bad_words"),
-    *("allowed_token_ids", "coupling"),
-)
-"""Fields that `SamplingParams` has under the same name."""
-RENAMED = (
-    *("top_k", "seed", "max_tokens", "max_completion_tokens", "logit_bias", "logprobs"),
-    *("include_stop_str_in_output", "response_format", "structured_outputs", "prediction"),
-)
-"""Fields that become a parameter of another name or form."""
-HONOURED: Mapping[Route, tuple[str, ...]] = {
-    "chat": (
-        *SAME_NAME,
-        *RENAMED,
-        *("model", "messages", "stream", "stream_options", "top_logprobs"),
-        *("tools", "tool_choice", "parallel_tool_calls", "cache_salt", "priority"),
-    ),
-    "completions": (
-        *SAME_NAME,
-        *RENAMED,
-        *("model", "prompt", "stream", "stream_options", "echo", "cache_salt", "priority"),
-        *("add_special_tokens",),
-    ),
-}
-HINTS = (
-    *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("service_tier", "reasoning_effort", "verbosity", "include_reasoning", "request_id"),
-)
-"""Fields that cannot change a reply here. They are named in a header of the response."""
 
-_VLLM_GUIDED = "use response_format or structured_outputs"
-Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]
+@dataclass(frozen=True)
+class Sets:
+    """The field sets a sampling parameter of another name, or from a value of another form.
 
-REFUSED: Refusals = {
-    "audio": ("text is all there is here", ()),
-    "modalities": ("text is all there is here", (["text"],)),
-    "web_search_options": ("this server makes no requests of its own", ()),
-    "functions": ("use tools", ()),
-    "function_call": ("use tool_choice", ("none", "auto")),
-    "store": ("nothing is stored", (False,)),
-    "best_of": ("ask for n replies and choose yourself", (1,)),
-    "suffix": ("text is only continued, not filled in", ("",)),
-    "use_beam_search": ("beam search is not sampling from the model", (False,)),
-    "beam_width": ("beam search is not sampling from the model", ()),
-    "length_penalty": ("beam search is not sampling from the model", (1, 1.0)),
-    "chat_template": ("a template is a program; the model's own is used", ()),
-    "chat_template_kwargs": ("the model's template is used as it is", ({},)),
-    "documents": ("put them into a message", ([],)),
-    "add_generation_prompt": ("a reply always begins anew", (True,)),
-    "continue_final_message": ("a reply always begins anew; use /v1/completions", (False,)),
-    "skip_special_tokens": ("special tokens are no text", (True,)),
-    "spaces_between_special_tokens": ("special tokens are no text", (True, False)),
-    "prompt_logprobs": ("use /v1/completions with echo and logprobs", ()),
-    "truncate_prompt_tokens": ("shorten the prompt yourself", ()),
-    "prompt_embeds": ("prompts are text or token ids", ()),
-    "return_tokens_as_token_ids": ("tokens are written as their text", (False,)),
-    "logits_processors": ("code does not come with a request", ([],)),
-    "mm_processor_kwargs": ("text is all there is here", ({},)),
-    "kv_transfer_params": ("there is one machine here", ()),
-    "vllm_xargs": ("it belongs to another engine", ({},)),
-    "repetition_detection": ("use stop, or a penalty", ()),
-    "guided_json": (_VLLM_GUIDED, ()),
-    "guided_regex": (_VLLM_GUIDED, ()),
-    "guided_choice": (_VLLM_GUIDED, ()),
-    "guided_grammar": (_VLLM_GUIDED, ()),
-    "guided_decoding_backend": (_VLLM_GUIDED, ()),
-}
-"""Fields that would change a reply and cannot be honoured: why, and the values that ask nothing."""
+    Without this mark a field sets the parameter of its own name, if there is one.
+
+    Attributes:
+        parameter: its name; "" for none.
+        read: makes the parameter of the field's value; None where the value asks for nothing.
+    """
+
+    parameter: str
+    read: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The server's operator bounds the field.
+
+    Attributes:
+        setting: the field of `ServerSettings` with the bound.
+        measure: what is bounded: the value, or what this function makes of it.
+        unit: what it counts, for the message.
+    """
+
+    setting: str
+    measure: Callable[[Any], int]
+    unit: str
+
+    def check(self, name: str, value: object, settings: ServerSettings) -> None:
+        """Refuse a value over the limit.
+
+        Raises:
+            ConfigError: it is.
+        """
+        size, most = self.measure(value), getattr(settings, self.setting)
+        if size > most:
+            size_text = f"has {size} {self.unit}" if self.unit else f"is {size}"
+            raise ConfigError(f"{name} {size_text}; this server allows {most}", field=name)
+
+
+def at_most(setting: str) -> Limit:
+    """The field's value is bounded."""
+    return Limit(setting, int, "")
+
+
+def entries(setting: str) -> Limit:
+    """The field's number of entries is bounded; a text alone is one entry."""
+    return Limit(setting, lambda value: 1 if isinstance(value, str) else len(value), "entries")
+
+
+def characters(setting: str) -> Limit:
+    """The characters of all its texts are bounded."""
+    return Limit(setting, lambda value: sum(map(len, _texts(value))), "characters")
+
+
+def json_characters(setting: str) -> Limit:
+    """The characters of the field as JSON are bounded."""
+    return Limit(setting, lambda value: len(json.dumps(value)), "characters")
+
+
+def _texts(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+class Hint:
+    """The field is accepted and cannot change a reply here. The response header names it."""
+
+
+@dataclass(frozen=True, init=False)
+class Refused:
+    """The field would change a reply and cannot be honoured.
+
+    Attributes:
+        why: what to do instead.
+        harmless: values that ask for nothing, and are accepted.
+        listed: values that are accepted without effect; the response header names the field.
+        same_as: a field whose value is accepted for this one, too.
+    """
+
+    why: str
+    harmless: tuple[Any, ...]
+    listed: tuple[Any, ...]
+    same_as: str | None
+
+    def __init__(
+        self, why: str, *harmless: Any, listed: tuple[Any, ...] = (), same_as: str | None = None
+    ) -> None:
+        for name, value in (
+            *(("why", why), ("harmless", harmless)),
+            *(("listed", listed), ("same_as", same_as)),
+        ):
+            object.__setattr__(self, name, value)
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(self._checked)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [None, *self.harmless, *self.listed], "description": f"Refused: {self.why}"}
+
+    def _checked(self, value: object, info: core_schema.ValidationInfo) -> object:
+        accepted = [None, *self.harmless, *self.listed]
+        if self.same_as is not None:
+            accepted.append(info.data.get(self.same_as))
+        if not any(_same(value, each) for each in accepted):
+            raise PydanticCustomError("not_supported", "{why}", {"why": self.why})
+        return value
+
+
+def _same(left: object, right: object) -> bool:
+    """Equal as JSON: 0 is not false, nor 1 true."""
+    return type(left) is type(right) and left == right
+
+
+class RequestBody(BaseModel):
+    """A request. Types are strict; null is the same as leaving a field out.
+
+    Fields that are not declared are accepted without effect, as a hint is.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    def ignored(self) -> list[str]:
+        """The fields that were sent and have no effect, in order of their names."""
+        kinds = kinds_of(type(self))
+        return sorted(name for name in self.model_fields_set if self._has_no_effect(name, kinds))
+
+    def _has_no_effect(self, name: str, kinds: Mapping[str, Hint | Refused | None]) -> bool:
+        if name not in kinds:
+            return True
+        kind = kinds[name]
+        if isinstance(kind, Refused):
+            return any(_same(getattr(self, name), value) for value in kind.listed)
+        return kind is not None
+
+    def check_limits(self, settings: ServerSettings) -> None:
+        """Refuse what takes more than one request may.
+
+        Raises:
+            ConfigError: a field is over its limit.
+        """
+        for name, limit in _limits_of(type(self)):
+            value = getattr(self, name)
+            if value is not None:
+                limit.check(name, value, settings)
+
+    def parameters(self) -> dict[str, tuple[str, Any]]:
+        """By sampling parameter the field that sets it, and the value.
+
+        Raises:
+            ConfigError: a value that cannot be read, or two fields that contradict each other.
+        """
+        read: dict[str, tuple[str, Any]] = {}
+        for name, mark in _parameters_of(type(self)).items():
+            value = getattr(self, name)
+            if value is None or (value := _read(name, value, mark)) is None:
+                continue
+            other, known = read.setdefault(mark.parameter, (name, value))
+            if known != value:
+                raise excluded(other, name)
+        return read
+
+
+def excluded(one: str, other: str) -> ConfigError:
+    """The error for two fields that set the same thing."""
+    return ConfigError(f"{one} and {other} exclude each other; give one", field=other)
+
+
+def _read(name: str, value: object, mark: Sets) -> object:
+    if mark.read is None:
+        return value
+    try:
+        return mark.read(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}", field=name, code=error.code) from error
+
+
+@cache
+def kinds_of(model: type[RequestBody]) -> Mapping[str, Hint | Refused | None]:
+    """By field its mark as a hint or as refused; None: it is honoured."""
+    return {
+        name: next((m for m in field.metadata if isinstance(m, (Hint, Refused))), None)
+        for name, field in model.model_fields.items()
+    }
+
+
+@cache
+def _parameters_of(model: type[RequestBody]) -> Mapping[str, Sets]:
+    """By field how it sets a sampling parameter, where it does."""
+    marks = {
+        name: next((mark for mark in field.metadata if isinstance(mark, Sets)), Sets(name))
+        for name, field in model.model_fields.items()
+    }
+    return {name: mark for name, mark in marks.items() if mark.parameter in _PARAMETERS}
+
+
+@cache
+def _limits_of(model: type[RequestBody]) -> tuple[tuple[str, Limit], ...]:
+    return tuple(
+        (name, mark)
+        for name, field in model.model_fields.items()
+        for mark in field.metadata
+        if isinstance(mark, Limit)
+    )
+
+
+def honoured(model: type[RequestBody]) -> Iterator[str]:
+    """The fields that have an effect."""
+    return (name for name, kind in kinds_of(model).items() if kind is None)
+
+
+def hints(model: type[RequestBody]) -> Iterator[str]:
+    """The fields that are accepted without effect."""
+    return (name for name, kind in kinds_of(model).items() if isinstance(kind, Hint))
+
+
+def refusals(model: type[RequestBody]) -> dict[str, Refused]:
+    """The fields that are refused, and why."""
+    kinds = kinds_of(model)
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, Refused)}
+
+
+def given(body: Body, name: str, default: Any = None) -> Any:
+    """A field's value; null counts as left out, as it does for OpenAI."""
+    value = body.get(name)
+    return default if value is None else value
 
 
 class FieldError(ConfigError):
@@ -94,56 +266,3 @@ class FieldError(ConfigError):
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message, field=field)
-
-
-def ignored(body: Body, route: Route) -> list[str]:
-    """Fields of a body without effect: hints, and names that nobody knows."""
-    return ignored_but(body, {*HONOURED[route], *REFUSED})
-
-
-def given(body: Body, name: str, default: Any = None) -> Any:
-    """A field's value; null counts as left out, as it does for OpenAI."""
-    value = body.get(name)
-    return default if value is None else value
-
-
-def ignored_but(body: Body, known: Iterable[str]) -> list[str]:
-    """Fields of a body beside the known ones."""
-    return sorted({*body} - {*known})
-
-
-def refuse_named(body: Body, refused: Refusals) -> None:
-    """Refuse the fields of a dialect that cannot be honoured.
-
-    Args:
-        refused: by name why, and the values that ask nothing.
-
-    Raises:
-        FieldError: one is there.
-    """
-    for name, (reason, harmless) in refused.items():
-        value = given(body, name)
-        if value is not None and not any(_same(value, each) for each in harmless):
-            raise not_supported(name, reason)
-
-
-def not_supported(name: str, reason: str) -> FieldError:
-    return FieldError(name, f"{name} is not supported: {reason}")
-
-
-def refuse(body: Body, route: Route) -> None:
-    """Refuse what chat or completions cannot honour.
-
-    Raises:
-        FieldError: one such field is there.
-    """
-    is_best_of_n = _same(body.get("best_of"), given(body, "n", 1))
-    unheeded = {*HONOURED[route], *(("best_of",) if is_best_of_n else ())}
-    refuse_named(body, {name: why for name, why in REFUSED.items() if name not in unheeded})
-    if route == "chat" and given(body, "echo", False) is not False:
-        raise not_supported("echo", "use /v1/completions")
-
-
-def _same(left: object, right: object) -> bool:
-    """Equal as JSON: 0 is not false, nor 1 true."""
-    return type(left) is type(right) and left == right

@@ -9,14 +9,12 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from foredraft.core.checks import shown
+from foredraft.server.answers import Context, error_responses
 from foredraft.server.context import ServerContext
-from foredraft.server.dialects.fields import FieldError, given
+from foredraft.server.dialects.fields import FieldError
 from foredraft.server.dialects.prompts import chat_messages
-from foredraft.server.limits import check_limits
+from foredraft.server.dialects.tokenize import DetokenizeRequest, TokenizeRequest
 from foredraft.server.logprobs import token_text
-from foredraft.server.routes.common import Context
-from foredraft.server.schemas.common import error_responses
-from foredraft.server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from foredraft.server.tools import read_tools
 from foredraft.server.wire import JsonResponse
 
@@ -26,16 +24,15 @@ router = APIRouter()
 @router.post("/tokenize", responses=error_responses())
 async def tokenize(body: TokenizeRequest, context: Context) -> Response:
     """The token ids of a text, or of a conversation as the model is given it."""
-    plain = body.plain()
-    context.check_model(plain.get("model"))
-    tokens = await asyncio.to_thread(_encode, context, plain)
+    context.check_model(body.model)
+    tokens = await asyncio.to_thread(_encode, context, body)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": context.llm.target.max_context,
         "tokens": tokens,
         "token_strs": None,
     }
-    if given(plain, "return_token_strs", False):
+    if body.return_token_strs:
         answer["token_strs"] = [token_text(context.tokenizer, token) for token in tokens]
     return JsonResponse(answer)
 
@@ -68,14 +65,11 @@ async def tokenizer_info(context: Context) -> Response:
     )
 
 
-def _encode(context: ServerContext, plain: dict[str, Any]) -> list[int]:
-    has_prompt, has_messages = "prompt" in plain, "messages" in plain
-    if has_prompt == has_messages:
-        raise FieldError("prompt", "give either prompt or messages")
-    check_limits(plain, context.settings)
-    if has_messages:
-        tools = read_tools(plain, context.takes_tools).tools
-        return context.tokenizer.encode_chat(chat_messages(plain), list(tools))
-    prompt = given(plain, "prompt", "")
-    special = bool(given(plain, "add_special_tokens", True))
-    return context.tokenizer.encode(prompt, add_special_tokens=special)
+def _encode(context: ServerContext, body: TokenizeRequest) -> list[int]:
+    body.check_one()
+    body.check_limits(context.settings)
+    if body.messages is not None:
+        tools = read_tools({"tools": body.tools}, context.takes_tools).tools
+        return context.tokenizer.encode_chat(chat_messages(body.messages), list(tools))
+    special = body.add_special_tokens is not False
+    return context.tokenizer.encode(body.prompt or "", add_special_tokens=special)

@@ -1,0 +1,193 @@
+"""From a route of any API to its HTTP answer: whole, as a stream, or an error."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from typing import Annotated, Any, Protocol, TypeVar
+
+from fastapi import Depends
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from foredraft.server.context import ServerContext
+from foredraft.server.errors import ApiError, as_api_error
+from foredraft.server.wire import JsonResponse, event_stream
+
+T = TypeVar("T")
+IGNORED_HEADER = "x-foredraft-ignored"
+_MAX_IGNORED = 32
+_MAX_NAME = 64
+
+
+async def context_of(request: Request) -> ServerContext:  # FastAPI takes others to a thread
+    context: ServerContext = request.app.state.context
+    return context
+
+
+async def key_id_of(request: Request) -> str | None:
+    """The id of the key that the request was let in with."""
+    key_id: str | None = request.state.key_id
+    return key_id
+
+
+Context = Annotated[ServerContext, Depends(context_of)]
+KeyId = Annotated[str | None, Depends(key_id_of)]
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+class Writer(Protocol):
+    """Writes the answer to one request in the form of its API."""
+
+    def whole(self) -> Coroutine[Any, Any, dict[str, Any]]:
+        """The answer when all is there."""
+        ...
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes, an event a step."""
+        ...
+
+    def error_event(self, error: ApiError) -> bytes:
+        """The last event of a stream that failed."""
+        ...
+
+
+async def respond(
+    writer: Writer,
+    streams: bool | None,
+    ignored: Sequence[str],
+    context: ServerContext,
+    request: Request,
+) -> Response:
+    """The answer, whole or as a stream.
+
+    Args:
+        streams: whether the request asks for a stream.
+        ignored: its fields without effect, which a header names.
+    """
+    names = [name for name in ignored if name.isascii() and name.isprintable()][:_MAX_IGNORED]
+    headers = {IGNORED_HEADER: ", ".join(name[:_MAX_NAME] for name in names)} if names else {}
+    if streams:
+        return await stream_of(context, writer.stream(), writer.error_event, headers)
+    return JsonResponse(await _unless_gone(request, writer.whole()), headers=headers)
+
+
+async def stream_of(
+    context: ServerContext,
+    events: AsyncGenerator[bytes, None],
+    error_event: Callable[[ApiError], bytes],
+    headers: dict[str, str] | None = None,
+) -> Response:
+    """Events as a response; an error in their midst becomes an event, never a silent cut.
+
+    Args:
+        events: the first comes as soon as the request is accepted, and may be empty.
+
+    Raises:
+        Exception: what ``events`` raises before its first event: nothing has been sent by then.
+    """
+    first = await anext(events)
+
+    async def guarded() -> AsyncIterator[bytes]:
+        try:
+            if first:
+                yield first
+            async for event in events:
+                yield event
+        except Exception as error:
+            yield error_event(as_api_error(error))
+        finally:
+            await events.aclose()
+
+    return event_stream(guarded(), context.settings.ping_interval, headers)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns; it is cancelled when the client goes away.
+
+    Raises:
+        ClientDisconnect: the client has gone.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's shape of an error."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """Anthropic's shape of an error."""
+
+    type: str
+    error: AnthropicErrorDetail
+
+
+_TEXTS = {
+    400: "a field cannot be used as given",
+    401: "no API key that is known here",
+    403: "the server does not go by that name",
+    404: "no such model or route",
+    408: "the body or the reply took too long",
+    413: "the body is too large",
+    415: "the body is not declared as JSON",
+    429: "too many requests wait; Retry-After says when to come again",
+    500: "the reply failed",
+    503: "the server is loading or shutting down",
+}
+
+
+def error_responses(model: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a route, for the OpenAPI document."""
+    return {status: {"model": model, "description": text} for status, text in _TEXTS.items()}
+
+
+def streamed(description: str, model: type[BaseModel]) -> dict[str, Any]:
+    """The good answer of a route that may stream, for the OpenAPI document."""
+    text = {"type": "string"}
+    event = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
+    content = {"text/event-stream": {"schema": event}}
+    return {"description": description, "content": content, "model": model}

@@ -1,0 +1,177 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from foredraft.core.errors import ConfigError
+from foredraft.engine.events import Event
+from foredraft.engine.row import GenerationResult
+from foredraft.server.answers import Context, KeyId, error_responses, new_id, respond, streamed
+from foredraft.server.context import ServerContext
+from foredraft.server.dialects.choices import (
+    ChoicesAnswer,
+    ChoicesFields,
+    ChoicesWriter,
+    StreamOptions,
+)
+from foredraft.server.dialects.fields import Refused, Sets, entries, json_characters
+from foredraft.server.dialects.request import (
+    ConversationFields,
+    GenerationRequest,
+    read_conversation,
+)
+from foredraft.server.generation import finish_reason
+from foredraft.server.logprobs import chat_logprobs
+from foredraft.server.replies import Part
+
+router = APIRouter()
+
+
+class ChatRequest(ChoicesFields, ConversationFields):
+    """A conversation to be replied to."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1), entries("max_messages")]
+    logprobs: Annotated[bool | None, Sets("")] = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
+    ] = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    echo: Annotated[Any, Refused("use /v1/completions", False)] = None
+
+    def parameters(self) -> dict[str, tuple[str, Any]]:
+        parameters = super().parameters()
+        if self.logprobs:
+            parameters["logprobs"] = ("top_logprobs", self.top_logprobs or 0)
+        elif self.top_logprobs is not None:
+            raise ConfigError("top_logprobs needs logprobs: true", field="top_logprobs")
+        return parameters
+
+    def chat_messages(self) -> list[dict[str, Any]]:
+        return self.messages
+
+    def chat_tools(self) -> dict[str, Any]:
+        return {
+            "tools": self.tools,
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+
+class ChatChoice(BaseModel):
+    """One reply."""
+
+    model_config = ConfigDict(extra="allow")
+
+    index: int
+    message: dict[str, Any]
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class ChatCompletion(ChoicesAnswer):
+    """Replies to a conversation."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+@router.post(
+    "/v1/chat/completions",
+    responses={200: streamed("replies, whole or as events", ChatCompletion), **error_responses()},
+)
+async def create_chat_completion(
+    body: ChatRequest, request: Request, context: Context, key_id: KeyId
+) -> Response:
+    """Reply to a conversation."""
+    options = body.check_stream_options()
+    writer = ChatWriter(context, await read_conversation(context, body, key_id), options)
+    return await respond(writer, body.stream, body.ignored(), context, request)
+
+
+class ChatWriter(ChoicesWriter):
+    """Writes the answer to a chat request."""
+
+    id_prefix = "chatcmpl-"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    last_piece: ClassVar[dict[str, Any]] = {"delta": {}}
+
+    def __init__(
+        self, context: ServerContext, request: GenerationRequest, options: StreamOptions
+    ) -> None:
+        super().__init__(context, request, options)
+        self._parsers = [request.new_parser() for _ in range(request.params.n)]
+        old_name = ("reasoning_content",) if context.settings.reasoning_content else ()
+        self._reasoning = ("reasoning", *old_name)
+
+    def first_chunks(self) -> Iterator[bytes]:
+        for index in range(len(self._parsers)):
+            yield self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
+
+    def piece(self, index: int, event: Event) -> dict[str, Any] | None:
+        delta = self._delta(self._parsers[index].take(event))
+        logprobs = self._logprobs(event.logprobs)
+        return {"delta": delta, "logprobs": logprobs} if delta or logprobs else None
+
+    def reason(self, index: int, result: GenerationResult) -> str:
+        return finish_reason(result, self._parsers[index].num_calls)
+
+    def choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
+        parser = self._parsers[index]
+        message = self._message([*parser.feed(result.text), *parser.close()])
+        logprobs = None if result.logprobs is None else self._logprobs(result.logprobs)
+        return {
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self.reason(index, result),
+        }
+
+    def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any] | None:
+        if self._request.params.logprobs is None or not entries:
+            return None
+        return chat_logprobs(self._context.tokenizer, entries)
+
+    def _delta(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """What a step adds to a message."""
+        delta: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        for part in parts:
+            if part.kind == "content":
+                delta["content"] = delta.get("content", "") + part.text
+            elif part.kind == "reasoning":
+                for name in self._reasoning:
+                    delta[name] = delta.get(name, "") + part.text
+            elif part.kind == "call":
+                calls.append(_new_call(part.index, part.text))
+            else:
+                if not calls or calls[-1]["index"] != part.index:
+                    calls.append({"index": part.index, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += part.text
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+    def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """A whole reply."""
+        message: dict[str, Any] = {"role": "assistant", "content": None} | self._delta(parts)
+        for call in message.get("tool_calls", []):
+            del call["index"]
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+        return message | {"refusal": None}
+
+
+def _new_call(index: int, name: str) -> dict[str, Any]:
+    return {
+        "index": index,
+        "id": new_id("call_"),
+        "type": "function",
+        "function": {"name": name, "arguments": ""},
+    }

@@ -1,0 +1,163 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from foredraft.core.logprobs import TokenLogprobs
+from foredraft.engine.events import Event
+from foredraft.engine.row import GenerationResult
+from foredraft.server.answers import Context, KeyId, error_responses, respond, streamed
+from foredraft.server.context import ServerContext
+from foredraft.server.dialects.choices import ChoicesAnswer, ChoicesFields, ChoicesWriter
+from foredraft.server.dialects.request import GenerationRequest, read_prompts
+from foredraft.server.generation import Generation, finish_reason
+from foredraft.server.logprobs import CompletionLogprobs
+
+router = APIRouter()
+
+
+class CompletionRequest(ChoicesFields):
+    """Prompts to be continued."""
+
+    default_max_tokens: ClassVar[int] = 16
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be generated: the prompts are only scored."""
+        return self.max_tokens == 0
+
+    def parameters(self) -> dict[str, tuple[str, Any]]:
+        """Echo with logprobs asks for those of the prompt, too."""
+        parameters = super().parameters()
+        if self.is_empty:  # the engine commits a token at least; it is not shown
+            parameters["max_tokens"] = ("max_tokens", 1)
+        if self.echo and self.logprobs is not None:
+            parameters["prompt_logprobs"] = ("logprobs", self.logprobs)
+        return parameters
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+            return [prompt]  # type: ignore[list-item]
+        return [*prompt]
+
+
+class CompletionChoice(BaseModel):
+    """One continuation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(ChoicesAnswer):
+    """Continuations of prompts."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+@router.post(
+    "/v1/completions",
+    responses={200: streamed("continuations, whole or as events", Completion), **error_responses()},
+)
+async def create_completion(
+    body: CompletionRequest, request: Request, context: Context, key_id: KeyId
+) -> Response:
+    """Continue prompts: text, texts, token ids, or lists of token ids."""
+    body.check_stream_options()
+    special = body.add_special_tokens is not False
+    asked = await read_prompts(context, body, body.prompts(), special, key_id)
+    writer = CompletionWriter(context, asked, body)
+    return await respond(writer, body.stream, body.ignored(), context, request)
+
+
+class CompletionWriter(ChoicesWriter):
+    """Writes the answer to a completions request."""
+
+    id_prefix = "cmpl-"
+    kind = chunk_kind = "text_completion"
+    last_piece: ClassVar[dict[str, Any]] = {"text": ""}
+
+    def __init__(
+        self, context: ServerContext, request: GenerationRequest, body: CompletionRequest
+    ) -> None:
+        super().__init__(context, request, body.check_stream_options())
+        self._prompts, self._echo, self._is_empty = body.prompts(), body.echo, body.is_empty
+        self._begun: set[int] = set()
+        self._logprobs: list[CompletionLogprobs] = []
+        if request.params.logprobs is not None:
+            self._logprobs = [
+                CompletionLogprobs(context.tokenizer, request.params.logprobs)
+                for _ in range(len(request.prompts) * request.params.n)
+            ]
+
+    def piece(self, index: int, event: Event) -> dict[str, Any] | None:
+        text = "" if self._is_empty else "".join(piece.text for piece in event.pieces)
+        if self._echo and index not in self._begun and (event.token_ids or event.result):
+            self._begun.add(index)
+            text = self._prompt_text(index) + text
+        logprobs = self._piece_logprobs(index, event)
+        return {"text": text, "logprobs": logprobs} if text or logprobs else None
+
+    def reason(self, index: int, result: GenerationResult) -> str:
+        return "length" if self._is_empty else finish_reason(result)
+
+    def choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
+        tokens = list(result.token_ids)
+        entries: list[TokenLogprobs | None] = [*(result.logprobs or ())]
+        text = result.text
+        if self._echo:
+            text = self._prompt_text(index) + text
+            tokens = self._prompt(index) + tokens
+            entries = [*(result.prompt_logprobs or ()), *entries]
+        logprobs = self._logprobs[index].format(tokens, entries) if self._logprobs else None
+        return {"text": text, "logprobs": logprobs, "finish_reason": self.reason(index, result)}
+
+    def finish(self, generation: Generation) -> None:
+        """Hide the token that was generated where none was wanted."""
+        if not self._is_empty:
+            return
+        for reply in generation.replies:
+            assert reply.result is not None
+            hidden = reply.result.logprobs and ()
+            reply.result = replace(
+                reply.result, text="", token_ids=(), finish_reason="length", logprobs=hidden
+            )
+            reply.num_tokens = 0
+
+    def _prompt(self, index: int) -> list[int]:
+        return self._request.prompts[index // self._request.params.n]
+
+    def _prompt_text(self, index: int) -> str:
+        return self._context.tokenizer.decode(self._prompt(index), skip_special_tokens=False)
+
+    def _piece_logprobs(self, index: int, event: Event) -> dict[str, Any] | None:
+        """Of a step; those of an echoed prompt go with the first tokens, as its text does."""
+        if not self._logprobs:
+            return None
+        tokens: list[int] = []
+        entries: list[TokenLogprobs | None] = []
+        if self._echo and event.prompt_logprobs is not None:
+            tokens += self._prompt(index)
+            entries += event.prompt_logprobs
+        if not self._is_empty:
+            tokens += event.token_ids
+            entries += event.logprobs
+        return self._logprobs[index].format(tokens, entries) if tokens else None

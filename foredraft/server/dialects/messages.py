@@ -1,0 +1,342 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from foredraft.core.checks import shown
+from foredraft.core.errors import ConfigError
+from foredraft.core.grammar import Grammar
+from foredraft.server.answers import (
+    AnthropicErrorBody,
+    Context,
+    KeyId,
+    error_responses,
+    new_id,
+    respond,
+    streamed,
+)
+from foredraft.server.blocks import Block, Blocks, Change
+from foredraft.server.context import ServerContext
+from foredraft.server.dialects.choices import Ignored
+from foredraft.server.dialects.fields import (
+    Refused,
+    RequestBody,
+    Sets,
+    characters,
+    entries,
+    json_characters,
+)
+from foredraft.server.dialects.prompts import malformed, text_of
+from foredraft.server.dialects.request import (
+    ConversationFields,
+    GenerationRequest,
+    encode_conversation,
+    read_conversation,
+)
+from foredraft.server.dialects.sampling import response_grammar
+from foredraft.server.errors import ApiError
+from foredraft.server.generation import Reply, finish_reason, stop_string
+from foredraft.server.tools import read_tools
+from foredraft.server.usage import num_cached, speculation_of
+from foredraft.server.wire import JsonResponse, named_event
+
+router = APIRouter()
+
+_ERRORS = error_responses(AnthropicErrorBody)
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_ROLES = ("user", "assistant", "system")
+
+
+def _output_grammar(config: Mapping[str, Any]) -> Grammar | None:
+    return response_grammar(config.get("format"))
+
+
+class MessageFields(RequestBody):
+    """A conversation."""
+
+    model: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1), entries("max_messages")]
+    system: str | list[dict[str, Any]] | None = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
+    ] = None
+    tool_choice: dict[str, Any] | None = None
+
+    def chat_messages(self) -> list[dict[str, Any]]:
+        return [*_system(self.system), *_messages(self.messages)]
+
+    def chat_tools(self) -> dict[str, Any]:
+        """Tools that the provider itself would run are left out."""
+        tools = [_tool(tool) for tool in self.tools or () if _is_custom(tool)]
+        return {"tools": tools} | ({} if self.tool_choice is None else _choice(self.tool_choice))
+
+
+class CountRequest(MessageFields):
+    """A conversation to be counted. Fields of a reply are accepted, and do not matter."""
+
+
+class MessagesRequest(MessageFields, ConversationFields):
+    """A conversation to be replied to."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Annotated[
+        list[str] | None, Sets("stop"), entries("max_stop"), characters("max_stop_characters")
+    ] = None
+    output_config: Annotated[
+        dict[str, Any] | None, Sets("grammar", _output_grammar), json_characters("max_schema_bytes")
+    ] = None
+    output_format: Annotated[
+        dict[str, Any] | None,
+        Sets("grammar", response_grammar),
+        json_characters("max_schema_bytes"),
+    ] = None
+
+    metadata: Ignored = None
+    thinking: Ignored = None
+    service_tier: Ignored = None
+    context_management: Ignored = None
+    speed: Ignored = None
+    cache_control: Ignored = None
+
+    container: Annotated[Any, Refused("nothing is kept between requests")] = None
+    mcp_servers: Annotated[Any, Refused("this server makes no requests of its own", [])] = None
+    inference_geo: Annotated[Any, Refused("there is one machine here")] = None
+
+    def ignored(self) -> list[str]:
+        hosted = [i for i, tool in enumerate(self.tools or ()) if not _is_custom(tool)]
+        return sorted([*super().ignored(), *(f"tools[{number}]" for number in hosted)])
+
+
+def _system(system: object) -> Iterator[dict[str, Any]]:
+    if system:
+        yield {"role": "system", "content": text_of("system", system)}
+
+
+def _messages(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if message.get("role") not in _ROLES:
+            raise malformed(where, "needs a role, user or assistant")
+        content = message.get("content")
+        if isinstance(content, str):
+            yield {"role": message["role"], "content": content}
+        elif isinstance(content, list):
+            yield from _blocks(f"{where}.content", str(message["role"]), content)
+        else:
+            raise malformed(f"{where}.content", f"is {shown(content)}; it must be text")
+
+
+def _blocks(where: str, role: str, blocks: list[Any]) -> Iterator[dict[str, Any]]:
+    """Results of tools become messages of their own; text and calls stay together."""
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for number, block in enumerate(blocks):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        at = f"{where}[{number}]"
+        if kind == "text":
+            texts.append(text_of(at, [block]))
+        elif kind == "tool_use":
+            calls.append(_call(block))
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind == "tool_result":
+            content = text_of(f"{at}.content", block.get("content") or "")
+            yield {"role": "tool", "content": content, "tool_call_id": block.get("tool_use_id")}
+        elif kind != "redacted_thinking":
+            raise malformed(at, f"is of type {shown(kind)}; text is all there is here")
+    if texts or calls or not blocks:
+        message: dict[str, Any] = {"role": role, "content": "".join(texts)}
+        message |= {"tool_calls": calls} if calls else {}
+        yield message | ({"reasoning": "".join(thoughts)} if thoughts else {})
+
+
+def _call(block: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(block.get("input") or {})
+    function = {"name": block.get("name"), "arguments": arguments}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _is_custom(tool: object) -> bool:
+    return isinstance(tool, Mapping) and tool.get("type", "custom") in ("custom", None)
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    for name in ("description", "strict"):
+        if tool.get(name) is not None:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type")
+    if kind not in (*_CHOICES, "tool"):
+        raise ConfigError(f"tool_choice is {shown(choice)}", field="tool_choice")
+    parallel = not choice.get("disable_parallel_tool_use", False)
+    chosen: Any = _CHOICES.get(str(kind))
+    if kind == "tool":
+        chosen = {"type": "function", "function": {"name": choice.get("name")}}
+    return {"tool_choice": chosen, "parallel_tool_calls": parallel}
+
+
+class MessageAnswer(BaseModel):
+    """A reply."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[dict[str, Any]]
+    model: str
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class TokenCount(BaseModel):
+    """How long a conversation is."""
+
+    input_tokens: int
+
+
+@router.post(
+    "/v1/messages",
+    responses={200: streamed("a reply, whole or as events", MessageAnswer), **_ERRORS},
+)
+async def create_message(
+    body: MessagesRequest, request: Request, context: Context, key_id: KeyId
+) -> Response:
+    """Reply to a conversation."""
+    writer = MessagesWriter(context, await read_conversation(context, body, key_id))
+    return await respond(writer, body.stream, body.ignored(), context, request)
+
+
+@router.post("/v1/messages/count_tokens", response_model=TokenCount, responses=_ERRORS)
+async def count_tokens(body: CountRequest, context: Context) -> Response:
+    """How many tokens a conversation has as the model is given it, system and tools included."""
+    context.check_model(body.model)
+    body.check_limits(context.settings)
+    tools = read_tools(body.chat_tools(), context.takes_tools)
+    tokens = await encode_conversation(context, body.chat_messages(), tools)
+    return JsonResponse({"input_tokens": len(tokens)})
+
+
+class MessagesWriter:
+    """Writes the answer to a messages request."""
+
+    def __init__(self, context: ServerContext, request: GenerationRequest) -> None:
+        self._context, self._request = context, request
+        self._id = new_id("msg_")
+        self._blocks = Blocks()
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer when all is there: what the last events of a stream add up to."""
+        async for _ in self.stream():
+            pass
+        return self._message
+
+    def error_event(self, error: ApiError) -> bytes:
+        """What ends a stream that failed."""
+        return named_event(error.for_anthropic)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes."""
+        parser = self._request.new_parser()
+        async with self._request.open(self._context) as generation:
+            reply = generation.replies[0]
+            self._message = self._begun(reply)
+            yield named_event({"type": "message_start", "message": self._message})
+            async for _, event in generation:
+                for change in self._blocks.add(parser.take(event)):
+                    yield self._event(*change)
+            for change in self._blocks.close():
+                yield self._event(*change)
+            for event_of_end in self._end(reply, parser.num_calls):
+                yield named_event(event_of_end)
+
+    def _end(self, reply: Reply, num_calls: int) -> Iterator[dict[str, Any]]:
+        result = reply.result
+        assert result is not None
+        stop = stop_string(result, list(self._request.params.stop), self._context.tokenizer)
+        reason = _REASONS[finish_reason(result, num_calls)]
+        delta = {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
+        usage = _usage(reply)
+        self._message |= delta | {"usage": usage}
+        self._message["content"] = [_content(block) for block in self._blocks.all]
+        if metrics := speculation_of([reply], self._context.settings.request_metrics):
+            self._message["metrics"] = metrics
+        yield {"type": "message_delta", "delta": delta, "usage": usage}
+        yield {"type": "message_stop"}
+
+    def _begun(self, reply: Reply) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._request.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(reply),
+        }
+
+    def _event(self, change: Change, block: Block, text: str) -> bytes:
+        event: dict[str, Any] = {"index": block.number}
+        if change == "open":
+            event |= {"type": "content_block_start", "content_block": _content(block)}
+        elif change == "close":
+            event |= {"type": "content_block_stop"}
+        else:
+            event |= {"type": "content_block_delta", "delta": _delta(block, text)}
+        return named_event(event)
+
+
+def _delta(block: Block, text: str) -> dict[str, str]:
+    if block.kind == "call":
+        return {"type": "input_json_delta", "partial_json": text}
+    if block.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": text}
+    return {"type": "text_delta", "text": text}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    if block.kind == "call":
+        return {
+            "type": "tool_use",
+            "id": f"toolu_{block.id}",
+            "name": block.name,
+            "input": _input(block),
+        }
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}
+
+
+def _input(block: Block) -> dict[str, Any]:
+    """Arguments as data; what is no JSON object (a reply that was cut) is kept as text."""
+    try:
+        value = json.loads(block.text or "{}")
+    except (ValueError, RecursionError):
+        return {"_unparsed": block.text}
+    return value if isinstance(value, dict) else {"_unparsed": block.text}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    cached = num_cached([reply])
+    return {
+        "input_tokens": reply.num_prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": reply.num_tokens,
+    }

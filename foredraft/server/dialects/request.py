@@ -1,0 +1,232 @@
+"""From a checked body to what the engine is to generate."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from foredraft.core.checks import shown
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.server.context import ServerContext
+from foredraft.server.dialects.prompts import chat_messages
+from foredraft.server.dialects.sampling import SamplingFields
+from foredraft.server.errors import in_words_of
+from foredraft.server.generation import Generation
+from foredraft.server.replies import THINK, ReplyParser
+from foredraft.server.spans import Operation
+from foredraft.server.tools import NO_TOOLS, ToolUse, read_tools
+from foredraft.server.usage import Thoughts
+
+_END = 8
+"""Tokens at the end of a prompt that may open the thoughts of a reply."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What one HTTP request wants generated.
+
+    Attributes:
+        operation: what kind of request it is.
+        model: the name to answer with.
+        prompts: token ids of each prompt.
+        params: of every reply; ``n`` replies to each prompt.
+        tenant: whose request it is.
+        priority: requests of higher numbers go first.
+        names: by sampling parameter the field that it came from.
+        prediction: token ids of the text that the reply is expected to repeat.
+        tools: that a reply may call.
+        thinks: whether a reply may begin with thoughts.
+        in_thoughts: whether the prompt has opened them.
+    """
+
+    operation: Operation
+    model: str
+    prompts: tuple[list[int], ...]
+    params: SamplingParams
+    tenant: str | None
+    priority: int
+    names: Mapping[str, str] = field(default_factory=dict)
+    prediction: tuple[int, ...] = ()
+    tools: ToolUse = NO_TOOLS
+    thinks: bool = False
+    in_thoughts: bool = False
+
+    def new_parser(self) -> ReplyParser:
+        tools = self.tools
+        return ReplyParser(self.thinks, bool(tools.tools), self.in_thoughts, not tools.parallel)
+
+    def thoughts(self, context: ServerContext) -> Thoughts | None:
+        """What counts the tokens of thoughts; None: there cannot be any."""
+        return Thoughts(context.tokenizer, self.in_thoughts) if self.thinks else None
+
+    @asynccontextmanager
+    async def open(self, context: ServerContext) -> AsyncIterator[Generation]:
+        """The replies under way; see `ServerContext.generation`."""
+        async with AsyncExitStack() as stack:
+            span = stack.enter_context(
+                context.spans.request(self.operation, self.model, self.params)
+            )
+            with in_words_of(self.names):  # only the engine compiles a grammar
+                generation = await stack.enter_async_context(
+                    context.generation(self.prompts, self.params, self.tenant, self.priority)
+                )
+            span.watch(generation)
+            yield generation
+
+
+class ConversationFields(SamplingFields):
+    """A request for a reply to a conversation. Each API writes it in its own form.
+
+    Attributes:
+        conversation_field: where the conversation is.
+    """
+
+    conversation_field: ClassVar[str] = "messages"
+
+    @abstractmethod
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """The messages in chat's form.
+
+        Raises:
+            ConfigError: one cannot be used.
+        """
+
+    @abstractmethod
+    def chat_tools(self) -> dict[str, Any]:
+        """``tools``, ``tool_choice`` and ``parallel_tool_calls`` in chat's form.
+
+        Raises:
+            ConfigError: one cannot be used.
+        """
+
+    def ignored(self) -> list[str]:
+        return sorted([*super().ignored(), *self._unheeded_strict()])
+
+    def _unheeded_strict(self) -> list[str]:
+        """Arguments follow their schema where a call is forced; otherwise the model writes them."""
+        chosen = self.chat_tools()
+        if chosen.get("tool_choice") not in (None, "auto"):
+            return []
+        functions = [tool["function"] for tool in chosen.get("tools") or ()]
+        return [
+            f"tools[{number}].strict"
+            for number, function in enumerate(functions)
+            if function.get("strict")
+        ]
+
+
+async def read_conversation(
+    context: ServerContext, body: ConversationFields, key_id: str | None
+) -> GenerationRequest:
+    """What a request for a reply to a conversation wants generated.
+
+    Raises:
+        ApiError, ConfigError, PromptError: something in it cannot be used.
+    """
+    model = context.check_model(body.model)
+    body.check_limits(context.settings)
+    tools = read_tools(body.chat_tools(), context.takes_tools)
+    params, names = body.sampling(tools.grammar)
+    _check_replies(1, params.n, context)
+    with in_words_of({"messages": body.conversation_field}):
+        prompt = await encode_conversation(context, body.chat_messages(), tools)
+    end = context.tokenizer.decode(prompt[-_END:], skip_special_tokens=False).rstrip()
+    return GenerationRequest(
+        "chat",
+        model,
+        (prompt,),
+        params,
+        context.tenant(key_id, body.cache_salt),
+        _priority(context, body),
+        names,
+        _prediction(context, params),
+        tools,
+        context.thinks,
+        context.thinks and end.endswith(THINK),
+    )
+
+
+async def encode_conversation(
+    context: ServerContext, messages: Sequence[Mapping[str, Any]], tools: ToolUse
+) -> list[int]:
+    """The token ids of a conversation as the model is given it.
+
+    Raises:
+        ConfigError, PromptError: the template refuses it.
+    """
+    plain = chat_messages(messages)
+    # Templates are programs, and texts may be long: neither is to hold the others up.
+    return await asyncio.to_thread(context.tokenizer.encode_chat, plain, list(tools.tools))
+
+
+async def read_prompts(
+    context: ServerContext,
+    body: SamplingFields,
+    prompts: Sequence[str | list[int]],
+    add_special_tokens: bool,
+    key_id: str | None,
+) -> GenerationRequest:
+    """What a request to continue prompts wants generated.
+
+    Raises:
+        ApiError, ConfigError, PromptError: something in it cannot be used.
+    """
+    model = context.check_model(body.model)
+    body.check_limits(context.settings)
+    params, names = body.sampling()
+    _check_replies(len(prompts), params.n, context)
+
+    def encode(prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        return context.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+    encoded = await asyncio.to_thread(lambda: tuple(map(encode, prompts)))
+    for number, prompt in enumerate(encoded):
+        if not prompt:
+            raise ConfigError(
+                f"prompt {number} is empty: there is nothing to continue", field="prompt"
+            )
+    return GenerationRequest(
+        "text_completion",
+        model,
+        encoded,
+        params,
+        context.tenant(key_id, body.cache_salt),
+        _priority(context, body),
+        names,
+        _prediction(context, params),
+    )
+
+
+def _check_replies(num_prompts: int, n: int, context: ServerContext) -> None:
+    most = context.settings.max_replies
+    if num_prompts * n > most:
+        raise ConfigError(
+            f"{num_prompts} prompts times n of {n} are {num_prompts * n} replies; a request may "
+            f"ask for {most}",
+            field="prompt" if num_prompts > 1 else "n",
+        )
+
+
+def _priority(context: ServerContext, body: SamplingFields) -> int:
+    """vLLM's: lower numbers go first; the engine's are the other way round."""
+    priority = body.priority or 0
+    if priority and not context.settings.allow_priority:
+        raise ConfigError(
+            f"priority is {shown(priority)}; this server serves in the order of arrival "
+            "(--allow-priority lets clients choose)",
+            field="priority",
+        )
+    return -priority
+
+
+def _prediction(context: ServerContext, params: SamplingParams) -> tuple[int, ...]:
+    if params.prediction is None:
+        return ()
+    return tuple(context.tokenizer.encode(params.prediction, add_special_tokens=False))

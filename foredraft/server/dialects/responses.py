@@ -1,0 +1,415 @@
+"""`POST /v1/responses`: stateless."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from foredraft.core.checks import shown
+from foredraft.core.errors import ConfigError
+from foredraft.core.grammar import Grammar
+from foredraft.core.logprobs import TokenLogprobs
+from foredraft.server.answers import (
+    Context,
+    KeyId,
+    error_responses,
+    new_id,
+    now,
+    respond,
+    streamed,
+)
+from foredraft.server.blocks import Block, Blocks, Change
+from foredraft.server.context import ServerContext
+from foredraft.server.dialects.choices import Ignored
+from foredraft.server.dialects.fields import (
+    Refused,
+    Sets,
+    characters,
+    entries,
+    json_characters,
+)
+from foredraft.server.dialects.prompts import malformed, text_of
+from foredraft.server.dialects.request import (
+    ConversationFields,
+    GenerationRequest,
+    read_conversation,
+)
+from foredraft.server.dialects.sampling import response_grammar
+from foredraft.server.errors import ApiError, as_api_error
+from foredraft.server.generation import Generation, Reply
+from foredraft.server.logprobs import chat_logprobs
+from foredraft.server.usage import Thoughts, num_cached, speculation_of
+from foredraft.server.wire import named_event
+
+router = APIRouter()
+
+_LOGPROBS = "message.output_text.logprobs"
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_STATELESS = "nothing is stored: send the conversation so far as input"
+
+
+def _text_grammar(text: Mapping[str, Any]) -> Grammar | None:
+    return response_grammar(text.get("format"))
+
+
+class ResponsesRequest(ConversationFields):
+    """Items to be replied to."""
+
+    conversation_field: ClassVar[str] = "input"
+
+    input: Annotated[str | list[dict[str, Any]] | None, entries("max_messages")] = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None
+    stop: Annotated[
+        str | list[str] | None, entries("max_stop"), characters("max_stop_characters")
+    ] = None
+    text: Annotated[
+        dict[str, Any] | None, Sets("grammar", _text_grammar), json_characters("max_schema_bytes")
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
+    ] = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    user: Ignored = None
+    metadata: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    service_tier: Ignored = None
+    reasoning: Ignored = None
+    reasoning_effort: Ignored = None
+    verbosity: Ignored = None
+    include_reasoning: Ignored = None
+    request_id: Ignored = None
+    store: Ignored = None
+    stream_options: Ignored = None
+    context_management: Ignored = None
+    client_metadata: Ignored = None
+
+    previous_response_id: Annotated[Any, Refused(_STATELESS)] = None
+    conversation: Annotated[Any, Refused(_STATELESS)] = None
+    background: Annotated[Any, Refused("a reply lasts as long as its connection", False)] = None
+    prompt: Annotated[Any, Refused("there are no stored prompts")] = None
+    truncation: Annotated[
+        Any, Refused("shorten the input yourself", "disabled", listed=("auto",))
+    ] = None
+    max_tool_calls: Annotated[Any, Refused("the client runs the tools")] = None
+    moderation: Annotated[Any, Refused("there is none")] = None
+
+    def parameters(self) -> dict[str, tuple[str, Any]]:
+        parameters = super().parameters()
+        if _LOGPROBS in (self.include or ()):
+            parameters["logprobs"] = ("top_logprobs", self.top_logprobs or 0)
+        return parameters
+
+    def chat_messages(self) -> list[dict[str, Any]]:
+        messages = [*_instructions(self.instructions), *_messages(self.input or "")]
+        return messages or [{"role": "user", "content": ""}]  # what agents send as a probe
+
+    def chat_tools(self) -> dict[str, Any]:
+        """Tools that the provider itself would run are left out."""
+        choice = self.tool_choice
+        tools = [_tool(tool) for tool in self.tools or () if _is_function(tool)]
+        if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+            tools, choice = _allowed(tools, choice), choice.get("mode", "auto")
+        return {
+            "tools": tools,
+            "tool_choice": _choice(choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+    def ignored(self) -> list[str]:
+        hosted = [i for i, tool in enumerate(self.tools or ()) if not _is_function(tool)]
+        return sorted([*super().ignored(), *(f"tools[{number}]" for number in hosted)])
+
+
+def _instructions(text: str | None) -> Iterator[dict[str, Any]]:
+    if text is not None:
+        yield {"role": "system", "content": text_of("instructions", text)}
+
+
+def _messages(items: str | list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    if isinstance(items, str):
+        yield {"role": "user", "content": items}
+        return
+    calls: list[dict[str, Any]] = []
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        kind = item.get("type", "message")
+        if kind == "function_call":
+            calls.append(_call(item))
+            continue
+        if calls:  # calls that follow each other belong to one message
+            yield {"role": "assistant", "content": None, "tool_calls": calls}
+            calls = []
+        if kind == "message":
+            content = text_of(f"{where}.content", item.get("content"), _TEXT_PARTS)
+            yield {"role": item.get("role"), "content": content}
+        elif kind == "function_call_output":
+            content = text_of(f"{where}.output", item.get("output"), _TEXT_PARTS)
+            yield {"role": "tool", "content": content, "tool_call_id": item.get("call_id")}
+        elif kind != "reasoning":  # thoughts of earlier turns are not shown again
+            raise malformed(where, f"is of type {shown(kind)}, which is not supported")
+    if calls:
+        yield {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _call(item: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
+
+
+def _is_function(tool: object) -> bool:
+    return isinstance(tool, Mapping) and tool.get("type") == "function"
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _allowed(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of the tools that the choice names."""
+    named = choice.get("tools")
+    if not isinstance(named, list) or not all(isinstance(each, Mapping) for each in named):
+        raise ConfigError(
+            f"tool_choice.tools must be a list, not {shown(named)}", field="tool_choice"
+        )
+    names = {each.get("name") for each in named if _is_function(each)}
+    return [tool for tool in tools if tool["function"].get("name") in names]
+
+
+def _choice(choice: object) -> object:
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+class ResponseObject(BaseModel):
+    """A reply."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+@router.post(
+    "/v1/responses",
+    responses={200: streamed("a reply, whole or as events", ResponseObject), **error_responses()},
+)
+async def create_response(
+    body: ResponsesRequest, request: Request, context: Context, key_id: KeyId
+) -> Response:
+    """Reply to a conversation. Nothing is stored."""
+    writer = ResponsesWriter(context, await read_conversation(context, body, key_id), body)
+    return await respond(writer, body.stream, body.ignored(), context, request)
+
+
+class ResponsesWriter:
+    """Writes the answer to a request for a response."""
+
+    def __init__(
+        self, context: ServerContext, request: GenerationRequest, body: ResponsesRequest
+    ) -> None:
+        self._context, self._request = context, request
+        self._numbers = itertools.count()
+        self._blocks = Blocks()
+        self._is_cut = False
+        self._untold: list[TokenLogprobs] = []  # of text that is still to come
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of text that has come, by block
+        self._response = _begun(request, body)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer when all is there: what the events of a stream add up to."""
+        async with self._request.open(self._context) as generation:
+            async for _ in self._events(generation):
+                pass
+        return self._response
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes."""
+        async with self._request.open(self._context) as generation:
+            events = self._events(generation)
+            try:
+                async for event in events:
+                    yield self._numbered(event)
+            except Exception as error:
+                known = as_api_error(error)
+                failed = {"code": "server_error", "message": known.message}
+                response = self._response | {"status": "failed", "error": failed}
+                yield self._numbered({"type": "response.failed", "response": response})
+                raise known from error
+
+    def error_event(self, error: ApiError) -> bytes:
+        """What ends a stream that failed."""
+        named = {"code": error.code, "message": error.message, "param": error.param}
+        return self._numbered({"type": "error", **named})
+
+    def _numbered(self, event: Mapping[str, Any]) -> bytes:
+        return named_event({**event, "sequence_number": next(self._numbers)})
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
+        parser = self._request.new_parser()
+        for kind in ("response.created", "response.in_progress"):
+            yield {"type": kind, "response": self._response}
+        async for _, event in generation:
+            self._untold += event.logprobs
+            for change in self._blocks.add(parser.take(event)):
+                for each in self._changed(*change):
+                    yield each
+        reply = generation.replies[0]
+        assert reply.result is not None
+        self._is_cut = reply.result.finish_reason == "length"
+        for change in self._blocks.close():
+            for each in self._changed(*change):
+                yield each
+        self._finish(reply)
+        yield {"type": f"response.{self._response['status']}", "response": self._response}
+
+    def _finish(self, reply: Reply) -> None:
+        self._response |= {
+            "status": "incomplete" if self._is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
+            "completed_at": None if self._is_cut else now(),
+            "output": [self._item(block, is_over=True) for block in self._blocks.all],
+            "usage": _usage(reply, self._request.thoughts(self._context)),
+        }
+        if metrics := speculation_of([reply], self._context.settings.request_metrics):
+            self._response["metrics"] = metrics
+
+    def _changed(self, change: Change, block: Block, text: str) -> Iterator[dict[str, Any]]:
+        at: dict[str, Any] = {"output_index": block.number, "item_id": self._item_id(block)}
+        is_over = change == "close"
+        if block.kind != "text":
+            self._untold = []  # tokens of thoughts and calls
+        item = {"output_index": block.number, "item": self._item(block, is_over)}
+        if change == "open":
+            yield {"type": "response.output_item.added", **item}
+        if block.kind == "call":
+            yield from _call_events(change, block, text, at)
+        else:
+            yield from self._part_events(change, block, text, at | {"content_index": 0})
+        if is_over:
+            yield {"type": "response.output_item.done", **item}
+
+    def _part_events(
+        self, change: Change, block: Block, text: str, at: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        kind = "output_text" if block.kind == "text" else "reasoning_text"
+        extra: dict[str, Any] = {}
+        if block.kind == "text":
+            extra = {"logprobs": self._formatted(self._told_with(change, block))}
+        if change == "open":
+            yield {"type": "response.content_part.added", **at, "part": self._part(block, False)}
+        elif change == "delta":
+            yield {"type": f"response.{kind}.delta", **at, "delta": text, **extra}
+        else:
+            yield {"type": f"response.{kind}.done", **at, "text": block.text, **extra}
+            yield {"type": "response.content_part.done", **at, "part": self._part(block, True)}
+
+    def _told_with(self, change: Change, block: Block) -> Sequence[TokenLogprobs]:
+        """The log probabilities that go with a change of a text: new ones, and at its end all."""
+        told = self._logprobs.setdefault(block.number, [])
+        if change == "open":
+            return ()
+        new, self._untold = self._untold, []
+        told += new
+        return told if change == "close" else new
+
+    def _formatted(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
+        return chat_logprobs(self._context.tokenizer, entries)["content"] if entries else []
+
+    def _item_id(self, block: Block) -> str:
+        prefix = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}[block.kind]
+        return prefix + block.id
+
+    def _item(self, block: Block, is_over: bool) -> dict[str, Any]:
+        status = "completed" if is_over else "in_progress"
+        if self._is_cut and block is self._blocks.all[-1]:
+            status = "incomplete"
+        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        content = [self._part(block, is_over)] if is_over else []
+        if block.kind == "text":
+            return item | {"type": "message", "role": "assistant", "content": content}
+        if block.kind == "reasoning":
+            return item | {"type": "reasoning", "summary": [], "content": content}
+        named = {"call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
+        return item | {"type": "function_call", **named}
+
+    def _part(self, block: Block, is_over: bool) -> dict[str, Any]:
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        told = self._logprobs.get(block.number, []) if is_over else []
+        return {
+            "type": "output_text",
+            "text": block.text,
+            "annotations": [],
+            "logprobs": self._formatted(told),
+        }
+
+
+def _call_events(
+    change: Change, block: Block, text: str, at: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    kind = "response.function_call_arguments"
+    if change == "delta":
+        yield {"type": f"{kind}.delta", **at, "delta": text}
+    elif change == "close":
+        yield {"type": f"{kind}.done", **at, "name": block.name, "arguments": block.text}
+
+
+def _begun(request: GenerationRequest, body: ResponsesRequest) -> dict[str, Any]:
+    params = request.params
+    return {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": now(),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "model": request.model,
+        "output": [],
+        "parallel_tool_calls": request.tools.parallel,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": params.temperature,
+        "text": body.text or {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }
+
+
+def _usage(reply: Reply, thoughts: Thoughts | None) -> dict[str, Any]:
+    return {
+        "input_tokens": reply.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": num_cached([reply]), "cache_write_tokens": 0},
+        "output_tokens": reply.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": thoughts(reply) if thoughts else 0},
+        "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
+    }

@@ -1,0 +1,300 @@
+"""What stands before the routes: who may call, how large a body may be, and the access log."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from ipaddress import ip_address
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foredraft.core.errors import ConfigError
+from foredraft.server.errors import ApiError
+from foredraft.server.metrics import Metrics
+from foredraft.server.settings import ServerSettings
+
+_MIN_KEY = 8
+_ID_DIGITS = 12
+_STRUCTURE = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_log = logging.getLogger("foredraft.server.access")
+_UNKNOWN = "unknown"
+
+
+class ApiKeys:
+    """The keys that open the server, kept as digests under a secret of this process.
+
+    The digests, and the ids made of them, are of no use elsewhere: whoever reads a log cannot
+    compare them with those of keys that he guesses.
+
+    Args:
+        keys: as clients send them.
+
+    Raises:
+        ConfigError: one is too short to be a secret, or holds characters that no header carries.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._digests: list[bytes] = []
+        for number, key in enumerate(keys, 1):
+            if len(key) < _MIN_KEY or not re.fullmatch(r"[!-~]+", key):
+                raise ConfigError(
+                    f"API key {number} is no secret that a header can carry: it must have "
+                    f"{_MIN_KEY} or more printable ASCII characters"
+                )
+            self._digests.append(self._digest(key))
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> ApiKeys:
+        """The keys of file and environment.
+
+        Raises:
+            ConfigError: the file cannot be read, a key is unusable, or the server is open to other
+                machines without any.
+        """
+        keys: list[str] = []
+        if settings.api_key is not None:
+            keys += [key.strip() for key in settings.api_key.get_secret_value().split(",")]
+        if settings.api_key_file is not None:
+            try:
+                lines = settings.api_key_file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"the API keys {settings.api_key_file}: {error}") from error
+            named = [line.strip() for line in lines if not line.lstrip().startswith("#")]
+            keys += [key for key in named if key]
+            if not any(named):
+                raise ConfigError(f"{settings.api_key_file} holds no API key")
+        if not (keys or settings.is_loopback or settings.allow_no_key):
+            raise ConfigError(
+                f"host {settings.host} can be reached from other machines: give --api-key-file, or "
+                "--allow-no-key if anybody may use it"
+            )
+        return cls(keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def id_of(self, key: str) -> str | None:
+        """A name for the key, from which it cannot be told; None if it opens nothing.
+
+        Every digest is compared, and each in constant time.
+        """
+        asked = self._digest(key)
+        matches = [hmac.compare_digest(asked, digest) for digest in self._digests]
+        return asked.hex()[:_ID_DIGITS] if any(matches) else None
+
+    def _digest(self, key: str) -> bytes:
+        return hmac.digest(self._secret, key.encode("utf-8", "surrogateescape"), "sha256")
+
+
+class Gate:
+    """Middleware that lets nobody in without a key, and no web page that goes by another name.
+
+    Every path wants a key but those that ``is_open`` names. The key's id goes into the request's
+    state as ``key_id``.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        settings: ServerSettings,
+        is_open: Callable[[str], bool],
+    ) -> None:
+        self._app, self._keys, self._is_open = app, keys, is_open
+        self._hosts = {host.lower() for host in settings.allowed_hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+                return
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self._check_host(headers)
+            scope.setdefault("state", {})["key_id"] = self._check_key(scope["path"], headers)
+        except ApiError as error:
+            await error.response(scope["path"])(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        hosts = headers.getlist("host")
+        name = _host_name(hosts[0]) if len(hosts) == 1 else None
+        if name is None or not (name == "localhost" or name in self._hosts or _is_address(name)):
+            called = f"is not called {name!r:.100}" if name else "must be called by one name"
+            raise ApiError(
+                403,
+                f"the server {called}: use its address, or start it with --allowed-host",
+                code="host_not_allowed",
+            )
+
+    def _check_key(self, path: str, headers: Headers) -> str | None:
+        if not self._keys:
+            return None
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        key_id = self._keys.id_of(key) if key else None
+        if key_id is None and not self._is_open(path):
+            what = "the API key is not known here" if key else "an API key is needed"
+            raise ApiError(
+                401,
+                f"{what}: send it as 'Authorization: Bearer …'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return key_id
+
+
+def _host_name(host: str) -> str | None:
+    """The name in a Host header, without its port."""
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@\s]+)(:\d{1,5})?", host)
+    return found[1].strip("[]").lower().rstrip(".") if found else None
+
+
+def _is_address(name: str) -> bool:
+    """Names can be made to point anywhere; an address is where the client really went."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class BodyLimits:
+    """Middleware that reads a body whole: bounded in size, depth and time, and JSON by its type.
+
+    A type of its own is asked for because a web page can send text to any server unasked, and JSON
+    only where the server agrees.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._read(Headers(scope=scope), receive)
+        except ApiError as error:
+            error.headers["Connection"] = "close"  # the rest of the body is not read
+            await error.response(scope["path"])(scope, receive, send)
+            return
+        if body is None:
+            return
+        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return waiting.pop() if waiting else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        """The body; None when the client has gone."""
+        limit = self._settings.max_body_bytes
+        named = headers.get("content-length", "")
+        if named.isdecimal() and int(named[:20]) > limit:
+            raise _too_large(limit)
+        try:
+            async with asyncio.timeout(self._settings.body_timeout):
+                body = await _collect(receive, limit)
+        except TimeoutError:
+            raise ApiError(408, "the body did not come in time", code="body_timeout") from None
+        if not body:
+            return body
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise ApiError(415, f"content-type is {kind!r:.100}; it must be application/json")
+        if _is_deeper(body, self._settings.max_depth):
+            raise ApiError(
+                400,
+                f"the body nests lists and objects deeper than {self._settings.max_depth}",
+                code="too_deep",
+            )
+        return body
+
+
+async def _collect(receive: Receive, limit: int) -> bytes | None:
+    chunks, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > limit:
+            raise _too_large(limit)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+
+
+def _is_deeper(body: bytes, limit: int) -> bool:
+    """Whether JSON nests deeper than ``limit``, found without parsing it."""
+    if body.count(b"[") + body.count(b"{") <= limit:
+        return False
+    depth = 0
+    for found in _STRUCTURE.finditer(body):
+        first = body[found.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > limit:
+                return True
+        elif first in b"]}":
+            depth -= 1
+    return False
+
+
+class AccessLog:
+    """Middleware that logs and counts answers, by route and never by what a client wrote.
+
+    A path that is no route is not logged: a client may write into it whatever it likes.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            route = getattr(scope.get("route"), "path", _UNKNOWN)
+            self._metrics.add_response(route, status)
+            if _log.isEnabledFor(logging.INFO):
+                _log.info(json.dumps(_line(scope, route, status, time.perf_counter() - began)))
+
+
+def _line(scope: Scope, route: str, status: int, seconds: float) -> dict[str, Any]:
+    return {
+        "method": scope["method"] if scope["method"].isalpha() else _UNKNOWN,
+        "route": route,
+        "status": status,
+        "ms": round(seconds * 1000, 1),
+        "client": (scope.get("client") or (None,))[0],
+        "key": scope.get("state", {}).get("key_id"),
+    }

@@ -1,0 +1,198 @@
+"""Running the application, and ending it without cutting anybody off.
+
+Connections cost little: they have time limits on headers and on unread data, and there are so many
+at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from foredraft.server.context import ServerContext
+from foredraft.server.errors import unavailable
+from foredraft.server.info import OPEN_PATHS
+
+_log = logging.getLogger("foredraft.server")
+_EXIT_SECONDS = 5
+_SEND_BUFFER = 256 << 10
+"""Bytes that the system keeps for a client that does not read; by default it may be megabytes."""
+
+
+class GracefulServer(uvicorn.Server):
+    """uvicorn, which on SIGTERM or Ctrl-C lets replies under way come to their end.
+
+    Until they have, probes are answered and new requests are refused with 503. What is not over
+    after ``drain_timeout`` ends with an error event. A second signal does not wait.
+
+    Attributes:
+        address: where it is found; None before it listens.
+    """
+
+    def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
+        super().__init__(config)
+        self._context = context
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._when_listening: list[Callable[[str], None]] = []
+        self.address: str | None = None
+
+    def when_listening(self, tell: Callable[[str], None]) -> None:
+        """Tell the address, now or once there is one."""
+        if self.address is None:
+            self._when_listening.append(tell)
+        else:
+            tell(self.address)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.started:
+            return
+        port = self.servers[0].sockets[0].getsockname()[1]
+        self.address = self._context.settings.address(port)
+        for tell in self._when_listening:
+            tell(self.address)
+
+    async def _serve(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        self._loop = asyncio.get_running_loop()
+        await super()._serve(sockets)  # type: ignore[arg-type]
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit or self._loop is None:
+            super().handle_exit(signal.SIGINT, frame)  # nothing is left that could be ended well
+            return
+        self._captured_signals.append(sig)
+        self._loop.call_soon_threadsafe(self.end)
+
+    def end(self) -> None:
+        """Begin to end, and the second time do not wait; call it on the server's loop."""
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+        else:
+            self._context.hurry()
+
+    async def _drain(self) -> None:
+        if self._context.num_live:
+            _log.warning("waiting for %d requests to end", self._context.num_live)
+        await self._context.drain()
+        self.should_exit = True
+
+
+def new_server(app: FastAPI) -> GracefulServer:
+    """A server for an application of `create_app`."""
+    context: ServerContext = app.state.context
+    settings = context.settings
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=bounded_protocol(
+            settings.header_timeout, settings.send_timeout, settings.max_connections
+        ),
+        ws="none",
+        timeout_keep_alive=settings.keep_alive_timeout,
+        timeout_graceful_shutdown=_EXIT_SECONDS,
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+    )
+    return GracefulServer(config, context)
+
+
+def bounded_protocol(
+    header_timeout: float, send_timeout: float, max_connections: int
+) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP/1.1, which drops a client that sends no headers, or reads nothing, in time.
+
+    Args:
+        header_timeout: seconds from connecting to the end of the first request's headers, and from
+            the beginning of each further request to the end of its own.
+        send_timeout: seconds that data may wait for a client to read.
+        max_connections: requests on further ones get 503, but for probes.
+    """
+
+    class BoundedProtocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            sock = transport.get_extra_info("socket")
+            if sock is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+            self._headers = _Deadline(header_timeout, self.loop, transport)
+            self._unread = _Deadline(send_timeout, self.loop, transport)
+            self._headers.begin()
+            if len(self.connections) > max_connections:
+                self.app = _Crowded(self.app, max_connections)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is h11.IDLE:  # what has come so far is no whole head
+                self._headers.begin()
+            else:
+                self._headers.lift()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread.begin()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._unread.lift()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._headers.lift()
+            self._unread.lift()
+            super().connection_lost(exc)
+
+    return BoundedProtocol
+
+
+class _Crowded:
+    """The application where there are too many connections: it is well, and answers probes."""
+
+    def __init__(self, app: Any, max_connections: int) -> None:
+        self._app: ASGIApp = app
+        self._error = unavailable(
+            f"there are more than {max_connections} connections", "too_many_connections"
+        )
+        self._error.headers["Connection"] = "close"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_probe = scope["path"] in OPEN_PATHS
+        answer = self._app if is_probe else self._error.response(scope["path"])
+        await answer(scope, receive, send)
+
+
+class _Deadline:
+    """Drops a connection, unless it is lifted in time."""
+
+    def __init__(
+        self, seconds: float, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport
+    ) -> None:
+        self._seconds, self._loop, self._transport = seconds, loop, transport
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """From now on, unless it has begun already."""
+        if self._timer is None:
+            # Not `close`, which would wait until the client has read what is there.
+            self._timer = self._loop.call_later(self._seconds, self._transport.abort)
+
+    def lift(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
