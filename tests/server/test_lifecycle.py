@@ -28,7 +28,7 @@ USER = [{"role": "user", "content": "x"}]
 LONG: dict[str, Any] = {"messages": USER, "max_tokens": 4000, "ignore_eos": True, "seed": 1}
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
