@@ -96,7 +96,7 @@ def test_a_race_and_the_dials_say_the_same_speed_up(page: Any, address: str) -> 
     text = page.text_content(".dials")
     assert set(re.findall(r"measured: (\d+\.\d+×)", text)) == {*said}
     assert len(re.findall(r"Acceptance: \d", text)) == 1
-    [right] = re.findall(r"([>\d]+ %)of the places", text)
+    [right] = re.findall(r"([>\d]+ %)of places", text)
     assert f"at {right}" in text, "the dot stands where the tile says"
 
 

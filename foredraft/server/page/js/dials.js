@@ -112,7 +112,7 @@ function depths(figures) {
   const frame = new Frame(300, 110, [0, Math.max(4, found.length)], [0, 1], `How often a place is guessed right: ${found.map(({ rate }) => percent(rate)).join(", ")}`);
   found.forEach(({ place, rate, count }) => frame.bar(place - 0.5, rate, 22, count < FEW ? "soft" : "", percent(rate).replace(" %", "")));
   frame.axes(found.map(({ place }) => [place - 0.5, place]), ticks([0.5, 1], percent), "place in the draft");
-  return tile("Places guessed right", figures.placesRight == null ? h("p", { class: "note" }, "Nothing has been drafted yet.") : h("p", { class: "big" }, percent(figures.placesRight), h("small", {}, "of the places with a guess")),
+  return tile("Places guessed right", figures.placesRight == null ? h("p", { class: "note" }, "Nothing has been drafted yet.") : h("p", { class: "big" }, percent(figures.placesRight), h("small", {}, "of places tried")),
     h("p", { class: "note" }, "One of the tokens offered there was right. A place counts once all before it were right.", isFew ? ` Grey: fewer than ${FEW} cases.` : ""), frame.svg);
 }
 
