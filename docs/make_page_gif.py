@@ -3,8 +3,8 @@
     foredraft serve &
     python docs/make_page_gif.py http://127.0.0.1:8000
 
-Needs Chromium and the extra `test-page`. The reply is shown at the page's slow pace, so that guesses can
-be seen; its times are no measurement.
+Needs Chromium and the extra `test-page`. The reply is shown at the page's slow pace, so that
+guesses can be seen; its times are no measurement.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import base64
 import io
 import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ PROMPT = (
 
 
 def record(address: str) -> tuple[list[tuple[float, bytes]], bytes]:
-    """What was painted while a reply was written, each with its second, and the reasons for a word."""
+    """What was painted while a reply was written, by the second, and the reasons for a word."""
     painted: list[tuple[float, bytes]] = []
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as running:
@@ -72,7 +73,7 @@ def main(address: str) -> None:
             kept.append(frame)
     kept[-1] = painted[-1]
     seconds = [at for at, _ in kept]
-    times = [int(1e3 * (after - at)) for at, after in zip(seconds, seconds[1:], strict=False)]
+    times = [int(1e3 * (after - at)) for at, after in pairwise(seconds)]
     height = SHOWN_WIDTH * SIZE[1] // SIZE[0]
     pictures = [
         Image.open(io.BytesIO(data)).convert("RGB").resize((SHOWN_WIDTH, height))
