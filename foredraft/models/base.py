@@ -6,7 +6,7 @@ row in `RowScores`), E hidden size, R some rows of the head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -313,6 +313,14 @@ class TargetParts(Protocol):
 
     def head_rows(self, token_ids_R: Tensor) -> Tensor:
         """The head's weights [R, E] for some tokens, in ``dtype``."""
+        ...
+
+    def kept(self, name: str, recipe: str, make: Callable[[], Tensor]) -> Tensor:
+        """What ``make`` returns, or what it returned in an earlier process on this model.
+
+        Args:
+            recipe: what the tensor depends on besides the model; see `kept.recipe_of`.
+        """
         ...
 
 

@@ -202,3 +202,23 @@ def test_the_fingerprint_of_a_large_vocabulary_is_kept(
     assert Tokenizer(directory).fingerprint == fingerprint
     monkeypatch.setattr(Tokenizer, "_vocabulary_hash", None)
     assert Tokenizer(directory).fingerprint == fingerprint
+
+
+def test_tensors_in_a_recipe_count_by_their_bytes() -> None:
+    tensor = torch.randn(3, 4)
+    assert recipe_of(tensor) == recipe_of(tensor.clone())
+    assert recipe_of(tensor) != recipe_of(tensor + 1)
+    assert recipe_of(tensor) != recipe_of(tensor.view(4, 3))
+
+
+def test_a_target_keeps_what_drafters_make_of_it(
+    tmp_path: Path, kept: KeptFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = _model(tmp_path / "model")
+    monkeypatch.setattr(KeptFiles, "of", lambda checkpoint: kept)
+    made = torch.randn(3, 4)
+    target = NativeTarget.load(directory)
+    assert torch.equal(target.parts.kept("table", "recipe", lambda: made), made)
+    again = NativeTarget.load(directory)
+    assert torch.equal(again.parts.kept("table", "recipe", lambda: made + 1), made)
+    assert torch.equal(again.parts.kept("table", "other", lambda: made + 1), made + 1)

@@ -7,6 +7,7 @@ Shape legend: B texts, L tokens, E hidden size, H query heads, G key-value heads
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.models.base import HeadTarget, ModelShape, TargetParts
+from foredraft.models.files.kept import recipe_of
 
 
 class RMSNorm(nn.Module):
@@ -164,9 +166,12 @@ class JoinedTokens:
         self._weight_EE = weight_EE.detach().to(parts.device, parts.dtype)
         self.table_VE: Tensor | None = None
         if 2 * vocab_size * len(weight_EE) <= _TABLE_BYTES:
-            firsts = range(0, vocab_size, 4096)
-            ids = [torch.arange(first, min(first + 4096, vocab_size)) for first in firsts]
-            self.table_VE = torch.cat([self._of(ids_T).bfloat16() for ids_T in ids])
+            recipe = recipe_of(sys.modules[__name__], self._weight_EE, eps)
+            self.table_VE = parts.kept("joined-tokens", recipe, lambda: self._of_all(vocab_size))
+
+    def _of_all(self, vocab_size: int) -> Tensor:
+        pieces = torch.split(torch.arange(vocab_size), 4096)
+        return torch.cat([self._of(ids_T).bfloat16() for ids_T in pieces])
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         """Float32 [T, E]."""

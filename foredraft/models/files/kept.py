@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -127,14 +128,17 @@ class KeptFiles:
 
 
 def recipe_of(*parts: object) -> str:
-    """A recipe of what a piece depends on. Modules count by their source."""
-    texts = [
-        hashlib.sha256(Path(part.__file__).read_bytes()).hexdigest()
-        if hasattr(part, "__file__") and part.__file__
-        else repr(part)
-        for part in parts
-    ]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:24]
+    """A recipe of what a piece depends on: modules by their source, tensors by their bytes."""
+    return hashlib.sha256("\n".join(map(_described, parts)).encode()).hexdigest()[:24]
+
+
+def _described(part: object) -> str:
+    if isinstance(part, ModuleType) and part.__file__:
+        return hashlib.sha256(Path(part.__file__).read_bytes()).hexdigest()
+    if isinstance(part, Tensor):
+        content = hashlib.sha256(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return f"{part.dtype}{[*part.shape]}{content.hexdigest()}"
+    return repr(part)
 
 
 def _try_to_keep(name: str, write: Callable[[], None], size: int = 0) -> None:

@@ -8,7 +8,7 @@ Shape legend: T tokens, R some rows of the head, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,9 @@ class HFParts:
     def logits(self, normed_TE: Tensor) -> Tensor:
         logits: Tensor = self._head(normed_TE)
         return logits.float()
+
+    def kept(self, name: str, recipe: str, make: Callable[[], Tensor]) -> Tensor:
+        return make()
 
     @torch.no_grad()
     def head_rows(self, token_ids_R: Tensor) -> Tensor:

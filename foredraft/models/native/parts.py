@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.packed import PackedMatrix
 from foredraft.models.native.weights import DecoderWeights
@@ -23,6 +24,7 @@ class NativeParts:
         config: of the target.
         weights: of the target.
         logits: the decoder's own product with the head.
+        kept: what is kept of the model between processes.
     """
 
     def __init__(
@@ -30,8 +32,10 @@ class NativeParts:
         config: DecoderConfig,
         weights: DecoderWeights,
         logits: Callable[[Tensor], Tensor],
+        kept: KeptFiles,
     ) -> None:
         self._config, self._weights, self._logits = config, weights, logits
+        self._kept = kept
 
     @property
     def hidden_size(self) -> int:
@@ -63,6 +67,14 @@ class NativeParts:
         if isinstance(head_VE, PackedMatrix):
             return head_VE.rows(token_ids_R, self.dtype)
         return F.embedding(token_ids_R.to(self.device), head_VE)
+
+    def kept(self, name: str, recipe: str, make: Callable[[], Tensor]) -> Tensor:
+        recipe = recipe_of(recipe, self._weights.dtype)
+        tensors = self._kept.tensors(name, recipe)
+        if tensors is None:
+            tensors = {name: make()}
+            self._kept.keep(name, recipe, tensors)
+        return tensors[name]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -15,6 +15,7 @@ from foredraft.cache.store import Entries
 from foredraft.core.draws import DrawRows, Wanted
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
+from foredraft.models.files.kept import KeptFiles
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.eager import EagerDecoder
@@ -79,6 +80,7 @@ class NativeTarget:
         cache_memory: int | None = None,
     ) -> None:
         self.config, self.weights = config, weights
+        self._kept = KeptFiles(None)
         self.decoder = new_decoder(config, weights)
         self._new_decoder = new_decoder
         self.vocab_size = config.vocab_size
@@ -119,7 +121,10 @@ class NativeTarget:
         checkpoint = Checkpoint.of(source)
         config, _ = fit(checkpoint, read_config(checkpoint.directory))
         weights = load_weights(checkpoint, config, dtype, device, bits)
-        return cls(config, weights, new_decoder, max_context, cache_memory)
+        target = cls(config, weights, new_decoder, max_context, cache_memory)
+        if torch.device(device).type == "cpu":
+            target._kept = KeptFiles.of(checkpoint)
+        return target
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.
     @torch.no_grad()
@@ -143,7 +148,7 @@ class NativeTarget:
 
     @property
     def parts(self) -> NativeParts:
-        return NativeParts(self.config, self.weights, self.decoder.logits)
+        return NativeParts(self.config, self.weights, self.decoder.logits, self._kept)
 
     def head_runner(self, weights: HeadWeights) -> NativeHeadRunner:
         fused = self.decoder.name == "fused"
