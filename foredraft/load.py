@@ -19,7 +19,7 @@ from foredraft.cache.blocks import in_blocks
 from foredraft.cache.memory import checked_memory
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
-from foredraft.drafters import check_options, drafter_spec, needs_draft_model
+from foredraft.drafters import check_options, drafter_key, drafter_spec, needs_draft_model
 from foredraft.drafters.heads.store import shipped_head, shipped_head_of_files
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus
@@ -246,13 +246,22 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     return decoders[name]
 
 
+_AUTO = ("blend", "suffix")
+"""What "auto" means without a draft model: the first that can draft for the target."""
+
+
 def _without_draft_model(target: Target | ModelPlan | None) -> str:
-    if isinstance(target, ModelPlan):
-        files = target.checkpoint if target.backend == "native" else None
-        has_head = files is not None and shipped_head_of_files("hidden_head", files) is not None
-    else:
-        has_head = target is not None and shipped_head("hidden_head", target) is not None
-    return "blend" if has_head else "suffix"
+    return next(name for name in _AUTO if _comes_with(drafter_spec(name).trained, target))
+
+
+def _comes_with(kind: str | None, target: Target | ModelPlan | None) -> bool:
+    """Whether a head of this kind comes with the package for the target; no kind needs none."""
+    if kind is None or target is None:
+        return kind is None
+    if not isinstance(target, ModelPlan):
+        return shipped_head(kind, target) is not None
+    files = target.checkpoint if target.backend == "native" else None
+    return files is not None and shipped_head_of_files(kind, files) is not None
 
 
 def resolve_drafter(
@@ -273,7 +282,7 @@ def resolve_drafter(
     """
     if has_draft_model is None:
         has_draft_model = options.draft_model is not None
-    name = options.drafter
+    name = drafter_key(options.drafter)
     if name == "auto":
         name = "draft_model" if has_draft_model else _without_draft_model(target)
     spec = drafter_spec(name)
@@ -284,8 +293,8 @@ def resolve_drafter(
             f"drafter {name!r} uses no draft model, but "
             f"{options.draft_model or 'one'!r} was given; use drafter 'draft_model'"
         )
-    check_options(name, options.drafter_options)
-    return name.replace("-", "_")
+    check_options(name, options.drafter_options, options.drafter)
+    return name
 
 
 def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: str) -> ModelPlan:

@@ -98,18 +98,20 @@ def _generate(llm: LLM, text: str, params: SamplingParams, *, chat: bool, as_jso
 
 
 def _draft_with_prediction(draft: o.DraftOptions) -> o.DraftOptions:
-    """A prediction is for the drafter of that name, alone or as a stage of a cascade.
+    """A prediction needs a drafter that drafts from it.
 
     Raises:
         ConfigError: another drafter was asked for, which would not look at it.
     """
+    from foredraft.drafters import drafter_spec
+
     if draft.drafter == "auto" and draft.draft_model is None:
         return replace(draft, drafter="prediction")
-    stages = [text for text in draft.drafter_option or () if text.startswith("stages=")]
-    if draft.drafter != "prediction" and not any("prediction" in text for text in stages):
-        used = "draft_model" if draft.drafter == "auto" else draft.drafter
+    drafter = "draft_model" if draft.drafter == "auto" else draft.drafter
+    options = o.parse_drafter_options(draft.drafter_option or ())
+    if not drafter_spec(drafter).uses_prediction(options):
         raise ConfigError(
-            f"--prediction is not used by drafter {used!r}: leave it out, or take "
+            f"--prediction is not used by drafter {drafter!r}: leave it out, or take "
             "--drafter prediction, or --drafter cascade with it among the stages"
         )
     return draft

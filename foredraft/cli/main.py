@@ -17,6 +17,7 @@ from foredraft.cli import (
     chat,
     demo,
     doctor,
+    drafters,
     export,
     generate,
     index,
@@ -56,6 +57,7 @@ def _root(
 for command in (generate.generate, chat.chat, serve.serve, doctor.doctor, demo.demo, export.export):
     app.command()(command)
 app.command("run-batch")(run_batch_file)
+app.command("drafters")(drafters.list_drafters)
 for group, name in (
     *((bench.app, "bench"), (index.app, "index"), (trace.app, "trace")),
     *((train.app, "train"), (tune.app, "tune")),

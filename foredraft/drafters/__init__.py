@@ -8,15 +8,21 @@ knows of it, `registry` finds it, other packages' drafters included. See docs/ad
 from foredraft.drafters.registry import (
     build_drafter,
     check_options,
+    drafter_key,
     drafter_names,
     drafter_spec,
     needs_draft_model,
+    ready_drafters,
+    usable_specs,
 )
 
 __all__ = [
     "build_drafter",
     "check_options",
+    "drafter_key",
     "drafter_names",
     "drafter_spec",
     "needs_draft_model",
+    "ready_drafters",
+    "usable_specs",
 ]

@@ -113,6 +113,5 @@ DRAFTER = DrafterSpec(
     },
     num_draft_tokens=16,
     needs=Capabilities(parts=True, cache_layers=True),
-    required_options=("head",),
-    head=HiddenHeadModule,
+    trained=HiddenHeadModule.kind,
 )

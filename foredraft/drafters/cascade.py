@@ -299,9 +299,19 @@ def _parse_stages(text: Any) -> list[tuple[str, int | None]]:
     return found
 
 
+_WITHOUT_MODEL = "suffix,token_recycling"
+_WITH_MODEL = "ngram,draft_model"
+
+
+def _uses_prediction(options: Mapping[str, Any]) -> bool:
+    """Whether one of the stages does."""
+    stages = _parse_stages(options.get("stages", _WITHOUT_MODEL))
+    return any(drafter_spec(name).uses_prediction({}) for name, _ in stages)
+
+
 def _build(context: DrafterContext) -> Drafter:
     has_model = context.draft_model is not None
-    default = "ngram,draft_model" if has_model else "suffix,token_recycling"
+    default = _WITH_MODEL if has_model else _WITHOUT_MODEL
     parts = _parse_stages(context.options.get("stages", default))
     last_is_model = parts[-1][0] == "draft_model"
     mode = str(context.options.get("mode", _MODES[not last_is_model]))
@@ -331,4 +341,5 @@ DRAFTER = DrafterSpec(
     },
     num_draft_tokens=8,
     draft_model="optional",
+    reads_prediction=_uses_prediction,
 )

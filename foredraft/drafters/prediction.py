@@ -236,6 +236,7 @@ DRAFTER = DrafterSpec(
     build=_build,
     summary="copies the text the user expects (SamplingParams.prediction), and finds back to it",
     copies=True,
+    reads_prediction=True,
     options={"node_cost": "time one more draft token adds to a step, in plain steps (measured)"},
     num_draft_tokens=16,
 )

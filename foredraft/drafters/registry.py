@@ -8,6 +8,7 @@ underscores; `drafter_key` accepts dashes.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 from collections.abc import Iterable
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError, unknown
 from foredraft.drafters.base import Drafter
+from foredraft.drafters.heads.store import shipped_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
-from foredraft.models.base import check_taps
+from foredraft.models.base import Target, check_taps
 
 if TYPE_CHECKING:
     from foredraft.drafters.heads.base import HeadModule
@@ -98,6 +100,27 @@ def _check_single(key: str, is_built_in: bool, entries: list[EntryPoint]) -> Non
         )
 
 
+def usable_specs() -> dict[str, DrafterSpec]:
+    """All drafters by name. Imports them; those of packages that cannot be used are left out."""
+    specs = {}
+    for name in drafter_names():
+        with contextlib.suppress(ConfigError):  # `drafter_spec` says what is wrong with it
+            specs[name] = drafter_spec(name)
+    return specs
+
+
+def ready_drafters(target: Target) -> list[str]:
+    """Drafters that can draft for a target as it is: with no option, draft model or prediction."""
+    return [
+        name
+        for name, spec in usable_specs().items()
+        if not spec.needs_draft_model
+        and not spec.uses_prediction({})
+        and not spec.missing_capabilities(target)
+        and (spec.trained is None or shipped_head(spec.trained, target) is not None)
+    ]
+
+
 def head_class(kind: str) -> type[HeadModule]:
     """The module of a kind of head that can be trained.
 
@@ -113,19 +136,9 @@ def head_class(kind: str) -> type[HeadModule]:
 
 
 def head_kinds() -> list[str]:
-    """The kinds of heads that can be trained. Imports every drafter to see.
-
-    Packages that cannot be used are left out; `drafter_spec` says what is wrong with one.
-    """
-    kinds = []
-    for name in drafter_names():
-        try:
-            head = drafter_spec(name).head
-        except ConfigError:
-            continue
-        if head is not None and head.kind == name:
-            kinds.append(name)
-    return kinds
+    """The kinds of heads that can be trained. Imports every drafter to see."""
+    specs = usable_specs().items()
+    return [name for name, spec in specs if spec.head is not None and spec.head.kind == name]
 
 
 def build_drafter(name: str, context: DrafterContext) -> Drafter:
@@ -141,11 +154,7 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     check_options(key, context.options)
     if spec.lacks_draft_model(context.draft_model is not None, context.options):
         raise needs_draft_model(key)
-    offered = context.target.capabilities
-    missing = [
-        need for need, wanted in vars(spec.needs).items() if wanted and not getattr(offered, need)
-    ]
-    if missing:
+    if missing := spec.missing_capabilities(context.target):
         raise CapabilityError(
             f"drafter {key!r} needs a target with {' and '.join(missing)}, which "
             f"{type(context.target).__name__} does not offer"
@@ -155,7 +164,7 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     else:
         drafter = _built(key, _installed()[key][0], spec, context)
     try:
-        check_taps(drafter.taps, offered)
+        check_taps(drafter.taps, context.target.capabilities)
     except ConfigError as error:
         raise CapabilityError(f"drafter {key!r} does not fit this target: {error}") from None
     return drafter
@@ -203,8 +212,11 @@ def _package(entry: EntryPoint) -> str:
     return f"package {package.name} {package.version}" if package else entry.value
 
 
-def check_options(name: str, options: Iterable[str]) -> None:
+def check_options(name: str, options: Iterable[str], asked: str | None = None) -> None:
     """Refuse options that the drafter does not declare, naming the nearest.
+
+    Args:
+        asked: what the user wrote where ``name`` was chosen for it, such as "auto".
 
     Raises:
         ConfigError: there is one.
@@ -212,7 +224,8 @@ def check_options(name: str, options: Iterable[str]) -> None:
     known = drafter_spec(name).options
     for option in options:
         if option not in known:
-            raise unknown(f"option of drafter {drafter_key(name)!r}", option, known)
+            chosen = f" (which {asked!r} means here)" if asked not in (None, name) else ""
+            raise unknown(f"option of drafter {drafter_key(name)!r}{chosen}", option, known)
 
 
 def needs_draft_model(name: str) -> ConfigError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -63,13 +63,16 @@ class DrafterSpec:
         needs: capabilities the target must have.
         draft_model: whether it uses a draft model: never, if the user names one, always, or always
             and of any vocabulary.
-        required_options: options without which it cannot be built: there is no usual value.
+        trained: the kind of trained folder that it cannot draft without (option ``head``), unless
+            one comes with the model; None: it needs none.
         instead_of_model: an option that takes the draft model's place where it is given.
         drafts_from: "text": drafts are a function of the committed text (and the noise). "steps":
             also of what was scored and rejected on the way, so that another number of draft tokens
             gives other drafts.
         copies: whether its drafts are copied from earlier text. Where only some are, its proposals
             name "copy" as the author of those nodes.
+        reads_prediction: whether it drafts from `SamplingParams.prediction`; of a drafter made of
+            others a function of its options.
         head: what ``foredraft train`` trains for it; None: nothing.
     """
 
@@ -79,10 +82,11 @@ class DrafterSpec:
     num_draft_tokens: int = 4
     needs: Capabilities = field(default_factory=Capabilities)
     draft_model: Literal["none", "optional", "required", "any vocabulary"] = "none"
-    required_options: Sequence[str] = ()
+    trained: str | None = None
     instead_of_model: str | None = None
     drafts_from: Literal["text", "steps"] = "text"
     copies: bool = False
+    reads_prediction: bool | Callable[[Mapping[str, Any]], bool] = False
     head: type[HeadModule] | None = None
 
     @property
@@ -92,6 +96,17 @@ class DrafterSpec:
     def lacks_draft_model(self, has_one: bool, options: Mapping[str, Any]) -> bool:
         """Whether it cannot be built for want of a draft model."""
         return self.needs_draft_model and not has_one and self.instead_of_model not in options
+
+    def uses_prediction(self, options: Mapping[str, Any]) -> bool:
+        """Whether it drafts from a request's prediction, with these options."""
+        reads = self.reads_prediction
+        return reads if isinstance(reads, bool) else reads(options)
+
+    def missing_capabilities(self, target: Target) -> list[str]:
+        """What it needs of its target and the target does not offer."""
+        offered = target.capabilities
+        needed = (name for name, wanted in vars(self.needs).items() if wanted)
+        return [name for name in needed if not getattr(offered, name)]
 
 
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}

@@ -370,5 +370,5 @@ DRAFTER = DrafterSpec(
     },
     num_draft_tokens=16,
     needs=Capabilities(parts=True),
-    required_options=("head",),
+    trained=KIND,
 )

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from foredraft.async_llm import AsyncLLM
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
+from foredraft.drafters import drafter_spec
 from foredraft.llm import LLM
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.errors import ApiError, unavailable
@@ -29,7 +30,6 @@ from foredraft.server.spans import spans_to
 
 _log = logging.getLogger("foredraft.server")
 
-_USES_PREDICTIONS = ("prediction", "cascade")
 _DRAFTS_NOT = "none"
 
 Watcher = Callable[[StepRecord], None]
@@ -280,7 +280,8 @@ class ServerContext:
     async def _engine_for(self, params: SamplingParams) -> AsyncLLM:
         """The engine whose drafter looks at what the request brings."""
         engine, drafter = self.engine, self.llm.drafter_name
-        if params.prediction is None or drafter in _USES_PREDICTIONS or drafter == _DRAFTS_NOT:
+        uses_it = drafter_spec(drafter).uses_prediction(engine.llm.options.drafter_options)
+        if params.prediction is None or uses_it or drafter == _DRAFTS_NOT:
             return engine
         if self._for_predictions is None:
             options = replace(

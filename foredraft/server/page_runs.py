@@ -21,7 +21,7 @@ from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.params import SamplingParams
-from foredraft.drafters import drafter_spec
+from foredraft.drafters import drafter_spec, ready_drafters
 from foredraft.engine.row import GenerationResult
 from foredraft.llm import LLM
 from foredraft.models.timing import forward_ms, measure_cost
@@ -34,7 +34,6 @@ MAX_DRAFT_TOKENS = 32
 MAX_LANES = 3
 _MAX_LLMS = 6
 _CURVE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 17)
-_WITHOUT_TRAINING = ("none", "suffix", "ngram", "token_recycling", "lookahead")
 
 Text = Annotated[str, Field(max_length=20_000)]
 
@@ -99,9 +98,7 @@ class Lanes:
     @property
     def drafters(self) -> tuple[str, ...]:
         """What a lane may draft with: the server's own, and those that need nothing."""
-        own = self._llm.drafter_name
-        heads = ("hidden_head",) if own == "blend" and not self._llm.options.drafter_options else ()
-        return tuple(dict.fromkeys((own, *heads, *_WITHOUT_TRAINING)))
+        return tuple(dict.fromkeys((self._llm.drafter_name, *ready_drafters(self._llm.target))))
 
     def get(self, spec: LaneSpec) -> _Watched:
         """The engine for a lane.

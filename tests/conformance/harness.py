@@ -207,7 +207,7 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     spec, target = spec_of(name), target or kind.new_target()
     wants = {need for need, wanted in vars(spec.needs).items() if wanted}
     wants |= {"shallow"} if name == "early_exit+adapter" else set()
-    option = WITH_HEADS.get(name, "head" if "head" in spec.required_options else None)
+    option = WITH_HEADS.get(name, "head" if spec.trained else None)
     wants |= {"parts", "cache_layers"} if option else set()
     missing = [need for need in sorted(wants) if not getattr(target.capabilities, need)]
     if missing:
@@ -227,7 +227,7 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
 @functools.cache
 def head_kind(name: str) -> str:
     """The kind of head that a drafter loads."""
-    return "hidden_head" if name == "blend" else name
+    return spec_of(name).trained or name
 
 
 def new_head(kind: str, made: str = "") -> Path:

@@ -9,12 +9,14 @@ import pytest
 
 import foredraft.drafters.registry
 from foredraft.core.errors import CapabilityError, ConfigError
-from foredraft.drafters import build_drafter, drafter_names, drafter_spec
+from foredraft.drafters import build_drafter, drafter_names, drafter_spec, ready_drafters
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.registry import RENAMED, SHARED, _package, head_class, head_kinds
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.load import resolve_drafter
 from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
+from foredraft.options import LoadOptions
 
 SPEC = DrafterSpec(build=lambda context: NoDrafter(), summary="from elsewhere")
 NOT_A_SPEC = NoDrafter
@@ -166,3 +168,37 @@ def test_kinds_of_heads_are_what_drafters_train() -> None:
 def test_what_the_target_lacks_is_said_in_one_sentence() -> None:
     with pytest.raises(CapabilityError, match="needs a target with parts and layer_views, which"):
         build_drafter("hungry", DrafterContext(TableModel.random(4, 0)))
+
+
+@pytest.mark.usefixtures("installed")
+def test_ready_drafters_need_nothing_and_include_other_packages() -> None:
+    ready = ready_drafters(TableModel.random(4, 0))
+    assert {"none", "suffix", "ngram", "token_recycling", "elsewhere"} <= set(ready)
+    needing = {"draft_model", "hidden_head", "blend", "table", "prediction", "hungry"}
+    assert not needing & set(ready)
+    assert not {"missing", "gone", "broken_entry", "twice"} & set(ready)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "uses_it"),
+    [
+        ("prediction", {}, True),
+        ("suffix", {}, False),
+        ("cascade", {}, False),
+        ("cascade", {"stages": "prediction,suffix"}, True),
+    ],
+)
+def test_a_spec_says_whether_a_prediction_is_used(
+    name: str, options: dict[str, str], uses_it: bool
+) -> None:
+    assert drafter_spec(name).uses_prediction(options) == uses_it
+
+
+def test_an_option_of_auto_names_what_was_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"'suffix' \(which 'auto' means here\) 'taps'"):
+        resolve_drafter(LoadOptions(drafter_options={"taps": 1}))
+
+
+def test_names_are_resolved_to_underscores() -> None:
+    options = LoadOptions(drafter="token-recycling")
+    assert resolve_drafter(options) == "token_recycling"

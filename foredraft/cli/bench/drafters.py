@@ -220,17 +220,17 @@ def _variants(
 
     ``more`` alone replaces the drafters that run by default.
     """
-    from foredraft.drafters import drafter_names, drafter_spec
+    from foredraft.drafters import drafter_key, drafter_spec, usable_specs
 
-    asked = only.split(",") if only else () if more else drafter_names()
-    names = [name.strip().replace("-", "_") for name in asked]
-    if only is None:
-        names = [n for n in names if draft_model or not drafter_spec(n).needs_draft_model]
-        names = [n for n in names if not drafter_spec(n).required_options]
+    names = [drafter_key(name.strip()) for name in only.split(",")] if only else []
+    if only is None and not more:
+        for name, spec in usable_specs().items():
+            if spec.trained is None and (draft_model or not spec.needs_draft_model):
+                names.append(name)
     variants: dict[str, dict[str, Any]] = {name: {} for name in ("none", *names)}
     for text in more:
         name, *options = text.split() or [""]
-        name = name.replace("-", "_")
+        name = drafter_key(name)
         variants[" ".join((name, *options))] = o.parse_drafter_options(options)
     for name in variants:
         drafter = name.partition(" ")[0]

@@ -204,7 +204,7 @@ def _factory(
         if kind != "auto":
             drafter_spec(kind)  # says which name is nearest when it is unknown
     options = replace(asked, drafter=drafter, num_draft_tokens=int(budget) if budget else None)
-    if kind not in ("auto", "draft_model", "draft-model"):
+    if kind == _WRONG or (kind != "auto" and drafter_spec(kind).draft_model == "none"):
         options = replace(options, draft_model=None)
 
     def make(rows: int, trace: Callable[[StepRecord], None]) -> LLM:

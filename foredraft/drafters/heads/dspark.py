@@ -483,6 +483,6 @@ DRAFTER = DrafterSpec(
     options={**HEAD_OPTION},
     num_draft_tokens=7,
     needs=Capabilities(parts=True, cache_layers=True),
-    required_options=("head",),
+    trained=DsparkModule.kind,
     head=DsparkModule,
 )

@@ -652,6 +652,6 @@ DRAFTER = DrafterSpec(
     options={**HEAD_OPTION, **GROWTH_OPTIONS},
     num_draft_tokens=16,
     needs=Capabilities(parts=True, cache_layers=True),
-    required_options=("head",),
+    trained=EagleModule.kind,
     head=EagleModule,
 )

@@ -249,6 +249,6 @@ DRAFTER = DrafterSpec(
     options={**HEAD_OPTION, "width": "tokens looked at for each place; 1 drafts chains (4)"},
     num_draft_tokens=8,
     needs=Capabilities(parts=True, cache_layers=True),
-    required_options=("head",),
+    trained=MedusaModule.kind,
     head=MedusaModule,
 )

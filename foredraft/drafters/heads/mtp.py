@@ -553,6 +553,6 @@ DRAFTER = DrafterSpec(
     options={**HEAD_OPTION, **GROWTH_OPTIONS},
     num_draft_tokens=8,
     needs=Capabilities(parts=True, cache_layers=True),
-    required_options=("head",),
+    trained=MtpModule.kind,
     head=MtpModule,
 )
