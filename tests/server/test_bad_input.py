@@ -1,4 +1,4 @@
-"""What must be refused; docs/operate/server.md lists the faults that other servers had."""
+"""What must be refused; docs/operate/security.md lists the faults that other servers had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/operate/server.md says what the server does: fields, settings, metrics, the dashboard."""
+"""docs/operate says what the server does: fields, settings, metrics, the dashboard."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from foredraft.server.settings import ServerSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "operate" / "server.md"
+API = DOCS / "operate" / "api.md"
 
 
 MODELS: dict[str, type[RequestBody]] = {
@@ -76,16 +77,18 @@ def settings() -> str:
     return "\n".join(rows)
 
 
-@pytest.mark.parametrize("part", [fields, settings], ids=["fields", "settings"])
-def test_the_lists_are_those_of_the_code(part: Any) -> None:
-    text = PAGE.read_text()
+@pytest.mark.parametrize(
+    ("part", "page"), [(fields, API), (settings, PAGE)], ids=["fields", "settings"]
+)
+def test_the_lists_are_those_of_the_code(part: Any, page: Path) -> None:
+    text = page.read_text()
     found = re.search(
         rf"(<!-- {part.__name__}:.*?-->\n)(.*?)(<!-- /{part.__name__} -->)", text, re.S
     )
     assert found is not None
     written = f"{found[1]}{part()}\n{found[3]}"
     if os.environ.get("FOREDRAFT_WRITE"):
-        PAGE.write_text(text.replace(found[0], written))
+        page.write_text(text.replace(found[0], written))
         return
     assert found[0] == written, "FOREDRAFT_WRITE=1 pytest tests/server/test_docs.py writes them"
 

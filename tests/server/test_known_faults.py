@@ -1,4 +1,4 @@
-"""Faults that other servers had, tried on this one; docs/operate/server.md lists them."""
+"""Faults that other servers had, tried on this one; docs/operate/security.md lists them."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_one_key_cannot_see_by_the_clock_or_the_drafts_what_another_has_sent(
 
 
 def test_the_list_names_tests_that_are_there() -> None:
-    page = (REPO / "docs" / "operate" / "server.md").read_text()
+    page = (REPO / "docs" / "operate" / "security.md").read_text()
     listed = page[page.index("<!-- faults -->") : page.index("<!-- /faults -->")]
     found = re.findall(r"\[`(test_\w+)`\]\(\.\./\.\./(tests/[\w/]+\.py)\)", listed)
     assert len(found) > 30
