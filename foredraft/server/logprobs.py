@@ -1,16 +1,14 @@
-"""Log probabilities as chat and completions report them."""
+"""Log probabilities as the APIs write them, and where in a reply's text each token begins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.models.text.tokenizer import Tokenizer
 
-_UNFINISHED = "\ufffd"
-_MAX_UNFINISHED = 3
-"""A character has four bytes at most: more tokens without an end are none."""
 _LOWEST = -9999.0
 """JSON has no infinity; this is what OpenAI sends for what cannot occur."""
 
@@ -30,50 +28,114 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> dic
 
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    text = token_text(tokenizer, token)
-    known = None if _UNFINISHED in text else list(text.encode("utf-8", "replace"))
-    return {"token": text, "logprob": _finite(logprob), "bytes": known}
+    return {
+        "token": tokenizer.token_text(token),
+        "logprob": _finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token)),
+    }
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of completions, whose offsets go on from chunk to chunk."""
+    """``choices[].logprobs`` of completions, whose offsets go on from chunk to chunk.
+
+    Args:
+        tokenizer: the model's.
+        num_top: how many of the likeliest tokens were asked for.
+    """
 
     def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
-        self._offset = 0
-        self._unfinished: list[int] = []  # tokens of a character whose end is still to come
+        self._offsets = _Offsets(tokenizer)
 
     def format(
-        self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None]
+        self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], num_prompt: int = 0
     ) -> dict[str, Any]:
-        """Of these tokens; an entry is None where nothing foretold the token."""
+        """The fields of the next tokens.
+
+        Args:
+            entries: of each token; None for the first of a prompt, which nothing foretells.
+            num_prompt: how many of the tokens are the prompt, all of it, before the reply.
+        """
+        offsets = self._offsets.of_prompt(tokens[:num_prompt]) if num_prompt else []
         return {
-            "tokens": [token_text(self._tokenizer, token) for token in tokens],
+            "tokens": [self._tokenizer.token_text(token) for token in tokens],
             "token_logprobs": [None if e is None else _finite(e.logprob) for e in entries],
             "top_logprobs": [self._top(entry) for entry in entries] if self._num_top else None,
-            "text_offset": [self._begin(token) for token in tokens],
+            "text_offset": [*offsets, *self._offsets.of_reply(tokens[num_prompt:])],
         }
 
-    def _begin(self, token: int) -> int:
-        """Where the token's text begins; tokens of one character begin where it does."""
-        begin = self._offset
-        self._unfinished.append(token)
-        text = self._tokenizer.decode(self._unfinished, skip_special_tokens=False)
-        if not text.endswith(_UNFINISHED) or len(self._unfinished) > _MAX_UNFINISHED:
-            self._offset += len(text)
-            self._unfinished = []
-        return begin
-
     def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
+        """The token itself first. Of tokens with one text the likelier one counts."""
         if entry is None:
             return None
-        top = {token_text(self._tokenizer, token): _finite(value) for token, value in entry.top}
-        return {token_text(self._tokenizer, entry.token): _finite(entry.logprob)} | top
+        top: dict[str, float] = {}
+        for token, logprob in ((entry.token, entry.logprob), *entry.top):
+            top.setdefault(self._tokenizer.token_text(token), _finite(logprob))
+        return top
 
 
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.decode([token], skip_special_tokens=False)
+class ReplyLogprobs:
+    """Log probabilities of a reply's tokens, by where in its text they begin.
+
+    So a stretch of the text has those of its own tokens, whichever steps brought them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._offsets = _Offsets(tokenizer)
+        self._waiting: deque[tuple[int, TokenLogprobs]] = deque()
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Add those of the next tokens."""
+        offsets = self._offsets.of_reply([entry.token for entry in entries])
+        self._waiting.extend(zip(offsets, entries, strict=True))
+
+    def take(self, begin: int, end: int | None = None) -> list[TokenLogprobs]:
+        """Those of tokens that begin in this stretch of the text; of earlier ones none are kept.
+
+        Args:
+            begin: characters before the stretch.
+            end: characters up to its end; None: all the rest.
+        """
+        taken: list[TokenLogprobs] = []
+        while self._waiting and (end is None or self._waiting[0][0] < end):
+            offset, entry = self._waiting.popleft()
+            if offset >= begin:
+                taken.append(entry)
+        return taken
+
+
+class _Offsets:
+    """How many characters come before each token, in the text that the client is given.
+
+    Tokens of one character begin where it does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._decode = tokenizer, tokenizer.new_decoder()
+        self._num_characters = 0
+
+    def of_prompt(self, tokens: Sequence[int]) -> list[int]:
+        """Of a prompt's tokens. Special tokens are text there."""
+        decode = self._tokenizer.new_decoder(skip_special_tokens=False)
+        offsets = self._of(decode(token) for token in tokens)
+        self._num_characters = len(self._tokenizer.decode(tokens, skip_special_tokens=False))
+        return offsets
+
+    def of_reply(self, tokens: Sequence[int]) -> list[int]:
+        """Of a reply's next tokens."""
+        return self._of(map(self._decode, tokens))
+
+    def _of(self, texts: Iterable[str | None]) -> list[int]:
+        offsets: list[int] = []
+        for text in texts:
+            offsets.append(self._num_characters)
+            self._num_characters += len(text or "")
+        return offsets
 
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.token_text(token)

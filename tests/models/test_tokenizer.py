@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +358,34 @@ def test_cut_and_foreign_files_are_refused(
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
     assert not use_or_refuse(tmp_path)
+
+
+def test_others_go_on_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    """The server's event loop is one of them."""
+    text = "The ferry crosses the river. " * 20_000
+    ids = tokenizer.encode(text)
+    user = [{"role": "user", "content": text}]
+    for work in (
+        lambda: tokenizer.encode(text),
+        lambda: tokenizer.encode_chat(user),
+        lambda: tokenizer.decode([*ids, *ids, *ids]),
+    ):
+        assert num_turns_during(work) > 3
+
+
+def num_turns_during(work: Callable[[], object]) -> int:
+    """How often this thread gets to run while another one works."""
+    states: list[str] = []
+
+    def run() -> None:
+        states.append("begun")
+        work()
+        states.append("over")
+
+    thread, turns = threading.Thread(target=run), 0
+    thread.start()
+    while len(states) < 2:
+        turns += len(states)
+        time.sleep(0.0005)
+    thread.join()
+    return turns

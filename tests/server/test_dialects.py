@@ -107,7 +107,7 @@ def test_offsets_point_at_characters_of_several_tokens(client: httpx.Client) -> 
     text, told = choice["text"], choice["logprobs"]
     assert text == body["prompt"]
     found = dict(zip(told["text_offset"], told["tokens"], strict=True))
-    whole = {at: token for at, token in found.items() if "\ufffd" not in token}
+    whole = {at: token for at, token in found.items() if not token.startswith("bytes:")}
     assert all(text[at : at + len(token)] == token for at, token in whole.items())
     assert {text.index("d"), text.index("🦋") - 1, text.index("🦋")} & {*told["text_offset"]}
     assert told["text_offset"] == sorted(told["text_offset"])

@@ -110,7 +110,7 @@ class ChatEncoder:
 
     def _occurrences(self, text: str) -> Iterator[_Occurrence]:
         """The special tokens in a text, as the tokenizer finds them."""
-        encoding = self._fast.encode(text, add_special_tokens=False)
+        (encoding,) = self._fast.encode_batch([text], add_special_tokens=False)
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             token = self._special.get(token_id)
             if token is not None and self._spells(text[start:end], token):
@@ -155,7 +155,9 @@ class ChatEncoder:
 
     @staticmethod
     def _ids(fast: FastTokenizer, text: str) -> list[int]:
-        return list(fast.encode(text, add_special_tokens=False).ids)
+        # A batch of one lets other threads run, unlike `encode`.
+        (found,) = fast.encode_batch_fast([text], add_special_tokens=False)
+        return list(found.ids)
 
 
 def special_tokens(fast: FastTokenizer) -> dict[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -27,6 +28,7 @@ _LARGE_BYTES = 1 << 20
 """Of a file with a vocabulary whose hash is worth keeping."""
 _MAX_HELD = 32
 _SAMPLE = "Read it back: é 東 1\n"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNFINISHED = "\ufffd"
 """How decoders write the bytes of a character that is not complete."""
 
@@ -63,6 +65,7 @@ class Tokenizer:
             self._fast.decode(self._fast.encode(_SAMPLE).ids)
         self._config = _read_optional(directory / "tokenizer_config.json")
         self._named = _named_tokens(self._config, directory / "tokenizer_config.json")
+        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
         self.eos_token_ids = self._eos_token_ids()
         self.chat_template = self._chat_template()
 
@@ -85,7 +88,9 @@ class Tokenizer:
         """
         checked_text("the text", text, PromptError)
         try:
-            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+            # A batch of one: unlike `encode` it lets other threads run, and it leaves offsets out.
+            (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(found.ids)
         except Exception as error:  # such as a character that a vocabulary cannot spell
             raise PromptError(f"the tokenizer cannot encode {text!r:.80}: {error}") from error
 
@@ -95,11 +100,35 @@ class Tokenizer:
         return self._named
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        # As in `encode`, a batch of one lets other threads run.
+        (text,) = self._fast.decode_batch([[*token_ids]], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
-    def new_decoder(self) -> _StreamDecoder:
+    def new_decoder(self, skip_special_tokens: bool = True) -> _StreamDecoder:
         """A decoder for one request, fed token by token."""
-        return _StreamDecoder(self._fast, self._special)
+        return _StreamDecoder(self._fast, self._special if skip_special_tokens else frozenset())
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text in UTF-8, its space included; nothing for an unknown id.
+
+        Tokens may hold parts of characters, which are no valid UTF-8 by themselves.
+        """
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._spelling.bytes_of(token)
+        return found
+
+    def token_text(self, token: int) -> str:
+        """What a token adds to a text; of a part of a character its bytes, as ``bytes:\\xe2``."""
+        content = self.token_bytes(token)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    @cached_property
+    def _spelling(self) -> _Spelling:
+        return _Spelling(self._fast)
 
     def encode_chat(
         self, messages: Iterable[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -187,36 +216,90 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
 
 
+class _Spelling:
+    """How a vocabulary writes bytes in the names of its tokens.
+
+    Byte-level vocabularies have a character for each byte; those with byte fallback have a token
+    such as ``<0xE2>`` for each. All others write characters.
+    """
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        self._fast = fast
+        self._added = fast.get_added_tokens_decoder()
+        kinds = _decoder_kinds(fast)
+        self._byte_of = _byte_level_alphabet() if "ByteLevel" in kinds else {}
+        self._has_byte_tokens = "ByteFallback" in kinds
+
+    def bytes_of(self, token: int) -> bytes:
+        """See `Tokenizer.token_bytes`."""
+        name = self._fast.id_to_token(token)
+        if name is None:
+            return b""
+        if token in self._added:
+            return str(self._added[token].content).encode()
+        if self._byte_of and all(char in self._byte_of for char in name):
+            return bytes(self._byte_of[char] for char in name)
+        if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(name)):
+            return bytes.fromhex(byte[1])
+        # Behind itself: decoders drop the space before the first token of a text.
+        once, twice = (self._fast.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        return (twice[len(once) :] if twice.startswith(once) else once).encode()
+
+
+def _decoder_kinds(fast: FastTokenizer) -> set[str]:
+    """The types of a tokenizer's decoder and of those it is made of."""
+    if fast.decoder is None:
+        return set()
+    state = json.loads(fast.decoder.__getstate__())
+    return {each["type"] for each in (state, *state.get("decoders", ()))}
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The bytes by the characters that stand for them in byte-level vocabularies (GPT-2's).
+
+    Printable bytes of Latin-1 stand for themselves, the others are numbered from 256 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + number): byte for number, byte in enumerate(others)
+    }
+
+
 class _StreamDecoder:
     """Fed one token at a time; returns the whole characters it completes, or None.
 
     A token costs as much as the few tokens that are decoded with it, however long the text is:
-    tokens without text are passed over, and no more than `_MAX_HELD` wait for the rest of a
-    character. (A character has four bytes, so that is only ever reached by bytes that are none.)
+    tokens without text are passed over, and at most `_MAX_HELD` wait for the rest of a character.
+    (A character has four bytes, so only bytes that are no text ever get there.)
+
+    Args:
+        fast: the tokenizer.
+        skipped: ids without text.
     """
 
-    def __init__(self, fast: FastTokenizer, special: Container[int]) -> None:
-        self._fast, self._special = fast, special
+    def __init__(self, fast: FastTokenizer, skipped: Container[int]) -> None:
+        self._fast, self._skipped = fast, skipped
         # Decoders treat the first token of a text differently, so tokens are decoded behind the
         # last ones whose text is out.
         self._before: list[int] = []
         self._before_text = ""
         self._held: list[int] = []  # tokens after those
-        self._said = ""  # as much of the held tokens' text as is out
+        self._num_out = 0  # characters of the held tokens that are out
 
     def __call__(self, token: int) -> str | None:
-        if token in self._special or self._fast.id_to_token(token) is None:
+        if token in self._skipped or self._fast.id_to_token(token) is None:
             return None
         self._held.append(token)
         text = self._held_text()
         is_full = len(self._held) >= _MAX_HELD
         whole = text if is_full else text.rstrip(_UNFINISHED)
-        new = whole[len(self._said) :]
+        new = whole[self._num_out :]
         if is_full or (text and whole == text):
             self._before, self._before_text = self._held, self._decode(self._held)
-            self._held, self._said = [], ""
+            self._held, self._num_out = [], 0
         else:
-            self._said += new
+            self._num_out += len(new)
         return new or None
 
     def _held_text(self) -> str:
@@ -228,7 +311,7 @@ class _StreamDecoder:
         return self._decode(self._held)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._fast.decode(token_ids, skip_special_tokens=True))
+        return str(self._fast.decode(token_ids, skip_special_tokens=False))
 
 
 def _special_ids(fast: FastTokenizer) -> frozenset[int]:
