@@ -95,7 +95,7 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m zensical build --strict
 
 results: $(VENV)/.installed
-	$(BIN)/foredraft bench report docs/results --into docs/results/index.md
+	$(BIN)/python -m benchmarks report docs/results --into docs/results/index.md
 
 # Heads of the default model, from nothing: text of its own, then each kind; see docs/extend/training.md.
 # Whatever is interrupted goes on when it is run again.

@@ -46,10 +46,10 @@ class LoadOptions:
         dtype: of activations and cache, and of weights unless ``weights`` says otherwise. "auto"
             takes bfloat16 where it is fast and float32 elsewhere.
         weights: "int8" keeps linear layers and head in half the memory of bfloat16, which makes
-            steps faster and the model a little different (`foredraft bench quality` says by how
-            much); "int4" keeps the linear layers in a third. A model that comes in 4 bits, as the
-            built-in one does, is then used as it comes; others lose more than with int8. Both on
-            CPU with the fused kernel only. "bf16" means dtype bfloat16.
+            steps faster and the model a little different; "int4" keeps the linear layers in a
+            third. A model that comes in 4 bits, as the built-in one does, is then used as it comes;
+            others lose more than with int8. Both on CPU with the fused kernel only. "bf16" means
+            dtype bfloat16.
         device: "auto" takes CUDA when there is one.
         backend: "auto" takes the native decoder for families it knows, transformers otherwise.
         threads: CPU threads; None leaves torch's choice.

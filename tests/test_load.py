@@ -107,7 +107,7 @@ def test_a_mistake_about_the_draft_model_costs_no_weights(
 
 
 def test_a_plan_without_a_checkpoint_cannot_be_loaded() -> None:
-    from foredraft.bench.random_model import random_config
+    from benchmarks.random_model import random_config
 
     plan = plan_native("made up", None, random_config("smollm2-135m"), LoadOptions(), "cpu")
     with pytest.raises(ConfigError, match="'made up' has no checkpoint to load"):

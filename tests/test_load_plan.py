@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from foredraft.bench.random_model import random_config
+from benchmarks.random_model import random_config
 from foredraft.core.errors import ConfigError
 from foredraft.load import native_decoder, plan_native
 from foredraft.options import LoadOptions

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from foredraft.bench.contenders import Contender, ContenderRun
 from foredraft.bench.prompts import BenchPrompt
-from foredraft.bench.trial_log import Runs, TrialLog
-from foredraft.bench.turns import PeerFailed
+from foredraft.bench.report import Report, Table
+from foredraft.bench.timing import PeerFailed
 from foredraft.core.params import SamplingParams
 
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+
 _T = TypeVar("_T")
+Runs = dict[str, ContenderRun]
+"""By contender."""
+
+
+class RunLog(Protocol):
+    """Keeps runs, so that a long comparison goes on where it was stopped."""
+
+    def find(self, prompt: str, temperature: float) -> Runs | None: ...
+
+    def add(self, prompt: str, temperature: float, runs: Runs) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,7 @@ def run_trials(
     params: SamplingParams,
     temperatures: Sequence[float],
     advance: Callable[[str], None],
-    log: TrialLog | None = None,
+    log: RunLog | None = None,
 ) -> list[Trial]:
     """Every contender on every prompt, in rotating order, one after the other.
 
@@ -197,13 +210,13 @@ def overall(rows: Sequence[Summary], peers: Sequence[str] = ()) -> list[Overall]
     Args:
         peers: names of contenders that are others' plain decoding.
     """
-    found = []
+    lines = []
     for macro in (row for row in rows if row.category == "macro"):
         same = [r for r in rows if r.temperature == macro.temperature]
         mine = [r for r in same if r.contender == macro.contender and r.category != "macro"]
         worst = min(mine, key=lambda row: row.speedup)
         theirs = [r.tokens_per_s for r in same if r.contender in peers and r.category == "macro"]
-        found.append(
+        lines.append(
             Overall(
                 macro.contender,
                 macro.temperature,
@@ -218,7 +231,85 @@ def overall(rows: Sequence[Summary], peers: Sequence[str] = ()) -> list[Overall]
                 macro.num_different,
             )
         )
-    return found
+    return lines
+
+
+_SUMMARY_COLUMNS = {
+    "category": "{category} ({num_prompts})",
+    "drafter": "{contender}",
+    "tok/s": "{tokens_per_s:.1f}",
+    "speed-up": "{speedup:.2f}x",
+    "median": "{median_speedup:.2f}x",
+    "request": "{request_speedup:.2f}x",
+    "accepted/step": "{accepted_per_step:.2f}",
+    "committed/step": "{committed_per_step:.2f}",
+    "draft ms": "{draft_ms:.2f}",
+    "verify ms": "{verify_ms:.2f}",
+    "different": "{num_different:d}",
+}
+_OVERALL_COLUMNS = {
+    "drafter": "{contender}",
+    "temperature": "{temperature:g}",
+    "tok/s": "{tokens_per_s:.1f}",
+    "speed-up": "{speedup:.2f}x",
+    "worst": "{worst:.2f}x ({worst_category})",
+    "committed/step": "{committed_per_step:.2f}",
+    "over peers": "{over_peers:.2f}x",
+}
+
+
+def comparison_report(
+    llm: LLM,
+    trials: Sequence[Trial],
+    seed: int,
+    peers: Sequence[str] = (),
+    failures: Mapping[str, str] | None = None,
+) -> Report:
+    """Trials as tables: by category, and all categories together.
+
+    Args:
+        peers: names of contenders that are others' plain decoding.
+        failures: contenders without figures, each with the reason.
+    """
+    rows = summaries(trials, "none")
+    plan, failures = llm.plan, failures or {}
+    assert plan is not None
+    by_temperature = [
+        Table("", [vars(r) for r in rows if r.temperature == t], _SUMMARY_COLUMNS,
+              f"temperature {t:g}")
+        for t in _distinct(row.temperature for row in rows)
+    ]  # fmt: skip
+    lines = [vars(line) for line in overall(rows, peers)]
+    model = {"name": plan.name, "dtype": plan.dtype, "weights": plan.weights,
+             "kernels": plan.decoder}  # fmt: skip
+    return Report(
+        tables=[
+            *by_temperature,
+            Table("overall", lines, _OVERALL_COLUMNS, "all categories, each with the same weight"),
+            Table("summaries", [vars(row) for row in rows]),
+            Table("trials", [_as_dict(trial) for trial in trials]),
+        ],
+        facts={"model": model} | ({"failures": dict(failures)} if failures else {}),
+        lines=[f"{name}: {failure}" for name, failure in failures.items()],
+        seed=seed,
+    )
+
+
+def _as_dict(trial: Trial) -> dict[str, Any]:
+    run = trial.run
+    return {
+        "prompt": trial.prompt.id,
+        "category": trial.prompt.category,
+        "contender": trial.contender,
+        "temperature": trial.temperature,
+        "identical": trial.identical,
+        "num_tokens": len(run.token_ids),
+        "first_s": run.first_s,
+        "total_s": run.total_s,
+        "draft_s": run.draft_s,
+        "verify_s": run.verify_s,
+        "stats": vars(run.stats) if run.stats else None,
+    }
 
 
 def _speed(run: ContenderRun) -> float:

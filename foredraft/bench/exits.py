@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, cast
 
-from foredraft.bench.timers import Stopwatch
+from foredraft.bench.report import Report, Table
+from foredraft.bench.timing import Stopwatch
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import TokenTree
@@ -68,6 +69,19 @@ class ExitFigure:
     @property
     def tokens_per_s(self) -> float:
         return 1e3 * self.committed_per_step / (self.draft_ms + self.verify_ms)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "tokens_per_s": self.tokens_per_s}
+
+
+def exit_report(figures: Sequence[ExitFigure], advice: str) -> Report:
+    """Candidates as a table, with a sentence below."""
+    columns = {"drafts with": "{layers}", "agree": "{agreement:.1%}",
+               "drafted": "{num_draft_tokens:d}", "per step": "{committed_per_step:.2f}",
+               "draft ms": "{draft_ms:.2f}", "verify ms": "{verify_ms:.2f}",
+               "tok/s": "{tokens_per_s:.1f}", "speed-up": "{speedup:.2f}x"}  # fmt: skip
+    rows = [each.as_dict() | {"layers": describe(each.options)} for each in figures]
+    return Report([Table("candidates", rows, columns)], lines=[advice])
 
 
 def first_layer_exits(num_layers: int, at_most: int = 8) -> list[Options]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foredraft.bench.timers import Stopwatch
+from foredraft.bench.timing import Stopwatch
 
 _ROUNDS = 7
 

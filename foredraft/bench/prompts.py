@@ -9,8 +9,12 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from foredraft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -160,14 +164,30 @@ def load_prompts(path: str | None, limit: int | None = None) -> list[BenchPrompt
     return prompts if limit is None else _spread(prompts, limit)
 
 
-def random_prompts(limit: int | None = None) -> list[tuple[BenchPrompt, list[int]]]:
-    """Prompts for targets without a tokenizer: token ids below 1000. Four if no limit is given."""
-    found = []
+def encoded_prompts(
+    llm: LLM, path: str | None, limit: int | None = None
+) -> list[tuple[BenchPrompt, list[int]]]:
+    """Prompts with their token ids, as `load_prompts` finds them.
+
+    A target without a tokenizer gets random token ids below 1000, four prompts unless ``limit``
+    says otherwise.
+    """
+    if llm.tokenizer is not None:
+        return [(each, prompt_ids(llm, each)) for each in load_prompts(path, limit)]
+    encoded = []
     for number in range(4 if limit is None else limit):
         draw = random.Random(number)
         ids = [draw.randrange(3, 1000) for _ in range(64)]
-        found.append((BenchPrompt(f"random-{number}", "random", ""), ids))
-    return found
+        encoded.append((BenchPrompt(f"random-{number}", "random", ""), ids))
+    return encoded
+
+
+def prompt_ids(llm: LLM, prompt: BenchPrompt) -> list[int]:
+    """The prompt as a message, or as it stands where the model has no chat template."""
+    assert llm.tokenizer is not None
+    if llm.tokenizer.chat_template is None:
+        return llm.tokenizer.encode(prompt.text)
+    return llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
 
 
 def _read(path: Path) -> list[BenchPrompt]:

@@ -1,4 +1,4 @@
-"""Where a figure came from, and files that keep both."""
+"""Figures as a table on the terminal and as a file that says where they come from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,91 @@ from typing import Any
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.instructions import SWITCH
 from foredraft.system.machine import describe_machine
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of figures.
+
+    Attributes:
+        name: the key of the rows in the file; empty: they are on the terminal only.
+        rows: each a mapping of names to plain values. A row with a ``failure`` has no figures; its
+            ``name`` and the failure are printed below the table.
+        columns: title of each column that the terminal shows, with a format string for the values
+            of a row, such as ``"{speedup:.2f}x"``. None of them: the rows are in the file only.
+        title: printed above the table.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    columns: Mapping[str, str] = field(default_factory=dict)
+    title: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a measurement found, to be printed and written to a JSON file.
+
+    Attributes:
+        tables: rows of figures.
+        facts: single values, which the file holds beside the tables.
+        lines: sentences that the terminal shows below the tables.
+        seed: of what was drawn.
+    """
+
+    tables: Sequence[Table] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    lines: Sequence[str] = ()
+    seed: int = 0
+
+    def show(self) -> None:
+        """Print the tables and lines."""
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        failures: list[str] = []
+        for table in self.tables:
+            if table.columns:
+                console.print(_drawn(table))
+                failures += [f"{r['name']}: {r['failure']}" for r in table.rows if "failure" in r]
+        for line in (*dict.fromkeys(failures), *self.lines):
+            console.print(line, markup=False, soft_wrap=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The facts and the rows of each table."""
+        named = {each.name: [*map(dict, each.rows)] for each in self.tables if each.name}
+        return {**self.facts, **named}
+
+    def give(self, json_file: str | None) -> None:
+        """Print it, and write it to a file if one is named.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        self.show()
+        if json_file:
+            write_json(json_file, self.as_dict(), self.seed)
+
+
+def _drawn(table: Table) -> Any:
+    from rich.table import Table as Drawn
+
+    drawn = Drawn(title=table.title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    numeric = {title for title, form in table.columns.items() if ":" in form}
+    for title in table.columns:
+        drawn.add_column(title, justify="right" if title in numeric else "left")
+    for row in table.rows:
+        if "failure" not in row:
+            drawn.add_row(*(_cell(form, row) for form in table.columns.values()))
+    return drawn
+
+
+def _cell(form: str, row: Mapping[str, Any]) -> str:
+    """A value as its column shows it; empty where the row has none."""
+    try:
+        return form.format_map({name: value for name, value in row.items() if value is not None})
+    except KeyError:
+        return ""
 
 
 def provenance(seed: int) -> dict[str, Any]:
@@ -30,7 +117,9 @@ def provenance(seed: int) -> dict[str, Any]:
 def _command() -> str:
     """What was typed, and the switch of our kernels where it was set."""
     switched = [f"{SWITCH}={os.environ[SWITCH]}"] if os.environ.get(SWITCH) else []
-    return shlex.join([*switched, "foredraft", *sys.argv[1:]])
+    is_module = Path(sys.argv[0]).name == "__main__.py"
+    program = ["python", "-m", Path(sys.argv[0]).parent.name] if is_module else ["foredraft"]
+    return shlex.join([*switched, *program, *sys.argv[1:]])
 
 
 def _revision() -> str | None:
@@ -56,9 +145,23 @@ def check_outputs(json_file: str | None, plot: str | None = None) -> None:
         if not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
     if plot:
-        from foredraft.bench.plots import pyplot
-
         pyplot()
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'foredraft[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def write_json(path: str, figures: dict[str, Any], seed: int) -> None:

@@ -13,8 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
+from math import ceil
 from typing import Any, Protocol
 
+from foredraft.bench.prompts import encoded_prompts
+from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.llm import LLM
@@ -290,4 +294,21 @@ def _median(steps: Sequence[Step], name: str) -> float:
 def _quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least this share of all does not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, ceil(share * len(ordered)) - 1)]
+
+
+def repeated_prompts(llm: LLM, path: str | None, num: int, tokens: int) -> list[list[int]]:
+    """Token ids of so many prompts, over and over if there are fewer that fit the context.
+
+    Args:
+        tokens: of a reply.
+
+    Raises:
+        ConfigError: no prompt fits.
+    """
+    room = llm.target.max_context - tokens
+    limit = None if llm.tokenizer is not None and path is None else num
+    fitting = [ids for _, ids in encoded_prompts(llm, path, limit) if len(ids) <= room]
+    if not fitting:
+        raise ConfigError(f"no prompt leaves room for {tokens} tokens in the context")
+    return [*islice(cycle(fitting), num)]

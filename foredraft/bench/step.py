@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from foredraft.bench.timers import Stopwatch
-from foredraft.bench.turns import Figure, take_turns
+import torch
+
+from foredraft.bench.floor import Machine, measure_machine
+from foredraft.bench.report import Report, Table
+from foredraft.bench.timing import Figure, Stopwatch, take_turns
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
 from foredraft.models.base import ScoreRow, Target, read
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -142,3 +148,89 @@ def time_steps(
 def text(length: int) -> list[int]:
     """Some token ids that repeat now and then, as text does."""
     return [(i * i * 31 + i * 7) % 97 + 3 for i in range(length)]
+
+
+def own_steppers(
+    llms: Mapping[str, LLM], contexts: Sequence[int], sizes: Sequence[Size]
+) -> list[Stepper]:
+    """Steppers of each loaded target at each context, and of the drafter where there is one target.
+
+    Args:
+        llms: by the name that tables show.
+    """
+    from foredraft.drafters import build_drafter
+
+    max_rows = max(size.rows for size in sizes)
+    steppers: list[Stepper] = []
+    for context in contexts:
+        behind = f" at {context}" if len(contexts) > 1 else ""
+        for name, llm in llms.items():
+            phases = getattr(getattr(llm.target, "decoder", None), "phase_seconds", None)
+            steppers.append(TargetStepper(name + behind, llm.target, context, max_rows, phases))
+    if len(llms) == 1:
+        [llm] = llms.values()
+        if llm.drafter_name != "none":
+            drafter = build_drafter(llm.drafter_name, llm.drafter_context)
+            steppers.append(DrafterStepper(llm.drafter_name, drafter, llm.target, contexts[0]))
+    return steppers
+
+
+def step_report(
+    llms: Mapping[str, LLM],
+    figures: Sequence[StepFigure],
+    contexts: Sequence[int],
+    sizes: Sequence[Size],
+) -> Report:
+    """Times of forwards beside what the machine could do at best."""
+    llm = next(iter(llms.values()))
+    assert llm.plan is not None
+    machine = measure_machine(llm.plan.device, getattr(torch, llm.plan.dtype))
+    floors = {name: floors_ms(each, machine, sizes) for name, each in llms.items()}
+    rows = [_shown(figure, figures, floors) for figure in figures]
+    parts = dict.fromkeys(part for figure in figures for part in figure.parts)
+    columns = {"what": "{name}", "rows": "{rows:d}", "tokens": "{tokens:d}", "ms": "{ms:.2f}",
+               "vs 1": "{vs_1:.2f}x", "floor": "{floor:.2f}"}  # fmt: skip
+    columns |= {part: f"{{{part}:.2f}}" for part in parts}
+    about = (
+        f"{llm.plan.name}, {llm.plan.number_format}, {llm.plan.decoder} kernels; reads "
+        f"{machine.bytes_per_s / 1e9:.1f} GB/s, multiplies {machine.flops_per_s / 1e9:.0f} "
+        "GFLOP/s; median ms of a forward"
+    )
+    first = next(iter(floors.values()))
+    return Report(
+        tables=[Table("", rows, columns), Table("figures", [f.as_dict() for f in figures])],
+        facts={
+            "model": llm.plan.name,
+            "weights": llm.plan.weights,
+            "context": contexts[0] if len(contexts) == 1 else ",".join(map(str, contexts)),
+            "machine_rates": vars(machine),
+            "floor_ms": {str(n): ms for n, ms in first.items()},
+        },
+        lines=[about],
+    )
+
+
+def floors_ms(llm: LLM, machine: Machine, sizes: Sequence[Size]) -> dict[int, float]:
+    """By tokens of a forward, the least milliseconds it can take."""
+    plan = llm.plan
+    assert plan is not None
+    # Integer products run at a rate of their own, which nothing here measures.
+    num_parameters = 0 if plan.weight_bits else plan.num_parameters
+    counts = sorted({size.rows * size.tokens for size in sizes})
+    return {n: machine.floor_ms(plan.read_bytes, num_parameters, n) for n in counts}
+
+
+def _shown(
+    figure: StepFigure, figures: Sequence[StepFigure], floors: Mapping[str, Mapping[int, float]]
+) -> dict[str, Any]:
+    """A figure as a row of the table on the terminal."""
+    size = figure.size
+    row: dict[str, Any] = {"name": figure.name, "rows": size.rows, "tokens": size.tokens}
+    if figure.failure is not None:
+        return row | {"failure": figure.failure}
+    row |= {"ms": figure.median_ms()} | {part: figure.median_ms(part) for part in figure.parts}
+    for other in figures:
+        if (other.name, other.size) == (figure.name, Size(size.rows, 1)) and not other.failure:
+            row["vs_1"] = row["ms"] / other.median_ms()
+    floor = floors.get(figure.name.partition(" at ")[0])
+    return row if floor is None else row | {"floor": floor[size.rows * size.tokens]}

@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import select
+import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from foredraft.cli import options as o
-from foredraft.cli.interrupt import interruptible
-from foredraft.cli.keyboard import read_message
-from foredraft.cli.progress import PromptProgress
+from foredraft.cli.display import PromptProgress, interruptible, show_pieces
 from foredraft.core.errors import PromptError
+from foredraft.core.params import SamplingParams
+from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
-    from foredraft.core.params import SamplingParams
     from foredraft.llm import LLM
 
-_HELP = "/reset starts over, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
+_HELP = "/reset starts over, /bye or Ctrl-D leaves, Ctrl-C stops a reply"
+_LEAVE = ("/bye", "/exit", "/quit")
+_PROMPT = "you> "
+_BOLD_PROMPT = f"\001\x1b[1m\002{_PROMPT}\001\x1b[0m\002"
+"""The marks tell readline which characters take no room."""
+_PASTE_SECONDS = 0.05
+"""Lines that follow each other faster were not typed."""
 
 
-@dataclass(frozen=True)
-class ReplyOptions(o.SamplingOptions):
-    """Replies may be longer than what `generate` makes by default."""
-
-    max_tokens: o.MaxTokens = 512
-
-
-@o.with_option_objects
+@o.with_options
 def chat(
-    running: o.ModelOptions,
-    draft: o.DraftOptions,
-    sampling: ReplyOptions,
+    load: Annotated[LoadOptions, o.loading(max_batch_size=1)],
+    params: Annotated[SamplingParams, o.sampling(max_tokens=512)],
+    grammar: Annotated[o.GrammarOptions, o.Derived("Sampling")],
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     trace: o.TraceTo = None,
 ) -> None:
     """Talk to a chat model. Each turn reads only what is new; Ctrl-C stops a reply."""
-    params = sampling.params()
-    with o.load_traced(o.load_options(running, draft, max_batch_size=1), trace) as llm:
+    params = replace(params, grammar=grammar.grammar())
+    with o.load_traced(load, trace) as llm:
         assert llm.tokenizer is not None
         llm.tokenizer.require_chat_template()
         conversation = Conversation(llm, params, Console(highlight=False), system)
-        conversation.console.print(f"{running.model}, drafter {llm.drafter_name}", style="bold")
+        conversation.console.print(f"{load.model}, drafter {llm.drafter_name}", style="bold")
         conversation.console.print(_HELP, style="dim")
         while conversation.turn():
             pass
@@ -70,7 +71,7 @@ class Conversation:
         except (EOFError, KeyboardInterrupt):
             self.console.print()
             return False
-        if line in ("/quit", "/exit"):
+        if line in _LEAVE:
             return False
         if line == "/reset":
             self.reset()
@@ -93,8 +94,6 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": reply})
 
     def _stream(self, events: Any) -> str:
-        from foredraft.cli.display import show_pieces
-
         reply = ""
         with interruptible() as stop, PromptProgress() as progress:
             for event in events:
@@ -109,3 +108,37 @@ class Conversation:
                     break
         self.console.print()
         return reply
+
+
+def read_message() -> str:
+    """One message: a line, with those that were pasted with it.
+
+    Raises:
+        EOFError: there is no more input.
+    """
+    if not sys.stdin.isatty():
+        return input(_PROMPT)
+    has_readline = _use_readline()
+    lines = [input(_BOLD_PROMPT if has_readline else _PROMPT)]
+    while _is_more_waiting():  # terminals and line editors without bracketed paste
+        lines.append(input())
+    return "\n".join(lines)
+
+
+def _use_readline() -> bool:
+    """Importing it is all that `input` needs; whether it is there."""
+    try:
+        import readline
+    except ImportError:  # Windows, whose console edits lines by itself
+        return False
+    with contextlib.suppress(Exception):  # libedit knows no such setting
+        readline.parse_and_bind("set enable-bracketed-paste on")
+    return True
+
+
+def _is_more_waiting() -> bool:
+    try:
+        ready, _, _ = select.select([sys.stdin], [], [], _PASTE_SECONDS)
+    except (OSError, ValueError):  # no such thing on this system
+        return False
+    return bool(ready)

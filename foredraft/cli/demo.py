@@ -13,35 +13,30 @@ from rich.table import Table
 from foredraft.bench.prompts import DEMO, BenchPrompt
 from foredraft.cli import options as o
 from foredraft.cli.display import legend, show_pieces
+from foredraft.core.params import SamplingParams
+from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
     from foredraft.bench.measure import MeasuredRun
-    from foredraft.core.params import SamplingParams
     from foredraft.llm import LLM
 
+_SAMPLING = replace(o.sampling(seed=0, max_tokens=160), only=("temperature", "seed", "max_tokens"))
 _TITLES = {"chat": "open chat", "summarise": "summarise a passage", "edit": "edit a piece of code"}
 
 
-@o.with_option_objects
+@o.with_options
 def demo(
-    running: o.ModelOptions,
-    draft: o.DraftOptions,
-    temperature: o.Temperature = 0.0,
-    seed: Annotated[int, typer.Option(help="Used at temperatures above 0.")] = 0,
-    max_tokens: o.MaxTokens = 160,
+    # Both sides have to read their prompts.
+    load: Annotated[LoadOptions, o.loading(max_batch_size=1, prefix_caching=False)],
+    params: Annotated[SamplingParams, _SAMPLING],
 ) -> None:
     """Generate three replies plainly and speculatively, and show that they are identical.
 
     The exit status is 1 if any text differs.
     """
-    from foredraft.core.params import SamplingParams
-
-    params = SamplingParams.of(temperature=temperature, seed=seed, max_tokens=max_tokens)
-    # Both are to read their prompts.
-    asked = o.load_options(running, draft, max_batch_size=1, prefix_caching=False)
     console = Console(highlight=False)
-    speculative = o.load_llm(asked)
-    plainly = replace(asked, drafter="none", draft_model=None, drafter_options={})
+    speculative = o.load_llm(load)
+    plainly = replace(load, drafter="none", draft_model=None, drafter_options={})
     plain = speculative.with_drafter(plainly)
     for llm in (plain, speculative):  # the first forward of a process is slower
         llm.generate("Warm up.", SamplingParams(max_tokens=4))

@@ -11,24 +11,22 @@ from rich.console import Console
 from rich.table import Table
 
 from foredraft.cli import options as o
+from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
     from foredraft.load import ModelPlan
-    from foredraft.options import LoadOptions
 
 
-@o.with_option_objects
+@o.with_options
 def doctor(
-    running: o.ModelOptions,
-    draft: o.DraftOptions,
+    load: Annotated[LoadOptions, o.loading()],
     tokens: Annotated[
         int, typer.Option(min=1, help="Predict memory for this many tokens of prompt and reply.")
     ] = 1024,
     as_json: o.Json = False,
 ) -> None:
     """Print the resolved plan: device, dtype, kernels, memory, and what is missing."""
-    asked = o.load_options(running, draft)
-    report = examine(asked, tokens)
+    report = examine(load, tokens)
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -44,7 +42,7 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     """
     import torch
 
-    from foredraft.cli.progress import RichProgress
+    from foredraft.cli.display import RichProgress
     from foredraft.drafters import drafter_spec
     from foredraft.load import plan_models, resolve_drafter
     from foredraft.system.machine import describe_machine

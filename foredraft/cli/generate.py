@@ -14,23 +14,30 @@ import typer
 from rich.console import Console
 
 from foredraft.cli import options as o
-from foredraft.cli.interrupt import interruptible
-from foredraft.cli.progress import PromptProgress
+from foredraft.cli.display import (
+    PromptProgress,
+    interruptible,
+    legend,
+    show_pieces,
+    stats_dict,
+    stats_line,
+)
 from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
     from foredraft.bench.measure import MeasuredRun
-    from foredraft.core.params import SamplingParams
     from foredraft.engine.engine import Event
     from foredraft.llm import LLM
 
 
-@o.with_option_objects
+@o.with_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; '-' reads standard input.")],
-    running: o.ModelOptions,
-    draft: o.DraftOptions,
-    sampling: o.SamplingOptions,
+    load: Annotated[LoadOptions, o.loading(max_batch_size=1)],
+    params: Annotated[SamplingParams, o.sampling()],
+    grammar: Annotated[o.GrammarOptions, o.Derived("Sampling")],
     chat: Annotated[
         bool, typer.Option("--chat", help="Treat the prompt as a message to a chat model.")
     ] = False,
@@ -70,15 +77,19 @@ def generate(
 
         foredraft generate --chat "Rename total to result: …" --prediction code.py
     """
-    if prediction is not None:
-        draft = _draft_with_prediction(draft)
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs are numbers to be read by programs; add --json")
-    params = sampling.params(prediction=_read_prediction(prediction, prompt), logprobs=logprobs)
-    asked = o.load_options(running, draft, max_batch_size=1)
+    if prediction is not None:
+        load = _draft_with_prediction(load)
+    expected = _read_prediction(prediction, prompt)
+    params = replace(params, grammar=grammar.grammar(), prediction=expected, logprobs=logprobs)
     text = _read_input("the prompt") if prompt == "-" else prompt
-    about = {name: value for name, value in vars(sampling).items() if value is not None}
-    with o.load_traced(asked, trace, params=about) as llm:
+    about = {
+        "temperature": params.temperature,
+        "seed": params.seed,
+        "max_tokens": params.max_tokens,
+    }
+    with o.load_traced(load, trace, params=about) as llm:
         _generate(llm, text, params, chat=chat, as_json=as_json)
 
 
@@ -97,24 +108,23 @@ def _generate(llm: LLM, text: str, params: SamplingParams, *, chat: bool, as_jso
         _show(events, len(token_ids))
 
 
-def _draft_with_prediction(draft: o.DraftOptions) -> o.DraftOptions:
+def _draft_with_prediction(load: LoadOptions) -> LoadOptions:
     """A prediction needs a drafter that drafts from it.
 
     Raises:
-        ConfigError: another drafter was asked for, which would not look at it.
+        ConfigError: another drafter was asked for, which does not read it.
     """
     from foredraft.drafters import drafter_spec
 
-    if draft.drafter == "auto" and draft.draft_model is None:
-        return replace(draft, drafter="prediction")
-    drafter = "draft_model" if draft.drafter == "auto" else draft.drafter
-    options = o.parse_drafter_options(draft.drafter_option or ())
-    if not drafter_spec(drafter).uses_prediction(options):
+    if load.drafter == "auto" and load.draft_model is None:
+        return replace(load, drafter="prediction")
+    drafter = "draft_model" if load.drafter == "auto" else load.drafter
+    if not drafter_spec(drafter).uses_prediction(load.drafter_options):
         raise ConfigError(
             f"--prediction is not used by drafter {drafter!r}: leave it out, or take "
             "--drafter prediction, or --drafter cascade with it among the stages"
         )
-    return draft
+    return load
 
 
 def _read_prediction(path: Path | None, prompt: str) -> str | None:
@@ -139,8 +149,6 @@ def _read_input(what: str) -> str:
 
 def _show(events: Any, num_prompt_tokens: int) -> None:
     """Print the text as it comes, and what it took; Ctrl-C ends it between two steps."""
-    from foredraft.cli.display import legend, show_pieces, stats_line
-
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     num_tokens, num_accepted, num_steps, seconds = 0, 0, 0, 0.0
     with interruptible() as pressed, PromptProgress(num_prompt_tokens) as progress:
@@ -193,8 +201,6 @@ def measure_run(events: Any, show: Callable[[Event], None] | None = None) -> Mea
 
 
 def _report(llm: LLM, run: MeasuredRun, prompt: str) -> dict[str, Any]:
-    from foredraft.cli.display import stats_dict
-
     result = run.result
     return {
         "model": llm.plan.name if llm.plan else None,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
 from foredraft.options import DEFAULT_MODEL
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
     from foredraft.models.text.tokenizer import Tokenizer
 
-app = typer.Typer(no_args_is_help=True, help="Make texts searchable for the retrieval drafter.")
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
@@ -29,7 +28,9 @@ def _group() -> None:
 def build(
     files: Annotated[list[Path], typer.Argument(help="Text files, or folders of them.")],
     output: Annotated[Path, typer.Option(help="The folder to write.")],
-    model: o.Model = DEFAULT_MODEL,
+    model: Annotated[
+        str, typer.Option(help="A built-in name, a checkpoint directory, or a hub id.")
+    ] = DEFAULT_MODEL,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace an index that is already there.")
     ] = False,
@@ -42,7 +43,7 @@ def build(
 
         foredraft generate "…" --drafter retrieval --drafter-option index=my-index
     """
-    from foredraft.cli.progress import RichProgress
+    from foredraft.cli.display import RichProgress
     from foredraft.drafters.retrieval import build_index
     from foredraft.models.files.store import resolve_model
     from foredraft.models.text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""The `foredraft` command."""
+"""The `foredraft` command. A subcommand's module is imported when the subcommand runs."""
 
 from __future__ import annotations
 
@@ -7,36 +7,93 @@ import logging
 import os
 import re
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
 
-from foredraft.cli import (
-    bench,
-    chat,
-    demo,
-    doctor,
-    drafters,
-    export,
-    generate,
-    index,
-    serve,
-    trace,
-    train,
-    tune,
-)
-from foredraft.cli.run_batch import run_batch_file
 from foredraft.core.errors import ConfigError, ForedraftError
-from foredraft.kernels.threads import spin_briefly
 from foredraft.version import __version__
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+_SETTINGS: dict[str, Any] = {
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": "markdown",
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+
+class Command(NamedTuple):
+    """Where a subcommand is, and its line in ``foredraft --help``.
+
+    Attributes:
+        place: a module below `foredraft.cli` and the function or typer group in it.
+        summary: the first sentence of its help.
+    """
+
+    place: str
+    summary: str
+
+    def load(self, name: str) -> Any:
+        """Import it: a command as typer runs it."""
+        module, _, attribute = self.place.partition(":")
+        found = getattr(import_module(f"foredraft.cli.{module}"), attribute)
+        if not isinstance(found, typer.Typer):
+            group = typer.Typer(add_completion=False, **_SETTINGS)
+            group.command(name)(found)
+            return typer.main.get_command(group)
+        return typer.main.get_group(found)
+
+
+COMMANDS = {
+    "generate": Command(
+        "generate:generate", "Continue a prompt; accepted draft tokens are underlined."
+    ),
+    "chat": Command("chat:chat", "Talk to a chat model."),
+    "serve": Command(
+        "serve:serve",
+        "Serve the model to OpenAI's and Anthropic's clients, and a page to look at it.",
+    ),
+    "run-batch": Command(
+        "run_batch:run_batch_file", "Answer a file of requests in OpenAI's batch format."
+    ),
+    "doctor": Command(
+        "doctor:doctor",
+        "Print the resolved plan: device, dtype, kernels, memory, and what is missing.",
+    ),
+    "demo": Command(
+        "demo:demo",
+        "Generate three replies plainly and speculatively, and show that they are identical.",
+    ),
+    "drafters": Command(
+        "drafters:list_drafters",
+        "List the drafters, other packages' included, or show the options of one.",
+    ),
+    "train": Command("train:app", "Train a drafter for a model of your own."),
+    "export": Command("export:export", "Write a trained head for vLLM and SGLang."),
+    "index": Command("index:app", "Make texts searchable for the retrieval drafter."),
+    "tune": Command("tune:app", "Find settings for a model on this machine."),
+    "bench": Command("bench:app", "Measure on this machine: interleaved, with medians."),
+    "trace": Command("trace:app", "Look at what a run did, step by step."),
+}
+
+
+class _Commands(TyperGroup):
+    """Lists the subcommands without importing them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.commands = {
+            name: TyperCommand(name, help=each.summary) for name, each in COMMANDS.items()
+        }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, stand_in and COMMANDS[str(name)].load(str(name)), rest
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, **_SETTINGS)
 
 
 def _show_version(wanted: bool) -> None:
@@ -54,28 +111,24 @@ def _root(
     """Exact speculative decoding: your model's own text, faster, with nothing changed."""
 
 
-for command in (generate.generate, chat.chat, serve.serve, doctor.doctor, demo.demo, export.export):
-    app.command()(command)
-app.command("run-batch")(run_batch_file)
-app.command("drafters")(drafters.list_drafters)
-for group, name in (
-    *((bench.app, "bench"), (index.app, "index"), (trace.app, "trace")),
-    *((train.app, "train"), (tune.app, "tune")),
-):
-    app.add_typer(group, name=name)
-
-
 def main() -> None:
-    """Run the command line; a foreseen error is one clear line.
+    """Run the command line."""
+    exit_with_message(app)
+
+
+def exit_with_message(program: Callable[[], object]) -> None:
+    """Run a program; a foreseen error is one clear line.
 
     Exit status: 2 for options and values that cannot be used, 1 for other errors, 130 after
     Ctrl-C, 141 when the reader of our output has gone.
     """
+    from foredraft.kernels.threads import spin_briefly
+
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     spin_briefly()
     try:
         try:
-            app()
+            program()
         finally:
             sys.stdout.flush()
     except ForedraftError as error:
@@ -96,6 +149,8 @@ def main() -> None:
 
 
 def _say(problem: str) -> None:
+    from rich.console import Console
+
     problem = re.sub(r"(\S{100})\S{100,}", r"\1…", problem)  # names that nobody would read
     Console(stderr=True).print(f"error: {problem}", style="red", markup=False, soft_wrap=True)
 

@@ -1,243 +1,174 @@
-"""Options that several commands share, declared once."""
+"""Command-line options, derived from the classes whose objects they fill.
+
+A command takes a `LoadOptions`, `SamplingParams`, `TrainPlan`, `ServerSettings` or a class of its
+own as a parameter, and `with_options` turns the fields of that class into options: the name, the
+type, the default and the help text of an option are those of the field. So a field that is added
+to such a class is an option without another line here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 
-from foredraft.core.errors import ConfigError
-from foredraft.options import BACKENDS, DEFAULT_MODEL, DEVICES, DTYPES, WEIGHTS, LoadOptions
+from foredraft.core.errors import ConfigError, unknown
+from foredraft.core.grammar import Grammar
+from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
-    from foredraft.core.params import SamplingParams
     from foredraft.engine.engine import Trace
     from foredraft.llm import LLM
     from foredraft.trace.files import TraceFile
     from foredraft.trace.record import Tracer
 
-_MODEL, _DRAFT, _SAMPLING = "Model", "Drafting", "Sampling"
+
+_HELP_CHARACTERS = 200
 
 
-def _option(panel: str, name: str, text: str) -> Any:
-    return typer.Option(name, help=text, rich_help_panel=panel)
+@dataclass(frozen=True)
+class Derived:
+    """How a command shows the fields of a class as options.
+
+    Attributes:
+        panel: heading of the options in the help.
+        panels: other headings, each with its fields.
+        fixed: values that the command itself decides; these fields are no options.
+        defaults: defaults that differ from those of the class.
+        only: the fields that are options; None takes all that a command line can express.
+        without: fields that are no options and keep their defaults.
+        names: flags that differ from the field's name, such as ``{"matrices": "--lr"}``.
+        parsers: fields that are read as text and converted by a function.
+        build: makes the object from the given values; None calls ``cls.of`` or the class.
+    """
+
+    panel: str | None = None
+    panels: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Sequence[str] | None = None
+    without: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    parsers: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
+    build: Callable[[Mapping[str, Any]], Any] | None = None
 
 
-Model = Annotated[
-    str, _option(_MODEL, "--model", "A built-in name, a checkpoint directory, or a hub id.")
+def loading(*, only: Sequence[str] | None = None, **fixed: Any) -> Derived:
+    """How commands show `LoadOptions`.
+
+    Args:
+        only: the fields that are options.
+        **fixed: values of the command's own, which are no options then.
+    """
+    drafting = ("drafter", "draft_model", "num_draft_tokens", "drafter_options")
+    return Derived("Model", {"Drafting": drafting}, fixed=fixed, only=only)
+
+
+def sampling(**defaults: Any) -> Derived:
+    """How commands show `SamplingParams`.
+
+    Args:
+        **defaults: defaults of the command's own.
+    """
+    without = ("n", "grammar", "prediction", "logprobs", "prompt_logprobs")
+    return Derived("Sampling", defaults=defaults, without=without)
+
+
+@dataclass(frozen=True)
+class GrammarOptions:
+    """What a reply has to look like.
+
+    Attributes:
+        json_schema: the reply is JSON by the schema in this file.
+        regex: the reply matches this regular expression.
+        choices: the reply is one of these texts; to be repeated.
+    """
+
+    json_schema: Path | None = None
+    regex: str | None = None
+    choices: Sequence[str] | None = None
+
+    def grammar(self) -> Grammar | None:
+        """The grammar that is named, if any.
+
+        Raises:
+            ConfigError: more than one is named, or the file cannot be read.
+        """
+        spelled = flags(GrammarOptions, Derived())
+        given = [spelled[name] for name, value in vars(self).items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} exclude each other; give one")
+        if self.json_schema is not None:
+            return _grammar_of_file(self.json_schema)
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        return None if self.choices is None else Grammar.choice(self.choices)
+
+
+def _grammar_of_file(path: Path) -> Grammar:
+    try:
+        return Grammar.json_schema(path.read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError(f"--json-schema {path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the JSON schema {path} cannot be read: {error}") from error
+
+
+JsonFile = Annotated[
+    str | None, typer.Option("--json", help="Also write all figures to this file.")
 ]
-Dtype = Annotated[str, _option(_MODEL, "--dtype", f"One of {', '.join(DTYPES)}.")]
-Weights = Annotated[
-    str,
-    _option(
-        _MODEL, "--weights", f"One of {', '.join(WEIGHTS)}. int8 and int4 are faster, less precise."
-    ),
-]
-Device = Annotated[str, _option(_MODEL, "--device", f"One of {', '.join(DEVICES)}.")]
-Backend = Annotated[str, _option(_MODEL, "--backend", f"One of {', '.join(BACKENDS)}.")]
-Exact = Annotated[
-    bool, _option(_MODEL, "--exact", "Insist on the same text bit for bit; see the documentation.")
-]
-Threads = Annotated[
-    int | None, _option(_MODEL, "--threads", "CPU threads; one a core when not given.")
-]
-MaxContext = Annotated[
-    int | None, _option(_MODEL, "--max-context", "Most tokens of prompt and reply together.")
-]
-CacheMemory = Annotated[
-    str | None,
-    _option(_MODEL, "--cache-memory", "Most memory of the cache, such as 2GB; else a quarter."),
-]
-PrefixCaching = Annotated[
-    bool,
-    _option(
-        _MODEL,
-        "--prefix-caching/--no-prefix-caching",
-        "Do not read again what an earlier prompt began with, too.",
-    ),
-]
-Drafter = Annotated[
-    str,
-    _option(_DRAFT, "--drafter", "ngram, draft_model, none, any installed one, or auto."),
-]
-DraftModel = Annotated[
-    str | None,
-    _option(_DRAFT, "--draft-model", "A smaller model of the same vocabulary, for draft-model."),
-]
-NumDraftTokens = Annotated[
-    int | None,
-    _option(_DRAFT, "--num-draft-tokens", "Most draft tokens a step; 0 is plain decoding."),
-]
-DrafterOptions = Annotated[
-    list[str] | None,
-    _option(_DRAFT, "--drafter-option", "NAME=VALUE for the drafter; may be repeated."),
-]
-Temperature = Annotated[
-    float, _option(_SAMPLING, "--temperature", "0 always takes the most likely token.")
-]
-TopK = Annotated[int, _option(_SAMPLING, "--top-k", "Keep the k most likely tokens; 0 keeps all.")]
-TopP = Annotated[
-    float, _option(_SAMPLING, "--top-p", "Keep the most likely tokens up to this mass.")
-]
-MinP = Annotated[
-    float, _option(_SAMPLING, "--min-p", "Drop tokens below this fraction of the likeliest one.")
-]
-Seed = Annotated[
-    int | None, _option(_SAMPLING, "--seed", "The same seed gives the same text, drafted or not.")
-]
-MaxTokens = Annotated[int, _option(_SAMPLING, "--max-tokens", "Most tokens to generate.")]
-Stop = Annotated[
-    list[str] | None, _option(_SAMPLING, "--stop", "Text that ends the reply; may be repeated.")
-]
-RepetitionPenalty = Annotated[
-    float, _option(_SAMPLING, "--repetition-penalty", "Above 1: less of what is there already.")
-]
-PresencePenalty = Annotated[
-    float, _option(_SAMPLING, "--presence-penalty", "Off the logits of tokens in the reply.")
-]
-FrequencyPenalty = Annotated[
-    float, _option(_SAMPLING, "--frequency-penalty", "Likewise, for each time they are in it.")
-]
-MinTokens = Annotated[
-    int, _option(_SAMPLING, "--min-tokens", "Nothing ends the reply before it has so many.")
-]
-JsonSchema = Annotated[
-    str | None, _option(_SAMPLING, "--json-schema", "The reply is JSON by the schema in this file.")
-]
-Regex = Annotated[
-    str | None, _option(_SAMPLING, "--regex", "The reply matches this regular expression.")
-]
-Choices = Annotated[
-    list[str] | None, _option(_SAMPLING, "--choice", "The reply is one of these; to be repeated.")
-]
-Coupling = Annotated[
-    str,
-    _option(_SAMPLING, "--coupling", "seeded, or drawn: the same distribution, another text."),
-]
-RandomWeights = Annotated[
-    str | None,
-    _option(_MODEL, "--random-weights", "Instead: this shape, random weights, for timing only."),
-]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Prompts = Annotated[
     str | None,
     typer.Option(help="JSON lines with id, category and turns; a few built-in ones otherwise."),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most this many prompts in all.")]
-MaxStepTokens = Annotated[
-    int | None,
-    _option(
-        _MODEL,
-        "--max-step-tokens",
-        "Most tokens of prompts read in one step; fewer keep the pace of replies. Else 512.",
-    ),
-]
 TraceTo = Annotated[
     Path | None,
     typer.Option("--trace", help="Write what each step did to this file; see `foredraft trace`."),
 ]
-InstructionSets = Annotated[
-    str | None,
-    typer.Option("--isa", help="Instruction sets with commas, or all that this machine runs."),
-]
-Formats = Annotated[
-    str | None,
-    typer.Option(help="Several of --weights, with commas: each is loaded and timed."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-JsonFile = Annotated[
-    str | None, typer.Option("--json", help="Also write all figures to this file.")
-]
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """Which target, and how it runs."""
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters of a dataclass or settings class are spelled out as options.
 
-    model: Model = DEFAULT_MODEL
-    dtype: Dtype = "auto"
-    weights: Weights = "auto"
-    device: Device = "auto"
-    backend: Backend = "auto"
-    threads: Threads = None
-    exact: Exact = False
-    max_context: MaxContext = None
-    cache_memory: CacheMemory = None
-    prefix_caching: PrefixCaching = True
-
-
-@dataclass(frozen=True)
-class DraftOptions:
-    """What drafts for it."""
-
-    drafter: Drafter = "auto"
-    draft_model: DraftModel = None
-    num_draft_tokens: NumDraftTokens = None
-    drafter_option: DrafterOptions = None
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """What to draw, and when to stop."""
-
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    seed: Seed = None
-    max_tokens: MaxTokens = 256
-    stop: Stop = None
-    coupling: Coupling = "seeded"
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: PresencePenalty = 0.0
-    frequency_penalty: FrequencyPenalty = 0.0
-    min_tokens: MinTokens = 0
-    json_schema: JsonSchema = None
-    regex: Regex = None
-    choice: Choices = None
-
-    def params(self, **more: Any) -> SamplingParams:
-        """The request that these options describe.
-
-        Raises:
-            ConfigError: a value that cannot be used.
-        """
-        from foredraft.cli.grammar import one_grammar
-        from foredraft.core.params import SamplingParams
-
-        given = vars(self) | {"stop": tuple(self.stop or ())}
-        names = ("json_schema", "regex", "choice")
-        given["grammar"] = one_grammar(**{name: given.pop(name) for name in names})
-        return SamplingParams.of(**given | more)
-
-
-def with_option_objects(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose option objects are spelled out on the command line.
-
-    A parameter whose type is a dataclass stands for that class's fields, each an option; the
-    command is called with the object. So options that go together are declared once.
+    Such a parameter may be annotated ``Annotated[cls, Derived(...)]``. The command is called with
+    an object of the class, made from the options that were given and nothing else: whatever was
+    not given has the default of the class.
     """
-    groups: dict[str, type[Any]] = {}
-    parameters: list[Parameter] = []
     hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, _Group] = {}
+    parameters: list[Parameter] = []
     for name, parameter in signature(command).parameters.items():
-        if isinstance(hints[name], type) and is_dataclass(hints[name]):
-            groups[name] = hints[name]
-            parameters += _fields_as_parameters(hints[name])
+        cls, derived = _class_of(hints[name])
+        if cls is not None:
+            groups[name] = _Group(cls, derived)
+            parameters += groups[name].parameters()
         else:
             kind = Parameter.KEYWORD_ONLY
             parameters.append(parameter.replace(annotation=hints[name], kind=kind))
 
     def run(**given: Any) -> None:
-        objects = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        command(**given, **objects)
+        objects = {name: group.build(given) for name, group in groups.items()}
+        own = {name: value for name, value in given.items() if name in hints}
+        command(**own, **objects)
 
     run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, __name__
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -245,49 +176,245 @@ def with_option_objects(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def flags(group: type[Any]) -> dict[str, str]:
-    """How the fields of an option object are spelled on the command line."""
-    hints = get_type_hints(group, include_extras=True)
-    # Within `Annotated` typer reads the first argument as a name, and keeps it as the default.
-    return {f.name: str(hints[f.name].__metadata__[0].default) for f in fields(group)}
+def flags(cls: type[Any], derived: Derived) -> dict[str, str]:
+    """How the fields of a class are spelled on the command line."""
+    return {each.name: derived.names.get(each.name) or each.flag for each in _fields_of(cls)}
 
 
-def _fields_as_parameters(group: type[Any]) -> list[Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(group)
-    ]
+class _Group:
+    """The options of one parameter."""
+
+    def __init__(self, cls: type[Any], derived: Derived) -> None:
+        self._cls, self._derived = cls, derived
+        self._fields = {each.name: each for each in _fields_of(cls) if self._is_option(each)}
+
+    def _is_option(self, each: _Field) -> bool:
+        derived = self._derived
+        if each.name in derived.fixed or each.name in derived.without:
+            return False
+        if derived.only is not None and each.name not in derived.only:
+            return False
+        return each.name in derived.parsers or each.option_type is not None
+
+    def parameters(self) -> Iterator[Parameter]:
+        docs = docs_of_fields(self._cls)
+        for each in self._fields.values():
+            annotation: Any = Annotated[self._type(each) | None, self._option(each, docs)]
+            kind = Parameter.KEYWORD_ONLY
+            yield Parameter(each.name, kind, default=None, annotation=annotation)
+
+    def _type(self, each: _Field) -> Any:
+        return str if each.name in self._derived.parsers else each.option_type
+
+    def _option(self, each: _Field, docs: Mapping[str, str]) -> Any:
+        derived = self._derived
+        flag = derived.names.get(each.name) or each.flag
+        if each.option_type is bool:
+            flag = f"{flag}/--no-{flag[2:]}"
+        default = derived.defaults.get(each.name, each.default)
+        panel = next((p for p, names in derived.panels.items() if each.name in names), None)
+        return typer.Option(
+            flag,
+            help=docs.get(each.name),
+            show_default=_shown_default(default),
+            rich_help_panel=panel or derived.panel,
+            metavar="NAME=VALUE" if each.is_mapping else None,
+        )  # fmt: skip
+
+    def build(self, values: dict[str, Any]) -> Any:
+        """The object; takes its options out of ``values``."""
+        derived, given = self._derived, dict(self._derived.defaults)
+        for name, each in self._fields.items():
+            value = values.pop(name)
+            if value is None or value == []:
+                continue
+            if name in derived.parsers:
+                value = derived.parsers[name](value)
+            elif each.is_mapping:
+                value = parse_assignments(each.flag, value)
+            given[name] = tuple(value) if isinstance(value, list) else value
+        given |= derived.fixed
+        build = derived.build or (lambda found: getattr(self._cls, "of", self._cls)(**found))
+        return build(given)
 
 
-def load_options(*groups: ModelOptions | DraftOptions, **more: Any) -> LoadOptions:
-    """The asked-for configuration from command-line values; ``more`` stands above ``groups``."""
-    options: dict[str, Any] = {}
-    for group in groups:
-        options |= vars(group)
-    options["drafter_options"] = parse_drafter_options(options.pop("drafter_option", None) or ())
-    return LoadOptions.of(**options | more)
+@dataclass(frozen=True)
+class _Field:
+    """A field of a class.
+
+    Attributes:
+        option_type: what typer reads for it; None: it can read no such value.
+        is_mapping: NAME=VALUE texts stand for it.
+    """
+
+    name: str
+    default: Any
+    option_type: Any
+    is_mapping: bool
+
+    @property
+    def flag(self) -> str:
+        """An option that may be repeated has the singular: ``--allowed-host``."""
+        is_repeated = self.option_type == list[str] or self.option_type == list[int]
+        name = self.name.removesuffix("s") if is_repeated else self.name
+        return "--" + name.replace("_", "-")
 
 
-def parse_drafter_options(texts: Iterable[str]) -> dict[str, int | float | str]:
-    """NAME=VALUE texts as a drafter takes them.
+def _shown_default(default: Any) -> str | bool:
+    """A default as the help shows it; False where there is nothing to show."""
+    if isinstance(default, str | int | float) and default is not False and default != "":
+        return "on" if default is True else str(default)
+    return False
+
+
+def _class_of(hint: Any) -> tuple[type[Any] | None, Derived]:
+    """The class whose fields are options, if the annotation names one."""
+    derived = next((a for a in get_args(hint)[1:] if isinstance(a, Derived)), Derived())
+    cls = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    is_class = isinstance(cls, type) and (is_dataclass(cls) or hasattr(cls, "model_fields"))
+    return (cls if is_class else None), derived
+
+
+def _fields_of(cls: type[Any]) -> Iterator[_Field]:
+    hints = get_type_hints(cls)
+    defaults = (
+        {f.name: f.default for f in fields(cls)}
+        if is_dataclass(cls)
+        else {name: f.default for name, f in cls.model_fields.items()}
+    )
+    for name, default in defaults.items():
+        option_type, is_mapping = _option_type(hints[name])
+        yield _Field(name, default, option_type, is_mapping)
+
+
+def _option_type(hint: Any) -> tuple[Any, bool]:
+    """What typer is to read for a field of this type, and whether it maps names to values."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        found = [_option_type(each) for each in arguments if each is not type(None)]
+        kinds = [kind for kind, _ in found]
+        if list[str] in kinds:  # one text or several
+            return list[str], False
+        if str in kinds:  # a number, or a text that names one
+            return str, False
+        return found[0] if len(found) == 1 else (None, False)
+    if origin is Literal:
+        return str, False
+    if hint in (str, int, float, bool, Path):
+        return hint, False
+    if inspect.isclass(origin) and issubclass(origin, Mapping):
+        return (list[str], True) if arguments == (str, Any) else (None, False)
+    if inspect.isclass(origin) and issubclass(origin, Sequence) and arguments[0] in (str, int):
+        return (list[int] if arguments[0] is int else list[str]), False
+    return None, False
+
+
+def docs_of_fields(cls: type[Any]) -> Mapping[str, str]:
+    """What is said of each field: pydantic's description, or the lines below ``Attributes:``."""
+    if not is_dataclass(cls):
+        described = {name: each.description for name, each in cls.model_fields.items()}
+        return {name: _shortened(text) for name, text in described.items() if text}
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        text = inspect.cleandoc(base.__dict__.get("__doc__") or "")
+        _, _, attributes = text.partition("Attributes:\n")
+        section = re.split(r"\n(?=\S)", attributes)[0]
+        for entry in re.split(r"\n(?=    \S)", "\n" + section)[1:]:
+            names, _, said = entry.partition(":")
+            text = _shortened(said)
+            docs |= dict.fromkeys((name.strip() for name in names.split(",")), text)
+    return docs
+
+
+def _shortened(text: str) -> str:
+    """The first sentences, as long as they fit a few lines of help."""
+    text = " ".join(text.split())
+    text = text[:1].upper() + text[1:]
+    sentences = re.split(r"(?<=[.)]) (?=[A-Z\"])", text)
+    while len(sentences) > 1 and len(" ".join(sentences)) > _HELP_CHARACTERS:
+        sentences.pop()
+    return " ".join(sentences)
+
+
+def parse_assignments(flag: str, texts: Iterable[str]) -> dict[str, int | float | str]:
+    """NAME=VALUE texts as a mapping; numbers are read as such.
+
+    Args:
+        flag: the option, for the message.
 
     Raises:
-        ConfigError: one is not of that form.
+        ConfigError: a text is not of that form.
     """
-    return dict(map(_parse_option, texts))
+    found: dict[str, int | float | str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{flag} {text!r} is not NAME=VALUE")
+        found[name.replace("-", "_")] = _number_or_text(value)
+    return found
 
 
-def _parse_option(text: str) -> tuple[str, int | float | str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ConfigError(f"--drafter-option {text!r} is not NAME=VALUE")
+def _number_or_text(text: str) -> int | float | str:
     for convert in (int, float):
         try:
-            return name.replace("-", "_"), convert(value)
+            return convert(text)
         except ValueError:
             continue
-    return name.replace("-", "_"), value
+    return text
+
+
+# ------------------------------------------------------------------------------ values with commas
+
+
+def names(text: str | None) -> list[str]:
+    """Names with commas between them; none where the option was not given."""
+    return [name.strip() for name in text.split(",")] if text else []
+
+
+def known_names(kind: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """Names out of those that are known.
+
+    Raises:
+        ConfigError: another name; the message has the nearest known one.
+    """
+    given = names(text)
+    for name in given:
+        if name not in known:
+            raise unknown(kind, name, known)
+    return given
+
+
+def whole_numbers(flag: str, text: str, low: int | None = None) -> list[int]:
+    """Whole numbers with commas between them.
+
+    Args:
+        low: the lowest that is allowed.
+
+    Raises:
+        ConfigError: the text holds something else, or a number below ``low``.
+    """
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} is not whole numbers with commas") from None
+    if low is not None and min(numbers) < low:
+        raise ConfigError(f"{flag} {text!r} holds {min(numbers)}; counts start at {low}")
+    return numbers
+
+
+def real_numbers(flag: str, text: str) -> list[float]:
+    """Numbers with commas between them.
+
+    Raises:
+        ConfigError: the text holds something else.
+    """
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} is not one or more numbers") from None
+
+
+# --------------------------------------------------------------------------------- loading a model
 
 
 @contextmanager
@@ -310,7 +437,7 @@ def load_traced(options: LoadOptions, path: Path | None, **about: Any) -> Iterat
 
 
 def begin_trace(file: TraceFile, tracer: Tracer, llm: LLM, **about: Any) -> None:
-    """Write the first line, now that it is known what runs."""
+    """Write the first line of a trace, which names the model and the drafter."""
     tracer.read_with(llm.tokenizer)
     file.begin(
         model=llm.options.model,
@@ -320,20 +447,13 @@ def begin_trace(file: TraceFile, tracer: Tracer, llm: LLM, **about: Any) -> None
     )
 
 
-def load_llm(
-    options: LoadOptions, random_weights: str | None = None, trace: Trace | None = None
-) -> LLM:
-    """Load with a progress bar for whatever must be downloaded or converted first.
+def load_llm(options: LoadOptions, trace: Trace | None = None) -> LLM:
+    """Load a model, and show on the terminal what takes long.
 
     Args:
-        random_weights: the shape of a target to make up, instead of the model in ``options``.
-        trace: told of every step of a model that is loaded.
+        trace: called with the record of every step.
     """
-    if random_weights:
-        from foredraft.bench.random_model import random_llm
-
-        return random_llm(random_weights, options)
-    from foredraft.cli.progress import RichProgress
+    from foredraft.cli.display import RichProgress
     from foredraft.llm import LLM
 
     with RichProgress() as progress:

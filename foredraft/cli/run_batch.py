@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 
 from foredraft.cli import options as o
-from foredraft.cli.progress import progress_bar
+from foredraft.cli.display import progress_bar
 from foredraft.core.errors import ConfigError
+from foredraft.options import LoadOptions
 from foredraft.server.batch import (
     Answer,
     AnswerFile,
@@ -28,20 +29,19 @@ from foredraft.server.batch import (
 if TYPE_CHECKING:
     from foredraft.llm import LLM
 
+_LOADING = replace(
+    o.loading(), defaults={"max_batch_size": 16}, names={"max_batch_size": "--concurrency"}
+)
 
-@o.with_option_objects
+
+@o.with_options
 def run_batch_file(
     file: Annotated[Path, typer.Argument(help="Requests, one JSON object a line.")],
-    running: o.ModelOptions,
-    draft: o.DraftOptions,
+    load: Annotated[LoadOptions, _LOADING],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Answers; FILE with .out.jsonl when not given."),
     ] = None,
-    concurrency: Annotated[
-        int, typer.Option(min=1, help="Most requests at a time, and in one step.")
-    ] = 16,
-    max_step_tokens: o.MaxStepTokens = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="What requests may call the model; may be repeated."),
@@ -70,10 +70,7 @@ def run_batch_file(
         missing = sum(custom_id not in answers.answered for custom_id in ids)
         summary, seconds = BatchSummary(skipped=len(ids)), 0.0
         if missing:
-            sizes = {"max_batch_size": concurrency, "max_step_tokens": max_step_tokens}
-            asked = o.load_options(running, draft, **sizes)
-            _require_server()
-            llm, start = o.load_llm(asked), time.perf_counter()
+            llm, start = o.load_llm(load), time.perf_counter()
             try:
                 summary = _answer(llm, tuple(served_model_name or ()), file, answers, missing)
             except KeyboardInterrupt:
@@ -111,16 +108,6 @@ async def _run(
             return Answer(*await server.post(request.url, request.body))
 
         return await run_batch(file, answers, ask, llm.engine.max_batch_size, told)
-
-
-def _require_server() -> None:
-    """Before a model is loaded."""
-    try:
-        import foredraft.server.app  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"run-batch needs {error.name}, which is not here: pip install 'foredraft[server]'"
-        ) from error
 
 
 def _report(

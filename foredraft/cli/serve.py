@@ -6,117 +6,74 @@ import logging
 import re
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError, nearest
+from foredraft.options import LoadOptions
+from foredraft.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from foredraft.llm import LLM
-    from foredraft.options import LoadOptions
     from foredraft.server.context import LoadModel, ServerContext, StepFeed
-    from foredraft.server.settings import ServerSettings
 
-_SERVER, _ACCESS, _LIMITS = "Server", "Access", "Limits"
-
-
-def _option(panel: str, name: str, text: str) -> Any:
-    return typer.Option(name, help=text, rich_help_panel=panel)
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Where it listens, and what it says. Fields of `ServerSettings`, as in the other two."""
-
-    host: Annotated[
-        str | None, _option(_SERVER, "--host", "Address to bind to; this machine only by default.")
-    ] = None
-    port: Annotated[
-        int | None, _option(_SERVER, "--port", "Port; 8000 by default, 0 takes a free one.")
-    ] = None
-    served_model_names: Annotated[
-        list[str] | None,
-        _option(_SERVER, "--served-model-name", "What clients call it; may be repeated."),
-    ] = None
-    request_metrics: Annotated[
-        str | None,
-        _option(
-            _SERVER,
-            "--per-request-spec-decode-metrics",
-            "What a reply says of speculation: none, summary or detailed.",
-        ),
-    ] = None
-    otlp_traces_endpoint: Annotated[
-        str | None,
-        _option(
-            _SERVER, "--otlp-traces-endpoint", "Send a span of each request there; see the docs."
-        ),
-    ] = None
+_PANELS = {
+    "Access": (
+        *("api_key_file", "allow_no_key", "allowed_hosts", "cors_origins", "share_between_keys"),
+        *("ssl_certfile", "ssl_keyfile"),
+    ),
+    "Server": ("host", "port", "served_model_names", "request_metrics", "reasoning_content",
+               "otlp_traces_endpoint"),
+}  # fmt: skip
+_NAMES = {"request_metrics": "--per-request-spec-decode-metrics"}
+_LOADING = replace(o.loading(), defaults={"max_batch_size": 16})
 
 
-@dataclass(frozen=True)
-class AccessOptions:
-    """Whom it lets in."""
+def _settings(given: Mapping[str, Any]) -> ServerSettings:
+    """The settings that the command line names, the others from the environment.
 
-    api_key_file: Annotated[
-        Path | None,
-        _option(_ACCESS, "--api-key-file", "Keys, one a line; also FOREDRAFT_API_KEY."),
-    ] = None
-    allow_no_key: Annotated[
-        bool, _option(_ACCESS, "--allow-no-key", "Serve other machines without any key.")
-    ] = False
-    allowed_hosts: Annotated[
-        list[str] | None,
-        _option(_ACCESS, "--allowed-host", "A name the server goes by; may be repeated."),
-    ] = None
-    cors_origins: Annotated[
-        list[str] | None,
-        _option(_ACCESS, "--cors-origin", "Web pages that may call it; may be repeated."),
-    ] = None
-    ssl_certfile: Annotated[Path | None, _option(_ACCESS, "--ssl-certfile", "For https.")] = None
-    ssl_keyfile: Annotated[Path | None, _option(_ACCESS, "--ssl-keyfile", "For https.")] = None
-    share_between_keys: Annotated[
-        bool,
-        _option(_ACCESS, "--share-between-keys", "Text of one key may draft for another."),
-    ] = False
+    Raises:
+        ConfigError: a value cannot be used.
+    """
+    try:
+        return ServerSettings(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        where = o.flags(ServerSettings, _SETTINGS)[name] if name in given else _variable(name)
+        value = first.get("input")
+        known = re.findall(r"'(\w+)'", str(first.get("ctx", {}).get("expected", "")))
+        problem = f"{where} is {value!r:.100}: {first['msg'].lower()}"
+        raise ConfigError(problem + nearest(str(value), known)) from None
 
 
-@dataclass(frozen=True)
-class LimitOptions:
-    """How long it waits, and for how many."""
-
-    max_waiting: Annotated[
-        int | None, _option(_LIMITS, "--max-waiting", "Requests that may wait; others get 429.")
-    ] = None
-    request_timeout: Annotated[
-        float | None, _option(_LIMITS, "--request-timeout", "Seconds of a reply.")
-    ] = None
-    drain_timeout: Annotated[
-        float | None, _option(_LIMITS, "--drain-timeout", "Seconds that replies have to end.")
-    ] = None
+def _variable(name: str) -> str:
+    return f"{ServerSettings.model_config.get('env_prefix', '')}{name}".upper()
 
 
-@o.with_option_objects
+_SETTINGS = o.Derived("Limits", _PANELS, names=_NAMES, build=_settings)
+
+
+@o.with_options
 def serve(
-    running: o.ModelOptions,
-    draft: o.DraftOptions,
-    server: ServerOptions,
-    access: AccessOptions,
-    limits: LimitOptions,
-    max_batch_size: Annotated[
-        int, _option(_SERVER, "--max-batch-size", "Most requests in one step.")
-    ] = 16,
-    max_step_tokens: o.MaxStepTokens = None,
+    load: Annotated[LoadOptions, _LOADING],
+    settings: Annotated[ServerSettings, _SETTINGS],
     log_requests: Annotated[
-        bool, _option(_SERVER, "--log-requests", "A line of JSON for each, without its text.")
+        bool,
+        typer.Option(
+            "--log-requests",
+            help="A line of JSON for each, without its text.",
+            rich_help_panel="Server",
+        ),
     ] = False,
     trace: o.TraceTo = None,
 ) -> None:
@@ -133,14 +90,11 @@ def serve(
 
         foredraft serve --host 0.0.0.0 --api-key-file keys.txt
     """
-    settings = _settings(server, access, limits)
     _check_certificate(settings)
-    sizes = {"max_batch_size": max_batch_size, "max_step_tokens": max_step_tokens}
-    asked = o.load_options(running, draft, **sizes)
     if log_requests:
         logging.getLogger("foredraft.server.access").setLevel(logging.INFO)
-    with _traced(asked, trace) as load:
-        _run(load, settings)
+    with _traced(load, trace) as load_model:
+        _run(load_model, settings)
 
 
 def _run(load: LoadModel, settings: ServerSettings) -> None:
@@ -165,7 +119,7 @@ def _run(load: LoadModel, settings: ServerSettings) -> None:
 
 
 @contextmanager
-def _traced(asked: LoadOptions, path: Path | None) -> Iterator[LoadModel]:
+def _traced(options: LoadOptions, path: Path | None) -> Iterator[LoadModel]:
     """What loads the model; its steps are written to ``path``, if there is one."""
     from foredraft.trace.files import TraceFile
 
@@ -174,52 +128,15 @@ def _traced(asked: LoadOptions, path: Path | None) -> Iterator[LoadModel]:
 
         def load(feed: StepFeed) -> LLM:
             if file is None:
-                return o.load_llm(asked, trace=feed)
+                return o.load_llm(options, trace=feed)
             tracer = file.tracer()
             feed.wants_evidence = True
             feed.add(tracer)
-            llm = o.load_llm(asked, trace=feed)
+            llm = o.load_llm(options, trace=feed)
             o.begin_trace(file, tracer, llm)
             return llm
 
         yield load
-
-
-def _settings(*groups: ServerOptions | AccessOptions | LimitOptions) -> ServerSettings:
-    """The settings of command line and environment.
-
-    Raises:
-        ConfigError: a value that cannot be used, or the packages are not installed.
-    """
-    try:
-        from pydantic import ValidationError
-
-        from foredraft.server.settings import ServerSettings
-    except ImportError as error:
-        raise ConfigError(
-            f"the server needs {error.name}, which is not here: pip install 'foredraft[server]'"
-        ) from error
-    given = {name: value for group in groups for name, value in _given(group).items()}
-    try:
-        return ServerSettings(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        flags = {field: flag for group in groups for field, flag in o.flags(type(group)).items()}
-        where = flags[name] if name in given else f"FOREDRAFT_{name.upper()}"
-        value = first.get("input")
-        known = re.findall(r"'(\w+)'", str(first.get("ctx", {}).get("expected", "")))
-        problem = f"{where} is {value!r:.100}: {first['msg'].lower()}"
-        raise ConfigError(problem + nearest(str(value), known)) from None
-
-
-def _given(group: ServerOptions | AccessOptions | LimitOptions) -> dict[str, Any]:
-    """What the command line says: the rest is left to the environment."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(group).items()
-        if value is not None and value is not False and value != []
-    }
 
 
 def _check_certificate(settings: ServerSettings) -> None:

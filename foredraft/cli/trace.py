@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.rule import Rule
 from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
 
 from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.trace.files import Trace
+    from foredraft.trace.format import Candidate, Committed, NodeLaw, Row, Step, Why
 
 _FEW = (0, 1, 2, 4, 8, 16)
 
-app = typer.Typer(no_args_is_help=True, help="Look at what a run did, step by step.")
+app = typer.Typer(no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="Written with --trace.")]
 Request = Annotated[int | None, typer.Option(help="Only this request of the trace.")]
 
@@ -42,8 +48,6 @@ def show(
 
         foredraft trace show run.jsonl --step 5
     """
-    from foredraft.cli.trace_display import show_run, show_step
-
     trace, console = _read(file, request), Console(highlight=False)
     if step is None:
         show_run(console, trace)
@@ -119,3 +123,178 @@ def _read(file: Path, request: int | None) -> Trace:
         for step in trace.steps
     ]
     return replace(trace, steps=tuple(step for step in steps if step.rows))
+
+
+# ---------------------------------------------------------------------- how a trace looks
+
+
+_STYLES = {"draft": "underline green", "correction": "bold yellow", "bonus": "blue"}
+"""By shape and colour: who wrote a token."""
+
+
+def show_run(console: Console, trace: Trace) -> None:
+    """The text of each request, and a line a step."""
+    run = trace.run
+    parts = (run.model, run.drafter and f"drafter {run.drafter}", run.started)
+    console.print(", ".join(filter(None, parts)), style="bold", markup=False)
+    for request_id in trace.request_ids:
+        console.print(Rule(f"request {request_id}", align="left", style="dim"))
+        console.print(_text(trace, request_id), soft_wrap=True)
+    console.print(_legend())
+    table = Table("step", box=None, padding=(0, 2, 0, 0))
+    table.add_column("draft (accepted underlined)", ratio=1, overflow="fold")
+    table.add_column("then")
+    for title in ("accepted", "ms"):
+        table.add_column(title, justify="right")
+    for step in trace.steps:
+        for row in step.rows:
+            table.add_row(
+                str(step.step),
+                _draft(row),
+                _then(row),
+                f"{row.num_accepted}/{len(row.draft.tokens)}",
+                f"{step.times.total_ms:.1f}",
+            )
+    console.print(table)
+    _show_preempted(console, trace.steps)
+
+
+def _show_preempted(console: Console, steps: Sequence[Step]) -> None:
+    """Where memory was short, which nothing else tells of a step that took so long."""
+    short = [step for step in steps if step.num_preempted]
+    if short:
+        number = sum(step.num_preempted for step in short)
+        places = ", ".join(str(step.step) for step in short)
+        console.print(
+            f"{number} times a request gave its place in the cache away, before step {places}",
+            style="yellow",
+        )
+
+
+def show_step(console: Console, step: Step) -> None:
+    """One step in full: the tree, what the target said, the test, the residual."""
+    t = step.times
+    console.print(
+        f"step {step.step}: draft {t.draft_ms:.2f} ms, score {t.score_ms:.2f}, "
+        f"verify {t.verify_ms:.2f}, learn {t.learn_ms:.2f}",
+        style="bold",
+    )
+    _show_preempted(console, [step])
+    for row in step.rows:
+        about = f"request {row.request_id}, position {row.position}, budget {row.budget}"
+        console.print(Rule(about, align="left", style="dim"))
+        if row.kind is None:
+            console.print(f"{row.num_read} tokens of the prompt were read")
+            continue
+        console.print(_tree(row))
+        if row.why is not None:
+            console.print(_why(row, row.why))
+        console.print(Text.assemble("committed: ", *map(_token, row.committed)))
+
+
+def _text(trace: Trace, request_id: int) -> Text:
+    rows = [row for step in trace.steps for row in step.rows if row.request_id == request_id]
+    return Text.assemble(*[_token(token) for row in rows for token in row.committed])
+
+
+def _token(token: Committed) -> tuple[str, str]:
+    return token.text, _STYLES[token.by]
+
+
+def _legend() -> Text:
+    return Text.assemble(
+        ("accepted draft", _STYLES["draft"]),
+        ("  ", ""),
+        ("correction", _STYLES["correction"]),
+        ("  ", ""),
+        ("bonus", _STYLES["bonus"]),
+    )
+
+
+def _draft(row: Row) -> Text:
+    if row.kind is None:
+        return Text(f"{row.num_read} tokens of the prompt", style="dim")
+    if not row.draft.tokens:
+        return Text("nothing", style="dim")
+    return Text(" ").join(
+        Text(_shown(text), style=_STYLES["draft"] if node in row.path else "dim")
+        for node, text in enumerate(row.draft.texts)
+    )
+
+
+def _then(row: Row) -> Text:
+    last = row.committed[-1:]
+    if not last or last[0].by == "draft":
+        return Text("")
+    return Text(_shown(last[0].text), style=_STYLES[last[0].by])
+
+
+def _tree(row: Row) -> Tree:
+    draft = row.draft
+    top = Tree(Text("text so far", style="dim"))
+    below = {-1: top}
+    for node, parent in enumerate(draft.parents):
+        line = Text(_shown(draft.texts[node]))
+        line.stylize(_STYLES["draft"] if node in row.path else "dim")
+        for name, values in (
+            ("target", draft.target_probs),
+            ("drafted with", draft.draft_probs),
+            ("drafter's guess", draft.own_chances),
+        ):
+            if values is not None and (value := values[node]) is not None:
+                line.append(f"  {name} {value:.4g}", style="dim")
+        if draft.authors is not None:
+            line.append(f"  {draft.authors[node]}", style="dim")
+        below[node] = below[parent].add(line)
+    return top
+
+
+def _why(row: Row, why: Why) -> Group:
+    head = Text(f"rule {why.rule}, temperature {why.temperature:g}, seed {why.seed}", style="dim")
+    parts: list[Text | Table] = [head]
+    for law in why.laws:
+        if law.taken is not None:
+            parts.append(_law(row, law))
+    for made in why.decisions:
+        verb = "accepted" if made.accepted else "rejected"
+        sign = "<" if made.accepted else "≥"
+        where = _shown(row.draft.texts[made.node]) if made.node >= 0 else "the text so far"
+        parts.append(
+            Text(f"up to {where}: u = {made.uniform:.4f} {sign} {made.probability:.4f}: {verb}")
+        )
+    if why.residual:
+        shown = ", ".join(f"{_shown(r.text)} {r.prob:.3g}" for r in why.residual)
+        parts.append(Text(f"next token drawn from: {shown}"))
+    return Group(*parts)
+
+
+def _law(row: Row, law: NodeLaw) -> Table:
+    after = _shown(row.draft.texts[law.node]) if law.node >= 0 else "the text so far"
+    table = Table(title=f"after {after}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    has_noise = any(c.noise is not None for c in law.candidates)
+    columns = ["token", "target", "at temperature 1"]
+    columns += ["log p + noise"] if has_noise else []
+    columns += ["drafted with"] if any(c.draft_prob is not None for c in law.candidates) else []
+    for title in columns:
+        table.add_column(title, justify="left" if title == "token" else "right")
+    for found in law.candidates:
+        table.add_row(*_cells(found, has_noise), style="bold" if found.token == law.taken else "")
+    return table
+
+
+def _cells(found: Candidate, has_noise: bool) -> list[str]:
+    cells = [_shown(found.text), f"{found.target_prob:.4g}", f"{found.model_prob:.4g}"]
+    if has_noise:
+        total = ""
+        if found.noise is not None and found.target_prob > 0.0:
+            p = log(found.target_prob)
+            total = f"{p:.2f} {found.noise:+.2f} = {p + found.noise:.2f}"
+        cells.append(total)
+    if found.draft_prob is not None:
+        cells.append(f"{found.draft_prob:.4g}")
+    return cells
+
+
+def _shown(text: str) -> str:
+    """A token's text with its spaces and line ends to be seen."""
+    return text.replace("\n", "⏎").replace(" ", "·") or "∅"

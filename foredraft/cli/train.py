@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,9 @@ from rich.console import Console
 from foredraft.cli import options as o
 from foredraft.cli.train_compare import compare
 from foredraft.core.errors import ConfigError
-from foredraft.options import DEFAULT_MODEL
+from foredraft.options import LoadOptions
+from foredraft.train.optimiser import Rates
+from foredraft.train.plan import TrainPlan
 
 if TYPE_CHECKING:
     from foredraft.cli.training_display import TrainingDisplay
@@ -21,17 +23,17 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM
     from foredraft.train.texts import Text
 
-app = typer.Typer(no_args_is_help=True, help="Train a drafter for a model of your own.")
-_DATA, _HOW = "Text", "Training"
+app = typer.Typer(no_args_is_help=True)
 _WRITTEN_AT_ONCE = 16
-
-
-def _option(panel: str, text: str, **more: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, **more)
-
-
-Target = Annotated[str, typer.Option("--target", help="Whose drafter: as --model elsewhere.")]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write, or to go on with.")]
+Target = Annotated[
+    LoadOptions,
+    o.Derived(
+        only=("model", "device"),
+        names={"model": "--target"},
+        fixed={"drafter": "none", "max_batch_size": _WRITTEN_AT_ONCE, "calibrate": False},
+    ),
+]
 
 
 @app.callback()
@@ -39,66 +41,55 @@ def _group() -> None:
     """Train a drafter for a model of your own."""
 
 
+def parse_count(text: str) -> int:
+    """``20M`` and the like.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    factors = {"k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
+    number, factor = text.lower(), 1
+    if number[-1:] in factors:
+        number, factor = number[:-1], factors[number[-1]]
+    try:
+        return int(float(number) * factor)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{text!r} is no number of tokens; write 500k or 20M") from None
+
+
 @dataclass(frozen=True)
 class DataOptions:
-    """Which text."""
+    """The text to learn from.
 
-    data: Annotated[
-        list[str] | None,
-        _option(_DATA, "Folder of write-text, prompts.jsonl to answer, or self (as if left out)."),
-    ] = None
-    text_tokens: Annotated[
-        str, _option(_DATA, "To write for each file of prompts, and for self, such as 2M.")
-    ] = "1M"
-    capture_gb: Annotated[
-        float, _option(_DATA, "Most gigabytes of the target's states to keep on disk.", min=0.0)
-    ] = 8.0
+    Attributes:
+        data: folder of write-text, prompts.jsonl to answer, or self (as if left out); may be
+            repeated.
+        text_tokens: to write for each file of prompts, and for self, such as 2M.
+        capture_gb: most gigabytes of the target's states to keep on disk.
+    """
+
+    data: Sequence[str] = ("self",)
+    text_tokens: int = 1_000_000
+    capture_gb: float = 8.0
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """How to train; see `foredraft.train.plan.TrainPlan`."""
-
-    tokens: Annotated[
-        str | None, _option(_HOW, "To learn from, repetitions counted, such as 20M.")
-    ] = None
-    minutes: Annotated[
-        float | None, _option(_HOW, "Of learning, over all resumptions.", min=0.0)
-    ] = None
-    loss: Annotated[str, _option(_HOW, "soft, hard, nla, tv or lk.")] = "lk"
-    renormalise: Annotated[
-        bool, typer.Option("--renormalise", rich_help_panel=_HOW,
-                           help="Learn the target's distribution over the output rows alone.")
-    ] = False  # fmt: skip
-    lr: Annotated[float | None, _option(_HOW, "Highest rate of hidden matrices (Muon).")] = None
-    table_lr: Annotated[float | None, _option(_HOW, "Of output rows and vectors (AdamW).")] = None
-    batch_tokens: Annotated[int, _option(_HOW, "Tokens of one step.", min=16)] = 1024
-    sequence: Annotated[int, _option(_HOW, "Tokens of a row.", min=16)] = 512
-    depth: Annotated[int, _option(_HOW, "Draft tokens trained and measured.", min=1, max=16)] = 3
-    first_depth_until: Annotated[
-        float, _option(_HOW, "Share of it that learns the first token only.", min=0.0, max=1.0)
-    ] = 0.4
-    output_rows: Annotated[
-        int, _option(_HOW, "Tokens that the head can name, the most frequent; 0: all.", min=0)
-    ] = 8192
-    average: Annotated[
-        float, _option(_HOW, "Decay of a mean of the weights; 0: none.", min=0.0, max=0.99999)
-    ] = 0.998
-    evaluations: Annotated[int, _option(_HOW, "How often acceptance is measured.", min=1)] = 20
-    seed: Annotated[int, _option(_HOW, "Of the order of the texts.")] = 0
-    float32: Annotated[
-        bool, typer.Option("--float32", rich_help_panel=_HOW, help="No bfloat16 products.")
-    ] = False
+_TEXT = o.Derived("Text", names={"data": "--data"}, parsers={"text_tokens": parse_count})
+_RATES = o.Derived("Training", names={"matrices": "--lr", "tables": "--table-lr"},
+                   only=("matrices", "tables"))  # fmt: skip
+_PLAN = o.Derived(
+    "Training",
+    without=("clip", "held_out_texts", "save_s", "survival"),
+    parsers={"tokens": parse_count},
+)
 
 
 def _train_command(kind: str) -> Callable[..., None]:
-    @o.with_option_objects
     def command(
-        data: DataOptions,
-        plan: PlanOptions,
+        load: Target,
+        data: Annotated[DataOptions, _TEXT],
+        plan: Annotated[TrainPlan, _PLAN],
+        rates: Annotated[Rates, _RATES],
         out: Out,
-        target: Target = DEFAULT_MODEL,
-        device: o.Device = "auto",
         start_from: Annotated[
             Path | None,
             typer.Option(help="A trained head of this kind to begin with, instead of nothing."),
@@ -107,12 +98,12 @@ def _train_command(kind: str) -> Callable[..., None]:
             list[str] | None, typer.Option(help="NAME=VALUE of this kind; may be repeated.")
         ] = None,
     ) -> None:
-        """Train a head; the same command goes on where it was left."""
-        options = o.parse_drafter_options(option or ())
-        _train(kind, target, device, data, plan, out, options, start_from)
+        options = o.parse_assignments("--option", option or ())
+        plan = replace(plan, rates=replace(rates, vectors=rates.tables))
+        _train(kind, load, data, plan, out, options, start_from)
 
     command.__doc__ = f"Train a drafter of kind {kind}. The same command goes on where it was left."
-    return command
+    return o.with_options(command)
 
 
 _KINDS = (
@@ -122,20 +113,20 @@ _KINDS = (
 for _kind in _KINDS:
     app.command(_kind)(_train_command(_kind))
 
-app.command()(o.with_option_objects(compare))
+app.command()(o.with_options(compare))
 
 
 @app.command("table")
-@o.with_option_objects
+@o.with_options
 def train_table(
-    data: DataOptions,
+    load: Target,
+    data: Annotated[DataOptions, _TEXT],
     out: Out,
-    target: Target = DEFAULT_MODEL,
-    device: o.Device = "auto",
     min_count: Annotated[
-        int, _option(_HOW, "Times that a context's likeliest successor must have come.", min=1)
+        int,
+        typer.Option(help="Times that a context's likeliest successor must have come.", min=1),
     ] = 2,
-    megabytes: Annotated[float, _option(_HOW, "Of the file, at most.", min=0.01)] = 4.0,
+    megabytes: Annotated[float, typer.Option(help="Of the file, at most.", min=0.01)] = 4.0,
 ) -> None:
     """Learn a table of what follows what. It takes seconds, and starts anew each time."""
     from foredraft.cli.training_display import TrainingDisplay
@@ -146,14 +137,14 @@ def train_table(
     from foredraft.train.table import train_table
     from foredraft.train.target import TrainingTarget
 
-    llm = _load(target, device, _WRITTEN_AT_ONCE)
+    llm = o.load_llm(load)
     identity = _identity(llm, identify)
     known = TrainingTarget(llm.target, identity.name, identity.tokenizer)
     with Heed() as pause, TrainingDisplay(Console(stderr=True, highlight=False)) as display:
         texts = _texts(data, out, llm, identity, display, pause)
         if display.wants_stop():
             raise typer.Exit(130)
-        made = {"data": data.data or ["self"], "command": _command()}
+        made = {"data": [*data.data], "command": _command()}
         measured = train_table(known, texts, out, TablePlan(min_count, megabytes), made)
     right = ", ".join(f"{n} {m[BOTH]:.3f}" for n, m in measured.items())
     said = f"{out}: next tokens named right, with earlier matches: {right}"
@@ -161,10 +152,11 @@ def train_table(
 
 
 @app.command("write-text")
+@o.with_options
 def write_text(
+    load: Target,
     out: Out,
     tokens: Annotated[str, typer.Option(help="Of replies, such as 2M; those there count.")],
-    target: Target = DEFAULT_MODEL,
     prompts: Annotated[
         list[str] | None,
         typer.Option(help="JSON lines with id, category and turns; without any, it makes them up."),
@@ -176,7 +168,6 @@ def write_text(
     max_tokens: Annotated[int, typer.Option(help="Of a reply.", min=1)] = 256,
     batch: Annotated[int, typer.Option(help="Replies at the same time.", min=1)] = 16,
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
-    device: o.Device = "auto",
 ) -> None:
     """Let a model write text to train its drafter on. The same command goes on where it was left.
 
@@ -196,7 +187,7 @@ def write_text(
         made_up=made_up or not prompts,
         shard=max(_WRITTEN_AT_ONCE * 4, 2 * batch),
     )
-    llm = _load(target, device, batch)
+    llm = o.load_llm(replace(load, max_batch_size=batch))
     identity = _identity(llm, identify)
     with Heed() as pause, TrainingDisplay(Console(stderr=True, highlight=False)) as display:
         files = prompts or []
@@ -213,10 +204,9 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 def _train(
     kind: str,
-    target: str,
-    device: str,
+    load: LoadOptions,
     data: DataOptions,
-    plan: PlanOptions,
+    plan: TrainPlan,
     out: Path,
     options: dict[str, Any],
     start_from: Path | None,
@@ -233,8 +223,7 @@ def _train(
 
     module = head_class(kind)
     options = checked_options(module, options)
-    train_plan = _plan(plan)
-    llm = _load(target, device, _WRITTEN_AT_ONCE)
+    llm = o.load_llm(load)
     identity = _identity(llm, identify)
     assert llm.tokenizer is not None
     known = TrainingTarget(llm.target, identity.name, identity.tokenizer)
@@ -250,56 +239,18 @@ def _train(
             known,
             texts,
             out,
-            train_plan,
+            plan,
             display,
             pause,
             cache_root() / "captures",
             data.capture_gb * 1e9,
-            {"data": data.data or ["self"], "command": _command()},
+            {"data": [*data.data], "command": _command()},
             older,
         )
         result = trainer.run()
     done = f"{result.tokens} tokens, {result.seconds / 60:.1f} minutes of learning"
     more = "" if result.done >= 1 else f" ({result.done:.0%}; the same command goes on)"
     Console(highlight=False).print(f"{out}: {done}{more}", markup=False, soft_wrap=True)
-
-
-def _plan(given: PlanOptions) -> Any:
-    from foredraft.train.optimiser import Rates
-    from foredraft.train.plan import TrainPlan
-
-    fields = dict(vars(given))
-    lr, table_lr = fields.pop("lr"), fields.pop("table_lr")
-    usual = Rates()
-    tables = table_lr or usual.tables
-    tokens = None if given.tokens is None else parse_count(given.tokens)
-    rates = Rates(lr or usual.matrices, tables, tables)
-    return TrainPlan(**fields | {"tokens": tokens, "rates": rates})
-
-
-def parse_count(text: str) -> int:
-    """``20M`` and the like.
-
-    Raises:
-        ConfigError: it is no number.
-    """
-    factors = {"k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
-    number, factor = text.lower(), 1
-    if number[-1:] in factors:
-        number, factor = number[:-1], factors[number[-1]]
-    try:
-        return int(float(number) * factor)
-    except (ValueError, OverflowError):
-        raise ConfigError(f"{text!r} is no number of tokens; write 500k or 20M") from None
-
-
-def _load(target: str, device: str, batch: int) -> LLM:
-    from foredraft.options import LoadOptions
-
-    options = LoadOptions(
-        model=target, device=device, drafter="none", max_batch_size=batch, calibrate=False
-    )
-    return o.load_llm(options)
 
 
 def _identity(llm: LLM, identify: Callable[..., TargetIdentity]) -> TargetIdentity:
@@ -322,11 +273,11 @@ def _texts(
     from foredraft.train.writing import WritePlan, check_origin
 
     found: list[Text] = []
-    for each in data.data or ["self"]:
+    for each in data.data:
         path = Path(each)
         if each == "self" or path.suffix == ".jsonl":
             made_up, path = each == "self", out / "training" / f"texts-{path.stem}"
-            plan = WritePlan(tokens=parse_count(data.text_tokens), made_up=made_up, passes=3)
+            plan = WritePlan(tokens=data.text_tokens, made_up=made_up, passes=3)
             files = [] if made_up else [each]
             write_into(path, llm, identity, files, plan, display, pause, display.wants_stop)
         check_origin(path, identity)

@@ -1,37 +1,45 @@
-"""`foredraft tune …`: finds settings on the user's own text and machine."""
+"""`foredraft tune …`: settings for the user's own model, text and machine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from foredraft.cli import options as o
-from foredraft.cli.tune_load import tune_load
 from foredraft.core.errors import ConfigError
+from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
     from foredraft.bench.exits import ExitFigure, Passage
-    from foredraft.bench.priors import Reply
-    from foredraft.bench.prompts import BenchPrompt
+    from foredraft.control.planner import Plan
+    from foredraft.core.params import SamplingParams
     from foredraft.llm import LLM
 
 _LENGTHS = (1, 2, 3, 4, 6, 8)
 """Numbers of draft tokens to try."""
 
-app = typer.Typer(no_args_is_help=True, help="Find settings for a model on this machine.")
-app.command("load")(tune_load)
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Find settings for a model on this machine."""
+
+
+# ------------------------------------------------------------------------------------ tune exit
 
 
 @app.command("exit")
-@o.with_option_objects
+@o.with_options
 def tune_exit(
-    running: o.ModelOptions,
+    load: Annotated[
+        LoadOptions,
+        o.loading(drafter="none", draft_model=None, drafter_options={}, max_batch_size=8),
+    ],
     text: Annotated[
         str | None,
         typer.Option(help="A text file to judge by; replies of the model's own otherwise."),
@@ -54,21 +62,21 @@ def tune_exit(
 
         foredraft tune exit --model path/to/model --text my-domain.txt --skip
     """
+    from foredraft.bench.exits import exit_report
+
     content = _read(text) if text else None
-    asked = o.load_options(running, drafter="none", max_batch_size=8)
-    llm = o.load_llm(asked)
-    figures = _measure(llm, content, skip, tokens, repeats)
+    figures = _measure(o.load_llm(load), content, skip, tokens, repeats)
     best = max(figures, key=lambda figure: figure.speedup)
     if as_json:
-        report = {"best": _as_dict(best), "candidates": [*map(_as_dict, figures)]}
+        report = {"best": best.as_dict(), "candidates": [each.as_dict() for each in figures]}
         typer.echo(json.dumps(report))
     else:
-        _show(Console(highlight=False), figures, best)
+        exit_report(figures, _advice(best)).show()
 
 
 def _measure(llm: LLM, text: str | None, skip: bool, tokens: int, repeats: int) -> list[ExitFigure]:
     from foredraft.bench.exits import first_layer_exits, layered, measure_exits, skip_sets
-    from foredraft.cli.progress import progress_bar
+    from foredraft.cli.display import progress_bar
 
     target = layered(llm.target)
     passages = _passages(llm, text, tokens)
@@ -95,82 +103,14 @@ def _passages(llm: LLM, text: str | None, tokens: int) -> list[Passage]:
 
 def _replies(llm: LLM, tokens: int) -> list[tuple[list[int], int]]:
     """Greedy replies of the model to the built-in prompts: tokens, and where the reply starts."""
-    from foredraft.bench.prompts import load_prompts
+    from foredraft.bench.prompts import load_prompts, prompt_ids
     from foredraft.core.params import SamplingParams
 
-    prompts = [_prompt_ids(llm, prompt) for prompt in load_prompts(None, 8)]
+    prompts = [prompt_ids(llm, prompt) for prompt in load_prompts(None, 8)]
     params = SamplingParams(max_tokens=max(8, tokens // len(prompts)), ignore_eos=True)
     prompts = [p for p in prompts if len(p) + params.max_tokens < llm.target.max_context]
     results = llm.generate(prompts, params)
     return [([*p, *r.token_ids], len(p)) for p, r in zip(prompts, results, strict=True)]
-
-
-@app.command("priors")
-@o.with_option_objects
-def tune_priors(
-    running: o.ModelOptions,
-    prompts: o.Prompts = None,
-    limit: o.Limit = None,
-    max_tokens: o.MaxTokens = 512,
-    write: Annotated[
-        str | None, typer.Option(help="Where to put them, as JSON; printed otherwise.")
-    ] = None,
-) -> None:
-    """How often the guesses of copying drafters are right, on greedy replies of the model.
-
-    The package's own (foredraft/drafters/priors.json) are what this gives on the default
-    model and the built-in prompts. They are a beginning: each text corrects them as it goes.
-
-    Examples:
-
-        foredraft tune priors --write foredraft/drafters/priors.json
-    """
-    from foredraft.bench.priors import measure_priors
-    from foredraft.bench.prompts import load_prompts
-    from foredraft.cli.progress import progress_bar
-
-    asked = load_prompts(prompts, limit)
-    llm = o.load_llm(o.load_options(running, drafter="none", max_batch_size=8))
-    replies = [
-        reply
-        for start in range(0, len(asked), 8)
-        for reply in _written(llm, asked[start : start + 8], max_tokens)
-    ]
-    with progress_bar(len(replies)) as advance:
-        found = measure_priors(llm.target, replies, advance)
-    num_tokens = sum(len(reply.output) for reply in replies)
-    source = "the built-in prompts" if prompts is None else Path(prompts).name
-    text = found.to_json(
-        {
-            "made_by": f"foredraft tune priors --max-tokens {max_tokens}",
-            "made_of": f"{num_tokens} tokens of {running.model} on {source}",
-        }
-    )
-    if write is None:
-        typer.echo(text, nl=False)
-    else:
-        Path(write).write_text(text, encoding="utf-8")
-
-
-def _written(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> list[Reply]:
-    """Greedy replies, each with the document that its prompt holds behind a blank line."""
-    from foredraft.bench.priors import Reply
-    from foredraft.core.params import SamplingParams
-
-    assert llm.tokenizer is not None
-    ids = [_prompt_ids(llm, prompt) for prompt in prompts]
-    documents = [prompt.text.partition("\n\n")[2] for prompt in prompts]
-    expected = [llm.tokenizer.encode(text, add_special_tokens=False) for text in documents]
-    results = llm.generate(ids, SamplingParams(max_tokens=max_tokens))
-    outputs = [result.token_ids for result in results]
-    return [*map(Reply, ids, outputs, expected)]
-
-
-def _prompt_ids(llm: LLM, prompt: BenchPrompt) -> list[int]:
-    assert llm.tokenizer is not None
-    if llm.tokenizer.chat_template is None:
-        return llm.tokenizer.encode(prompt.text)
-    return llm.tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
 
 
 def _read(path: str) -> str:
@@ -178,33 +118,6 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {path}: {error}") from error
-
-
-def _as_dict(figure: ExitFigure) -> dict[str, Any]:
-    return {**vars(figure), "tokens_per_s": figure.tokens_per_s}
-
-
-def _show(console: Console, figures: Sequence[ExitFigure], best: ExitFigure) -> None:
-    from foredraft.bench.exits import describe
-
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("drafts with", min_width=15, overflow="fold")
-    for title in ("agree", "drafted", "per step", "draft ms", "verify ms", "tok/s", "speed-up"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for figure in figures:
-        table.add_row(
-            describe(figure.options),
-            f"{figure.agreement:.1%}",
-            str(figure.num_draft_tokens),
-            f"{figure.committed_per_step:.2f}",
-            f"{figure.draft_ms:.2f}",
-            f"{figure.verify_ms:.2f}",
-            f"{figure.tokens_per_s:.1f}",
-            f"{figure.speedup:.2f}x",
-            style="bold" if figure is best else "",
-        )
-    console.print(table)
-    console.print(_advice(best), markup=False, soft_wrap=True)
 
 
 def _advice(best: ExitFigure) -> str:
@@ -217,4 +130,152 @@ def _advice(best: ExitFigure) -> str:
     return (
         f"Best: --drafter early-exit --drafter-option {name.replace('_', '-')}={value} "
         f"--num-draft-tokens {best.num_draft_tokens}"
+    )
+
+
+# ------------------------------------------------------------------------------------ tune load
+
+
+@dataclass(frozen=True)
+class LoadChoice:
+    """What it has come to after some replies under one load.
+
+    Attributes:
+        load: requests at once.
+        drafter: that drafts; None: plain decoding.
+        rows: how many of the requests draft.
+        budget: nodes of each of them, on average.
+        committed_per_step: tokens of one row that are expected of the last plan.
+        plain_ms: a step without drafts.
+        node_ms: what a node adds, on average of those that are planned for.
+        gain: expected throughput over plain decoding's.
+        saved: of the time that the replies would have taken without drafts; negative: lost.
+        why: in words.
+    """
+
+    load: int
+    drafter: str | None
+    rows: int
+    budget: float
+    committed_per_step: float
+    plain_ms: float
+    node_ms: float
+    gain: float
+    saved: float
+    why: str
+
+
+@app.command("load")
+@o.with_options
+def tune_load(
+    load: Annotated[LoadOptions, o.loading()],
+    concurrency: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,2,4,8,16",
+    prompts: o.Prompts = None,
+    temperature: Annotated[float, typer.Option(help="Of sampling.")] = 0.0,
+    tokens: Annotated[int, typer.Option(min=8, help="Of each reply.")] = 64,
+    as_json: o.Json = False,
+) -> None:
+    """How much is drafted under each load, by whom, and why: as the controller comes to see it.
+
+    It writes some replies under each load and shows the last plan for a full batch.
+
+    Examples:
+
+        foredraft tune load --concurrency 1,4,16
+
+        foredraft tune load --prompts my-prompts.jsonl --temperature 0.8 --json
+    """
+
+    from foredraft.bench.report import Report, Table
+    from foredraft.cli.display import progress_bar
+    from foredraft.core.params import SamplingParams
+
+    counts = o.whole_numbers("--concurrency", concurrency, low=1)
+    if load.drafter == "none":
+        raise ConfigError("drafter 'none' leaves nothing to choose; name another or leave it out")
+    params = SamplingParams.of(max_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)
+    load = replace(load, max_batch_size=max(counts))
+    llm = o.load_llm(load)
+    choices = []
+    with progress_bar(len(counts)) as advance:
+        for count in counts:
+            choices.append(asdict(_choice(llm, load, prompts, count, params)))
+            advance(f"{count} at once")
+    if as_json:
+        typer.echo(json.dumps(choices))
+    else:
+        Report([Table("choices", choices, _LOAD_COLUMNS)]).show()
+
+
+_LOAD_COLUMNS = {
+    "at once": "{load:d}",
+    "drafter": "{drafter}",
+    "rows": "{rows:d}",
+    "budget": "{budget:.1f}",
+    "committed": "{committed_per_step:.2f}",
+    "plain ms": "{plain_ms:.1f}",
+    "node ms": "{node_ms:.2f}",
+    "gain": "{gain:.2f}x",
+    "saved": "{saved:+.1%}",
+    "why": "{why}",
+}
+
+
+def _choice(
+    llm: LLM,
+    load: LoadOptions,
+    prompts: str | None,
+    count: int,
+    params: SamplingParams,
+) -> LoadChoice:
+    """Serve some replies with so many requests at once, and describe the last plan."""
+    from foredraft.bench.serving import Load, OurContender, repeated_prompts
+    from foredraft.control.adaptive import AdaptiveBudget
+
+    options = replace(load, max_batch_size=count)
+    server = OurContender("auto", lambda rows, trace: llm.with_drafter(options, trace=trace))
+    prompt_ids = repeated_prompts(llm, prompts, 2 * count, params.max_tokens)
+    server.begin(Load(prompt_ids, params, count))
+    controller, plan = server.llm.controller, None
+    assert isinstance(controller, AdaptiveBudget)
+    while server.turn(1e-9):  # a step
+        step = server.served.steps[-1]
+        if step.is_decoding and step.num_rows == count:
+            plan = controller.plan
+    if plan is None:
+        raise ConfigError(
+            f"replies of {params.max_tokens} tokens are too short for {count} at once"
+        )
+    return _described(plan, count, float(controller.report()["saved"]))
+
+
+def _described(plan: Plan, load: int, saved: float) -> LoadChoice:
+    pooled = plan.pooled
+    drafting = len(plan.budgets)
+    node_ms = (plan.price.ms(1) - plan.price.ms(0)) * (1.0 if load == 1 else plan.plain_ms / load)
+    gain = pooled.rate / plan.plain_rate if pooled else 1.0
+    accepted = pooled.accepted / load if pooled else 0.0
+    token_ms = 1.0 / plan.plain_rate
+    if plan.is_trial:
+        why = "nothing was expected to pay; trying again with a few rows"
+    elif plan.drafter is None:
+        why = f"nothing pays: a plain token takes {token_ms:.2f} ms"
+    else:
+        assert pooled is not None
+        likely = pooled.accepted / max(pooled.nodes, 1e-9)
+        why = (
+            f"{likely:.0%} of its nodes are accepted at {node_ms:.2f} ms each; a plain token "
+            f"takes {token_ms:.2f} ms"
+        )
+    return LoadChoice(
+        load,
+        plan.drafter,
+        drafting,
+        sum(plan.budgets.values()) / drafting if drafting else 0.0,
+        1.0 + accepted,
+        plan.plain_ms,
+        node_ms if plan.drafter else 0.0,
+        gain,
+        saved,
+        why,
     )

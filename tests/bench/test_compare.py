@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.trial_log import TrialLog
 from foredraft.bench.compare import overall, run_trials, summaries
 from foredraft.bench.contenders import ContenderRun
 from foredraft.bench.prompts import BenchPrompt
-from foredraft.bench.trial_log import TrialLog
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.request import SpeculationStats

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.bench import plots
+from foredraft.bench import report
 from foredraft.bench.report import check_outputs, write_json
 from foredraft.core.errors import ConfigError
 
@@ -47,6 +47,6 @@ def test_outputs_are_checked_before_anything_is_measured(
     def missing() -> None:
         raise ConfigError("plots need matplotlib")
 
-    monkeypatch.setattr(plots, "pyplot", missing)
+    monkeypatch.setattr(report, "pyplot", missing)
     with pytest.raises(ConfigError, match="matplotlib"):
         check_outputs(None, str(tmp_path / "out.png"))

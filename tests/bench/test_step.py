@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.random_model import random_config, random_weights
 from foredraft.bench.floor import Machine
-from foredraft.bench.random_model import random_config, random_weights
 from foredraft.bench.step import DrafterStepper, Size, TargetStepper, text, time_steps
 from foredraft.drafters import build_drafter
 from foredraft.drafters.spec import DrafterContext

@@ -86,15 +86,9 @@ COMMANDS = {
         ("--rows", "", "not whole numbers"),
         ("--json", "/no/such/folder/x.json", "there is no folder"),
     ],
-    ("bench", "memory"): [*MODEL_VALUES, ("--tokens", "-1", "Invalid value")],
-    ("bench", "quality"): [
-        *MODEL_VALUES,
-        ("--limit", "1", "the second token is the first"),
-        ("--text", "t" * 5000, "cannot read the text"),
-    ],
     ("bench", "drafters"): [
         *MODEL_VALUES,
-        ("--limit", "0", "Invalid value"),
+        ("--limit", "0", "limit is 0"),
         ("--seed", "-1", "seed is -1"),
         ("--max-tokens", "0", "max_tokens is 0"),
         ("--temperature", "-1", "temperature is -1"),

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from foredraft.cli import lists
+from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
 
 
 def test_what_is_taken() -> None:
-    assert lists.names(None) == []
-    assert lists.names("a, b") == ["a", "b"]
-    assert lists.whole_numbers("--lengths", "0,2") == [0, 2]
-    assert lists.counts("--tokens", "1, 8") == [1, 8]
-    assert lists.numbers("--temperature", "0,.7") == [0.0, 0.7]
+    assert o.names(None) == []
+    assert o.names("a, b") == ["a", "b"]
+    assert o.whole_numbers("--lengths", "0,2") == [0, 2]
+    assert o.whole_numbers("--tokens", "1, 8", low=1) == [1, 8]
+    assert o.real_numbers("--temperature", "0,.7") == [0.0, 0.7]
 
 
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="--clients 'four' is not whole numbers with commas"):
-        lists.whole_numbers("--clients", "four")
+        o.whole_numbers("--clients", "four")
     with pytest.raises(ConfigError, match="--tokens '1,0' holds 0; counts start at 1"):
-        lists.counts("--tokens", "1,0")
+        o.whole_numbers("--tokens", "1,0", low=1)
     with pytest.raises(ConfigError, match="--temperature 'warm' is not one or more numbers"):
-        lists.numbers("--temperature", "warm")
+        o.real_numbers("--temperature", "warm")
     with pytest.raises(ConfigError, match=r"did you mean 'llama\.cpp'"):
-        lists.known_names("peer", "llama.ccp", ("llama.cpp",))
+        o.known_names("peer", "llama.ccp", ("llama.cpp",))

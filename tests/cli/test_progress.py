@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from foredraft.cli.progress import RichProgress
+from foredraft.cli.display import RichProgress
 
 
 def console(*, terminal: bool) -> tuple[Console, io.StringIO]:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from foredraft.cli import keyboard
-from foredraft.cli.progress import PromptProgress
+from foredraft.cli import chat as keyboard
+from foredraft.cli.display import PromptProgress
 from foredraft.core.errors import ConfigError
 from foredraft.engine.detokenize import Piece
 from foredraft.engine.engine import Event

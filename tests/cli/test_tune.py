@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.confidence import Priors
 
 TEXT = "The ferry crosses the river twice a day, in the morning and in the evening. " * 6
 
@@ -65,19 +64,6 @@ def test_a_text_that_is_too_short_is_refused(checkpoint: Path, tmp_path: Path) -
     file.write_text("Hi.")
     with pytest.raises(ConfigError, match="too short"):
         tune(checkpoint, "--text", str(file))
-
-
-def test_priors_are_written_as_the_package_reads_them(checkpoint: Path, tmp_path: Path) -> None:
-    file = tmp_path / "priors.json"
-    options = ["--model", str(checkpoint), "--dtype", "float32", "--max-tokens", "4"]
-    arguments = ["tune", "priors", *options, "--limit", "2"]
-    printed = CliRunner().invoke(app, arguments)
-    assert printed.exit_code == 0
-    assert CliRunner().invoke(app, [*arguments, "--write", str(file)]).exit_code == 0
-    text = file.read_text()
-    assert printed.stdout.endswith(text)
-    assert Priors.parse(text)
-    assert "foredraft tune priors --max-tokens 4" in text
 
 
 def test_load_says_what_it_would_choose(checkpoint: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from foredraft.bench.random_model import random_config, random_weights
+from benchmarks.random_model import random_config, random_weights
 from foredraft.core.choices import Choice
 from foredraft.core.cost import FREE_NODES
 from foredraft.core.params import SamplingParams

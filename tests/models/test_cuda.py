@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from foredraft.bench.random_model import Shape
+from benchmarks.random_model import Shape
 from foredraft.core.errors import CapabilityError
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
@@ -133,7 +133,7 @@ def test_bench_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from foredraft.cli.main import app
 
     tiny = Shape(64, 128, 2, 4, 2, 16, 300, True)
-    monkeypatch.setattr("foredraft.bench.random_model.shapes", lambda: {"tiny": tiny})
+    monkeypatch.setattr("benchmarks.random_model.shapes", lambda: {"tiny": tiny})
     arguments = ["--random-weights", "tiny", "--tokens", "1,4", "--rows", "1,2", "--rounds", "2"]
     result = CliRunner().invoke(app, ["bench", "step", "--device", "cuda", *arguments])
     assert result.exit_code == 0, result.exception

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.bench.random_model import random_weights
+from benchmarks.random_model import random_weights
 from foredraft.cache.kv import KVCache
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree

@@ -10,8 +10,8 @@ import torch
 from foredraft_toy_head import ToyHeadDrafter
 from torch import Tensor
 
+from benchmarks.random_model import random_config, random_weights
 from foredraft import SamplingParams
-from foredraft.bench.random_model import random_config, random_weights
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError
 from foredraft.core.proposal import Proposal

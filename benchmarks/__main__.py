@@ -1,0 +1,47 @@
+"""``python -m benchmarks …``: each measurement of the repository is a command."""
+
+from __future__ import annotations
+
+import typer
+
+from benchmarks.busy import busy
+from benchmarks.drafters import drafters
+from benchmarks.grammar import grammar
+from benchmarks.memory import memory
+from benchmarks.prefix import prefix
+from benchmarks.priors import priors
+from benchmarks.prompts import prompts
+from benchmarks.quality import quality
+from benchmarks.results import report
+from benchmarks.serve_load import serve_load
+from benchmarks.serve_sim import serve_sim
+from benchmarks.serve_stream import serve_stream
+from benchmarks.step import step
+from foredraft.cli.main import exit_with_message
+from foredraft.system.timing_lock import measuring
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_TIMES_NOTHING = ("report", "quality", "priors", "serve-load")
+
+
+@app.callback()
+def _alone(context: typer.Context) -> None:
+    """Measure foredraft on this machine: interleaved, with medians. Trainings stand still."""
+    if context.invoked_subcommand not in _TIMES_NOTHING:
+        context.with_resource(measuring(lambda text: typer.echo(text, err=True)))
+
+
+COMMANDS = (
+    *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream),
+    *(prefix, grammar, quality, memory, priors, report),
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+if __name__ == "__main__":
+    exit_with_message(app)

@@ -1,0 +1,110 @@
+"""llama.cpp through llama-cpp-python, on the same weights: a peer where it is installed."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from foredraft.bench.contenders import ContenderRun
+from foredraft.bench.step import Size, text
+from foredraft.bench.timing import Stopwatch
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.system.machine import package_version
+
+
+def open_llama(
+    directory: str | Path, quantisation: str, context: int, threads: int, **options: Any
+) -> Any:
+    """The checkpoint as a ``Llama``; the GGUF file is made here and read into memory.
+
+    Args:
+        quantisation: one of `gguf.QUANTISATIONS`, of all matrices.
+        context: most tokens.
+        options: further ones of ``Llama``.
+
+    Raises:
+        ConfigError: llama-cpp-python is not installed.
+    """
+    if package_version("llama-cpp-python") is None:
+        raise ConfigError(
+            "llama.cpp is not installed: pip install llama-cpp-python (it compiles for some "
+            "minutes and needs a C++ compiler)"
+        )
+    from llama_cpp import Llama
+
+    from benchmarks.gguf import write_gguf
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"model-{quantisation}.gguf"
+        write_gguf(Path(directory), path, quantisation)
+        return Llama(
+            str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=512,
+            verbose=False, use_mmap=False, **options,
+        )  # fmt: skip
+
+
+class LlamaCppStepper:
+    """Forwards of llama.cpp with the logits of every token, one row. See `step.Stepper`."""
+
+    def __init__(
+        self, directory: str | Path, quantisation: str, context: int, threads: int
+    ) -> None:
+        self.name = f"llama.cpp {quantisation}"
+        self._context = context
+        self._llama = open_llama(directory, quantisation, context + 64, threads, logits_all=True)
+        self._llama.eval(text(context))
+
+    def fits(self, size: Size) -> bool:
+        return size.rows == 1
+
+    def step(self, size: Size) -> dict[str, float]:
+        self._llama.n_tokens = self._context  # eval drops what its cache holds beyond
+        watch = Stopwatch()
+        with watch:
+            self._llama.eval(text(size.tokens))
+        return {"total": watch.seconds}
+
+
+class LlamaCppContender:
+    """Greedy generation of llama.cpp. See `contenders.Contender`.
+
+    Args:
+        max_context: most tokens of prompt and reply.
+        stop_ids: tokens that end the reply.
+        lookup: with its prompt lookup, which drafts 10 tokens.
+        quantisation: of its weights; see `open_llama`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        max_context: int,
+        threads: int,
+        stop_ids: Collection[int],
+        lookup: bool = False,
+        quantisation: str = "bf16",
+    ) -> None:
+        self.name = f"llama.cpp {quantisation}" + (" ngram" if lookup else "")
+        self._stop_ids = frozenset(stop_ids)
+        options: dict[str, Any] = {}
+        if lookup:
+            from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+            options = {"draft_model": LlamaPromptLookupDecoding(), "logits_all": True}
+        self._llama = open_llama(directory, quantisation, max_context, threads, **options)
+
+    def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
+        self._llama.reset()
+        self._llama.n_tokens = 0
+        found: list[int] = []
+        started, first_s = time.perf_counter(), 0.0
+        for token in self._llama.generate(list(prompt_ids), temp=0.0, repeat_penalty=1.0):
+            found.append(token)
+            first_s = first_s or time.perf_counter() - started
+            if token in self._stop_ids or len(found) == params.max_tokens:
+                break
+        return ContenderRun(tuple(found), first_s, time.perf_counter() - started, 1)

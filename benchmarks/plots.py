@@ -1,0 +1,56 @@
+"""Pictures of measurements (extra ``plots``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foredraft.bench.compare import Summary
+from foredraft.bench.report import pyplot
+from foredraft.bench.step import StepFigure
+
+
+def plot_speedups(rows: Sequence[Summary], path: str) -> None:
+    """Bars of speed-up over plain decoding, by category and contender."""
+    plt = pyplot()
+    temperatures = list(dict.fromkeys(row.temperature for row in rows))
+    figure, axes = plt.subplots(len(temperatures), 1, squeeze=False, layout="constrained",
+                                figsize=(10, 3.2 * len(temperatures)))  # fmt: skip
+    for axis, temperature in zip(axes[:, 0], temperatures, strict=True):
+        _draw(axis, [row for row in rows if row.temperature == temperature])
+        axis.set_title(f"temperature {temperature:g}", loc="left")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw(axis: Any, rows: Sequence[Summary]) -> None:
+    categories = list(dict.fromkeys(row.category for row in rows))
+    contenders = [n for n in dict.fromkeys(row.contender for row in rows) if n != "none"]
+    width = 0.8 / max(1, len(contenders))
+    for number, contender in enumerate(contenders):
+        heights = {row.category: row.speedup for row in rows if row.contender == contender}
+        places = [i + (number + 0.5) * width - 0.4 for i in range(len(categories))]
+        axis.bar(places, [heights[c] for c in categories], width * 0.92, label=contender)
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(categories)), categories, rotation=20, ha="right")
+    axis.set_ylabel("speed-up over plain")
+    axis.margins(x=0.01, y=0.18)  # room for the names above the bars
+    axis.legend(fontsize="small", ncols=len(contenders), loc="upper left")
+
+
+def plot_steps(figures: Sequence[StepFigure], floor_ms: Mapping[int, float], path: str) -> None:
+    """Milliseconds over tokens of one forward, one row, beside the floor."""
+    plt = pyplot()
+    figure, axis = plt.subplots(layout="constrained", figsize=(7, 4))
+    figures = [f for f in figures if f.failure is None]
+    for name in dict.fromkeys(f.name for f in figures):
+        points = [(f.size.tokens, f.median_ms()) for f in figures
+                  if f.name == name and f.size.rows == 1]  # fmt: skip
+        axis.plot(*zip(*points, strict=True), marker="o", label=name)
+    axis.plot(list(floor_ms), list(floor_ms.values()), color="black", linestyle="--", label="floor")
+    axis.set_xlabel("tokens in one forward")
+    axis.set_ylabel("ms")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,144 @@
+"""Models of well-known shapes with random weights: good for timing, and for nothing else.
+
+What a forward costs depends on shapes and types only, so a machine can be measured with a model
+that nobody has to download.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foredraft.cli.options import load_llm as load_model
+from foredraft.core.errors import ConfigError, unknown
+from foredraft.llm import LLM
+from foredraft.load import native_decoder, plan_native
+from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.packed import PACKED, Matrix, tensor_of
+from foredraft.models.native.shelf import Shelf
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import DecoderWeights, LayerWeights
+from foredraft.options import LoadOptions
+from foredraft.system.devices import resolve_device
+
+_SPREAD = 0.02
+
+
+class Shape(NamedTuple):
+    """What the cost of a llama-shaped model depends on."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+
+
+def shapes() -> dict[str, Shape]:
+    """Shapes by name."""
+    return {
+        "smollm2-135m": Shape(576, 1536, 30, 9, 3, 64, 49152, True),
+        "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, True),
+        "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128256, True),
+        "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256, False),
+    }
+
+
+def random_config(name: str) -> DecoderConfig:
+    """The config of a shape by its name.
+
+    Raises:
+        ConfigError: no such shape.
+    """
+    if name not in shapes():
+        raise unknown("random-weight model", name, shapes())
+    return DecoderConfig(
+        **shapes()[name]._asdict(),
+        model_type="llama",
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_inv_freq_scaling=None,
+        attention_bias=False,
+        output_bias=False,
+        qk_norm=False,
+        eos_token_ids=(),
+    )
+
+
+def random_llm(name: str, options: LoadOptions) -> LLM:
+    """A target of this shape, without a tokenizer.
+
+    Args:
+        name: of the shape; it takes the place of ``options.model``.
+        options: as for `LLM.load`; drafters that read text or a draft model cannot be used.
+
+    Raises:
+        ConfigError: no such shape, or a draft model was asked for.
+    """
+    config = random_config(name)
+    if options.draft_model is not None:
+        raise ConfigError(
+            f"draft model {options.draft_model!r} shares no vocabulary with random weights; leave "
+            "it out, or time a real checkpoint"
+        )
+    label = f"{name} with random weights (timing only)"
+    plan = plan_native(label, None, config, options, resolve_device(options.device))
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    weights = random_weights(config, getattr(torch, plan.dtype), plan.device, plan.packed_bits)
+    decoder = native_decoder(plan.decoder, options.threads)
+    target = NativeTarget(config, weights, decoder, plan.max_context)
+    return LLM(target, None, options, plan=plan)
+
+
+def load_llm(options: LoadOptions, random_weights: str | None = None) -> LLM:
+    """A model, or where ``random_weights`` names a shape a made-up one."""
+    return random_llm(random_weights, options) if random_weights else load_model(options)
+
+
+def random_weights(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, bits: int | None = None
+) -> DecoderWeights:
+    """Weights made on ``device`` itself; layers without biases and head norms."""
+    shelf = Shelf()
+
+    def table(rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device=device).normal_(0.0, _SPREAD)
+
+    def matrix(rows: int, columns: int, num_parts: int = 1) -> Matrix:
+        weight = table(rows, columns)
+        return PACKED[bits].of_weight(weight, num_parts, shelf) if bits else weight
+
+    def ones() -> Tensor:
+        return torch.ones(config.hidden_size, dtype=dtype, device=device)
+
+    hidden, feed_forward = config.hidden_size, config.intermediate_size
+    query = config.num_attention_heads * config.head_dim
+    key_value = config.num_key_value_heads * config.head_dim
+    layers = [
+        LayerWeights(
+            attention_norm_E=ones(),
+            qkv_weight=matrix(query + 2 * key_value, hidden),
+            qkv_bias=None,
+            query_norm_D=None,
+            key_norm_D=None,
+            output_weight=matrix(hidden, query),
+            output_bias=None,
+            mlp_norm_E=ones(),
+            gate_up_weight=matrix(2 * feed_forward, hidden, num_parts=2),
+            down_weight=matrix(hidden, feed_forward),
+        )
+        for _ in range(config.num_hidden_layers)
+    ]
+    embedding_VE = table(config.vocab_size, hidden)
+    shared = config.tie_word_embeddings and not bits
+    head_VE: Matrix = embedding_VE if shared else table(config.vocab_size, hidden)
+    if bits:
+        head_VE = PACKED[max(bits, 8)].of_weight(tensor_of(head_VE), 1, shelf)
+    return DecoderWeights(embedding_VE, tuple(layers), ones(), head_VE)

@@ -1,0 +1,83 @@
+"""``step``: what scoring n tokens costs in every kernel and format, beside other engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+
+from benchmarks.peers import LLAMA_PEERS, open_stepper
+from benchmarks.plots import plot_steps
+from benchmarks.random_model import load_llm
+from benchmarks.variants import load_variants
+from foredraft.bench.report import check_outputs
+from foredraft.bench.step import own_steppers, step_report
+from foredraft.cli import options as o
+from foredraft.cli.bench import Forwards, Rounds, timed
+from foredraft.core.errors import ConfigError
+from foredraft.options import LoadOptions
+
+PEERS = ("transformers", "llama.cpp", *LLAMA_PEERS)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """In which ways a forward is timed.
+
+    Attributes:
+        isa: instruction sets with commas, or all that this machine runs.
+        formats: several of --weights, with commas: each is loaded and timed.
+        against: other engines with commas.
+        random_weights: instead of a model this shape with random weights, for timing only.
+    """
+
+    isa: str | None = None
+    formats: str | None = None
+    against: str | None = None
+    random_weights: str | None = None
+
+    @property
+    def peers(self) -> list[str]:
+        """By name; "llama.cpp" alone means each of its formats."""
+        names: list[str] = []
+        for name in o.known_names("peer", self.against, PEERS):
+            names += LLAMA_PEERS if name == "llama.cpp" else [name]
+        return names
+
+
+@o.with_options
+def step(
+    load: Annotated[LoadOptions, o.loading()],
+    forwards: Forwards,
+    ways: Ways,
+    rounds: Rounds = 15,
+    json_file: o.JsonFile = None,
+    plot: Annotated[str | None, typer.Option(help="Draw the times into this PNG.")] = None,
+) -> None:
+    """Time a forward of n tokens: target, drafter and other engines, in rotating order.
+
+    Speculation pays exactly as much as n tokens at once are cheaper than one token n times. The
+    floor is the time to read all weights once at the measured bandwidth, or to make all products at
+    the measured rate.
+    """
+    check_outputs(json_file, plot)
+    sizes, contexts, peers = forwards.sizes, forwards.contexts, ways.peers
+    if ways.random_weights and peers:
+        raise ConfigError(
+            f"--against {','.join(peers)} needs a checkpoint that peers can load; leave it out "
+            "with --random-weights"
+        )
+    load = replace(load, max_batch_size=max(size.rows for size in sizes))
+    variants = load_variants(
+        load, lambda each: load_llm(each, ways.random_weights), ways.isa, o.names(ways.formats)
+    )
+    llms = {variant.name: variant.llm for variant in variants}
+    steppers = own_steppers(llms, contexts, sizes)
+    steppers += [open_stepper(variants[0].llm, name, contexts[0]) for name in peers]
+    figures = timed(steppers, sizes, rounds)
+    report = step_report(llms, figures, contexts, sizes)
+    report.give(json_file)
+    if plot:
+        floor = report.facts["floor_ms"]
+        plot_steps(figures, {int(n): ms for n, ms in floor.items()}, plot)

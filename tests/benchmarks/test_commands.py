@@ -1,0 +1,298 @@
+"""`python -m benchmarks …` on a tiny checkpoint: commands run and check what they are given."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.random_model import Shape
+from benchmarks.results import render
+from foredraft.bench.report import write_json
+from foredraft.bench.timing import PeerFailed
+from foredraft.core.errors import ConfigError
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def bench(checkpoint: Path) -> Run:
+    """Options go behind the subcommand. What is written must fit on the page of results."""
+    from typer.testing import CliRunner, Result
+
+    from benchmarks.__main__ import app
+
+    def bench(name: str, *arguments: str) -> Result:
+        options = ("--model", str(checkpoint), "--dtype", "float32")
+        result = CliRunner().invoke(app, [name, *options, *arguments])
+        if result.exit_code == 0 and "--json" in arguments:
+            written = Path(arguments[arguments.index("--json") + 1])
+            assert f"## {written.stem}" in render(written.parent)
+        return result
+
+    return bench
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one shape that --random-weights knows."""
+    tiny = Shape(64, 128, 2, 4, 2, 16, 1000, True)
+    monkeypatch.setattr("benchmarks.random_model.shapes", lambda: {"tiny": tiny})
+
+
+def test_drafters_are_compared_and_written_down(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "drafters", "--drafters", "ngram,suffix", "--limit", "2", "--max-tokens", "6",
+        "--temperature", "0,1", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    report = json.loads(path.read_text())
+    assert len(report["trials"]) == 2 * 3 * 2
+    assert all(trial["identical"] for trial in report["trials"])
+    assert {row["contender"] for row in report["summaries"]} == {"none", "ngram", "suffix"}
+
+
+def test_a_variant_is_a_drafter_with_options(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "drafters", "--variant", "token-recycling shared=true", "--variant", "suffix node_cost=0.5",
+        "--limit", "1", "--max-tokens", "4", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    names = {row["contender"] for row in json.loads(path.read_text())["summaries"]}
+    assert names == {"none", "token_recycling shared=true", "suffix node_cost=0.5"}
+
+
+def test_report_shows_or_writes_the_page(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from benchmarks.__main__ import app
+
+    write_json(str(tmp_path / "one.json"), {"model": "tiny"}, seed=0)
+    shown = CliRunner().invoke(app, ["report", str(tmp_path)])
+    page = tmp_path / "page.md"
+    written = CliRunner().invoke(app, ["report", str(tmp_path), "--into", str(page)])
+    assert shown.exit_code == written.exit_code == 0
+    assert shown.stdout == page.read_text() == render(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("sufix", "suffix"), ("suffix shared", "NAME=VALUE"), ("suffix sharde=1", "shared"), ("", "")],
+)
+def test_a_wrong_variant_is_explained(bench: Run, text: str, message: str) -> None:
+    result = bench("drafters", "--variant", text, "--limit", "1")
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_step_times_target_and_drafter(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "step", "--tokens", "1,3", "--rows", "1,2", "--context", "16", "--rounds", "2",
+        "--against", "transformers", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    names = {figure["name"] for figure in json.loads(path.read_text())["figures"]}
+    assert names == {"target", "suffix (draft)", "transformers"}
+
+
+def test_step_walks_instruction_sets_formats_and_contexts(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "step", "--isa", "portable", "--formats", "auto,int8", "--tokens", "1,2", "--context",
+        "16,32", "--rounds", "1", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    names = {figure["name"] for figure in json.loads(path.read_text())["figures"]}
+    assert names == {
+        f"portable {format} at {context}" for format in ("auto", "int8") for context in (16, 32)
+    }
+    wrong = bench("step", "--isa", "avx1024").exception
+    assert isinstance(wrong, ConfigError)
+    assert "portable" in str(wrong)
+
+
+def test_prompts_are_timed_until_their_first_token(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ("--lengths", "8,20", "--formats", "auto,int8", "--rounds", "2")
+    result = bench("prompts", *options, "--json", str(path))
+    assert result.exit_code == 0, result.exception
+    figures = json.loads(path.read_text())["figures"]
+    found = [(figure["name"], figure["tokens"]) for figure in figures]
+    assert found == [(name, n) for name in ("auto", "int8") for n in (8, 20)]
+    for option, value in (("--against", "llama.cpp-q9"), ("--lengths", "1"), ("--lengths", "x")):
+        assert isinstance(bench("prompts", option, value).exception, ConfigError)
+
+
+def test_busy_times_each_number_of_threads(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ("--neighbours", "0,1", "--tokens", "16", "--rounds", "1")
+    result = bench("busy", *options, "--json", str(path))
+    assert result.exit_code == 0, result.exception
+    figures = json.loads(path.read_text())["figures"]
+    assert {figure["neighbours"] for figure in figures} == {0, 1}
+    assert {"own threads", "1 threads"} <= {figure["name"] for figure in figures}
+    assert isinstance(bench("busy", "--neighbours", "-1").exception, ConfigError)
+
+
+class Crashing:
+    """A peer whose process ends whatever it is asked."""
+
+    name, failure = "llama.cpp q8_0", "crashed (signal 11)"
+
+    def fits(self, size: object) -> bool:
+        return True
+
+    def fail(self, *asked: object) -> None:
+        raise PeerFailed(self.failure)
+
+    run = step = fail
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("prompts", "--lengths", "8", "--rounds", "1"),
+        ("busy", "--neighbours", "0", "--tokens", "16", "--rounds", "1"),
+        ("step", "--tokens", "1,2", "--context", "16", "--rounds", "1", "--drafter", "none"),
+        ("drafters", "--drafters", "none", "--limit", "2", "--max-tokens", "4"),
+    ],
+    ids=lambda options: options[0],
+)
+def test_a_peer_that_crashes_costs_its_row(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    opens = {"plain": "open_contender", "drafters": "open_contender", "step": "open_stepper"}
+    for module, name in opens.items():
+        command = importlib.import_module(f"benchmarks.{module}")
+        monkeypatch.setattr(command, name, lambda *_: Crashing())
+    path = tmp_path / "out.json"
+    result = bench(*options, "--against", "llama.cpp-q8_0", "--json", str(path))
+    assert result.exit_code == 0, result.exception
+    assert "llama.cpp q8_0" in result.stdout
+    assert "crashed (signal 11)" in result.stdout
+    assert "crashed (signal 11)" in path.read_text()
+
+
+def test_drafters_run_on_random_weights(bench: Run, tmp_path: Path, tiny_shape: None) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "drafters", "--random-weights", "tiny", "--drafters", "lookahead,auto", "--limit", "1",
+        "--max-tokens", "6", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    assert {t["category"] for t in json.loads(path.read_text())["trials"]} == {"random"}
+    assert isinstance(
+        bench("drafters", "--random-weights", "tiny", "--prompts", "x.jsonl").exception, ConfigError
+    )
+
+
+def test_step_times_a_shape_with_random_weights(
+    bench: Run, tmp_path: Path, tiny_shape: None
+) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "step", "--random-weights", "tiny", "--tokens", "1,3", "--rounds", "2", "--json", str(path)
+    )
+    assert result.exit_code == 0, result.exception
+    assert "tiny with random weights (timing only)" in result.stdout
+    assert "timing only" in json.loads(path.read_text())["model"]
+
+
+def test_quality_compares_with_float32(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "quality", "--dtype", "bfloat16", "--backend", "native", "--limit", "90",
+        "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    assert "89 tokens of the built-in text" in result.stdout
+    report = json.loads(path.read_text())
+    assert (report["dtype"], report["weights"]) == ("bfloat16", "bfloat16")
+    assert 0.0 < report["quality"]["mean_kl"] < 0.05
+    assert report["machine"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("quality", "--limit", "1"), "the second token is the first"),
+        (("quality", "--text", "missing.txt"), "cannot read the text"),
+        (("step", "--weights", "bf16"), "exclude each other"),
+        (("drafters", "--drafters", "ngrm"), "did you mean 'ngram'"),
+        (("drafters", "--against", "transformer"), "did you mean 'transformers'"),
+        (("drafters", "--against", "transformers", "--temperature", "1"), "at temperature 0"),
+        (("drafters", "--temperature", "warm"), "not one or more numbers"),
+        (("drafters", "--coupling", "drawm"), "did you mean 'drawn'"),
+        (("drafters", "--noisy-draft-model", "0.1", "--draft-model", "x"), "name no other"),
+        (("step", "--tokens", "0"), "counts start at 1"),
+        (("step", "--tokens", "x"), "not whole numbers"),
+        (("step", "--against", "llama.cp"), "did you mean 'llama.cpp'"),
+        (("step", "--random-weights", "lama-8b"), "did you mean 'llama-8b'"),
+        (("step", "--random-weights", "llama-8b", "--against", "transformers"), "a checkpoint"),
+        (("step", "--random-weights", "llama-8b", "--draft-model", "x"), "no vocabulary"),
+    ],
+)
+def test_bad_values_are_explained(bench: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = bench(*arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_a_draft_model_is_made_by_noise_and_run_with_both_couplings(
+    bench: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "drafters", "--noisy-draft-model", "0.05", "--variant", "draft-model", "--coupling", "both",
+        "--temperature", "1", "--limit", "1", "--max-tokens", "12", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    trials = {trial["contender"]: trial for trial in json.loads(path.read_text())["trials"]}
+    assert set(trials) == {"none", "draft_model", "draft_model (drawn)"}
+    assert trials["draft_model"]["identical"]
+    stats = trials["draft_model"]["stats"]
+    assert 0 < stats["accepted"] < stats["drafted"]
+
+
+def test_serving_is_simulated_and_written_down(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = bench(
+        "serve-sim", "--concurrency", "1,3", "--drafter", "auto,suffix:4,wrong", "--num", "2",
+        "--tokens", "8", "--temperature", "0,0.8", "--json", str(path),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.exception
+    report = json.loads(path.read_text())
+    assert {f["contender"] for f in report["figures"]} == {"auto", "suffix:4", "wrong", "none"}
+    assert not any(figure["num_different"] for figure in report["figures"])
+    assert [f["concurrency"] for f in report["forwards"]] == [1, 3, 1, 3]
+
+
+def test_streaming_is_measured_beside_the_engine(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    asked = ("--drafter", "suffix", "--limit", "1", "--max-tokens", "8", "--rounds", "1")
+    result = bench("serve-stream", *asked, "--json", str(path))
+    assert result.exit_code == 0, result.exception
+    report = json.loads(path.read_text())
+    rates = report["engine_tokens_per_s"], report["served_tokens_per_s"]
+    assert report["rounds"] == [{"added": pytest.approx(rates[0] / rates[1] - 1)}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--concurrency", "0"), "start at 1"),
+        (("--concurrency", "two"), "whole numbers"),
+        (("--drafter", "sufix"), "suffix"),
+        (("--drafter", "suffix:x"), "number of nodes"),
+        (("--peer", "lama"), "llama-cpp"),
+        (("--peer", "llama-cpp", "--temperature", "1"), "temperature 0"),
+    ],
+)
+def test_serving_explains_bad_values(bench: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = bench("serve-sim", "--num", "1", "--tokens", "2", *arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
