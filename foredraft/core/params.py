@@ -22,7 +22,7 @@ Coupling = Literal["seeded", "drawn"]
 
 _MAX_STOPS = 256
 _MAX_STOP_CHARACTERS = 1 << 16
-_MAX_BIASES = 1024
+MAX_BIASES = 1024
 _MAX_BIAS = 100.0
 _MAX_N = 128
 _MAX_LOGPROBS = 20
@@ -215,9 +215,9 @@ def _checked_bias(name: str, biases: object) -> Mapping[int, float]:
         return biases
     if not isinstance(biases, Mapping):
         raise ConfigError(f"{name} must map token ids to numbers, not {shown(biases)}", field=name)
-    if len(biases) > _MAX_BIASES:
+    if len(biases) > MAX_BIASES:
         raise ConfigError(
-            f"{name} names {len(biases)} tokens; it may name {_MAX_BIASES}", field=name
+            f"{name} names {len(biases)} tokens; it may name {MAX_BIASES}", field=name
         )
     return _Biases(
         {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,7 +153,8 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
 
 def _invalid(error: RequestValidationError) -> ApiError:
     """The first thing that the schema refuses, with field and value."""
-    first = error.errors()[0]
+    problems = error.errors()
+    first = problems[0]
     path = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first.get('ctx', {}).get('error', '')}")
@@ -168,16 +169,16 @@ def _invalid(error: RequestValidationError) -> ApiError:
     if first["type"] == "value_error":  # of a check of our own
         return ApiError(400, f"{path[0]}: {first['ctx']['error']}", param=path[0])
     value, wrong = shown(first.get("input")), first["msg"].lower()
-    if forms := _forms(error, path[0]):
+    if forms := _forms(problems, path[0]):
         where, wrong = path[0], f"it must be {' or '.join(forms)}"
     return ApiError(400, f"{where} is {value}: {wrong}", param=path[0])
 
 
-def _forms(error: RequestValidationError, field: str) -> list[str]:
+def _forms(problems: Sequence[Any], field: str) -> list[str]:
     """The forms that a field may have, where there are several: pydantic says what each lacks."""
     tags = [
         str(each["loc"][2])
-        for each in error.errors()
+        for each in problems
         if each["loc"][1:2] == (field,) and len(each["loc"]) > 2
     ]
     known = [_FORMS[tag] for tag in dict.fromkeys(tags) if tag in _FORMS]

@@ -216,7 +216,7 @@ class BodyLimits:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, f"content-type is {kind!r:.100}; it must be application/json")
-        if _is_deeper(body, self._settings.max_depth):
+        if await asyncio.to_thread(_is_deeper, body, self._settings.max_depth):
             raise ApiError(
                 400,
                 f"the body nests lists and objects deeper than {self._settings.max_depth}",

@@ -104,6 +104,7 @@ def test_info_says_what_runs_here(client: TestClient) -> None:
     told = client.get("/page/info").json()
     assert told["drafter"] == "suffix"
     assert set(told["drafters"]) >= {"suffix", "none", "ngram"}
+    assert not {"eagle", "draft_model", "table"} & set(told["drafters"]), "they need something"
     assert [n for n, _ in told["curve"]] == sorted(n for n, _ in told["curve"])
     assert all(ms > 0 for _, ms in told["curve"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
+from foredraft.models.text.tokenizer import Tokenizer
 from tests.server.conftest import Running, running
 from tests.server.events import data_of
 
@@ -195,3 +197,29 @@ def test_logprobs_of_each_token(client: httpx.Client) -> None:
         for each in choice["logprobs"]["content"]
     ]
     assert streamed == entries
+
+
+def test_long_texts_do_not_hold_the_others_up(
+    client: httpx.Client, shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that grows with a body's size runs on the thread of the event loop."""
+    threads: dict[str, set[threading.Thread]] = {"encode": set(), "encode_chat": set()}
+
+    def watch(name: str) -> None:
+        original = getattr(Tokenizer, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            threads[name].add(threading.current_thread())
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(Tokenizer, name, watched)
+
+    for name in threads:
+        watch(name)
+    body = BODY | {"prediction": {"type": "content", "content": "the ferry " * 50}}
+    assert client.post(PATH, json=body).status_code == 200
+    prompt = {"prompt": "the ferry " * 50, "max_tokens": 2}
+    assert client.post("/v1/completions", json=prompt).status_code == 200
+    assert client.post("/tokenize", json=prompt).status_code == 200
+    assert all(threads.values())
+    assert all(shared.thread not in seen for seen in threads.values())

@@ -21,7 +21,7 @@ from foredraft.server.dialects.choices import (
     ChoicesWriter,
     StreamOptions,
 )
-from foredraft.server.dialects.fields import Refused, Sets, entries, json_characters
+from foredraft.server.dialects.fields import Items, Refused, Sets, entries, json_characters
 from foredraft.server.dialects.request import (
     ConversationFields,
     GenerationRequest,
@@ -37,11 +37,11 @@ router = APIRouter()
 class ChatRequest(ChoicesFields, ConversationFields):
     """A conversation to be replied to."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1), entries("max_messages")]
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1), entries("max_messages")]
     logprobs: Annotated[bool | None, Sets("")] = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[
-        list[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
+        Items[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
     ] = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -15,6 +15,7 @@ from foredraft.server.answers import new_id, now
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import (
     Hint,
+    Items,
     Refused,
     Sets,
     at_most,
@@ -56,7 +57,7 @@ class ChoicesFields(SamplingFields):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None
     stop: Annotated[
-        str | list[str] | None, entries("max_stop"), characters("max_stop_characters")
+        str | Items[str] | None, entries("max_stop"), characters("max_stop_characters")
     ] = None
     stream_options: StreamOptions | None = None
     response_format: Annotated[

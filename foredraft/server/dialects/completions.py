@@ -16,6 +16,7 @@ from foredraft.engine.row import GenerationResult
 from foredraft.server.answers import Context, KeyId, error_responses, respond, streamed
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import ChoicesAnswer, ChoicesFields, ChoicesWriter
+from foredraft.server.dialects.fields import Items
 from foredraft.server.dialects.request import GenerationRequest, read_prompts
 from foredraft.server.generation import Generation, finish_reason
 from foredraft.server.logprobs import CompletionLogprobs
@@ -28,7 +29,7 @@ class CompletionRequest(ChoicesFields):
 
     default_max_tokens: ClassVar[int] = 16
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None

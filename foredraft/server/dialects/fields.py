@@ -10,9 +10,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from foredraft.core.errors import ConfigError
@@ -21,6 +27,9 @@ from foredraft.server.settings import ServerSettings
 
 Body = Mapping[str, Any]
 """Plain data, as `json.loads` makes it."""
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first wrong entry ends the check: a body may hold a million."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
 _PARAMETERS = frozenset(field.name for field in fields(SamplingParams))
 

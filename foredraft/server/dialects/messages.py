@@ -27,6 +27,7 @@ from foredraft.server.blocks import Block, Blocks, Change
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import Ignored
 from foredraft.server.dialects.fields import (
+    Items,
     Refused,
     RequestBody,
     Sets,
@@ -64,10 +65,10 @@ class MessageFields(RequestBody):
     """A conversation."""
 
     model: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1), entries("max_messages")]
-    system: str | list[dict[str, Any]] | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1), entries("max_messages")]
+    system: str | Items[dict[str, Any]] | None = None
     tools: Annotated[
-        list[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
+        Items[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
     ] = None
     tool_choice: dict[str, Any] | None = None
 
@@ -89,7 +90,7 @@ class MessagesRequest(MessageFields, ConversationFields):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[
-        list[str] | None, Sets("stop"), entries("max_stop"), characters("max_stop_characters")
+        Items[str] | None, Sets("stop"), entries("max_stop"), characters("max_stop_characters")
     ] = None
     output_config: Annotated[
         dict[str, Any] | None, Sets("grammar", _output_grammar), json_characters("max_schema_bytes")

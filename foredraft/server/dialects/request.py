@@ -131,7 +131,7 @@ async def read_conversation(
     model = context.check_model(body.model)
     body.check_limits(context.settings)
     tools = read_tools(body.chat_tools(), context.takes_tools)
-    params, names = body.sampling(tools.grammar)
+    params, names = await asyncio.to_thread(body.sampling, tools.grammar)  # may name many ids
     _check_replies(1, params.n, context)
     with in_words_of({"messages": body.conversation_field}):
         prompt = await encode_conversation(context, body.chat_messages(), tools)
@@ -144,7 +144,7 @@ async def read_conversation(
         context.tenant(key_id, body.cache_salt),
         _priority(context, body),
         names,
-        _prediction(context, params),
+        await _prediction(context, params),
         tools,
         context.thinks,
         context.thinks and end.endswith(THINK),
@@ -178,7 +178,7 @@ async def read_prompts(
     """
     model = context.check_model(body.model)
     body.check_limits(context.settings)
-    params, names = body.sampling()
+    params, names = await asyncio.to_thread(body.sampling)
     _check_replies(len(prompts), params.n, context)
 
     def encode(prompt: str | list[int]) -> list[int]:
@@ -200,7 +200,7 @@ async def read_prompts(
         context.tenant(key_id, body.cache_salt),
         _priority(context, body),
         names,
-        _prediction(context, params),
+        await _prediction(context, params),
     )
 
 
@@ -226,7 +226,8 @@ def _priority(context: ServerContext, body: SamplingFields) -> int:
     return -priority
 
 
-def _prediction(context: ServerContext, params: SamplingParams) -> tuple[int, ...]:
+async def _prediction(context: ServerContext, params: SamplingParams) -> tuple[int, ...]:
     if params.prediction is None:
         return ()
-    return tuple(context.tokenizer.encode(params.prediction, add_special_tokens=False))
+    tokens = await asyncio.to_thread(context.tokenizer.encode, params.prediction, False)
+    return tuple(tokens)

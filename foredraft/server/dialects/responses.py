@@ -28,6 +28,7 @@ from foredraft.server.blocks import Block, Blocks, Change
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import Ignored
 from foredraft.server.dialects.fields import (
+    Items,
     Refused,
     Sets,
     characters,
@@ -63,21 +64,21 @@ class ResponsesRequest(ConversationFields):
 
     conversation_field: ClassVar[str] = "input"
 
-    input: Annotated[str | list[dict[str, Any]] | None, entries("max_messages")] = None
+    input: Annotated[str | Items[dict[str, Any]] | None, entries("max_messages")] = None
     instructions: str | None = None
     max_output_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None
     stop: Annotated[
-        str | list[str] | None, entries("max_stop"), characters("max_stop_characters")
+        str | Items[str] | None, entries("max_stop"), characters("max_stop_characters")
     ] = None
     text: Annotated[
         dict[str, Any] | None, Sets("grammar", _text_grammar), json_characters("max_schema_bytes")
     ] = None
     tools: Annotated[
-        list[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
+        Items[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
     ] = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     user: Ignored = None

@@ -11,10 +11,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
-from foredraft.core.params import SamplingParams
+from foredraft.core.params import MAX_BIASES, SamplingParams
 from foredraft.core.rng import SEED_BITS
 from foredraft.engine.scheduler import MAX_PRIORITY
 from foredraft.server.dialects.fields import (
+    Items,
     Number,
     RequestBody,
     Sets,
@@ -83,8 +84,16 @@ def _token_id(key: object) -> object:
     raise ValueError(f"{shown(key)} is not a token id")
 
 
+def _few(biases: object) -> object:
+    """Refused before each entry is looked at: a body may hold a million."""
+    if isinstance(biases, Mapping) and len(biases) > MAX_BIASES:
+        raise ValueError(f"it names {len(biases)} tokens; it may name {MAX_BIASES}")
+    return biases
+
+
 _TokenId = Annotated[int, BeforeValidator(_token_id, json_schema_input_type=str)]
 _Bias = Annotated[Number, Field(ge=-100, le=100)]
+_Biases = Annotated[dict[_TokenId, _Bias], BeforeValidator(_few)]
 _Seed = Annotated[
     int,
     Field(ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS),
@@ -115,15 +124,15 @@ class SamplingFields(RequestBody):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[_TokenId, _Bias] | None, entries("max_logit_bias")] = None
+    logit_bias: Annotated[_Biases | None, entries("max_logit_bias")] = None
     seed: _Seed | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     bad_words: Annotated[
-        list[str] | None, entries("max_stop"), characters("max_stop_characters")
+        Items[str] | None, entries("max_stop"), characters("max_stop_characters")
     ] = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Items[int] | None = None
     include_stop_str_in_output: Annotated[bool | None, Sets("include_stop")] = None
     structured_outputs: Annotated[
         dict[str, Any] | None,

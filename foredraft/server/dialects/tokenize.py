@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from foredraft.core.errors import ConfigError
-from foredraft.server.dialects.fields import RequestBody, entries, json_characters
+from foredraft.server.dialects.fields import Items, RequestBody, entries, json_characters
 
 
 class TokenizeRequest(RequestBody):
@@ -19,7 +19,7 @@ class TokenizeRequest(RequestBody):
         Annotated[list[dict[str, Any]], Field(min_length=1)] | None, entries("max_messages")
     ] = None
     tools: Annotated[
-        list[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
+        Items[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
     ] = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -38,4 +38,4 @@ class DetokenizeRequest(RequestBody):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
