@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, REPO, anchors, code_spans, links, page_id
+from tests.docs.pages import PAGES, REPO, anchors, code_spans, links, page_id, prose
 
 pytestmark = pytest.mark.parametrize("page", PAGES, ids=page_id)
 
@@ -19,6 +19,11 @@ def test_links_resolve(page: Path) -> None:
         path = (page.parent / file).resolve() if file else page
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), target
+
+
+def test_no_section_stands_twice(page: Path) -> None:
+    titles = re.findall(r"^##+ .+$", prose(page), re.MULTILINE)
+    assert len(titles) == len(set(titles)), "a heading twice has one anchor only"
 
 
 def test_linked_names_are_in_the_file(page: Path) -> None:
