@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.instructions import SWITCH
@@ -88,7 +88,8 @@ def _drawn(table: Table) -> Any:
     drawn = Drawn(title=table.title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     numeric = {title for title, form in table.columns.items() if ":" in form}
     for title in table.columns:
-        drawn.add_column(title, justify="right" if title in numeric else "left")
+        justify: Literal["right", "left"] = "right" if title in numeric else "left"
+        drawn.add_column(title, justify=justify, overflow="fold")
     for row in table.rows:
         if "failure" not in row:
             drawn.add_row(*(_cell(form, row) for form in table.columns.values()))

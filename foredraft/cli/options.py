@@ -1,9 +1,9 @@
 """Command-line options, derived from the classes whose objects they fill.
 
-A command takes a `LoadOptions`, `SamplingParams`, `TrainPlan`, `ServerSettings` or a class of its
-own as a parameter, and `with_options` turns the fields of that class into options: the name, the
-type, the default and the help text of an option are those of the field. So a field that is added
-to such a class is an option without another line here.
+A command takes a `LoadOptions`, `SamplingParams`, `TrainOptions`, `ServerSettings` or a class of
+its own as a parameter, and `with_options` turns the fields of that class into options: the name,
+the type, the default and the help text of an option are those of the field. So a field that is
+added to such a class is an option without another line here.
 """
 
 from __future__ import annotations

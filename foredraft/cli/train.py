@@ -1,39 +1,51 @@
-"""`foredraft train …`: write text, and train drafters on it."""
+"""`foredraft train …`: write text, train drafters on it, and compare them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shlex
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from foredraft.cli import options as o
-from foredraft.cli.train_compare import compare
 from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
-from foredraft.train.optimiser import Rates
-from foredraft.train.plan import TrainPlan
+from foredraft.train.options import Rates, TableOptions, TrainOptions, WriteOptions
 
 if TYPE_CHECKING:
     from foredraft.cli.training_display import TrainingDisplay
-    from foredraft.drafters.heads.store import TargetIdentity
     from foredraft.llm import LLM
+    from foredraft.train.curves import ComparedHead
+    from foredraft.train.target import TrainingTarget
     from foredraft.train.texts import Text
+    from foredraft.train.writing import ReplyRequest, Writer, WrittenReply
 
-app = typer.Typer(no_args_is_help=True)
+_KIND = "KIND"
 _WRITTEN_AT_ONCE = 16
-Out = Annotated[Path, typer.Option("--out", help="The folder to write, or to go on with.")]
-Target = Annotated[
-    LoadOptions,
-    o.Derived(
-        only=("model", "device"),
-        names={"model": "--target"},
-        fixed={"drafter": "none", "max_batch_size": _WRITTEN_AT_ONCE, "calibrate": False},
-    ),
-]
+_WRITING_SHARE = 0.5
+"""Of the minutes of a training, at most so much goes into writing its text."""
+_LEAST_TOKENS = 1000
+"""Of replies: so many are written, however few the minutes are."""
+
+
+class _Kinds(TyperGroup):
+    """Commands, and the kinds of heads: whatever is no command names a kind."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            return "", self.commands[_KIND], args
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(cls=_Kinds, no_args_is_help=True)
 
 
 @app.callback()
@@ -57,6 +69,10 @@ def parse_count(text: str) -> int:
         raise ConfigError(f"{text!r} is no number of tokens; write 500k or 20M") from None
 
 
+def _parse_temperatures(text: str) -> tuple[float, ...]:
+    return tuple(o.real_numbers("--temperature", text))
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """The text to learn from.
@@ -73,47 +89,97 @@ class DataOptions:
     capture_gb: float = 8.0
 
 
+Out = Annotated[Path, typer.Option("--out", help="The folder to write, or to go on with.")]
+Replace = Annotated[
+    bool,
+    typer.Option(
+        "--replace", help="Begin anew in --out; what is there is kept beside it, as OUT.old-1."
+    ),
+]
+Target = Annotated[
+    LoadOptions,
+    o.Derived(
+        only=("model", "device", "max_context"),
+        names={"model": "--target"},
+        fixed={"drafter": "none", "max_batch_size": _WRITTEN_AT_ONCE, "calibrate": False},
+    ),
+]
 _TEXT = o.Derived("Text", names={"data": "--data"}, parsers={"text_tokens": parse_count})
 _RATES = o.Derived("Training", names={"matrices": "--lr", "tables": "--table-lr"},
                    only=("matrices", "tables"))  # fmt: skip
-_PLAN = o.Derived(
+_TRAINING = o.Derived(
     "Training",
     without=("clip", "held_out_texts", "save_s", "survival"),
     parsers={"tokens": parse_count},
 )
-
-
-def _train_command(kind: str) -> Callable[..., None]:
-    def command(
-        load: Target,
-        data: Annotated[DataOptions, _TEXT],
-        plan: Annotated[TrainPlan, _PLAN],
-        rates: Annotated[Rates, _RATES],
-        out: Out,
-        start_from: Annotated[
-            Path | None,
-            typer.Option(help="A trained head of this kind to begin with, instead of nothing."),
-        ] = None,
-        option: Annotated[
-            list[str] | None, typer.Option(help="NAME=VALUE of this kind; may be repeated.")
-        ] = None,
-    ) -> None:
-        options = o.parse_assignments("--option", option or ())
-        plan = replace(plan, rates=replace(rates, vectors=rates.tables))
-        _train(kind, load, data, plan, out, options, start_from)
-
-    command.__doc__ = f"Train a drafter of kind {kind}. The same command goes on where it was left."
-    return o.with_options(command)
-
-
-_KINDS = (
-    *("dspark", "draft_model", "eagle", "early_exit", "hidden_head", "hydra", "medusa", "mtp"),
+_WRITING = o.Derived(
+    "Text",
+    without=("passes", "shard", "max_prompt_tokens"),
+    names={"temperatures": "--temperature"},
+    parsers={"tokens": parse_count, "temperatures": _parse_temperatures},
 )
 
-for _kind in _KINDS:
-    app.command(_kind)(_train_command(_kind))
 
-app.command()(o.with_options(compare))
+# ---------------------------------------------------------------------------------- commands
+
+
+@app.command(_KIND)
+@o.with_options
+def train_head(
+    kind: Annotated[str, typer.Argument(help="Kind of head; `foredraft train kinds` lists them.")],
+    load: Target,
+    data: Annotated[DataOptions, _TEXT],
+    options: Annotated[TrainOptions, _TRAINING],
+    rates: Annotated[Rates, _RATES],
+    out: Out,
+    start_from: Annotated[
+        Path | None,
+        typer.Option(help="A trained head of this kind to begin with, instead of nothing."),
+    ] = None,
+    replace_old: Replace = False,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of this kind; may be repeated.")
+    ] = None,
+) -> None:
+    """Train a head of any kind, such as eagle. The same command goes on where it was left.
+
+    foredraft train eagle --target smollm2-135m-instruct --minutes 60 --out heads/eagle
+    """
+    from foredraft.drafters.registry import head_class
+    from foredraft.system.paths import cache_root
+    from foredraft.train.folder import check_out, read_counters
+    from foredraft.train.learner import settled
+    from foredraft.train.loop import Job, Trainer
+    from foredraft.train.options import checked_options
+
+    began = time.monotonic()
+    module = head_class(kind)
+    kind_options = checked_options(module, o.parse_assignments("--option", option or ()))
+    options = replace(options, rates=replace(rates, vectors=rates.tables))
+    if replace_old:
+        _move_aside(out)
+    check_out(out, module.kind, start_from)
+    ends_at = None
+    if options.minutes is not None:
+        ends_at = began + 60 * options.minutes - read_counters(out).total_s
+    with settled(), _loaded_target(load, ends_at) as (llm, target, display):
+        texts = _read_texts(data, out, llm, target, display, _writing_ends_at(ends_at))
+        if display.wants_stop():
+            raise typer.Exit(130)
+        job = Job(
+            module,
+            out,
+            cache_root() / "captures",
+            data.capture_gb * 1e9,
+            kind_options,
+            start_from,
+            {"data": [*data.data], "command": _command()},
+        )
+        spent_s = time.monotonic() - began
+        result = Trainer(job, target, texts, options, display, spent_s).run()
+    learnt = f"{result.tokens} tokens, {result.seconds / 60:.1f} minutes of learning"
+    more = "" if result.done >= 1 else f" ({result.done:.0%}; the same command goes on)"
+    _print(f"{out}: {learnt}{more}")
 
 
 @app.command("table")
@@ -121,172 +187,287 @@ app.command()(o.with_options(compare))
 def train_table(
     load: Target,
     data: Annotated[DataOptions, _TEXT],
+    options: Annotated[TableOptions, o.Derived("Training")],
     out: Out,
-    min_count: Annotated[
-        int,
-        typer.Option(help="Times that a context's likeliest successor must have come.", min=1),
-    ] = 2,
-    megabytes: Annotated[float, typer.Option(help="Of the file, at most.", min=0.01)] = 4.0,
+    replace_old: Replace = False,
 ) -> None:
-    """Learn a table of what follows what. It takes seconds, and starts anew each time."""
-    from foredraft.cli.training_display import TrainingDisplay
-    from foredraft.drafters.heads.store import identify
+    """Learn a table of what follows what. It takes seconds; a better table is never replaced."""
     from foredraft.drafters.table import BOTH
-    from foredraft.system.timing_lock import Heed
-    from foredraft.train.ngrams import TablePlan
-    from foredraft.train.table import train_table
-    from foredraft.train.target import TrainingTarget
+    from foredraft.train.table import kept_table, train_table
 
-    llm = o.load_llm(load)
-    identity = _identity(llm, identify)
-    known = TrainingTarget(llm.target, identity.name, identity.tokenizer)
-    with Heed() as pause, TrainingDisplay(Console(stderr=True, highlight=False)) as display:
-        texts = _texts(data, out, llm, identity, display, pause)
+    if replace_old:
+        _move_aside(out)
+    with _loaded_target(load) as (llm, target, display):
+        kept_table(target, out)  # before text is written, see that the folder may be
+        texts = _read_texts(data, out, llm, target, display)
         if display.wants_stop():
             raise typer.Exit(130)
         made = {"data": [*data.data], "command": _command()}
-        measured = train_table(known, texts, out, TablePlan(min_count, megabytes), made)
-    right = ", ".join(f"{n} {m[BOTH]:.3f}" for n, m in measured.items())
-    said = f"{out}: next tokens named right, with earlier matches: {right}"
-    Console(highlight=False).print(said, markup=False, soft_wrap=True)
+        measured = train_table(target, texts, out, options, made, display)
+    right = ", ".join(f"{name} {part[BOTH]:.3f}" for name, part in measured.items())
+    _print(f"{out}: next tokens named right, with earlier matches: {right}")
 
 
 @app.command("write-text")
 @o.with_options
 def write_text(
     load: Target,
+    options: Annotated[WriteOptions, _WRITING],
     out: Out,
-    tokens: Annotated[str, typer.Option(help="Of replies, such as 2M; those there count.")],
     prompts: Annotated[
         list[str] | None,
         typer.Option(help="JSON lines with id, category and turns; without any, it makes them up."),
     ] = None,
-    made_up: Annotated[
-        bool, typer.Option("--made-up", help="Prompts of its own as well, beside --prompts.")
-    ] = False,
-    temperature: Annotated[str, typer.Option(help="Taken in turns, with commas.")] = "0,0.7,1",
-    max_tokens: Annotated[int, typer.Option(help="Of a reply.", min=1)] = 256,
-    batch: Annotated[int, typer.Option(help="Replies at the same time.", min=1)] = 16,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    batch: Annotated[int, typer.Option(help="Replies at the same time.", min=1)] = _WRITTEN_AT_ONCE,
 ) -> None:
     """Let a model write text to train its drafter on. The same command goes on where it was left.
 
     foredraft train write-text --out my-texts --tokens 1M
     """
-    from foredraft.cli.training_display import TrainingDisplay
-    from foredraft.cli.writing import write_into
-    from foredraft.drafters.heads.store import identify
-    from foredraft.system.timing_lock import Heed
-    from foredraft.train.writing import WritePlan
-
-    plan = WritePlan(
-        tokens=parse_count(tokens),
-        temperatures=_temperatures(temperature),
-        max_tokens=max_tokens,
-        seed=seed,
-        made_up=made_up or not prompts,
-        shard=max(_WRITTEN_AT_ONCE * 4, 2 * batch),
-    )
-    llm = o.load_llm(replace(load, max_batch_size=batch))
-    identity = _identity(llm, identify)
-    with Heed() as pause, TrainingDisplay(Console(stderr=True, highlight=False)) as display:
-        files = prompts or []
-        there = write_into(out, llm, identity, files, plan, display, pause, display.wants_stop)
-    Console(highlight=False).print(f"{out}: {there} tokens", markup=False, soft_wrap=True)
+    options = replace(options, shard=max(_WRITTEN_AT_ONCE * 4, 2 * batch))
+    with _loaded_target(replace(load, max_batch_size=batch)) as (llm, target, display):
+        writer = _write_into(out, llm, target, prompts or [], options, display)
+    skipped = ""
+    if writer.num_skipped:
+        skipped = (
+            f"; {writer.num_skipped} prompts were passed over: they are longer than "
+            f"{writer.prompt_limit} tokens"
+        )
+    more = "" if writer.tokens >= options.tokens else " (the same command goes on)"
+    _print(f"{out}: {writer.tokens} tokens{more}{skipped}")
 
 
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--temperature {text!r} is not numbers with commas") from None
-
-
-def _train(
-    kind: str,
-    load: LoadOptions,
-    data: DataOptions,
-    plan: TrainPlan,
-    out: Path,
-    options: dict[str, Any],
-    start_from: Path | None,
+@app.command()
+@o.with_options
+def compare(
+    heads: Annotated[list[Path], typer.Argument(help="Folders of heads and tables, of any kinds.")],
+    plot: Annotated[
+        str | None, typer.Option(help="Draw their curves over tokens seen to this file.")
+    ] = None,
+    json_file: o.JsonFile = None,
 ) -> None:
+    """Trained heads side by side: size, text, acceptance by depth, and whether it still rises.
+
+    foredraft train compare heads/* --plot heads.png
+    """
+    from foredraft.bench.report import Report, Table, check_outputs
+    from foredraft.train.curves import draw_curves, read_compared
+
+    check_outputs(json_file, plot)
+    compared = [head for folder in heads for head in read_compared(folder)]
+    compared.sort(key=lambda head: -head.measured["committed_greedy"])
+    if plot is not None:
+        drawn = {head.name: head.curves for head in compared if head.curves}
+        if not drawn:
+            raise ConfigError("none of these folders has training/curves.jsonl to draw")
+        draw_curves(drawn, plot)
+    rows = [_row(head) for head in compared]
+    explained = (
+        "tokens/step: what a chain of drafts would commit.",
+        "by depth: right where all before it were, on replies that no training has seen.",
+    )
+    facts = {"heads": [head.as_dict() for head in compared]}
+    tables = [Table("", rows, columns) for columns in (_MADE, _REACHED)]
+    Report(tables, facts, explained).give(json_file)
+
+
+_MADE = {
+    "head": "{name}",
+    "kind": "{kind}",
+    "params": "{parameters:.1f}M",
+    "tokens": "{tokens:.0f}k",
+    "min": "{minutes:.1f}",
+    "tokens/step": "{greedy_step:.2f}",
+    "at T=1": "{sampled_step:.2f}",
+    "rises": "{rises}",
+}
+_REACHED = {"head": "{name}", "greedy by depth": "{greedy}", "at T=1 by depth": "{sampled}"}
+"""Each table fits 80 columns."""
+
+
+def _row(head: ComparedHead) -> dict[str, Any]:
+    measured = head.measured
+    return {
+        "name": head.name,
+        "kind": head.kind,
+        "parameters": head.parameters / 1e6,
+        "tokens": head.made.get("tokens learnt from", 0) / 1e3,
+        "minutes": head.made.get("minutes", 0.0),
+        "greedy_step": measured["committed_greedy"],
+        "sampled_step": measured.get("committed_sampled"),
+        "rises": "yes" if head.still_rises else "",
+        "greedy": _shares(measured["greedy"]),
+        "sampled": _shares(measured.get("sampled", ())),
+    }
+
+
+def _shares(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.2f}".lstrip("0") for value in values)
+
+
+@app.command("kinds")
+def show_kinds() -> None:
+    """List the kinds of heads that can be trained, each with its options."""
+    from foredraft.bench.report import Report, Table
+    from foredraft.drafters.registry import drafter_spec, head_class, head_kinds
+
+    rows = [
+        {
+            "kind": kind,
+            "options": ", ".join(head_class(kind).option_help()) or "none",
+            "summary": drafter_spec(kind).summary,
+        }
+        for kind in head_kinds()
+    ]
+    columns = {"kind": "{kind}", "options": "{options}", "what it is": "{summary}"}
+    Report([Table("", rows, columns)]).give(None)
+
+
+# -------------------------------------------------------------------------------- the target
+
+
+@contextmanager
+def _loaded_target(
+    load: LoadOptions, ends_at: float | None = None
+) -> Iterator[tuple[LLM, TrainingTarget, TrainingDisplay]]:
+    """A loaded model, as training sees it, and a display.
+
+    Args:
+        ends_at: when the whole run is to be over.
+    """
     from foredraft.cli.training_display import TrainingDisplay
-    from foredraft.drafters.heads.store import identify, load_head
-    from foredraft.drafters.registry import head_class
+    from foredraft.models.files.digest import weights_digest
     from foredraft.system.paths import cache_root
     from foredraft.system.timing_lock import Heed
-    from foredraft.train.kinds import checked_options
-    from foredraft.train.loop import Trainer
-    from foredraft.train.memory import settled
     from foredraft.train.target import TrainingTarget
 
-    module = head_class(kind)
-    options = checked_options(module, options)
     llm = o.load_llm(load)
-    identity = _identity(llm, identify)
-    assert llm.tokenizer is not None
-    known = TrainingTarget(llm.target, identity.name, identity.tokenizer)
-    older = None if start_from is None else load_head(start_from, module, identity)
-    console = Console(stderr=True, highlight=False)
-    with settled(), Heed() as pause, TrainingDisplay(console) as display:
-        texts = _texts(data, out, llm, identity, display, pause)
-        if display.wants_stop():
-            raise typer.Exit(130)
-        trainer = Trainer(
-            module,
-            options,
-            known,
-            texts,
-            out,
-            plan,
-            display,
-            pause,
-            cache_root() / "captures",
-            data.capture_gb * 1e9,
-            {"data": [*data.data], "command": _command()},
-            older,
-        )
-        result = trainer.run()
-    done = f"{result.tokens} tokens, {result.seconds / 60:.1f} minutes of learning"
-    more = "" if result.done >= 1 else f" ({result.done:.0%}; the same command goes on)"
-    Console(highlight=False).print(f"{out}: {done}{more}", markup=False, soft_wrap=True)
-
-
-def _identity(llm: LLM, identify: Callable[..., TargetIdentity]) -> TargetIdentity:
     assert llm.plan is not None
+    assert llm.plan.checkpoint is not None
     assert llm.tokenizer is not None
-    return identify(llm.target, llm.plan.name, llm.tokenizer.fingerprint)
+    console = Console(stderr=True, highlight=False)
+    with Heed() as heed, TrainingDisplay(console, heed, ends_at) as display:
+        weights = weights_digest(llm.plan.checkpoint, cache_root())
+        words = llm.tokenizer.fingerprint
+        yield llm, TrainingTarget(llm.target, llm.plan.name, weights, words), display
 
 
-def _texts(
-    data: DataOptions,
-    out: Path,
-    llm: LLM,
-    identity: TargetIdentity,
-    display: TrainingDisplay,
-    pause: Callable[[], object],
-) -> list[Text]:
-    """What is there, and what the target writes first."""
-    from foredraft.cli.writing import write_into
-    from foredraft.train.texts import read_texts
-    from foredraft.train.writing import WritePlan, check_origin
+def _move_aside(out: Path) -> None:
+    from foredraft.train.folder import move_aside
 
-    found: list[Text] = []
-    for each in data.data:
-        path = Path(each)
-        if each == "self" or path.suffix == ".jsonl":
-            made_up, path = each == "self", out / "training" / f"texts-{path.stem}"
-            plan = WritePlan(tokens=data.text_tokens, made_up=made_up, passes=3)
-            files = [] if made_up else [each]
-            write_into(path, llm, identity, files, plan, display, pause, display.wants_stop)
-        check_origin(path, identity)
-        found += read_texts(path)
-    return found
+    if (aside := move_aside(out)) is not None:
+        _print(f"{out}: what was there is kept as {aside}")
+
+
+def _writing_ends_at(ends_at: float | None) -> float | None:
+    now = time.monotonic()
+    return None if ends_at is None else now + _WRITING_SHARE * (ends_at - now)
 
 
 def _command() -> str:
-    import shlex
-    import sys
-
     return shlex.join(["foredraft", *sys.argv[1:]])
+
+
+def _print(text: str) -> None:
+    Console(highlight=False).print(text, markup=False, soft_wrap=True)
+
+
+# ----------------------------------------------------------------------------------- its text
+
+
+def _read_texts(
+    data: DataOptions,
+    out: Path,
+    llm: LLM,
+    target: TrainingTarget,
+    display: TrainingDisplay,
+    ends_at: float | None = None,
+) -> list[Text]:
+    """What is there, and what the target writes first.
+
+    Args:
+        ends_at: when no more is to be written, if there is enough to begin with.
+    """
+    from foredraft.train.folder import training_folder
+    from foredraft.train.texts import read_texts
+    from foredraft.train.writing import check_origin
+
+    texts: list[Text] = []
+    for each in data.data:
+        path = Path(each)
+        if each == "self" or path.suffix == ".jsonl":
+            files = [] if each == "self" else [each]
+            path = training_folder(out) / f"texts-{path.stem}"
+            options = WriteOptions(tokens=data.text_tokens, passes=3)
+            _write_into(path, llm, target, files, options, display, ends_at)
+            if display.wants_stop():
+                return texts
+        check_origin(path, target.identity)
+        texts += read_texts(path)
+    return texts
+
+
+def _write_into(
+    directory: Path,
+    llm: LLM,
+    target: TrainingTarget,
+    files: Sequence[str],
+    options: WriteOptions,
+    display: TrainingDisplay,
+    ends_at: float | None = None,
+) -> Writer:
+    """Let a model write text into a folder, from where it was left."""
+    from foredraft.bench.prompts import load_prompts
+    from foredraft.train.writing import SourcePrompt, Writer, words_of
+
+    def should_end() -> bool:
+        is_late = ends_at is not None and time.monotonic() > ends_at
+        return display.wants_stop() or (is_late and writer.tokens >= _LEAST_TOKENS)
+
+    assert llm.tokenizer is not None
+    prompts = [SourcePrompt(p.id, p.text) for file in files for p in load_prompts(file)]
+    write = EngineWriter(llm, display.pause, should_end)
+    words, context = words_of(llm.tokenizer), target.max_context
+    writer = Writer(directory, write, words, target.identity, context, prompts, options)
+    writer.run(display, should_end)
+    return writer
+
+
+class EngineWriter:
+    """Replies of an LLM, each as it is over; a `foredraft.train.writing.WriteReplies`.
+
+    Args:
+        llm: what replies; it has nothing else to do.
+        pause: called before each step.
+        should_end: asked before each step; what is not over then is given up.
+    """
+
+    def __init__(
+        self, llm: LLM, pause: Callable[[], object], should_end: Callable[[], bool]
+    ) -> None:
+        self._engine, self._pause, self._should_end = llm.engine, pause, should_end
+
+    def __call__(self, requests: Sequence[ReplyRequest]) -> Generator[WrittenReply, None, None]:
+        from foredraft.core.params import SamplingParams
+        from foredraft.train.writing import WrittenReply
+
+        engine, numbers = self._engine, {}
+        try:
+            for request in requests:
+                params = SamplingParams(
+                    temperature=request.temperature,
+                    seed=request.seed,
+                    max_tokens=request.max_tokens,
+                )
+                numbers[engine.submit(request.prompt_ids, params)] = request.number
+            while engine.has_work and not self._should_end():
+                self._pause()
+                for event in engine.step():
+                    if (result := event.result) is None:
+                        continue
+                    number = numbers.pop(event.request_id)
+                    if result.error is None:
+                        yield WrittenReply(number, result.token_ids, result.finish_reason == "stop")
+        finally:
+            for request_id in numbers:
+                engine.cancel(request_id)

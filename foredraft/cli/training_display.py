@@ -1,9 +1,10 @@
-"""How training is shown: a bar with loss, acceptance and rest; lines in a log."""
+"""How training is shown: what is being done, how long is left; lines in a log."""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,28 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.progress import TaskProgressColumn as PercentColumn
 
 if TYPE_CHECKING:
-    from foredraft.train.plan import Status
+    from foredraft.train.progress import Status
 
 _LINE_EVERY_S = 30.0
+_LEARNING = "Learning"
 
 
 class TrainingDisplay:
-    """A `foredraft.train.plan.Monitor`: Ctrl-C and SIGTERM end training after the step at hand."""
+    """A `foredraft.train.progress.Monitor`; Ctrl-C and SIGTERM end the work at hand.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    Args:
+        console: where to draw.
+        pause: called before each piece of work; returns when it may begin.
+        ends_at: when the whole run is to be over (`time.monotonic`); None: that is not known.
+    """
+
+    def __init__(
+        self, console: Console, pause: Callable[[], object], ends_at: float | None = None
+    ) -> None:
+        self._console, self.pause, self._ends_at = console, pause, ends_at
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._said_at = -_LINE_EVERY_S
+        self._stage, self._stage_began, self._line_at = "", 0.0, 0.0
         self._stop = False
         self._handlers: dict[signal.Signals, Any] = {}
 
@@ -37,49 +47,58 @@ class TrainingDisplay:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._close()
+        if self._progress is not None:
+            self._progress.stop()
+        self._progress = self._task = None
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def stage(self, text: str) -> None:
         """A new piece of work begins."""
-        self._open(text)
+        if text != self._stage:
+            self._begin(text)
 
     def advance(self, fraction: float) -> None:
         """The share of it that is done."""
-        self._update("", fraction)
+        now = time.monotonic()
+        if self._ends_at is not None:
+            detail = f"{duration(self._ends_at - now)} left of the whole run"
+        else:
+            left = (now - self._stage_began) * (1 / fraction - 1) if fraction > 0 else 0.0
+            detail = f"{duration(left)} left" if left else ""
+        self._show(fraction, detail)
 
     def step(self, status: Status) -> None:
         """After each step."""
-        self._open("Training")
-        self._update(_describe(status), status.done)
-        if not self._console.is_terminal and time.monotonic() - self._said_at > _LINE_EVERY_S:
-            self._said_at = time.monotonic()
-            self._say(f"{status.done:.1%} {_describe(status)}")
+        self.stage(_LEARNING)
+        self._show(status.done, _described(status))
 
     def evaluated(self, status: Status) -> None:
         """After each measurement."""
-        from foredraft.train.acceptance import describe
+        from foredraft.train.folder import describe_measured
 
         assert status.acceptance is not None
-        self._say(f"{status.tokens:>11,} tokens: {describe(status.acceptance.as_dict())}")
+        self.say(f"{status.tokens:>11,} tokens: {describe_measured(status.acceptance.as_dict())}")
 
     def wants_stop(self) -> bool:
+        """Whether a signal has asked for it."""
         return self._stop
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         if self._stop:
             raise KeyboardInterrupt
         self._stop = True
-        self._say("stopping after this step; again to stop at once")
+        self.say("stopping after the piece of work at hand; again to stop at once")
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
-
-    def _open(self, text: str) -> None:
+    def _begin(self, text: str) -> None:
+        self._stage, self._stage_began = text, time.monotonic()
+        self._line_at = self._stage_began + _LINE_EVERY_S
         if not self._console.is_terminal:
-            if text != "Training":
-                self._say(f"{text} …")
+            self.say(f"{text} …")
             return
         if self._progress is None:
             self._progress = Progress(
@@ -91,23 +110,27 @@ class TrainingDisplay:
                 transient=True,
             )
             self._progress.start()
-        if self._task is None or self._progress.tasks[-1].description != text:
-            if self._task is not None:
-                self._progress.remove_task(self._task)
-            self._task = self._progress.add_task(text, total=1.0, detail="")
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(text, total=1.0, detail="")
 
-    def _update(self, detail: str, fraction: float) -> None:
+    def _show(self, fraction: float, detail: str) -> None:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=min(fraction, 1.0), detail=detail)
-
-    def _close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-        self._progress = self._task = None
+        elif time.monotonic() >= self._line_at:
+            self._line_at = time.monotonic() + _LINE_EVERY_S
+            self.say(f"{self._stage}: {fraction:.1%}, {detail}")
 
 
-def _describe(status: Status) -> str:
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _described(status: Status) -> str:
     overlap = " ".join(f"{share:.2f}" for share in status.overlap)
-    left = time.strftime("%H:%M:%S", time.gmtime(status.left_s)) if status.left_s < 8e4 else "…"
+    left = duration(status.left_s) if status.left_s < 1e6 else "…"
     speed = f"{status.tokens_per_s:.0f} tokens/s"
     return f"loss {status.loss:.3f}, overlap {overlap}, {speed}, {left} left"

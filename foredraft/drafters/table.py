@@ -64,7 +64,7 @@ Context = tuple[int, ...]
 def next_hash(hashed: int, token: int) -> int:
     """The hash of a context that is one token longer, at its front; 0 is that of none.
 
-    `foredraft.train.ngrams` computes the same for many places at once.
+    `foredraft.train.table` computes the same for many places at once.
     """
     mixed = (hashed * SEEDS[0] + token + 1) & _MASK
     mixed ^= mixed >> 29

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,9 @@ from torch import Tensor
 
 from foredraft.core.errors import TrainingError
 
+_ABANDONED_S = 3600.0
+"""An unfinished file this old belongs to a process that was killed."""
+
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
@@ -24,8 +29,7 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
     Raises:
         TrainingError: it cannot be written; what was there before is as it was.
     """
-    unfinished = path.with_name(f".{path.name}.partial")
-    try:
+    with _unfinished(path) as unfinished:
         with _explained(path), unfinished.open("wb") as file:
             yield file
             file.flush()
@@ -33,9 +37,6 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
         with _explained(path):
             os.replace(unfinished, path)
             flush_folder(path.parent)
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -48,16 +49,30 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """A whole safetensors file; see `write_atomically`."""
-    unfinished = path.with_name(f".{path.name}.partial")
+    with _unfinished(path) as unfinished, _explained(path):
+        kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(kept, unfinished, dict(metadata or {}))
+        unfinished.chmod(0o644)  # safetensors makes files for their owner alone
+        with unfinished.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        flush_folder(path.parent)
+
+
+@contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """A name to write under, beside ``path``; gone at the end.
+
+    Every writer gets a name of its own: two processes may write the same file at the same time,
+    and the last one wins. What a killed process left is removed once it is old.
+    """
+    for other in path.parent.glob(f".{path.name}.*.partial"):
+        with suppress(OSError):
+            if time.time() - other.stat().st_mtime > _ABANDONED_S:
+                other.unlink()
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
-        with _explained(path):
-            kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(kept, unfinished, dict(metadata or {}))
-            unfinished.chmod(0o644)  # safetensors makes files for their owner alone
-            with unfinished.open("rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-            flush_folder(path.parent)
+        yield unfinished
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ Shape legend: B texts, L tokens, N anchors, R output rows, D depths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -234,13 +234,3 @@ def _target_probs(batch: TrainBatch, rows: Tensor, head_RE: Tensor) -> list[Tens
         for part in torch.split(rows, _ROWS_AT_ONCE)
         if len(part)
     ]
-
-
-def describe(measured: Mapping[str, Any]) -> str:
-    """In a line, for people."""
-    greedy = " ".join(f"{share:.2f}" for share in measured["greedy"])
-    sampled = " ".join(f"{share:.2f}" for share in measured["sampled"])
-    return (
-        f"tokens a step {measured['committed_greedy']:.2f} greedy, "
-        f"{measured['committed_sampled']:.2f} at temperature 1 (by depth {greedy} | {sampled})"
-    )

@@ -1,20 +1,22 @@
 """What the target made of the texts, kept on disk and shared by all kinds of heads.
 
-Texts are captured in chunks that are named by their content: a folder for each target, in it one
-for each chunk, in it a file for each layer. So another kind of head, or more text, finds what is
-there already, and a kill costs the chunk that was under way. What does not fit the cap is read by
-the target again whenever it is trained on.
+Texts are captured in chunks that are named by their content: a folder for each target
+(`TrainingTarget.forward_key`: all weights, and how they are run), in it one for each chunk, in it a
+file for each layer. So another kind of head, or more text, finds what is there already, and a kill
+or a stop costs the chunk that was under way. Two trainings may capture at the same time. What does
+not fit the cap is read by the target again whenever it is trained on.
 
 Shape legend: T tokens of a chunk, L tokens of a text, E hidden size.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import check_safetensors
 from foredraft.system.files import write_tensors
+from foredraft.train.progress import Monitor
 from foredraft.train.target import States, TrainingTarget
 from foredraft.train.texts import Text, digest_of
 
-CHUNK_TOKENS = 32_768
-"""Of a chunk, at least; at most about twice as many. A kill costs one chunk."""
+CHUNK_TOKENS = 8192
+"""Of a chunk, at least; at most about twice as many."""
 PACKED_TOKENS = {"cpu": 640, "cuda": 16_384}
 """Tokens of one forward, by the type of the device."""
 
@@ -39,8 +41,6 @@ _NORMALISER = "normaliser"
 _ENDS_ONE_IN = 16
 _MAX_OPEN = 128
 _KEPT_S = 24 * 3600.0
-Pause = Callable[[], object]
-"""Returns when work may go on."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Capture:
         self._target, self._texts = target, texts
         self.layers = tuple(sorted({*taps, target.last_layer}))
         self._root, self._max_bytes = root, max_bytes
-        self._folder = root / target.identity.fingerprint
+        self._folder = root / target.forward_key
         self._chunks = chunks_of(texts)
         self._places: dict[int, tuple[Chunk, int]] = {}
         for chunk in self._chunks:
@@ -113,28 +113,47 @@ class Capture:
         """On disk."""
         return sum(chunk.num_tokens for chunk in self._chunks if chunk.digest in self._there)
 
-    def fill(self, progress: Progress, pause: Pause) -> None:
+    @property
+    def captured(self) -> set[int]:
+        """Positions of the texts whose states are on disk."""
+        return {n for chunk in self._chunks if chunk.digest in self._there for n in chunk.texts}
+
+    def fill(self, monitor: Monitor, seconds: float = math.inf) -> bool:
         """Capture what is not there yet, as far as the cap allows.
 
         Args:
-            pause: called before each forward.
+            monitor: shows how it goes; asked to pause, and whether to stop, before each forward.
+            seconds: when they are over, no other chunk is begun; one is captured in any case.
+
+        Returns:
+            False where time, or a stop, left some of the text unread.
 
         Raises:
             TrainingError: the disk is full.
         """
         todo = [chunk for chunk in self._chunks if not self._find(chunk)]
         if not todo:
-            return
-        progress.stage(f"Reading {sum(c.num_tokens for c in todo)} tokens of text")
-        room = self._max_bytes - self._make_room()
+            return True
         total, done = sum(chunk.num_tokens for chunk in todo), 0
+        monitor.stage(f"Reading {total} tokens of text")
+        room, began = self._max_bytes - self._make_room(), time.monotonic()
         for chunk in todo:
             room -= chunk.num_tokens * self._bytes_per_token()
             if room < 0:
-                return
-            self._capture(chunk, pause)
-            done += chunk.num_tokens
-            progress.advance(done / total)
+                return True
+            if self._there and time.monotonic() - began > seconds:
+                return False
+            states: list[States] = []
+            for group in self._packed(chunk.texts):
+                if monitor.wants_stop():
+                    return False
+                monitor.pause()
+                read = self._target.read([self._texts[n].tokens for n in group], self.layers)
+                states += [_copied(each) for each in read]
+                done += sum(len(self._texts[n].tokens) for n in group)
+                monitor.advance(done / total)
+            self.store(chunk, states)
+        return True
 
     def _bytes_per_token(self) -> int:
         return 2 * self._target.shape.hidden_size * len(self.layers) + 4
@@ -167,16 +186,6 @@ class Capture:
         os.utime(self._folder / chunk.digest)
         self._there.add(chunk.digest)
         return True
-
-    def _capture(self, chunk: Chunk, pause: Pause) -> None:
-        texts = [self._texts[n].tokens for n in chunk.texts]
-        parts: list[States] = []
-        for group in self._packed(chunk.texts):
-            pause()
-            read = self._target.read([self._texts[n].tokens for n in group], self.layers)
-            parts += [_copied(states) for states in read]
-        assert len(parts) == len(texts)
-        self.store(chunk, parts)
 
     def store(self, chunk: Chunk, states: Sequence[States]) -> None:
         """Write the states of a chunk's texts."""

@@ -7,19 +7,23 @@ C candidates (rows that the target finds likely), V vocabulary.
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foredraft.core.errors import TrainingError
+from foredraft.core.errors import ConfigError, TrainingError
 from foredraft.drafters.heads.base import HeadModule, Prediction
 from foredraft.train.batches import TrainBatch
+from foredraft.train.folder import Counters
 from foredraft.train.losses import Goal, loss_named, product_loss
 from foredraft.train.optimiser import Optimiser, rate_share
-from foredraft.train.plan import TrainPlan
-from foredraft.train.state import Counters
+from foredraft.train.options import TrainOptions
 from foredraft.train.target import TrainingTarget
 
 _SURVIVAL_KEPT = 0.95
@@ -28,32 +32,48 @@ _CANDIDATES = 64
 """Of the target's likeliest tokens, so many are learnt from at each position."""
 
 
+@dataclass(frozen=True)
+class OutputRows:
+    """The tokens that a head can name.
+
+    Attributes:
+        head_RE: the target's own head for them, in its dtype.
+        row_of_V: output row of each token; -1: none.
+    """
+
+    head_RE: Tensor
+    row_of_V: Tensor
+
+    @classmethod
+    def of(cls, module: HeadModule, target: TrainingTarget) -> OutputRows:
+        """Those of a module."""
+        vocab = target.shape.vocab_size
+        ids_R = torch.tensor(_named_tokens(module))
+        row_of_V = torch.full((vocab,), -1, dtype=torch.int64)
+        row_of_V[ids_R] = torch.arange(len(ids_R))
+        return cls(target.head_rows(ids_R), row_of_V.to(target.device))
+
+
 class Learner:
     """A module with its optimiser.
 
     Args:
         module: what is trained.
         target: whose head it is.
-        plan: how to train.
+        options: how to train.
 
     Attributes:
         dtype: of products.
-        head_RE: the target's head for the module's output rows.
-        row_of_V: output row of each token; -1: none.
+        rows: the module's output rows.
     """
 
-    def __init__(self, module: HeadModule, target: TrainingTarget, plan: TrainPlan) -> None:
+    def __init__(self, module: HeadModule, target: TrainingTarget, options: TrainOptions) -> None:
         self.module = module.to(target.device).float()
-        self._target, self._plan, self._loss = target, plan, loss_named(plan.loss)
-        self._averaged = copy.deepcopy(self.module) if plan.average else None
-        self._optimiser = Optimiser(self.module, plan.rates)
-        self.dtype = compute_dtype(target.device, plan.float32)
-        vocab, ids_R = target.shape.vocab_size, module.output_ids_R
-        ids_R = torch.arange(vocab) if ids_R is None else ids_R.cpu()
-        self.head_RE = target.head_rows(ids_R)
-        row_of_V = torch.full((vocab,), -1, dtype=torch.int64)
-        row_of_V[ids_R] = torch.arange(len(ids_R))
-        self.row_of_V = row_of_V.to(target.device)
+        self._target, self._options, self._loss = target, options, loss_named(options.loss)
+        self._averaged = copy.deepcopy(self.module) if options.average else None
+        self._optimiser = Optimiser(self.module, options.rates)
+        self.dtype = compute_dtype(target.device, options.float32)
+        self.rows = OutputRows.of(module, target)
 
     @property
     def kept(self) -> HeadModule:
@@ -80,14 +100,14 @@ class Learner:
     def learn(self, batch: TrainBatch, counters: Counters) -> tuple[float, list[float]]:
         """One step of the optimiser: the loss, and the overlap by depth."""
         with self.autocast():
-            predictions = self.module.predictions(batch.texts, self._plan.depth_at(counters))
+            predictions = self.module.predictions(batch.texts, self._options.depth_at(counters))
         total, overlaps = self._total_loss(batch, predictions, counters)
         with self.autocast():
             extra = self.module.extra_loss(batch.texts, predictions)
         if extra is not None:
             total = total + extra.float()
         total.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._plan.clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._options.clip)
         loss = float(total.detach())
         if not math.isfinite(loss) or not math.isfinite(float(norm)):
             raise TrainingError(
@@ -95,7 +115,7 @@ class Learner:
                 f"{counters.step}: training cannot go on. The last state and the best head are "
                 "whole; try a lower --lr, or --loss soft"
             )
-        self._optimiser.step(rate_share(self._plan.done(counters)))
+        self._optimiser.step(rate_share(self._options.done(counters)))
         self._average(counters.step)
         return loss, overlaps
 
@@ -117,10 +137,10 @@ class Learner:
     @torch.no_grad()
     def _candidates(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Output rows [T, C] that the target finds likely, and how likely."""
-        log_probs_TR = batch.teacher.log_probs(self.head_RE)
+        log_probs_TR = batch.teacher.log_probs(self.rows.head_RE)
         num = min(_CANDIDATES, log_probs_TR.shape[1])
         values_TC, rows_TC = log_probs_TR.topk(num, -1)
-        if self._plan.renormalise:
+        if self._options.renormalise:
             return rows_TC, values_TC.softmax(-1)
         # Their rounded logits may say a little more than all there is.
         probs_TC = values_TC.exp()
@@ -139,7 +159,7 @@ class Learner:
         about_BL[:, : max(0, rows_BL.shape[1] - shift)] = rows_BL[:, shift:]
         places = (about_BL >= 0).nonzero()
         texts, at = places[:, 0], places[:, 1]
-        labels_N = self.row_of_V[batch.texts.tokens_BL[texts, at + shift]]
+        labels_N = self.rows.row_of_V[batch.texts.tokens_BL[texts, at + shift]]
         weights_N = torch.full((len(places),), weight / max(1, len(places)), device=places.device)
         return places, Goal(*candidates, about_BL[texts, at], labels_N, weights_N)
 
@@ -147,7 +167,7 @@ class Learner:
         self, predictions: Sequence[Prediction], survival: Sequence[float]
     ) -> list[float]:
         """By how often drafting gets to a depth, as far as the last batches tell."""
-        if not self._plan.survival:
+        if not self._options.survival:
             return [1.0] * len(predictions)
         survived = [1.0]
         for share in survival:
@@ -161,7 +181,7 @@ class Learner:
         if self._averaged is None:
             return
         # A short memory at first: the start is to be forgotten soon.
-        kept = min(self._plan.average, (1 + step) / (10 + step))
+        kept = min(self._options.average, (1 + step) / (10 + step))
         own = dict(self.module.named_parameters())
         for name, mean in self._averaged.named_parameters():
             mean.lerp_(own[name], 1 - kept)
@@ -185,3 +205,89 @@ def compute_dtype(device: torch.device, float32: bool) -> torch.dtype:
         return torch.float32
     fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+# ------------------------------------------------------------------ starting from another head
+
+
+@torch.no_grad()
+def take_over(module: HeadModule, older: HeadModule) -> None:
+    """Copy what both have: all weights, and the output rows of the tokens that both can name.
+
+    Other rows stay as they are: a new head has the target's own there.
+
+    Raises:
+        ConfigError: the heads are of different kinds or sizes.
+    """
+    names = dict(older.named_parameters())
+    if type(module) is not type(older) or names.keys() != dict(module.named_parameters()).keys():
+        raise ConfigError(
+            f"a {module.kind} head cannot start from this {older.kind} head: their layers differ"
+        )
+    here, there = _shared_rows(module, older)
+    for name, parameter in module.named_parameters():
+        known = names[name].to(parameter.device)
+        if known.shape == parameter.shape and not _names_tokens(module, parameter):
+            parameter.copy_(known)
+        elif known.shape[1:] == parameter.shape[1:]:
+            parameter[here] = known[there]
+        else:
+            raise ConfigError(
+                f"{name} is {[*parameter.shape]} here and {[*known.shape]} in the head to start "
+                "from: train with its options"
+            )
+
+
+def _names_tokens(module: HeadModule, parameter: Tensor) -> bool:
+    ids_R = module.output_ids_R
+    return ids_R is not None and parameter.ndim == 2 and len(parameter) == len(ids_R)
+
+
+def _shared_rows(module: HeadModule, older: HeadModule) -> tuple[Tensor, Tensor]:
+    """Output rows of the tokens that both name, in each."""
+    ids = [_named_tokens(module), _named_tokens(older)]
+    shared = torch.tensor(sorted(set(ids[0]) & set(ids[1])), dtype=torch.int64)
+    found = []
+    for tokens in ids:
+        place = {token: row for row, token in enumerate(tokens)}
+        found.append(torch.tensor([place[int(token)] for token in shared], dtype=torch.int64))
+    return found[0], found[1]
+
+
+def _named_tokens(module: HeadModule) -> list[int]:
+    ids_R = module.output_ids_R
+    return list(range(module.shape.vocab_size)) if ids_R is None else ids_R.tolist()
+
+
+# ------------------------------------------------------------------------ faster on CPUs
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
+_LARGE, _PAD = 1 << 30, 1 << 28
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Keep freed memory for the next tensors, and take numbers near zero for zero.
+
+    glibc gives large blocks back to the system as soon as they are freed, so every step would have
+    its pages made anew, zeroed, one by one. Where there is another C library nothing happens.
+    """
+    _keep_freed_memory()
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def _keep_freed_memory() -> None:
+    if not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        for setting, value in (
+            (_MMAP_THRESHOLD, _LARGE),
+            (_TRIM_THRESHOLD, 2 * _LARGE - 1),
+            (_TOP_PAD, _PAD),
+        ):
+            library.mallopt(setting, value)

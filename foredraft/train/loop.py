@@ -2,177 +2,205 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from foredraft.core.errors import ConfigError
 from foredraft.drafters.heads.base import HeadModule, TextBatch
-from foredraft.drafters.heads.store import META, finish_saving, read_head, read_info, save_head
+from foredraft.drafters.heads.store import META, load_head, save_head
 from foredraft.train.acceptance import Acceptance, AcceptanceCount
 from foredraft.train.batches import TrainBatch, Window, batches_of, load_batch, windows_of
-from foredraft.train.capture import Capture, Pause
-from foredraft.train.card import model_card
-from foredraft.train.curves import Curves, Recent, draw_curves, read_curves
-from foredraft.train.learner import Learner
+from foredraft.train.capture import Capture
+from foredraft.train.curves import Curves, draw_curves, read_curves
+from foredraft.train.folder import (
+    Counters,
+    check_out,
+    load_state,
+    model_card,
+    save_state,
+    state_path,
+    training_folder,
+)
+from foredraft.train.learner import Learner, OutputRows, take_over
 from foredraft.train.optimiser import rate_share
-from foredraft.train.plan import Monitor, Result, Status, TrainPlan
-from foredraft.train.start import take_over
-from foredraft.train.state import Counters, load_state, save_state
+from foredraft.train.options import TrainOptions
+from foredraft.train.progress import Monitor, Recent, Result, Status
 from foredraft.train.target import TrainingTarget
-from foredraft.train.texts import Text, digest_of, frequent_tokens, usable
+from foredraft.train.texts import Text, digest_of, frequent_tokens, split_texts, usable
 from foredraft.version import __version__
 
 _TEST_TOKENS = 12
 
 
+@dataclass(frozen=True)
+class Job:
+    """Which head to train, and where.
+
+    Attributes:
+        kind: the class of its module.
+        out: the directory: the best head so far, and the state in its folder ``training``.
+        kind_options: those of the kind, checked.
+        start_from: the folder of a head whose weights to begin with; None: the target's.
+        capture_root: where states of targets are kept.
+        capture_bytes: at most so many.
+        provenance: more about the data, for the card.
+    """
+
+    kind: type[HeadModule]
+    out: Path
+    capture_root: Path
+    capture_bytes: float = 8e9
+    kind_options: Mapping[str, Any] = field(default_factory=dict)
+    start_from: Path | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Trainer:
     """Trains a head in a directory, from nothing or from where it was left.
 
+    A head that is there is only ever replaced by one that is better on held-out text.
+
     Args:
-        kind: the class of its module.
-        options: of the kind.
+        job: which head, and where.
         target: whose head it is to be.
         texts: of the target's own; some are kept from training.
-        out: the directory: the best head so far, and the state in its folder ``training``.
-        plan: how to train.
+        options: how to train.
         monitor: told how it goes.
-        pause: called before each step and forward; returns when it may go on.
-        capture_root: where states of the target are kept.
-        capture_bytes: at most so many.
-        provenance: more about the data, for the card.
-        start_from: a head whose weights to begin with; None: the target's.
+        spent_s: seconds of this run that lie before: loading the target, writing text.
 
     Raises:
-        ConfigError: texts, options or directory do not fit.
+        ConfigError: texts, options or directory do not fit: see `folder.check_out`.
+        ModelLoadError: the head or the state in the directory is damaged.
     """
 
     def __init__(
         self,
-        kind: type[HeadModule],
-        options: Mapping[str, Any],
+        job: Job,
         target: TrainingTarget,
         texts: Sequence[Text],
-        out: Path,
-        plan: TrainPlan,
+        options: TrainOptions,
         monitor: Monitor,
-        pause: Pause,
-        capture_root: Path,
-        capture_bytes: float,
-        provenance: Mapping[str, Any],
-        start_from: HeadModule | None = None,
+        spent_s: float = 0.0,
     ) -> None:
-        self._target, self._out, self._plan, self._monitor = target, out, plan, monitor
-        self._pause, self._provenance = pause, provenance
+        self._job, self._target, self._options, self._monitor = job, target, options, monitor
+        self._began = time.monotonic() - spent_s
         self._texts = usable(texts, target.shape.vocab_size, target.max_context)
-        self._state_path = out / "training" / "state.safetensors"
-        finish_saving(out)
+        check_out(job.out, job.kind.kind, job.start_from)
         self._recipe = {
-            "kind": kind.kind,
+            "kind": job.kind.kind,
             "target": target.identity.fingerprint,
-            "options": dict(options),
-            "output_rows": plan.output_rows,
+            "options": dict(job.kind_options),
+            "output_rows": options.output_rows,
         }
-        self._learner = self._resume(kind, options, start_from)
-        self._taps = self._learner.module.taps
-        target.check_taps(self._taps)
-        self._capture = Capture(target, self._texts, self._taps, capture_root, capture_bytes)
-        self._windows = [
-            window
-            for number, text in enumerate(self._texts)
-            if not text.is_held_out
-            for window in windows_of(number, text, plan.sequence)
-        ]
-        if not self._windows:
-            raise ConfigError("all of these texts are kept from training; give more text")
-        self._evaluation = self._evaluation_batches()
+        self._kept: HeadModule | None = None
+        if (job.out / META).exists():
+            self._kept = load_head(job.out, job.kind, target.identity)
+        self._learner = self._resumed_learner()
+        taps = {*self._learner.module.taps, *(self._kept.taps if self._kept else ())}
+        target.check_taps(sorted(taps))
+        self._capture = Capture(
+            target, self._texts, sorted(taps), job.capture_root, job.capture_bytes
+        )
         self._acceptance: Acceptance | None = None
 
-    def _resume(
-        self,
-        kind: type[HeadModule],
-        options: Mapping[str, Any],
-        start_from: HeadModule | None,
-    ) -> Learner:
+    def _resumed_learner(self) -> Learner:
         """Where training was left, or a new head."""
-        saved, shape = load_state(self._state_path, self._recipe), self._target.shape
+        job, shape = self._job, self._target.shape
+        saved = load_state(state_path(job.out), self._recipe)
         if saved is None:
             self.counters = Counters()
-            rows = frequent_tokens(self._texts, self._plan.output_rows, shape.vocab_size)
-            module = kind.start(self._target, rows, options)
-            if start_from is not None:
-                take_over(module, start_from)
-            return Learner(module, self._target, self._plan)
+            trained, _ = split_texts(self._texts)
+            rows = frequent_tokens(
+                [self._texts[n] for n in trained], self._options.output_rows, shape.vocab_size
+            )
+            module = job.kind.start(self._target, rows, job.kind_options)
+            if job.start_from is not None:
+                take_over(module, load_head(job.start_from, job.kind, self._target.identity))
+            return Learner(module, self._target, self._options)
         self.counters = saved.counters
         self.counters.resumed += 1
-        self.counters.evaluated = min(self.counters.evaluated, self._plan.done(self.counters))
-        module = kind.from_config(shape, saved.recipe["config"])
+        self.counters.evaluated = min(self.counters.evaluated, self._options.done(self.counters))
+        module = job.kind.from_config(shape, saved.recipe["config"])
         # What output rows stand for decides about more than weights, so it comes first.
         module.load_state_dict(saved.groups["module"])
-        learner = Learner(module, self._target, self._plan)
+        learner = Learner(module, self._target, self._options)
         learner.load(saved.groups)
         return learner
 
     # ------------------------------------------------------------------------------- running
 
     def run(self) -> Result:
-        """Train until the plan is fulfilled or the monitor wants to stop.
+        """Train until the options are fulfilled or the monitor wants to stop.
 
         Raises:
             TrainingError: the loss is no number any more, or the disk is full. The state before
                 and the best head are whole.
         """
-        self._capture.fill(self._monitor, self._pause)
-        self._curves = Curves(self._out / "training" / "curves.jsonl", self.counters.tokens)
+        options, counters = self._options, self.counters
+        seconds = options.reading_s(counters, time.monotonic() - self._began)
+        is_all_read = self._capture.fill(self._monitor, seconds)
+        if self._monitor.wants_stop():
+            return self._result()
+        self._curves = Curves(self._curves_path, counters.tokens)
         self._recent = Recent()
+        self._choose_texts(everything=is_all_read)
+        self._measure_first()
         saved_at = time.monotonic()
-        self._enter_order()
-        if self.counters.evaluated < 0:
-            self._evaluate()
-        elif self._plan.done(self.counters) < 1:
-            self._measure_best()
-        while self._plan.done(self.counters) < 1 and not self._monitor.wants_stop():
+        while options.done(counters) < 1 and not self._monitor.wants_stop():
             self._step()
-            if self._plan.done(self.counters) >= self._next_evaluation():
+            if options.done(counters) >= options.next_evaluation(counters):
                 self._evaluate()
                 saved_at = time.monotonic()
-            elif time.monotonic() - saved_at > self._plan.save_s:
+            elif time.monotonic() - saved_at > options.save_s:
                 self.save()
                 saved_at = time.monotonic()
         self.save()
-        return Result(
-            self._plan.done(self.counters),
-            self.counters.tokens,
-            self.counters.seconds,
-            self._acceptance,
-        )
+        lines = {self._job.out.name: read_curves(self._curves_path)}
+        draw_curves(lines, self._curves_path.with_suffix(".png"))
+        return self._result()
 
-    def _next_evaluation(self) -> float:
-        done = max(0.0, self.counters.evaluated)
-        return min(
-            1.0, (math.floor(done * self._plan.evaluations + 1e-6) + 1) / self._plan.evaluations
-        )
+    def _result(self) -> Result:
+        counters = self.counters
+        done = self._options.done(counters)
+        return Result(done, counters.tokens, counters.seconds, self._acceptance)
 
-    def _enter_order(self) -> None:
-        """Other texts or batches than before begin with a new epoch."""
-        plan = self._plan
-        order = f"{digest_of(self._texts)} {plan.batch_tokens} {plan.sequence} {plan.seed}"
-        if self.counters.order not in ("", order):
+    @property
+    def _curves_path(self) -> Path:
+        return training_folder(self._job.out) / "curves.jsonl"
+
+    def _choose_texts(self, everything: bool) -> None:
+        """Windows to learn from and batches to measure on.
+
+        Args:
+            everything: of all texts; otherwise only of those that there was time to read.
+        """
+        options = self._options
+        numbers = range(len(self._texts)) if everything else sorted(self._capture.captured)
+        trained, held_out = split_texts([self._texts[n] for n in numbers])
+        self._windows = [
+            window
+            for n in trained
+            for window in windows_of(numbers[n], self._texts[numbers[n]], options.sequence)
+        ]
+        self._evaluation = self._evaluation_batches([numbers[n] for n in held_out])
+        order = digest_of([self._texts[n] for n in numbers])
+        order = f"{order} {options.batch_tokens} {options.sequence} {options.seed}"
+        if self.counters.order not in ("", order):  # other texts or batches: a new epoch begins
             self.counters.epoch += 1
             self.counters.position = 0
         self.counters.order = order
         self._batches = self._epoch_batches()
 
     def _epoch_batches(self) -> list[list[Window]]:
-        plan = self._plan
-        return batches_of(self._windows, plan.batch_tokens, plan.seed, self.counters.epoch)
+        options = self._options
+        return batches_of(self._windows, options.batch_tokens, options.seed, self.counters.epoch)
 
     def _step(self) -> None:
-        self._pause()
+        self._monitor.pause()
         began = time.monotonic()
         counters = self.counters
         if counters.position >= len(self._batches):
@@ -197,85 +225,90 @@ class Trainer:
 
     # ----------------------------------------------------------------------------- measuring
 
-    def _evaluation_batches(self) -> list[list[Window]]:
-        held_out = [number for number, text in enumerate(self._texts) if text.is_held_out]
-        if not held_out:
-            raise ConfigError(
-                "none of these texts is kept from training, so acceptance cannot be measured; give "
-                "more text (some 100 replies at least)"
-            )
+    def _evaluation_batches(self, held_out: Sequence[int]) -> list[list[Window]]:
+        """Texts to measure on: greedy ones and others, as evenly as there are."""
         greedy = [n for n in held_out if self._texts[n].temperature == 0]
         sampled = [n for n in held_out if self._texts[n].temperature != 0]
-        most = self._plan.held_out_texts
+        options, most = self._options, self._options.num_held_out
         chosen = greedy[: max(most // 2, most - len(sampled))]
         chosen += sampled[: most - len(chosen)]
-        plan = self._plan
-        windows = [windows_of(n, self._texts[n], plan.sequence)[0] for n in sorted(chosen)]
-        return batches_of(windows, plan.batch_tokens, 0, 0)
+        windows = [windows_of(n, self._texts[n], options.sequence)[0] for n in sorted(chosen)]
+        return batches_of(windows, options.batch_tokens, 0, 0)
 
     @torch.no_grad()
-    def measure(self, module: HeadModule | None = None) -> Acceptance:
-        """Acceptance on held-out text, of the weights as they are or of another module."""
-        learner, depth = self._learner, self._plan.depth
-        module = (module or learner.kept).to(self._target.device).eval()
-        texts = {self._texts[w.text].temperature for batch in self._evaluation for w in batch}
-        count, head_RE = AcceptanceCount(depth, texts != {0.0}), learner.head_RE.float()
+    def measure(self, module: HeadModule) -> Acceptance:
+        """Acceptance of a head on held-out text."""
+        learner, depth = self._learner, self._options.depth
+        module = module.to(self._target.device).eval()
+        rows = OutputRows.of(module, self._target)
+        temperatures = {self._texts[w.text].temperature for b in self._evaluation for w in b}
+        count, head_RE = AcceptanceCount(depth, temperatures != {0.0}), rows.head_RE.float()
         for windows in self._evaluation:
-            self._pause()
+            self._monitor.pause()
             batch = self._load(windows)
             with learner.autocast():
                 predictions = module.predictions(batch.texts, depth)
-            count.add(predictions, batch, head_RE, learner.row_of_V)
+            count.add(predictions, batch, head_RE, rows.row_of_V)
         module.train()
         return count.result()
 
-    def _measure_best(self) -> None:
-        """The head that is kept, measured as those after it will be: there may be other text."""
-        if not (self._out / META).exists():
-            return
-        module, info = self._learner.module, read_info(self._out)
-        if info.config == module.config:
-            self._acceptance = self.measure(read_head(self._out, type(module), info))
-            self.counters.best = self._acceptance.score
+    def _measure_first(self) -> None:
+        """Measure the head that is there, as those after it will be, or else the new one."""
+        counters, began = self.counters, time.monotonic()
+        self._monitor.stage("Measuring acceptance on held-out text")
+        counters.best, kept, self._kept = 0.0, self._kept, None
+        if kept is not None:
+            self._acceptance = self.measure(kept)
+            counters.best = self._acceptance.score
+        counters.last_measuring_s = time.monotonic() - began
+        if kept is None or counters.evaluated < 0:
+            measuring_s = counters.measuring_s
+            self._evaluate()
+            counters.measuring_s = measuring_s  # it is counted below
+        counters.prepared_s += time.monotonic() - self._began
 
     def _evaluate(self) -> None:
-        self._acceptance = self.measure()
-        self.counters.evaluated = self._plan.done(self.counters)
-        self._curves.add(self._line(self._status()) | self._acceptance.as_dict())
-        if self._acceptance.score > self.counters.best:
-            self.counters.best = self._acceptance.score
-            self._keep_best(self._acceptance)
+        """Measure the weights as they are, and keep them if they are the best so far."""
+        began = time.monotonic()
+        module = self._learner.kept
+        acceptance = self.measure(module)
+        self.counters.evaluated = self._options.done(self.counters)
+        self._curves.add(self._line(self._status()) | acceptance.as_dict())
+        if acceptance.score > self.counters.best:
+            self.counters.best, self._acceptance = acceptance.score, acceptance
+            self._keep_best(acceptance)
         self.save()
-        curves = self._out / "training" / "curves.jsonl"
-        draw_curves({self._out.name: read_curves(curves)}, curves.with_suffix(".png"))
-        self._monitor.evaluated(self._status())
+        elapsed = time.monotonic() - began
+        self.counters.last_measuring_s = elapsed
+        self.counters.measuring_s += elapsed
+        self._monitor.evaluated(self._status(acceptance))
 
     def _keep_best(self, acceptance: Acceptance) -> None:
         module, identity = self._learner.kept, self._target.identity
         with self._learner.autocast():
             module.calibrate(self._load(windows).texts for windows in self._evaluation)
-        provenance, measured = self._full_provenance(), acceptance.as_dict()
+        provenance, measured = self._provenance(), acceptance.as_dict()
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         card = model_card(module.kind, identity, num_parameters, provenance, measured)
         info = {"target": identity, "provenance": provenance, "measured": measured}
-        save_head(self._out, module, info, self._test_text(), self._plan.depth, card)
+        save_head(self._job.out, module, info, self._test_text(), self._options.depth, card)
 
-    def _full_provenance(self) -> dict[str, Any]:
-        plan, counters = self._plan, self.counters
+    def _provenance(self) -> dict[str, Any]:
+        options, counters = self._options, self.counters
         return {
-            **self._provenance,
+            **self._job.provenance,
             "texts": len(self._texts),
             "text tokens": self._capture.num_tokens,
             "tokens learnt from": counters.tokens,
             "steps": counters.step,
             "epochs": counters.epoch,
             "minutes": round(counters.seconds / 60, 2),
-            "loss": plan.loss,
-            "rates": vars(plan.rates),
-            "batch tokens": plan.batch_tokens,
-            "sequence": plan.sequence,
-            "depth": plan.depth,
-            "seed": plan.seed,
+            "loss": options.loss,
+            "rates": vars(options.rates),
+            "batch tokens": options.batch_tokens,
+            "sequence": options.sequence,
+            "depth": options.depth,
+            "seed": options.seed,
             "dtype": str(self._learner.dtype).removeprefix("torch."),
             "foredraft": __version__,
             "torch": torch.__version__,
@@ -288,7 +321,7 @@ class Trainer:
             batch.tokens_BL[:1, :end],
             batch.lengths_B[:1].clamp(max=end),
             batch.embeddings_BLE[:1, :end],
-            {layer: batch.taps[layer][:1, :end] for layer in self._taps},
+            {layer: batch.taps[layer][:1, :end] for layer in self._learner.module.taps},
         )
 
     # -------------------------------------------------------------------------------- saving
@@ -297,7 +330,7 @@ class Trainer:
         """Write the state; the one before is there until this one is whole."""
         self._curves.flush()
         recipe = self._recipe | {"config": self._learner.module.config}
-        save_state(self._state_path, self.counters, recipe, self._learner.state())
+        save_state(state_path(self._job.out), self.counters, recipe, self._learner.state())
 
     def _line(self, status: Status) -> dict[str, Any]:
         counters = self.counters
@@ -308,15 +341,14 @@ class Trainer:
             "rate": rate_share(status.done),
         }
 
-    def _status(self) -> Status:
-        counters, done = self.counters, self._plan.done(self.counters)
-        left_s = counters.seconds * (1 / done - 1) if done > 0 else math.inf
+    def _status(self, acceptance: Acceptance | None = None) -> Status:
+        counters, recent = self.counters, self._recent
         return Status(
-            done,
+            self._options.done(counters),
             counters.tokens,
-            self._recent.loss,
-            self._recent.overlap,
-            self._recent.tokens_per_s,
-            max(0.0, left_s),
-            self._acceptance,
+            recent.loss,
+            recent.overlap,
+            recent.tokens_per_s,
+            self._options.left_s(counters),
+            acceptance or self._acceptance,
         )

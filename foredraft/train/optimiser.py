@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from foredraft.drafters.heads.base import HeadModule
+from foredraft.train.options import Rates
 
 _WARM_UP = 0.02
 """Share of a training over which rates rise."""
 _LAST_RATE = 0.02
 """Share of the rate that is left at the end."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Learning rates at their highest.
-
-    Attributes:
-        matrices: of hidden matrices, by Muon (arXiv 2502.16982: scaled so that a step is as large
-            as one of AdamW).
-        tables: of rows that belong to tokens, by AdamW.
-        vectors: of norms and biases, and whatever is left, by AdamW.
-        weight_decay: of matrices.
-    """
-
-    matrices: float = 1e-2
-    tables: float = 8e-3
-    vectors: float = 8e-3
-    weight_decay: float = 0.01
 
 
 class Optimiser:

@@ -6,8 +6,9 @@ the head.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -44,13 +45,16 @@ class TrainingTarget:
     Args:
         target: of the native decoder.
         name: what people call it.
+        weights: digest of all its weights (`foredraft.models.files.digest.weights_digest`).
         tokenizer: fingerprint of its tokenizer, where it has one.
 
     Raises:
         CapabilityError: it is of another kind.
     """
 
-    def __init__(self, target: Target, name: str, tokenizer: str | None = None) -> None:
+    def __init__(
+        self, target: Target, name: str, weights: str, tokenizer: str | None = None
+    ) -> None:
         if not isinstance(target, NativeTarget):
             raise CapabilityError(
                 f"training needs a target that runs on the native decoder, and {name!r} runs "
@@ -58,11 +62,23 @@ class TrainingTarget:
             )
         self._target, self.name = target, name
         self._config, self._weights = target.config, target.weights
-        self._tokenizer = tokenizer
+        self._digest, self._tokenizer = weights, tokenizer
 
     @cached_property
     def identity(self) -> TargetIdentity:
-        return identify(self._target, self.name, self._tokenizer)
+        return replace(identify(self._target, self.name, self._tokenizer), weights=self._digest)
+
+    @cached_property
+    def forward_key(self) -> str:
+        """Tells this target's states from those of all others.
+
+        Two targets share states only where all weights, the configuration, the type of the numbers
+        and the format of the matrices are the same.
+        """
+        matrices = [self._weights.head_VE, self._weights.layers[0].qkv_weight]
+        formats = [type(matrix).__name__ for matrix in matrices]
+        described = f"{self._digest} {self._config!r} {self._weights.dtype} {formats}"
+        return hashlib.sha256(described.encode()).hexdigest()[:32]
 
     @property
     def shape(self) -> ModelShape:

@@ -2,7 +2,12 @@
 
 A shard is a ``.npz`` file without pickles: ``prompt_ids`` and ``reply_ids`` one after another,
 ``prompt_lengths``, ``reply_lengths``, ``temperature``, ``finished`` (the reply ended by itself),
-``prompt`` (where the prompt came from), and ``number`` (of the text in its folder).
+``prompt`` (where the prompt came from), ``number`` (of the text in its folder), and ``split`` (0:
+trained on, 1: held out, -1: the prompt's content decides).
+
+Held-out texts are never trained on: acceptance is measured on them. A prompt in 40 is held out with
+all its replies, by its content, so the split is the same in every run. A prompt that is composed of
+earlier replies is held out exactly when those are: see `foredraft.train.writing`.
 
 Shape legend: T tokens of all texts of a shard, N texts.
 """
@@ -14,7 +19,7 @@ import os
 import re
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -26,7 +31,7 @@ from foredraft.system.files import write_atomically
 
 _SHARD = re.compile(r"part-(\d+)\.npz")
 _LARGEST_SHORT = 1 << 16
-_HELD_OUT_ONE_IN = 40
+HELD_OUT_ONE_IN = 40
 Ids = NDArray[np.int64]
 
 
@@ -41,6 +46,7 @@ class Text:
         finished: the reply ended by itself.
         source: where the prompt came from, in a word.
         number: of the text in its folder.
+        split: whether the text is held out; None: the prompt's content decides.
     """
 
     tokens: Ids
@@ -49,6 +55,7 @@ class Text:
     finished: bool = True
     source: str = ""
     number: int = 0
+    split: bool | None = None
 
     @property
     def prompt_ids(self) -> Ids:
@@ -64,10 +71,15 @@ class Text:
         return int.from_bytes(hashlib.sha256(self.tokens.tobytes()).digest()[:4], "little")
 
     @cached_property
-    def is_held_out(self) -> bool:
-        """Whether it is kept from training. A prompt's replies all are, or none, in every run."""
+    def prompt_number(self) -> int:
+        """The same for the same prompt, and evenly spread."""
         digest = hashlib.sha256(self.prompt_ids.tobytes()).digest()
-        return int.from_bytes(digest[:4], "little") % _HELD_OUT_ONE_IN == 0
+        return int.from_bytes(digest[:4], "little")
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is never trained on."""
+        return self.prompt_number % HELD_OUT_ONE_IN == 0 if self.split is None else self.split
 
 
 def shard_paths(directory: Path) -> list[Path]:
@@ -117,6 +129,7 @@ def _texts_of(arrays: dict[str, NDArray[np.generic]]) -> list[Text]:
     replies = _pieces(arrays["reply_ids"], arrays["reply_lengths"])
     num = len(prompts)
     numbers = arrays.get("number", np.arange(num))
+    splits = arrays.get("split", np.full(num, -1)).astype(np.int8)
     sources, finished = arrays["prompt"], arrays["finished"]
     temperatures = arrays["temperature"]
     if not num == len(replies) == len(sources) == len(finished) == len(temperatures):
@@ -129,6 +142,7 @@ def _texts_of(arrays: dict[str, NDArray[np.generic]]) -> list[Text]:
             bool(finished[i]),
             str(sources[i]),
             int(numbers[i].item()),
+            None if splits[i] < 0 else bool(splits[i]),
         )
         for i in range(num)
     ]
@@ -164,6 +178,7 @@ def write_shard(directory: Path, texts: Sequence[Text]) -> Path:
         "finished": np.array([t.finished for t in texts]),
         "prompt": np.array([t.source for t in texts]),
         "number": np.array([t.number for t in texts], np.int64),
+        "split": np.array([-1 if t.split is None else t.split for t in texts], np.int8),
     }
     with write_atomically(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
@@ -217,19 +232,40 @@ def usable(texts: Sequence[Text], vocab_size: int, max_context: int) -> list[Tex
     return [
         text
         if len(text.tokens) <= max_context
-        else Text(text.tokens[:max_context], text.num_prompt, text.temperature, False, text.source)
+        else replace(text, tokens=text.tokens[:max_context], finished=False)
         for text in texts
         if len(text.tokens) > text.num_prompt and text.num_prompt < max_context
     ]
 
 
+def split_texts(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
+    """Positions of the texts to train on, and of those to measure on.
+
+    Of fewer than some 40 prompts none may be held out by its content; then the last one by content
+    is, so that the smallest training can be measured too.
+
+    Raises:
+        ConfigError: there is only one prompt, or none.
+    """
+    held_out = [number for number, text in enumerate(texts) if text.is_held_out]
+    if not held_out and texts:
+        last = max(text.prompt_number for text in texts)
+        held_out = [number for number, text in enumerate(texts) if text.prompt_number == last]
+    trained = sorted({*range(len(texts))} - {*held_out})
+    if not trained:
+        raise ConfigError(
+            f"{len(texts)} texts are too few: some have to be kept from training, to measure on. "
+            "Give more text (some 100 replies at least)"
+        )
+    return trained, held_out
+
+
 def frequent_tokens(texts: Sequence[Text], num_rows: int, vocab_size: int) -> list[int] | None:
-    """The tokens that replies for training use most, ascending; None: all of the vocabulary."""
+    """The tokens that replies use most, ascending; None: all of the vocabulary."""
     if not 0 < num_rows < vocab_size:
         return None
     counts_V = np.zeros(vocab_size, np.int64)
     for text in texts:
-        if not text.is_held_out:
-            counts_V += np.bincount(text.reply_ids, minlength=vocab_size)
+        counts_V += np.bincount(text.reply_ids, minlength=vocab_size)
     ranked = np.argsort(-counts_V, kind="stable")[:num_rows]
     return [int(token) for token in np.sort(ranked)]

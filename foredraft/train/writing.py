@@ -16,25 +16,39 @@ from typing import Protocol
 
 import numpy as np
 
-from foredraft.core.errors import ConfigError
+from foredraft.core.errors import ConfigError, TrainingError
 from foredraft.drafters.heads.store import TargetIdentity
 from foredraft.models.files.json_files import read_json
 from foredraft.models.files.progress import Progress
+from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.system.files import write_text
-from foredraft.train.tasks import ARTICLE, made_up_task
-from foredraft.train.texts import Text, is_shard_folder, next_number, read_texts, write_shard
+from foredraft.train.options import WriteOptions
+from foredraft.train.tasks import ARTICLES, made_up_task
+from foredraft.train.texts import (
+    HELD_OUT_ONE_IN,
+    Text,
+    is_shard_folder,
+    next_number,
+    read_texts,
+    write_shard,
+)
 
 _ORIGIN = "texts.json"
-_LONGEST_PROMPT = 256
-"""Tokens of a prompt that the target makes up."""
+_LONGEST_OWN_PROMPT = 256
+"""Tokens of a prompt that a chat model makes up."""
+_OWN_BEGINNING = (8, 48)
+"""Tokens of the beginning of a text that a base model makes up, at least and at most."""
 _SHORTEST_PROMPT = 8
 """Characters of one."""
 _TASKS = 0.75
 """Share of made-up prompts that are put together from parts."""
+_WORDS_PER_TOKEN = 0.2
+"""Words of each passage in a prompt, by the tokens that a prompt may have: three passages fit."""
+_ANY_WORDS = ("A", "7", "Why", "é", "(")
 
 
 @dataclass(frozen=True)
-class Request:
+class ReplyRequest:
     """A reply that is wanted.
 
     Attributes:
@@ -53,8 +67,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What the target said.
+class WrittenReply:
+    """What the target replied.
 
     Attributes:
         number: of the request.
@@ -67,64 +81,97 @@ class Reply:
     finished: bool
 
 
-Write = Callable[[Sequence[Request]], Generator[Reply, None, None]]
+WriteReplies = Callable[[Sequence[ReplyRequest]], Generator[WrittenReply, None, None]]
 """Yields each reply as it is over; closing it early gives the others up."""
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A text to answer, and where it is from."""
+class SourcePrompt:
+    """A text to answer.
+
+    Attributes:
+        source: where it is from, in a word.
+        text: of the prompt.
+        split: as `Text.split`.
+    """
 
     source: str
     text: str
+    split: bool | None = None
 
 
-class Chat(Protocol):
-    """The words of a target that talks.
+class Words(Protocol):
+    """How text becomes the ids of a prompt, and back.
 
     Attributes:
-        user_prefix: ids up to where the user's words begin.
+        plain: whether the target is a base model, which continues texts.
+        user_prefix: ids that a prompt of anybody's begins with; empty: there are none, so the
+            target cannot make up prompts.
     """
 
-    @property
-    def user_prefix(self) -> tuple[int, ...]: ...
+    plain: bool
+    user_prefix: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        """A conversation of one message, ready for the reply."""
+        """A prompt, ready for the reply."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
+class ChatWords:
+    """Prompts to a chat model: conversations of one message, by its chat template."""
+
+    plain = False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.require_chat_template()
+        self._tokenizer = tokenizer
+        self.user_prefix = common_prefix([self.encode(words) for words in _ANY_WORDS])
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode_chat([{"role": "user", "content": text}])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids)
+
+
+class PlainWords:
+    """Prompts to a base model: beginnings of texts, which it continues."""
+
+    plain = True
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.user_prefix = tuple(tokenizer.encode(""))
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids)
+
+
+def words_of(tokenizer: Tokenizer) -> Words:
+    """As a target wants its prompts: by its chat template, if it has one."""
+    return PlainWords(tokenizer) if tokenizer.chat_template is None else ChatWords(tokenizer)
+
+
+def common_prefix(encodings: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ids that all of these begin with."""
+    shared: list[int] = []
+    for ids in zip(*encodings, strict=False):
+        if len(set(ids)) > 1:
+            break
+        shared.append(ids[0])
+    return tuple(shared)
+
+
 @dataclass(frozen=True)
-class WritePlan:
-    """What to write.
-
-    Attributes:
-        tokens: of replies, those that are there already included.
-        temperatures: taken in turns.
-        max_tokens: of a reply.
-        max_prompt_tokens: longer prompts are passed over.
-        seed: of all draws.
-        made_up: prompts are made up, beside those that are given: by the target itself, and
-            from parts (`foredraft.train.tasks`).
-        passes: how often each prompt is answered, at most; None: until there are enough tokens.
-        shard: texts of a shard: what a kill costs at most. They are written at the same time, as
-            far as the target takes them.
-    """
-
-    tokens: int
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    max_tokens: int = 256
-    max_prompt_tokens: int = 1000
-    seed: int = 0
-    made_up: bool = True
-    passes: int | None = None
-    shard: int = 64
-
-    def __post_init__(self) -> None:
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ConfigError(f"temperatures are {self.temperatures}; give some, 0 or higher")
+class _Article:
+    number: int
+    text: str
+    is_held_out: bool
 
 
 class Writer:
@@ -133,155 +180,198 @@ class Writer:
     Args:
         directory: the folder.
         write: runs the target.
-        chat: its words.
+        words: encodes its prompts.
         identity: who it is.
-        prompts: to be answered.
-        plan: what to write.
+        max_context: tokens that its context holds.
+        prompts: to be answered; without any, all are made up.
+        options: what to write.
+
+    Attributes:
+        tokens: of replies in the folder.
+        num_skipped: prompts that were passed over because they are longer than `prompt_limit`.
+        prompt_limit: most tokens of a prompt.
 
     Raises:
-        ConfigError: the folder holds another target's text, or there is nothing to answer.
+        ConfigError: the folder holds another target's text.
     """
 
     def __init__(
         self,
         directory: Path,
-        write: Write,
-        chat: Chat,
+        write: WriteReplies,
+        words: Words,
         identity: TargetIdentity,
-        prompts: Sequence[Prompt],
-        plan: WritePlan,
+        max_context: int,
+        prompts: Sequence[SourcePrompt],
+        options: WriteOptions,
     ) -> None:
-        if not prompts and not plan.made_up:
-            raise ConfigError("there are no prompts to answer, and none are to be made up")
         check_origin(directory, identity)
-        self._directory, self._write, self._chat = directory, write, chat
-        self._identity, self._prompts, self._plan = identity, prompts, plan
+        self._directory, self._write, self._words = directory, write, words
+        self._identity, self._prompts, self._options = identity, prompts, options
+        self.prompt_limit, self.num_skipped = options.prompt_limit(max_context), 0
         there = read_texts(directory) if is_shard_folder(directory) else []
         self.tokens = sum(len(text.reply_ids) for text in there)
-        self._articles: list[tuple[int, str]] = []
+        self._makes_up = options.made_up or not prompts
+        self._next_number = next_number(directory)
+        self._articles: list[_Article] = []
         self._keep_articles(there)
 
-    def run(self, progress: Progress, wants_stop: Callable[[], bool]) -> int:
-        """Write until there are enough tokens, the prompts are used up, or it is to stop.
+    def run(self, progress: Progress, should_end: Callable[[], bool]) -> int:
+        """Write until there are enough tokens, the prompts are used up, or it should end.
 
         Returns:
             Tokens of replies in the folder.
 
         Raises:
+            ConfigError: no prompt is short enough.
             TrainingError: the disk is full; what was written before is whole.
         """
+        if self.tokens >= self._options.tokens:
+            return self.tokens
         self._directory.mkdir(parents=True, exist_ok=True)
         if not (self._directory / _ORIGIN).exists():
             origin = json.dumps(asdict(self._identity), indent=2)
             write_text(self._directory / _ORIGIN, origin + "\n")
         progress.stage("Writing text")
-        while self.tokens < self._plan.tokens and not wants_stop():
-            if not self._block(progress, wants_stop):
+        while self.tokens < self._options.tokens and not should_end():
+            if not self._write_shard(progress, should_end):
                 break
         return self.tokens
 
-    def _block(self, progress: Progress, wants_stop: Callable[[], bool]) -> bool:
-        """Write a shard; False: there is nothing left to answer."""
-        first = next_number(self._directory)
-        numbers = [n for n in range(first, first + self._plan.shard) if self._is_wanted(n)]
+    def _write_shard(self, progress: Progress, should_end: Callable[[], bool]) -> bool:
+        """Write a shard; False: all prompts are used up."""
+        first, self._next_number = self._next_number, self._next_number + self._options.shard
+        numbers = [n for n in range(first, self._next_number) if self._is_wanted(n)]
         if not numbers:
             return False
-        requests, sources = self._requests(numbers, wants_stop)
+        requests, prompts = self._requests(numbers, should_end)
         texts: list[Text] = []
-        with closing(self._write(requests)) as replies:
-            by_number = {request.number: request for request in requests}
+        with closing(self._write(list(requests.values()))) as replies:
             for reply in replies:
-                texts.append(_text(by_number[reply.number], reply, sources[reply.number]))
+                texts.append(_text(requests[reply.number], reply, prompts[reply.number]))
                 self.tokens += len(reply.token_ids)
-                progress.advance(self.tokens / self._plan.tokens)
-                if wants_stop():
+                progress.advance(self.tokens / self._options.tokens)
+                if should_end():
                     break
         if texts:
             texts.sort(key=lambda text: text.number)
             write_shard(self._directory, texts)
             self._keep_articles(texts)
-        return bool(texts)
+        elif self.num_skipped and not self.tokens and not should_end():
+            raise ConfigError(
+                f"{self.num_skipped} prompts are longer than {self.prompt_limit} tokens, which "
+                "leave room for a reply in the target's context, and none was shorter; give "
+                "shorter prompts, or fewer --max-tokens"
+            )
+        elif requests and not should_end():
+            raise TrainingError(f"the target gave no reply to {len(requests)} prompts")
+        return True
 
     def _keep_articles(self, texts: Sequence[Text]) -> None:
         for text in texts:
-            if text.source.startswith(f"{ARTICLE}-"):
-                words = self._chat.decode([int(token) for token in text.reply_ids])
-                self._articles.append((text.number, words.strip()))
+            if text.source.split("-")[0] in ARTICLES:
+                words = self._words.decode([int(token) for token in text.reply_ids])
+                self._articles.append(_Article(text.number, words.strip(), text.is_held_out))
 
     def _is_wanted(self, number: int) -> bool:
-        plan = self._plan
-        if plan.passes is None or plan.made_up:
+        options = self._options
+        if options.passes is None or self._makes_up:
             return True
-        return number < plan.passes * len(self._prompts)
+        return number < options.passes * len(self._prompts)
 
     def _requests(
-        self, numbers: Sequence[int], wants_stop: Callable[[], bool]
-    ) -> tuple[list[Request], dict[int, str]]:
-        """What is to be answered, and where each prompt is from."""
-        plan = self._plan
+        self, numbers: Sequence[int], should_end: Callable[[], bool]
+    ) -> tuple[dict[int, ReplyRequest], dict[int, SourcePrompt]]:
+        """What is to be answered, by number, and the prompts."""
+        options = self._options
         prompts = {n: self._given(n) for n in numbers if not self._is_made_up(n)}
-        prompts |= self._made_up([n for n in numbers if self._is_made_up(n)], wants_stop)
-        requests, sources = [], {}
+        prompts |= self._made_up([n for n in numbers if self._is_made_up(n)], should_end)
+        requests: dict[int, ReplyRequest] = {}
         for number, prompt in sorted(prompts.items()):
-            ids = tuple(self._chat.encode(prompt.text))
-            if len(ids) <= plan.max_prompt_tokens:
-                temperature = plan.temperatures[number % len(plan.temperatures)]
-                seed = seed_of(plan.seed, number, "reply")
-                requests.append(Request(number, ids, temperature, seed, plan.max_tokens))
-                sources[number] = prompt.source
-        return requests, sources
+            ids = tuple(self._words.encode(prompt.text))
+            if not 0 < len(ids) <= self.prompt_limit:
+                self.num_skipped += 1
+                continue
+            temperature = options.temperatures[number % len(options.temperatures)]
+            seed = seed_of(options.seed, number, "reply")
+            requests[number] = ReplyRequest(number, ids, temperature, seed, options.max_tokens)
+        return requests, prompts
 
     def _is_made_up(self, number: int) -> bool:
         """Every other one, where there are both kinds."""
-        return self._plan.made_up and (not self._prompts or number % 2 == 1)
+        return self._makes_up and (not self._prompts or number % 2 == 1)
 
-    def _given(self, number: int) -> Prompt:
+    def _given(self, number: int) -> SourcePrompt:
         """Each pass takes all prompts in an order of its own, and other temperatures."""
-        count = number // 2 if self._plan.made_up else number
+        count = number // 2 if self._makes_up else number
         which, place = divmod(count, len(self._prompts))
         order = list(range(len(self._prompts)))
-        random.Random(f"{self._plan.seed} {which}").shuffle(order)
+        random.Random(f"{self._options.seed} {which}").shuffle(order)
         return self._prompts[order[place]]
 
-    def _made_up(self, numbers: Sequence[int], wants_stop: Callable[[], bool]) -> dict[int, Prompt]:
+    def _made_up(
+        self, numbers: Sequence[int], should_end: Callable[[], bool]
+    ) -> dict[int, SourcePrompt]:
         """Prompts from parts, or of the target's own."""
-        found: dict[int, Prompt] = {}
+        prompts: dict[int, SourcePrompt] = {}
         for number in numbers:
-            random_ = random.Random(f"{self._plan.seed} {number} task")
-            if random_.random() < _TASKS:
-                # Of a shard before this one, so that it is the same wherever shards were cut.
-                known = [text for at, text in self._articles if at < number - self._plan.shard]
-                kind, text = made_up_task(random_, known)
-                found[number] = Prompt(f"{kind}-{number}", text)
-        return found | self._own([n for n in numbers if n not in found], wants_stop)
+            random_ = random.Random(f"{self._options.seed} {number} task")
+            if random_.random() < _TASKS or not self._words.user_prefix:
+                prompts[number] = self._task(number, random_)
+        return prompts | self._own([n for n in numbers if n not in prompts], should_end)
 
-    def _own(self, numbers: Sequence[int], wants_stop: Callable[[], bool]) -> dict[int, Prompt]:
-        """Prompts of the target's own: it goes on where a user would begin to speak."""
+    def _task(self, number: int, random_: random.Random) -> SourcePrompt:
+        """A prompt from parts.
+
+        Its passages are either all held out or all trained on, and so is the prompt: otherwise
+        what acceptance is measured on would be part of the prompts that are trained on.
+        """
+        is_held_out = random_.random() < 1 / HELD_OUT_ONE_IN
+        # Of a shard before this one, so that it is the same wherever shards were cut.
+        known = [each for each in self._articles if each.number < number - self._options.shard]
+        usable = [each for each in known if each.is_held_out == is_held_out]
+        most = max(_SHORTEST_PROMPT, int(_WORDS_PER_TOKEN * self.prompt_limit))
+        passages = [" ".join(article.text.split()[:most]) for article in usable]
+        task = made_up_task(random_, [each for each in passages if each], self._words.plain)
+        split = is_held_out if task.on_passages else None
+        return SourcePrompt(f"{task.kind}-{number}", task.text, split)
+
+    def _own(
+        self, numbers: Sequence[int], should_end: Callable[[], bool]
+    ) -> dict[int, SourcePrompt]:
+        """Prompts of the target's own: it continues where a user, or a text, would begin."""
         if not numbers:
             return {}
-        prefix, seed = self._chat.user_prefix, self._plan.seed
-        requests = [
-            Request(n, prefix, 1.0, seed_of(seed, n, "prompt"), _LONGEST_PROMPT) for n in numbers
-        ]
-        found: dict[int, Prompt] = {}
+        requests = [self._request_of_own(number) for number in numbers]
+        prompts: dict[int, SourcePrompt] = {}
         with closing(self._write(requests)) as replies:
             for reply in replies:
-                text = self._chat.decode(reply.token_ids).strip()
-                if reply.finished and len(text) >= _SHORTEST_PROMPT:
-                    found[reply.number] = Prompt(f"self-{reply.number}", text)
-                if wants_stop():
+                text = self._words.decode(reply.token_ids).strip()
+                is_whole = reply.finished or self._words.plain
+                if is_whole and len(text) >= _SHORTEST_PROMPT:
+                    prompts[reply.number] = SourcePrompt(f"self-{reply.number}", text)
+                if should_end():
                     return {}
-        return found
+        return prompts
+
+    def _request_of_own(self, number: int) -> ReplyRequest:
+        seed = seed_of(self._options.seed, number, "prompt")
+        longest = _LONGEST_OWN_PROMPT
+        if self._words.plain:
+            longest = random.Random(seed).randint(*_OWN_BEGINNING)
+        most = min(longest, self.prompt_limit)
+        return ReplyRequest(number, self._words.user_prefix, 1.0, seed, most)
 
 
-def _text(request: Request, reply: Reply, source: str) -> Text:
+def _text(request: ReplyRequest, reply: WrittenReply, prompt: SourcePrompt) -> Text:
     return Text(
         np.array([*request.prompt_ids, *reply.token_ids], np.int64),
         len(request.prompt_ids),
         request.temperature,
         reply.finished,
-        source,
+        prompt.source,
         request.number,
+        prompt.split,
     )
 
 
@@ -295,25 +385,17 @@ def check_origin(directory: Path, identity: TargetIdentity) -> None:
     """Refuse text that another target wrote, where the folder says whose it is.
 
     Raises:
-        ConfigError: it is another's.
+        ConfigError: it is another's: of other embeddings, or of other weights.
     """
     path = directory / _ORIGIN
     if not path.is_file():
         return
     origin = read_json(path)
-    if origin.get("fingerprint") != identity.fingerprint:
-        raise ConfigError(
-            f"{directory} holds text of {origin.get('name')!r:.80} (fingerprint "
-            f"{origin.get('fingerprint')!r:.40}), and the target is {identity.name!r} "
-            f"(fingerprint {identity.fingerprint!r}): a drafter learns from its own target's text"
-        )
-
-
-def common_prefix(encodings: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ids that all of these begin with."""
-    shared: list[int] = []
-    for ids in zip(*encodings, strict=False):
-        if len(set(ids)) > 1:
-            break
-        shared.append(ids[0])
-    return tuple(shared)
+    for name in ("fingerprint", "weights"):
+        theirs, mine = origin.get(name), getattr(identity, name)
+        if theirs != mine and (name == "fingerprint" or None not in (theirs, mine)):
+            raise ConfigError(
+                f"{directory} holds text of {origin.get('name')!r:.80} ({name} {theirs!r:.40}), "
+                f"and the target is {identity.name!r} ({name} {mine!r}): a drafter learns from its "
+                "own target's text. Write some with: foredraft train write-text"
+            )

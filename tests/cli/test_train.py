@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from foredraft.cli.main import app
-from foredraft.cli.train import parse_count
+from foredraft.cli.train import EngineWriter, parse_count
 from foredraft.core.errors import ConfigError
-from foredraft.train.texts import read_texts
+from foredraft.drafters.heads.store import SHIPPED
+from foredraft.drafters.registry import head_kinds
+from foredraft.llm import LLM
+from foredraft.train.folder import read_counters
+from foredraft.train.texts import read_texts, write_shard
+from foredraft.train.writing import ReplyRequest
 from tests.train.helpers import some_texts
+
+SMALL = (
+    *("--batch-tokens", "512", "--sequence", "64", "--depth", "2", "--output-rows", "64"),
+    *("--evaluations", "1"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +55,6 @@ def test_text_is_written_and_gone_on_with(checkpoint: Path, tmp_path: Path) -> N
 def test_a_head_is_trained_and_gone_on_with(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from foredraft.train.texts import write_shard
-
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     write_shard(tmp_path / "texts", some_texts())
     common = ("hidden_head", "--target", str(checkpoint), "--data", str(tmp_path / "texts"))
@@ -73,8 +82,6 @@ def test_only_heads_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_table_is_learnt_and_drafted_from(checkpoint: Path, tmp_path: Path) -> None:
-    from foredraft.train.texts import write_shard
-
     write_shard(tmp_path / "texts", some_texts())
     common = ("--target", str(checkpoint), "--data", str(tmp_path / "texts"))
     out = str(tmp_path / "table")
@@ -110,6 +117,97 @@ def test_mistakes_are_explained(
     result = run("hidden_head", *out, *arguments)
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
+
+
+def test_a_finished_head_is_refused_or_kept_aside(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    write_shard(tmp_path / "texts", some_texts())
+    out, data = tmp_path / "head", ("--data", str(tmp_path / "texts"))
+    common = ("hidden_head", "--target", str(checkpoint), *data, "--out", str(out), *SMALL)
+    assert run(*common, "--tokens", "1k").exit_code == 0
+    shutil.rmtree(out / "training")
+    before = (out / "weights.safetensors").read_bytes()
+    # Nothing is loaded or written for it: the target does not even exist.
+    refused = run("medusa", "--target", "nowhere", "--out", str(out), "--tokens", "1k")
+    assert isinstance(refused.exception, ConfigError)
+    assert "finished head of kind 'hidden_head'" in str(refused.exception)
+    table = run("table", "--target", str(checkpoint), *data, "--out", str(out))
+    assert isinstance(table.exception, ConfigError)
+    assert (out / "weights.safetensors").read_bytes() == before
+    result = run(*common, "--tokens", "1k", "--replace")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "head.old-1" in result.output
+    assert (tmp_path / "head.old-1" / "weights.safetensors").read_bytes() == before
+
+
+def test_a_base_model_is_trained_on_text_of_its_own(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    base = tmp_path / "base"
+    shutil.copytree(checkpoint, base)
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (base / "tokenizer_config.json").write_text(json.dumps(config))
+    common = ("hidden_head", "--target", str(base), "--out", str(tmp_path / "head"), *SMALL)
+    result = run(*common, "--text-tokens", "3k", "--tokens", "1k")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert read_texts(tmp_path / "head" / "training" / "texts-self")
+    assert (tmp_path / "head" / "head.json").exists()
+
+
+def test_text_is_written_in_a_short_context(checkpoint: Path, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "texts"), "--tokens", "2k", "--max-context", "128")
+    result = run("write-text", "--target", str(checkpoint), *out)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert max(len(text.prompt_ids) for text in read_texts(tmp_path / "texts")) <= 64
+
+
+def test_training_keeps_to_its_minutes(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes as much text as there is time for, reads it, and learns from it."""
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    common = ("hidden_head", "--target", str(checkpoint), "--out", str(tmp_path / "head"), *SMALL)
+    result = run(*common, "--minutes", "0.1")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "same command goes on" not in result.output
+    written = sum(len(t.reply_ids) for t in read_texts(tmp_path / "head/training/texts-self"))
+    assert 1000 <= written < 1_000_000
+    counters = read_counters(tmp_path / "head")
+    assert counters.seconds + counters.measuring_s > 0
+    assert counters.prepared_s > 0
+
+
+def test_a_stop_is_heeded_while_replies_are_written(checkpoint: Path) -> None:
+    llm = LLM.load(str(checkpoint), drafter="none", dtype="float32")
+    steps: list[int] = []
+    write = EngineWriter(llm, lambda: steps.append(0), lambda: len(steps) >= 5)
+    requests = [ReplyRequest(n, (5, 6), 0.0, n, 200) for n in range(3)]
+    assert len(list(write(requests))) < 3
+    assert len(steps) == 5
+    assert not llm.engine.has_work
+
+
+def test_heads_are_compared_within_80_columns(tmp_path: Path) -> None:
+    for name in ("a-head", "a-head-with-a-name-of-thirty-chars"):
+        copy = tmp_path / name
+        shutil.copytree(next(SHIPPED.glob("*/*/head.json")).parent, copy)
+    result = run("compare", *map(str, tmp_path.iterdir()))
+    assert result.exit_code == 0, (result.output, result.exception)
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in result.output
+    assert "greedy by depth" in result.output
+
+
+def test_kinds_are_listed() -> None:
+    result = run("kinds")
+    assert result.exit_code == 0
+    assert all(kind in result.output for kind in head_kinds())
 
 
 def test_counts() -> None:

@@ -240,7 +240,7 @@ def new_head(kind: str, made: str = "") -> Path:
     from foredraft.train.target import TrainingTarget
 
     target = native_kind("eager").new_target()
-    source = TrainingTarget(target, "tiny llama")
+    source = TrainingTarget(target, "tiny llama", "its weights")
     torch.manual_seed(9)
     module = head_class(head_kind(kind)).start(
         source, range(0, target.vocab_size, 2), HOW_MADE.get(made, {})
@@ -261,14 +261,16 @@ def new_head(kind: str, made: str = "") -> Path:
 
 def new_table() -> Path:
     """A saved table of the tiny llama, of texts that repeat what the prompts here say."""
-    from foredraft.train.ngrams import TablePlan
+    from foredraft.models.files.progress import SilentProgress
+    from foredraft.train.options import TableOptions
     from foredraft.train.table import train_table
     from foredraft.train.target import TrainingTarget
     from foredraft.train.texts import Text
 
-    target = TrainingTarget(native_kind("eager").new_target(), "tiny llama")
+    target = TrainingTarget(native_kind("eager").new_target(), "tiny llama", "its weights")
     texts = [Text(torch.arange(i, i + 24).remainder(6).numpy(), 4, i % 2) for i in range(12)]
-    train_table(target, texts, (directory := Path(_scratch().name) / "table"), TablePlan(), {})
+    directory = Path(_scratch().name) / "table"
+    train_table(target, texts, directory, TableOptions(), {}, SilentProgress())
     return directory
 
 

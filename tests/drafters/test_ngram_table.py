@@ -26,8 +26,9 @@ from foredraft.drafters.table import (
     TableText,
     load_table,
 )
-from foredraft.train.ngrams import TablePlan, learn_table
-from foredraft.train.table import train_table
+from foredraft.models.files.progress import SilentProgress
+from foredraft.train.options import TableOptions
+from foredraft.train.table import learn_table, train_table
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text
 from tests.drafters.heads import VOCAB, tiny_target
@@ -40,14 +41,15 @@ def text_of(*tokens: int, num_prompt: int = 1, temperature: float = 0.0) -> Text
 
 
 def table_of(*texts: Text) -> NgramTable:
-    return learn_table(texts, VOCAB, TablePlan())
+    return learn_table(texts, VOCAB, TableOptions())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [text_of(*range(n, n + 20), 5, 5, n, num_prompt=3) for n in range(12)]
     directory = tmp_path_factory.mktemp("table")
-    train_table(TrainingTarget(TARGET, "tiny"), texts, directory, TablePlan(), {"data": "counted"})
+    target = TrainingTarget(TARGET, "tiny", "its weights")
+    train_table(target, texts, directory, TableOptions(), {"data": "counted"}, SilentProgress())
     return directory
 
 
@@ -85,7 +87,7 @@ def test_what_came_once_is_left_out_and_what_a_shorter_context_says_too() -> Non
 
 def test_a_small_file_keeps_what_was_seen_most() -> None:
     texts = [text_of(n, n, n + 1) for n in range(2, 60, 3)] * 3 + [text_of(70, 71, 72)] * 50
-    table = learn_table(texts, VOCAB, TablePlan(megabytes=2 * 13e-6))
+    table = learn_table(texts, VOCAB, TableOptions(megabytes=2 * 13e-6))
     assert len(table) == 2
     assert table.successors([71])[0][0] == 72
 

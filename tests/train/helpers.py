@@ -12,10 +12,12 @@ from torch import nn
 
 from foredraft.drafters.heads.base import HeadModule, HeadSource, Prediction, TextBatch, output_rows
 from foredraft.models.base import ModelShape
+from foredraft.models.files.digest import weights_digest
+from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.target import NativeTarget
-from foredraft.train.loop import Trainer
-from foredraft.train.optimiser import Rates
-from foredraft.train.plan import Result, Status, TrainPlan
+from foredraft.train.loop import Job, Trainer
+from foredraft.train.options import Rates, TrainOptions
+from foredraft.train.progress import Result, Status
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text
 
@@ -97,9 +99,15 @@ class Watch:
     def wants_stop(self) -> bool:
         return self._stop is not None and self.steps >= self._stop
 
+    def pause(self) -> None:
+        pass
 
-def training_target(checkpoint: Path, name: str = "tiny") -> TrainingTarget:
-    return TrainingTarget(NativeTarget.load(checkpoint, torch.float32), name, "words")
+
+def training_target(
+    checkpoint: Path, name: str = "tiny", dtype: torch.dtype = torch.float32
+) -> TrainingTarget:
+    weights = weights_digest(Checkpoint(checkpoint), checkpoint.parent)
+    return TrainingTarget(NativeTarget.load(checkpoint, dtype), name, weights, "words")
 
 
 def some_texts(num: int = 320, seed: int = 0, length: int = 14) -> list[Text]:
@@ -115,7 +123,7 @@ def some_texts(num: int = 320, seed: int = 0, length: int = 14) -> list[Text]:
     return found
 
 
-def plan_of(**changes: Any) -> TrainPlan:
+def options_of(**changes: Any) -> TrainOptions:
     usual: dict[str, Any] = {
         "tokens": 6000,
         "batch_tokens": 512,
@@ -128,7 +136,7 @@ def plan_of(**changes: Any) -> TrainPlan:
         "average": 0.9,
         "float32": True,
     }
-    return TrainPlan(**usual | changes)
+    return TrainOptions(**usual | changes)
 
 
 def trainer_of(
@@ -136,27 +144,24 @@ def trainer_of(
     out: Path,
     *,
     texts: Sequence[Text] | None = None,
-    plan: TrainPlan | None = None,
+    options: TrainOptions | None = None,
     watch: Watch | None = None,
-    options: Mapping[str, Any] | None = None,
+    kind_options: Mapping[str, Any] | None = None,
     capture_bytes: float = 1e9,
     kind: type[HeadModule] = LinearHead,
-    start_from: HeadModule | None = None,
+    start_from: Path | None = None,
 ) -> Trainer:
-    return Trainer(
+    job = Job(
         kind,
-        options or {},
-        target,
-        some_texts() if texts is None else texts,
         out,
-        plan or plan_of(),
-        watch or Watch(),
-        lambda: None,
         out.parent / "captures",
         capture_bytes,
-        {"data": "rules"},
+        kind_options or {},
         start_from,
+        {"data": "rules"},
     )
+    texts = some_texts() if texts is None else texts
+    return Trainer(job, target, texts, options or options_of(), watch or Watch())
 
 
 def train(target: TrainingTarget, out: Path, **more: Any) -> Result:

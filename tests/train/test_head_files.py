@@ -15,12 +15,12 @@ from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
 from foredraft.drafters.heads.store import finish_saving, identify, load_head, read_info
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.target import TrainingTarget
-from tests.train.helpers import LinearHead, Watch, plan_of, train, training_target
+from tests.train.helpers import LinearHead, Watch, options_of, train, training_target
 
 
 @pytest.fixture
 def head(target: TrainingTarget, tmp_path: Path) -> Path:
-    train(target, tmp_path / "head", watch=Watch(stop_after=2), plan=plan_of(evaluations=1))
+    train(target, tmp_path / "head", watch=Watch(stop_after=2), options=options_of(evaluations=1))
     return tmp_path / "head"
 
 

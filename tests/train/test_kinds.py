@@ -16,18 +16,24 @@ from foredraft.drafters.heads.store import load_head
 from foredraft.drafters.registry import head_class, head_kinds
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.native.target import NativeTarget
-from foredraft.train.kinds import checked_options
+from foredraft.train.options import checked_options
 from foredraft.train.target import TrainingTarget
 from tests.conformance.harness import run
-from tests.train.helpers import Watch, plan_of, train
+from tests.train.helpers import Watch, options_of, train
 
 
 @pytest.mark.parametrize("kind", head_kinds())
 def test_it_is_trained_and_loaded(target: TrainingTarget, tmp_path: Path, kind: str) -> None:
-    module, watch, plan = head_class(kind), Watch(), plan_of(tokens=3000, evaluations=1, depth=3)
-    result = train(target, tmp_path / "head", kind=module, watch=Watch(stop_after=2), plan=plan)
+    module, watch, options = (
+        head_class(kind),
+        Watch(),
+        options_of(tokens=3000, evaluations=1, depth=3),
+    )
+    result = train(
+        target, tmp_path / "head", kind=module, watch=Watch(stop_after=2), options=options
+    )
     assert result.done < 1
-    result = train(target, tmp_path / "head", kind=module, watch=watch, plan=plan)
+    result = train(target, tmp_path / "head", kind=module, watch=watch, options=options)
     assert result.done >= 1
     acceptance = watch.statuses[-1].acceptance
     assert acceptance is not None
@@ -47,7 +53,7 @@ def test_confidences_are_scaled_to_held_out_text(
         return scales[-1]
 
     monkeypatch.setattr(module, "calibrate", noting)
-    train(target, tmp_path / "head", kind=module, plan=plan_of(tokens=3000, evaluations=1))
+    train(target, tmp_path / "head", kind=module, options=options_of(tokens=3000, evaluations=1))
     assert scales
     assert all(scales)
     head = load_head(tmp_path / "head", module, target.identity)
@@ -59,9 +65,11 @@ def test_confidences_are_scaled_to_held_out_text(
 def test_heads_for_each_depth_draft_as_they_were_trained(
     target: TrainingTarget, checkpoint: Path, tmp_path: Path
 ) -> None:
-    plan = plan_of(tokens=20_000, evaluations=1, depth=3, first_depth_until=0.0, output_rows=0)
+    options = options_of(
+        tokens=20_000, evaluations=1, depth=3, first_depth_until=0.0, output_rows=0
+    )
     module = head_class("mtp")
-    train(target, tmp_path / "head", kind=module, plan=plan, options={"heads": 3})
+    train(target, tmp_path / "head", kind=module, options=options, kind_options={"heads": 3})
     runs_on = NativeTarget.load(checkpoint, torch.float32)
     head = DrafterContext(runs_on, options={"head": str(tmp_path / "head")})
     prompts, params = [[5, 9, 13], [7]], SamplingParams(temperature=1.0, seed=4, max_tokens=60)

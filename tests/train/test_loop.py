@@ -19,9 +19,10 @@ from foredraft.drafters.heads.base import Prediction, TextBatch
 from foredraft.drafters.heads.store import load_head
 from foredraft.models.table import TableModel
 from foredraft.train.curves import draw_curves, read_curves
-from foredraft.train.start import take_over
+from foredraft.train.learner import take_over
 from foredraft.train.target import TrainingTarget
-from tests.train.helpers import LinearHead, Watch, plan_of, some_texts, train, trainer_of
+from foredraft.train.texts import split_texts
+from tests.train.helpers import LinearHead, Watch, options_of, some_texts, train, trainer_of
 
 
 def state_of(out: Path) -> dict[str, Tensor]:
@@ -36,7 +37,7 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 def test_a_head_learns_and_is_kept(target: TrainingTarget, tmp_path: Path) -> None:
     watch = Watch()
-    result = train(target, tmp_path / "head", watch=watch, plan=plan_of(tokens=30_000))
+    result = train(target, tmp_path / "head", watch=watch, options=options_of(tokens=30_000))
     assert result.done >= 1
     assert result.tokens >= 30_000
     first, last = watch.statuses[0].acceptance, watch.statuses[-1].acceptance
@@ -56,7 +57,7 @@ def test_a_head_learns_and_is_kept(target: TrainingTarget, tmp_path: Path) -> No
 def test_output_rows_are_the_most_frequent_of_texts_for_training(
     target: TrainingTarget, tmp_path: Path
 ) -> None:
-    trainer = trainer_of(target, tmp_path / "head", plan=plan_of(output_rows=50))
+    trainer = trainer_of(target, tmp_path / "head", options=options_of(output_rows=50))
     trainer.run()
     ids = state_of(tmp_path / "head")["module/output_ids_R"]
     assert len(ids) == 50
@@ -67,14 +68,14 @@ def test_output_rows_are_the_most_frequent_of_texts_for_training(
 def test_what_was_interrupted_ends_with_the_same_bits(
     target: TrainingTarget, tmp_path: Path, how: str
 ) -> None:
-    train(target, tmp_path / "whole", plan=plan_of(save_s=0))
+    train(target, tmp_path / "whole", options=options_of(save_s=0))
     if how == "stop":
         result = train(target, tmp_path / "cut", watch=Watch(stop_after=3))
         assert result.done < 1
     else:
         with pytest.raises(KeyboardInterrupt):
-            train(target, tmp_path / "cut", watch=Watch(fail_after=5), plan=plan_of(save_s=0))
-    result = train(target, tmp_path / "cut", plan=plan_of(save_s=0))
+            train(target, tmp_path / "cut", watch=Watch(fail_after=5), options=options_of(save_s=0))
+    result = train(target, tmp_path / "cut", options=options_of(save_s=0))
     assert result.done >= 1
     assert_same(state_of(tmp_path / "whole"), state_of(tmp_path / "cut"))
 
@@ -128,9 +129,10 @@ def test_what_is_kept_is_measured_again(target: TrainingTarget, tmp_path: Path) 
 
 
 def test_a_head_starts_from_what_another_has_learnt(target: TrainingTarget, tmp_path: Path) -> None:
-    train(target, tmp_path / "old", plan=plan_of(output_rows=50))
+    train(target, tmp_path / "old", options=options_of(output_rows=50))
     older = load_head(tmp_path / "old", LinearHead, target.identity)
-    trainer = trainer_of(target, tmp_path / "new", plan=plan_of(output_rows=80), start_from=older)
+    options = options_of(output_rows=80)
+    trainer = trainer_of(target, tmp_path / "new", options=options, start_from=tmp_path / "old")
     newer = trainer._learner.module
     assert isinstance(newer, LinearHead)
     assert torch.equal(newer.joins[0].weight, older.joins[0].weight)
@@ -156,8 +158,13 @@ def test_heads_of_other_sizes_are_no_start(target: TrainingTarget) -> None:
 
 
 def test_acceptance_does_not_depend_on_batches(target: TrainingTarget, tmp_path: Path) -> None:
-    small = trainer_of(target, tmp_path / "a", plan=plan_of(batch_tokens=100)).measure()
-    large = trainer_of(target, tmp_path / "b", plan=plan_of(batch_tokens=4000)).measure()
+    measured = []
+    for batch_tokens in (100, 4000):
+        watch, options = Watch(stop_after=1), options_of(batch_tokens=batch_tokens)
+        train(target, tmp_path / str(batch_tokens), options=options, watch=watch)
+        assert watch.statuses[0].acceptance is not None
+        measured.append(watch.statuses[0].acceptance)
+    small, large = measured
     assert small.num_anchors == large.num_anchors
     assert small.greedy == pytest.approx(large.greedy)
     assert small.sampled == pytest.approx(large.sampled, rel=1e-4)
@@ -166,7 +173,7 @@ def test_acceptance_does_not_depend_on_batches(target: TrainingTarget, tmp_path:
 def test_more_time_goes_on(target: TrainingTarget, tmp_path: Path) -> None:
     train(target, tmp_path / "head")
     watch = Watch()
-    result = train(target, tmp_path / "head", plan=plan_of(tokens=12_000), watch=watch)
+    result = train(target, tmp_path / "head", options=options_of(tokens=12_000), watch=watch)
     assert result.tokens >= 12_000
     assert len(watch.statuses) >= 1
 
@@ -174,8 +181,8 @@ def test_more_time_goes_on(target: TrainingTarget, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"plan": plan_of(output_rows=60)}, "output_rows 100, and now it is 60"),
-        ({"options": {"tap": 1}}, "options"),
+        ({"options": options_of(output_rows=60)}, "output_rows 100, and now it is 60"),
+        ({"kind_options": {"tap": 1}}, "options"),
     ],
 )
 def test_another_recipe_is_refused(
@@ -202,7 +209,7 @@ class PoisonedHead(LinearHead):
 
 def test_nan_ends_training_and_leaves_the_state(target: TrainingTarget, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"the loss is nan .* at step 2"):
-        train(target, tmp_path / "head", kind=PoisonedHead, plan=plan_of(save_s=0))
+        train(target, tmp_path / "head", kind=PoisonedHead, options=options_of(save_s=0))
     assert all(
         t.isfinite().all() for n, t in state_of(tmp_path / "head").items() if "output_ids" not in n
     )
@@ -236,19 +243,25 @@ def test_data_that_cannot_be_used(target: TrainingTarget, tmp_path: Path) -> Non
         trainer_of(target, tmp_path / "head", texts=texts)
     with pytest.raises(ConfigError, match="no replies"):
         trainer_of(target, tmp_path / "head", texts=[])
+    with pytest.raises(ConfigError, match="1 texts are too few"):
+        trainer_of(target, tmp_path / "head", texts=some_texts(1))
+
+
+def test_of_few_texts_one_prompt_is_held_out(target: TrainingTarget, tmp_path: Path) -> None:
     few = [text for text in some_texts() if not text.is_held_out][:5]
-    with pytest.raises(ConfigError, match="none of these texts is kept"):
-        trainer_of(target, tmp_path / "head", texts=few)
+    trained, held_out = split_texts(few)
+    assert (len(trained), len(held_out)) == (4, 1)
+    assert train(target, tmp_path / "head", texts=few, options=options_of(tokens=500)).done >= 1
 
 
 def test_layers_that_are_not_there(target: TrainingTarget, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="layer 7 cannot be tapped"):
-        trainer_of(target, tmp_path / "head", options={"tap": 7})
+        trainer_of(target, tmp_path / "head", kind_options={"tap": 7})
 
 
 def test_targets_that_cannot_be_trained_on() -> None:
     with pytest.raises(CapabilityError, match="native decoder"):
-        TrainingTarget(TableModel(3, lambda tokens: [1.0, 0.0, 0.0]), "table")
+        TrainingTarget(TableModel(3, lambda tokens: [1.0, 0.0, 0.0]), "table", "")
 
 
 def test_curves_survive_a_torn_line(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.table import next_hash
-from foredraft.train.ngrams import TablePlan, _next_hashes, learn_table
-from foredraft.train.table import measure, train_table
+from foredraft.models.files.progress import SilentProgress
+from foredraft.train.options import TableOptions
+from foredraft.train.table import _next_hashes, learn_table, measure, train_table
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text
 
@@ -25,9 +26,9 @@ def test_contexts_have_the_same_keys_here_and_there() -> None:
 
 def test_what_is_named_right_is_measured_by_kind_of_text() -> None:
     tokens = np.array([0, 1, 2, 3, 4, 5, 6, 7], np.int64)
-    table = learn_table([Text(tokens, 1)] * 5, 50, TablePlan())
+    table = learn_table([Text(tokens, 1)] * 5, 50, TableOptions())
     odd = np.array([20, 1, 2, 30, 31, 32], np.int64)
-    measured, shares = measure(table, [Text(tokens, 1), Text(odd, 1, 1.0)])
+    measured, shares = measure(table, [Text(tokens, 1), Text(odd, 1, 1.0)], SilentProgress())
     assert measured["greedy"]["table"] == measured["greedy"]["with earlier matches"] == 1.0
     assert measured["greedy"]["places"] == 7
     # 1 follows nothing known, 2 follows 1; then 3 is said, and nothing more is known.
@@ -39,4 +40,4 @@ def test_nothing_to_learn_from_is_said(target: TrainingTarget, tmp_path: object)
     from pathlib import Path
 
     with pytest.raises(ConfigError, match="no replies"):
-        train_table(target, [], Path(str(tmp_path)), TablePlan(), {})
+        train_table(target, [], Path(str(tmp_path)), TableOptions(), {}, SilentProgress())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.heads.store import TargetIdentity
+from foredraft.train.options import WriteOptions
+from foredraft.train.tasks import task_data
 from foredraft.train.texts import read_texts, shard_paths, write_shard
 from foredraft.train.writing import (
-    Prompt,
-    Reply,
-    Request,
-    WritePlan,
+    ReplyRequest,
+    SourcePrompt,
     Writer,
+    WrittenReply,
     check_origin,
     common_prefix,
 )
@@ -30,13 +32,14 @@ WHO = TargetIdentity("tiny", "abc", "words")
 class Echo:
     """Replies with the prompt backwards; as a user it says a few letters."""
 
-    user_prefix = (1, 2)
+    plain = False
+    user_prefix: tuple[int, ...] = (1, 2)
 
     def __init__(self, die_after: int | None = None) -> None:
-        self.asked: list[Request] = []
+        self.asked: list[ReplyRequest] = []
         self._die_after = die_after
 
-    def __call__(self, requests: Sequence[Request]) -> Generator[Reply, None, None]:
+    def __call__(self, requests: Sequence[ReplyRequest]) -> Generator[WrittenReply, None, None]:
         for request in reversed(requests):
             self.asked.append(request)
             if self._die_after is not None and len(self.asked) > self._die_after:
@@ -44,7 +47,7 @@ class Echo:
             ids = request.prompt_ids
             if ids == self.user_prefix:
                 ids = tuple(65 + int(digit) for digit in f"{request.seed % 10**9:09d}")
-            yield Reply(request.number, tuple(reversed(ids)), True)
+            yield WrittenReply(request.number, tuple(reversed(ids)), True)
 
     def encode(self, text: str) -> list[int]:
         return [*self.user_prefix, *map(ord, text), 3]
@@ -53,9 +56,12 @@ class Echo:
         return "".join(map(chr, token_ids))
 
 
-def writer(directory: Path, echo: Echo, prompts: int = 0, **plan: Any) -> Writer:
-    given = [Prompt(f"file-{n}", "word " * (1 + n % 5) + str(n)) for n in range(prompts)]
-    return Writer(directory, echo, echo, WHO, given, WritePlan(**{"tokens": 2000} | plan))
+def writer(
+    directory: Path, echo: Echo, prompts: int = 0, max_context: int = 4096, **options: Any
+) -> Writer:
+    given = [SourcePrompt(f"file-{n}", "word " * (1 + n % 5) + str(n)) for n in range(prompts)]
+    write_options = WriteOptions(**{"tokens": 2000} | options)
+    return Writer(directory, echo, echo, WHO, max_context, given, write_options)
 
 
 def test_shards_keep_texts_as_they_were(tmp_path: Path) -> None:
@@ -104,7 +110,7 @@ def test_given_prompts_are_answered_once_a_pass(tmp_path: Path) -> None:
 
 
 def test_both_take_turns(tmp_path: Path) -> None:
-    writer(tmp_path / "texts", Echo(), prompts=9).run(Watch(), lambda: False)
+    writer(tmp_path / "texts", Echo(), prompts=9, made_up=True).run(Watch(), lambda: False)
     sources = [text.source[:4] == "file" for text in read_texts(tmp_path / "texts")]
     assert sources[:4] == [True, False, True, False]
 
@@ -138,11 +144,75 @@ def test_text_of_another_target_is_refused(tmp_path: Path) -> None:
         check_origin(tmp_path / "texts", TargetIdentity("big", "def"))
 
 
-def test_there_must_be_something_to_answer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no prompts"):
-        writer(tmp_path, Echo(), made_up=False)
-
-
 def test_what_all_begin_with() -> None:
     assert common_prefix([[1, 2, 3, 4], [1, 2, 5], [1, 2, 3]]) == (1, 2)
     assert json.loads("[]") == list(common_prefix([]))
+
+
+def test_prompts_fit_a_short_context(tmp_path: Path) -> None:
+    """At a context of 512 a reply of up to 256 tokens still fits; here a letter is a token."""
+    echo = Echo()
+    made = writer(tmp_path / "texts", echo, max_context=512, tokens=20_000)
+    made.run(Watch(), lambda: False)
+    assert made.prompt_limit == 256
+    assert made.tokens >= 20_000
+    assert max(len(request.prompt_ids) for request in echo.asked) <= 256
+
+
+def test_prompts_that_are_too_long_are_counted_and_said(tmp_path: Path) -> None:
+    options = WriteOptions(tokens=1000, passes=1)
+    prompts = [SourcePrompt(f"p{n}", "w" * (400 if n % 2 else 20)) for n in range(10)]
+    made = Writer(tmp_path / "a", Echo(), Echo(), WHO, 512, prompts, options)
+    made.run(Watch(), lambda: False)
+    assert made.num_skipped == 5
+    assert len(read_texts(tmp_path / "a")) == 5
+    made = Writer(tmp_path / "b", Echo(), Echo(), WHO, 512, prompts[1::2], options)
+    with pytest.raises(ConfigError, match="5 prompts are longer than 256 tokens"):
+        made.run(Watch(), lambda: False)
+
+
+class PlainEcho(Echo):
+    """A base model: no chat template, and no end of a text."""
+
+    plain = True
+
+    def __call__(self, requests: Sequence[ReplyRequest]) -> Generator[WrittenReply, None, None]:
+        for reply in super().__call__(requests):
+            yield replace(reply, finished=False)
+
+    def encode(self, text: str) -> list[int]:
+        return [*self.user_prefix, *map(ord, text)]
+
+
+@pytest.mark.parametrize("prefix", [(1,), ()])
+def test_base_models_continue_texts(tmp_path: Path, prefix: tuple[int, ...]) -> None:
+    echo = PlainEcho()
+    echo.user_prefix = prefix
+    writer(tmp_path / "texts", echo, tokens=20_000).run(Watch(), lambda: False)
+    kinds = {text.source.split("-")[0] for text in read_texts(tmp_path / "texts")}
+    assert ("self" in kinds) == bool(prefix)
+    assert kinds - {"self"} <= set(task_data()["plain"])
+    assert len(kinds) > 5
+
+
+class Journalist(Echo):
+    """Writes an article of its own under every headline."""
+
+    def __call__(self, requests: Sequence[ReplyRequest]) -> Generator[WrittenReply, None, None]:
+        for reply in super().__call__(requests):
+            words = f"Report{reply.number} " * 12
+            yield replace(reply, token_ids=tuple(map(ord, words)))
+
+
+def test_held_out_articles_are_in_no_prompt_that_is_trained_on(tmp_path: Path) -> None:
+    echo = Journalist()
+    writer(tmp_path / "texts", echo, tokens=300_000).run(Watch(), lambda: False)
+    texts = read_texts(tmp_path / "texts")
+    articles = {f"Report{t.number} ": t.is_held_out for t in texts if t.source[:8] == "article-"}
+    assert any(articles.values())
+    composed = [t for t in texts if t.source.split("-")[0] in ("summary", "reading", "editing")]
+    assert any(text.is_held_out for text in composed)
+    for text in composed:
+        prompt = echo.decode([int(token) for token in text.prompt_ids])
+        within = {held_out for words, held_out in articles.items() if words in prompt}
+        assert within == {text.is_held_out}, prompt

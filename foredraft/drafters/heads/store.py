@@ -55,11 +55,14 @@ class TargetIdentity:
         name: what people call it.
         fingerprint: of its sizes and embeddings, whatever dtype it was loaded in.
         tokenizer: fingerprint of its tokenizer; None where that is not known.
+        weights: digest of all its weights (`foredraft.models.files.digest`), which tells it from
+            fine-tunes that left the embeddings alone; None where that is not known.
     """
 
     name: str
     fingerprint: str
     tokenizer: str | None = None
+    weights: str | None = None
 
 
 @dataclass(frozen=True)

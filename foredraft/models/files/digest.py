@@ -1,0 +1,64 @@
+"""A digest of all weights of a checkpoint: it tells a model from its fine-tunes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from foredraft.core.errors import TrainingError
+from foredraft.models.files.safety import Checkpoint, check_safetensors
+from foredraft.system.files import write_text
+
+_FOLDER = "weights"
+_DIGITS = 32
+
+
+def weights_digest(checkpoint: Checkpoint, cache: Path) -> str:
+    """The hexadecimal sha256, cut to 32 digits, of every tensor: name, type, shape and bytes.
+
+    How the tensors are spread over files does not matter. Reading 270 MB takes about half a
+    second, so the result is kept and found again while the files have the same sizes and times.
+
+    Args:
+        checkpoint: whose weights.
+        cache: foredraft's cache, where results are kept.
+
+    Raises:
+        ModelLoadError: a file of weights is damaged.
+    """
+    files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
+    kept = cache / _FOLDER / f"{_state_of(files)}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(kept.read_text())["digest"])
+    digest = _digest_of(files)
+    with suppress(OSError, TrainingError):  # a cache that cannot be written costs time only
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_text(kept, json.dumps({"digest": digest, "files": [str(file) for file in files]}))
+    return digest
+
+
+def _state_of(files: Iterable[Path]) -> str:
+    """Changes when one of the files is written again."""
+    states = [
+        (str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files
+    ]
+    return hashlib.sha256(repr(states).encode()).hexdigest()[:_DIGITS]
+
+
+def _digest_of(files: Iterable[Path]) -> str:
+    tensors: list[tuple[str, bytes]] = []
+    for path in files:
+        entries = check_safetensors(path)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            first = len(data) - max((e["data_offsets"][1] for e in entries.values()), default=0)
+            for name, entry in entries.items():
+                start, stop = entry["data_offsets"]
+                digest = hashlib.sha256(f"{name} {entry['dtype']} {entry['shape']} ".encode())
+                with memoryview(data) as view, view[first + start : first + stop] as content:
+                    digest.update(content)
+                tensors.append((name, digest.digest()))
+    return hashlib.sha256(b"".join(digest for _, digest in sorted(tensors))).hexdigest()[:_DIGITS]

@@ -1,0 +1,101 @@
+"""What is said while a head is trained, and who may end it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from foredraft.models.files.progress import Progress
+
+if TYPE_CHECKING:
+    from foredraft.train.acceptance import Acceptance
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a training is.
+
+    Attributes:
+        done: share of the learning.
+        tokens: learnt from.
+        loss: of the last steps.
+        overlap: by depth, of the last steps.
+        tokens_per_s: of learning.
+        left_s: estimated seconds until the end of the run, measuring included.
+        acceptance: at the last evaluation.
+    """
+
+    done: float
+    tokens: int
+    loss: float
+    overlap: tuple[float, ...]
+    tokens_per_s: float
+    left_s: float
+    acceptance: Acceptance | None
+
+
+class Monitor(Progress, Protocol):
+    """Shows how training goes, makes it stand still, and ends it."""
+
+    def step(self, status: Status) -> None:
+        """Called after each step."""
+
+    def evaluated(self, status: Status) -> None:
+        """Called after each measurement."""
+
+    def wants_stop(self) -> bool:
+        """Whether training is to end now, to go on another time."""
+        ...
+
+    def pause(self) -> object:
+        """Called before each piece of work; returns when it may begin."""
+        ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a call of `Trainer.run` ended.
+
+    Attributes:
+        done: share of the learning that is behind us.
+        tokens: learnt from, over all resumptions.
+        seconds: of learning, likewise.
+        acceptance: of the weights that are kept.
+    """
+
+    done: float
+    tokens: int
+    seconds: float
+    acceptance: Acceptance | None
+
+
+class Recent:
+    """Means over the last steps."""
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self.loss, self.tokens_per_s = math.nan, 0.0
+        self.overlap: tuple[float, ...] = ()
+        self.restart()
+
+    def restart(self) -> None:
+        self._began = time.monotonic()
+        self._losses: list[float] = []
+        self._overlaps: list[list[float]] = []
+        self._tokens, self._seconds = 0, 0.0
+
+    def add(self, loss: float, overlap: list[float], tokens: int, seconds: float) -> None:
+        self._losses.append(loss)
+        self._overlaps.append(overlap)
+        self._tokens += tokens
+        self._seconds += seconds
+        num = len(self._losses)
+        self.loss = sum(self._losses) / num
+        depths = zip(*self._overlaps, strict=False)  # the first depth alone, for a while
+        self.overlap = tuple(round(sum(each) / num, 4) for each in depths)
+        self.tokens_per_s = self._tokens / max(1e-9, self._seconds)
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._began >= self._every_s
