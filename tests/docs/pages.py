@@ -7,7 +7,12 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    {*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *REPO.glob("examples/*/README.md")}
+    {
+        *REPO.glob("*.md"),
+        *(REPO / "docs").rglob("*.md"),
+        *REPO.glob("examples/*/README.md"),
+        REPO / "benchmarks" / "README.md",
+    }
     - {*(REPO / "docs" / "lab").glob("*.md")}
 )
 """All pages but the lab notebook, which keeps what was true on its day."""
