@@ -46,7 +46,7 @@ def now() -> int:
     return int(time.time())
 
 
-class Writer(Protocol):
+class AnswerWriter(Protocol):
     """Writes the answer to one request in the form of its API."""
 
     def whole(self) -> Coroutine[Any, Any, dict[str, Any]]:
@@ -63,7 +63,7 @@ class Writer(Protocol):
 
 
 async def respond(
-    writer: Writer,
+    writer: AnswerWriter,
     streams: bool | None,
     ignored: Sequence[str],
     context: ServerContext,

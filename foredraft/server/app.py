@@ -1,4 +1,4 @@
-"""The application: routes, middleware, and what they stand on."""
+"""The application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def create_app(
     settings: ServerSettings | None = None,
     when_loaded: Callable[[ServerContext], None] | None = None,
 ) -> FastAPI:
-    """The server as an ASGI application. It answers while the model is loaded, with 503.
+    """The server as an ASGI application. While the model is loaded it answers with 503.
 
     Args:
-        load: loads the model, on a thread of its own; it is given what to tell each step to.
-        settings: those of the environment when None.
-        when_loaded: told when that is done, or has failed (`ServerContext.failure`).
+        load: loads the model, on a thread of its own. It gets the feed that its engine must call
+            after each step.
+        settings: None takes those of the environment.
+        when_loaded: called when the model is loaded, or could not be (`ServerContext.failure`).
 
     Raises:
         ConfigError: keys that cannot be used.
@@ -85,7 +86,7 @@ def create_app(
 
 
 def _named_keys(context: ServerContext) -> list[Any]:
-    """What tells readers of the OpenAPI document of keys; it is the gate that asks for them."""
+    """Marks routes in the OpenAPI document as needing a key; the `Gate` checks it."""
     return [Security(HTTPBearer(auto_error=False))] if context.keys else []
 
 
@@ -95,7 +96,7 @@ def _is_open(path: str) -> bool:
 
 
 def _add_middleware(app: FastAPI, context: ServerContext) -> None:
-    """What was added last sees a request first."""
+    """Starlette calls the middleware that was added last first."""
     settings = context.settings
     app.add_middleware(BodyLimits, settings=settings)
     app.add_middleware(Gate, keys=context.keys, settings=settings, is_open=_is_open)

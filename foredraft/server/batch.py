@@ -1,9 +1,9 @@
-"""Files of requests in OpenAI's batch format: what is in them, and what has been answered already.
+"""Files of requests in OpenAI's batch format, answered by the server within this process.
 
 A line of the input is ``{"custom_id": …, "method": "POST", "url": "/v1/chat/completions", "body":
 {…}}``. A line of the output is ``{"id": …, "custom_id": …, "response": {"status_code": …,
 "request_id": …, "body": {…}}, "error": null}``. Answers are appended as they come, in any order.
-One that is in the output is not asked for again.
+A request whose answer is in the output is not run again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from foredraft.server.settings import ServerSettings
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-"""What may be asked for."""
+"""The routes that a request may name."""
 
 _MAX_PROBLEMS = 5
 _BEGINNING = b'{"id": "batch_req_'
-"""Of each answer."""
+"""How each line of the output begins."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one request.
+    """The answer to one request.
 
     Attributes:
-        status: of HTTP; 200 is well.
+        status: HTTP status; 200 is success.
         body: as the server would send it.
     """
 
@@ -64,7 +64,7 @@ Ask = Callable[[BatchRequest], Awaitable[Answer]]
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:
-    """The requests of a file that `check_requests` has found well, one at a time."""
+    """The requests of a file that has passed `check_requests`, one at a time."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -72,7 +72,7 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
 
 
 def check_requests(path: Path) -> list[str]:
-    """The ids of all requests, in order. Nothing is asked before the whole file is well.
+    """Checks the whole file before anything runs, and returns the ids of its requests in order.
 
     Raises:
         ConfigError: lines that are no requests, or two with one id; the first few are named.
@@ -121,19 +121,19 @@ def _parse(number: int, line: bytes) -> BatchRequest:
 
 
 class AnswerFile:
-    """The output, to which answers are appended whole.
+    """The output file. Answers are appended as whole lines.
 
-    What an interrupted run has left is kept, but for a line that was not finished.
+    The answers of an interrupted run are kept; an unfinished last line is cut off.
 
     Args:
-        path: is made if it is not there.
+        path: the file, which is created if it does not exist.
 
     Attributes:
-        answered: ids that it holds an answer to.
-        num_failed: of those that it held at first, how many say what went wrong.
+        answered: ids of the requests whose answers it holds.
+        num_failed: how many of the answers of earlier runs are errors.
 
     Raises:
-        ConfigError: it holds something else than answers, or another run is writing to it.
+        ConfigError: the file holds something else, or another run is writing to it.
         OSError: it cannot be read or written.
     """
 
@@ -206,7 +206,7 @@ class AnswerFile:
 
 @dataclass
 class BatchSummary:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         answered: requests that got a reply.
@@ -237,14 +237,14 @@ async def run_batch(
     answers: AnswerFile,
     ask: Ask,
     concurrency: int,
-    told: Callable[[BatchSummary], object] = lambda summary: None,
+    on_answer: Callable[[BatchSummary], object] = lambda summary: None,
 ) -> BatchSummary:
-    """Ask for everything that is not answered yet, several requests at a time.
+    """Run the requests that have no answer yet, several at a time.
 
     Args:
-        ask: gets an answer; what it raises ends the run.
+        ask: answers one request; an exception of it ends the run.
         concurrency: most requests under way.
-        told: of each answer, when it has been written.
+        on_answer: called after each answer was written.
     """
     summary = BatchSummary()
     requests = read_requests(path)
@@ -257,7 +257,7 @@ async def run_batch(
             answer = await ask(request)
             answers.add(request, answer)
             summary.add(answer)
-            told(summary)
+            on_answer(summary)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
@@ -280,7 +280,7 @@ async def in_process(llm: LLM, settings: ServerSettings) -> AsyncIterator[InProc
 
 
 class InProcess:
-    """Posts to an ASGI application. A call that is cancelled ends like a connection that closes.
+    """A client of an ASGI application. A cancelled call ends like a connection that closes.
 
     Args:
         app: which application.

@@ -1,4 +1,4 @@
-"""What the routes share: the engine once it is there, who waits on it, and what they may do."""
+"""What all routes share: the engine once it is loaded, the requests under way, tenants, metrics."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ Watcher = Callable[[StepRecord], None]
 
 
 class StepFeed:
-    """A trace for an engine, which passes each step on.
+    """Passes each step of the engine on to watchers. The engine takes it as its trace.
 
-    Watchers are called on the engine's thread between two steps: they must be quick. One that
-    raises is dropped.
+    Watchers run on the engine's thread between two steps, so they must be quick. A watcher that
+    raises is removed.
 
     Attributes:
-        wants_evidence: whether verdicts are to say what they were decided on (`Tracer`).
+        wants_evidence: whether verdicts record what they were based on (`Tracer`).
     """
 
     wants_evidence = False
@@ -65,17 +65,17 @@ class StepFeed:
                 _log.warning("a watcher of steps failed and is dropped: %s", error, exc_info=error)
 
 
-class Work(Protocol):
-    """What is under way for a client."""
+class Abortable(Protocol):
+    """Work for a client that the server may have to end early."""
 
     async def abort(self, error: ApiError) -> None:
-        """End it; its reader is told ``error``."""
+        """End it; its reader gets ``error``."""
         ...
 
 
-W = TypeVar("W", bound=Work)
+A = TypeVar("A", bound=Abortable)
 LoadModel = Callable[[StepFeed], LLM]
-"""Loads the model; its engine hands each step to the feed."""
+"""Loads the model; its engine calls the feed after each step."""
 
 
 class ServerContext:
@@ -83,13 +83,13 @@ class ServerContext:
 
     Args:
         settings: of the server.
-        load: what loads the model, on a thread of its own.
+        load: loads the model, on a thread of its own.
 
     Attributes:
-        steps: where to watch the engine's steps.
-        metrics: what `/metrics` shows.
-        spans: makes those of requests.
-        failure: why the model could not be loaded.
+        steps: the engine's steps, for watchers.
+        metrics: the figures of `/metrics`.
+        spans: makes the spans of requests.
+        failure: the exception if the model could not be loaded.
     """
 
     def __init__(self, settings: ServerSettings, load: LoadModel) -> None:
@@ -104,11 +104,11 @@ class ServerContext:
         self._engine: AsyncLLM | None = None
         self._for_predictions: AsyncLLM | None = None
         self._is_draining, self._is_hurried = False, False
-        self._live: set[Work] = set()
+        self._live: set[Abortable] = set()
         self._salt = secrets.token_bytes(32)
 
     async def start(self) -> None:
-        """Load the model; `failure` says if that did not work."""
+        """Load the model; if that fails, `failure` holds the exception."""
         try:
             llm = await asyncio.to_thread(self._load, self.steps)
             self._engine = AsyncLLM(llm, max_waiting=self.settings.max_waiting)
@@ -129,12 +129,12 @@ class ServerContext:
 
     @property
     def is_live(self) -> bool:
-        """Whether a restart would help nothing."""
+        """Whether the process is well: a restart would not help."""
         return self.failure is None and self._are_healthy
 
     @property
     def _engines(self) -> list[AsyncLLM]:
-        """Those that there are by now."""
+        """The engines that exist by now."""
         return [each for each in (self._engine, self._for_predictions) if each is not None]
 
     @property
@@ -174,13 +174,13 @@ class ServerContext:
 
     @cached_property
     def model_names(self) -> tuple[str, ...]:
-        """What the model is called, its first name first."""
+        """The names of the model, the main one first."""
         plan = self.llm.plan
         return self.settings.served_model_names or (plan.name if plan else "foredraft",)
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template has a place for tools, and shows how a call is written."""
+        """Whether the chat template shows tools, and how a call is written."""
         source = self.tokenizer.chat_template or ""
         return CALL in source and re.search(r"\btools\b", source) is not None
 
@@ -207,7 +207,7 @@ class ServerContext:
         return str(name)
 
     def tenant(self, key_id: str | None, salt: object) -> str | None:
-        """Whose state a request shares: that of its key and its salt."""
+        """The tenant of a request, which is its key with its salt; None for neither."""
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise ApiError(400, "cache_salt must be text, and not empty", param="cache_salt")
         owner = None if self.settings.share_between_keys else key_id
@@ -240,8 +240,8 @@ class ServerContext:
             self.metrics.add_request(generation)
 
     @contextlib.asynccontextmanager
-    async def under_way(self, work: W) -> AsyncIterator[W]:
-        """Work for a client that a drain waits for, and that `request_timeout` ends."""
+    async def under_way(self, work: A) -> AsyncIterator[A]:
+        """Work that a drain waits for. It is aborted after `ServerSettings.request_timeout`."""
         late = ApiError(
             408,
             f"the reply was not over after {self.settings.request_timeout:g} seconds",
@@ -261,7 +261,7 @@ class ServerContext:
             self._live.discard(work)
 
     async def drain(self) -> None:
-        """Take no more requests, and wait for those under way; in the end they are ended."""
+        """Refuse new requests and wait for those under way; after a time they are aborted."""
         self._is_draining = True
         until = time.monotonic() + self.settings.drain_timeout
         while self._live and time.monotonic() < until and not self._is_hurried:
@@ -274,7 +274,7 @@ class ServerContext:
             await asyncio.sleep(0.02)
 
     def hurry(self) -> None:
-        """Do not wait for those under way: end them."""
+        """End a drain: abort the requests under way."""
         self._is_hurried = True
 
     async def _engine_for(self, params: SamplingParams) -> AsyncLLM:

@@ -34,9 +34,14 @@ _KINDS = {
     408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    500: "server_error",
     503: "service_unavailable_error",
 }
-_ANTHROPIC_KINDS = _KINDS | {413: "request_too_large", 503: "overloaded_error"}
+_ANTHROPIC_KINDS = _KINDS | {
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
 _RETRY_SECONDS = 1
 _CLOSED_BY_CLIENT = 499
 _MAX_MESSAGE = 2000
@@ -55,10 +60,10 @@ _FORMS = {
 
 
 class ApiError(Exception):
-    """What a client is told.
+    """An error as the client sees it.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         message: what is wrong, with which value, and what to do.
         param: the field it is about.
         code: for programs.
@@ -81,16 +86,12 @@ class ApiError(Exception):
     @property
     def for_openai(self) -> dict[str, Any]:
         kind = _KINDS.get(self.status, "invalid_request_error")
-        if self.status == 500:
-            kind = "server_error"
         inner = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": inner}
 
     @property
     def for_anthropic(self) -> dict[str, Any]:
         kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error")
-        if self.status == 500:
-            kind = "api_error"
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def body_for(self, path: str) -> dict[str, Any]:
@@ -106,12 +107,12 @@ def is_anthropic(path: str) -> bool:
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """503: not now, and perhaps soon."""
+    """503: the server cannot answer now; the client may try again soon."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(_RETRY_SECONDS)})
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client may know of any exception. Unforeseen ones are logged, and not described."""
+    """Any exception as the client may see it. Unexpected ones are logged, and not described."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -152,7 +153,7 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """The first thing that the schema refuses, with field and value."""
+    """The first error of the schema check, with field and value."""
     problems = error.errors()
     first = problems[0]
     path = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
@@ -175,7 +176,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
 
 
 def _forms(problems: Sequence[Any], field: str) -> list[str]:
-    """The forms that a field may have, where there are several: pydantic says what each lacks."""
+    """The forms that a field may have, if there are several: pydantic has an error for each."""
     tags = [
         str(each["loc"][2])
         for each in problems
@@ -186,7 +187,7 @@ def _forms(problems: Sequence[Any], field: str) -> list[str]:
 
 
 async def answer(request: Request, error: Exception) -> Response:
-    """The handler of every exception."""
+    """Answers a request that raised an exception."""
     known = as_api_error(error)
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         what = f"{request.method} {request.url.path}"

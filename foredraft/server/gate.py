@@ -31,8 +31,8 @@ _UNKNOWN = "unknown"
 class ApiKeys:
     """The keys that open the server, kept as digests under a secret of this process.
 
-    The digests, and the ids made of them, are of no use elsewhere: whoever reads a log cannot
-    compare them with those of keys that he guesses.
+    The ids of keys are parts of these digests. Because of the secret, nobody who reads a log can
+    compare an id with guessed keys.
 
     Args:
         keys: as clients send them.
@@ -54,7 +54,7 @@ class ApiKeys:
 
     @classmethod
     def of(cls, settings: ServerSettings) -> ApiKeys:
-        """The keys of file and environment.
+        """The keys that the file and the environment hold.
 
         Raises:
             ConfigError: the file cannot be read, a key is unusable, or the server is open to other
@@ -83,23 +83,23 @@ class ApiKeys:
         return bool(self._digests)
 
     def id_of(self, key: str) -> str | None:
-        """A name for the key, from which it cannot be told; None if it opens nothing.
+        """An id of the key that does not reveal it; None if the key is not known.
 
-        Every digest is compared, and each in constant time.
+        The key is compared with every known one, each time in constant time.
         """
-        asked = self._digest(key)
-        matches = [hmac.compare_digest(asked, digest) for digest in self._digests]
-        return asked.hex()[:_ID_DIGITS] if any(matches) else None
+        digest = self._digest(key)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest.hex()[:_ID_DIGITS] if any(matches) else None
 
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode("utf-8", "surrogateescape"), "sha256")
 
 
 class Gate:
-    """Middleware that lets nobody in without a key, and no web page that goes by another name.
+    """Middleware that checks the API key, and the host name that the client called.
 
-    Every path wants a key but those that ``is_open`` names. The key's id goes into the request's
-    state as ``key_id``.
+    Every path requires a key, except where ``is_open`` says otherwise. The id of the key becomes
+    ``key_id`` in the request's state.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ def _host_name(host: str) -> str | None:
 
 
 def _is_address(name: str) -> bool:
-    """Names can be made to point anywhere; an address is where the client really went."""
+    """Whether a host is an IP address: unlike a name, it cannot be made to point elsewhere."""
     try:
         ip_address(name)
     except ValueError:
@@ -172,10 +172,10 @@ def _is_address(name: str) -> bool:
 
 
 class BodyLimits:
-    """Middleware that reads a body whole: bounded in size, depth and time, and JSON by its type.
+    """Middleware that reads the whole body and bounds its size, depth and time.
 
-    A type of its own is asked for because a web page can send text to any server unasked, and JSON
-    only where the server agrees.
+    The content type must be JSON: a web page can send text to any server without a preflight, but
+    not JSON.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
@@ -201,7 +201,7 @@ class BodyLimits:
         await self._app(scope, replay, send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
-        """The body; None when the client has gone."""
+        """The body; None if the client has left."""
         limit = self._settings.max_body_bytes
         named = headers.get("content-length", "")
         if named.isdecimal() and int(named[:20]) > limit:
@@ -244,7 +244,7 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _is_deeper(body: bytes, limit: int) -> bool:
-    """Whether JSON nests deeper than ``limit``, found without parsing it."""
+    """Whether JSON nests lists and objects deeper than ``limit``. It is not parsed."""
     if body.count(b"[") + body.count(b"{") <= limit:
         return False
     depth = 0
@@ -260,9 +260,9 @@ def _is_deeper(body: bytes, limit: int) -> bool:
 
 
 class AccessLog:
-    """Middleware that logs and counts answers, by route and never by what a client wrote.
+    """Middleware that logs and counts answers by route.
 
-    A path that is no route is not logged: a client may write into it whatever it likes.
+    The log never holds text of a client. That includes paths that are no route.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""The replies of one HTTP request, under way on the engine."""
+"""The replies of one HTTP request while the engine generates them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Generation:
             await stream.aclose()
 
     async def abort(self, error: ApiError) -> None:
-        """End it for another reason than the client's; its reader is told ``error``."""
+        """End it early; whoever reads it gets ``error``."""
         self._error = self._error or error
         for stream in self._streams:
             await stream.aclose()

@@ -1,4 +1,4 @@
-"""What `/metrics` shows, under the names that operators already graph for vLLM."""
+"""The metrics of `/metrics`, under the names that vLLM uses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEDGER = {
     "ledger_spent_seconds": ("What they took.", "spent_ms"),
     "ledger_balance_seconds": ("What speculation may still lose before it stops.", "balance_ms"),
 }
-"""Of the controller, where it keeps a ledger."""
+"""Gauges of a controller that keeps a ledger: description, and field of its report."""
 
 
 class Metrics:
@@ -83,7 +83,7 @@ class Metrics:
         self._cost: CostModel | None = None
 
     def watch(self, engine: AsyncLLM, engines: Callable[[], Sequence[AsyncLLM]]) -> None:
-        """Show gauges, read when somebody looks.
+        """Add the gauges, which are read at each scrape.
 
         Args:
             engine: whose cache and controller are shown.

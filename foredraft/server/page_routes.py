@@ -1,7 +1,7 @@
 """The page at `/`: its files, and the endpoints that it calls.
 
-Everything it shows is run here, on the served model, by engines of its own (`page_runs`). Files are
-served as they are written, under a policy that lets nothing in from elsewhere.
+Everything it shows runs on the served model (`page_runs`). A Content-Security-Policy keeps scripts
+and data of other sites out.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Page:
 
 
 class _Run:
-    """A run that somebody else may end: see `ServerContext.under_way`."""
+    """A run of the page, which a drain or a timeout may end: see `ServerContext.under_way`."""
 
     def __init__(self) -> None:
         self._error: ApiError | None = None

@@ -1,8 +1,4 @@
-"""Running the application, and ending it without cutting anybody off.
-
-Connections cost little: they have time limits on headers and on unread data, and there are so many
-at most.
-"""
+"""Runs the application with uvicorn: bounded connections, and an orderly end."""
 
 from __future__ import annotations
 
@@ -31,10 +27,10 @@ _SEND_BUFFER = 256 << 10
 
 
 class GracefulServer(uvicorn.Server):
-    """uvicorn, which on SIGTERM or Ctrl-C lets replies under way come to their end.
+    """uvicorn that drains on SIGTERM or Ctrl-C: replies under way may finish first.
 
-    Until they have, probes are answered and new requests are refused with 503. What is not over
-    after ``drain_timeout`` ends with an error event. A second signal does not wait.
+    Meanwhile probes are answered and new requests get 503. Replies that have not finished after
+    ``drain_timeout`` end with an error event. A second signal ends them at once.
 
     Attributes:
         address: where it is found; None before it listens.
@@ -49,7 +45,7 @@ class GracefulServer(uvicorn.Server):
         self.address: str | None = None
 
     def when_listening(self, tell: Callable[[str], None]) -> None:
-        """Tell the address, now or once there is one."""
+        """Call ``tell`` with the address, now or as soon as the server listens."""
         if self.address is None:
             self._when_listening.append(tell)
         else:
@@ -76,7 +72,7 @@ class GracefulServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.end)
 
     def end(self) -> None:
-        """Begin to end, and the second time do not wait; call it on the server's loop."""
+        """Drain and stop; a second call does not wait. To be called on the server's loop."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
         else:
@@ -162,7 +158,7 @@ def bounded_protocol(
 
 
 class _Crowded:
-    """The application where there are too many connections: it is well, and answers probes."""
+    """The application for connections over the limit: probes are answered, all else gets 503."""
 
     def __init__(self, app: Any, max_connections: int) -> None:
         self._app: ASGIApp = app
@@ -178,7 +174,7 @@ class _Crowded:
 
 
 class _Deadline:
-    """Drops a connection, unless it is lifted in time."""
+    """Drops a connection after a time, unless it is lifted before."""
 
     def __init__(
         self, seconds: float, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport
@@ -187,7 +183,7 @@ class _Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """From now on, unless it has begun already."""
+        """Start the clock, unless it runs already."""
         if self._timer is None:
             # Not `close`, which would wait until the client has read what is there.
             self._timer = self._loop.call_later(self._seconds, self._transport.abort)
