@@ -1,15 +1,15 @@
-"""OpenTelemetry, where it was asked for: a span for each request, without what was said in it.
+"""OpenTelemetry spans, one for each request, without any of its text.
 
-Names are those of the semantic conventions for generative AI; what they have no name for is under
-``foredraft.``. The package ``opentelemetry`` is imported only where spans are sent.
+Names are those of the semantic conventions for generative AI; others are under ``foredraft.``. The
+package ``opentelemetry`` is imported only if spans are sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,96 +29,69 @@ _HEADERS = ("traceparent", "tracestate")
 
 
 class RequestSpan:
-    """One request, as a span that lasts while its block does. This one goes nowhere."""
+    """The span of one request, while it lasts."""
+
+    def __init__(self) -> None:
+        self.generation: Generation | None = None
 
     def watch(self, generation: Generation) -> None:
-        """Tell at the end of this generation."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Send it, with what the replies have become."""
+        """Report at the end what this generation came to."""
+        self.generation = generation
 
 
 class RequestSpans:
-    """Makes the spans of requests; as it is, none.
-
-    Attributes:
-        sends: whether any are sent.
-    """
-
-    sends = False
-
-    def request(self, operation: Operation, model: str, params: SamplingParams) -> RequestSpan:
-        """The span of a request that is about to begin."""
-        return RequestSpan()
-
-    def close(self) -> None:
-        """Send what is waiting. May take seconds."""
-
-
-class SentSpans(RequestSpans):
-    """Spans for OpenTelemetry.
+    """Makes a span for each request.
 
     Args:
-        provider: what makes and sends them.
+        provider: sends the spans; None: nobody gets them.
     """
 
-    sends = True
-
-    def __init__(self, provider: TracerProvider) -> None:
+    def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
-        self._tracer = provider.get_tracer("foredraft", __version__)
+        self._tracer = None if provider is None else provider.get_tracer("foredraft", __version__)
 
-    def request(self, operation: Operation, model: str, params: SamplingParams) -> RequestSpan:
-        from opentelemetry.trace import SpanKind
+    @property
+    def sends(self) -> bool:
+        return self._provider is not None
 
-        asked = _asked(operation, model, params)
+    @contextmanager
+    def request(
+        self, operation: Operation, model: str, params: SamplingParams
+    ) -> Iterator[RequestSpan]:
+        """The span of a request, which lasts as long as the block."""
+        watched = RequestSpan()
+        if self._tracer is None:
+            yield watched
+            return
+        from opentelemetry.trace import SpanKind, StatusCode
+
+        attributes = _asked(operation, model, params)
         span = self._tracer.start_span(
-            f"{operation} {model}", kind=SpanKind.SERVER, attributes=asked
+            f"{operation} {model}", kind=SpanKind.SERVER, attributes=attributes
         )
-        return _SentSpan(span)
+        try:
+            yield watched
+        except BaseException as error:
+            # The name alone: a message may repeat what a client wrote.
+            span.set_attribute("error.type", _error_type(error))
+            span.set_status(StatusCode.ERROR)
+            raise
+        finally:
+            if watched.generation is not None:
+                span.set_attributes(_made(watched.generation))
+            span.end()
 
     def close(self) -> None:
-        self._provider.shutdown()
+        """Send the spans that wait. May take seconds."""
+        if self._provider is not None:
+            self._provider.shutdown()
 
 
-class _SentSpan(RequestSpan):
-    def __init__(self, span: Any) -> None:
-        self._span = span
-        self._generation: Generation | None = None
-
-    def watch(self, generation: Generation) -> None:
-        self._generation = generation
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        from opentelemetry.trace import StatusCode
-
-        if self._generation is not None:
-            self._span.set_attributes(_made(self._generation))
-        if kind is not None:
-            # Its name alone: a message may repeat what a client wrote.
-            self._span.set_attribute("error.type", _error_type(kind, error))
-            self._span.set_status(StatusCode.ERROR)
-        self._span.end()
-
-
-def _error_type(kind: type[BaseException], error: BaseException | None) -> str:
+def _error_type(error: BaseException) -> str:
     if isinstance(error, ApiError) and error.code:
         return str(error.code)
-    is_gone = issubclass(kind, (asyncio.CancelledError, GeneratorExit))
-    return "client_disconnected" if is_gone else kind.__name__
+    is_gone = isinstance(error, (asyncio.CancelledError, GeneratorExit))
+    return "client_disconnected" if is_gone else type(error).__name__
 
 
 def _asked(operation: Operation, model: str, params: SamplingParams) -> dict[str, Any]:
@@ -186,11 +159,11 @@ def spans_to(endpoint: str | None) -> RequestSpans:
     ours = Resource({"service.name": "foredraft", "service.version": __version__})
     provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-    return SentSpans(provider)
+    return RequestSpans(provider)
 
 
 class TraceParents:
-    """Middleware: spans of a request belong to the trace that its client names (`traceparent`)."""
+    """Middleware that adds a request's span to the trace that the client names (`traceparent`)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

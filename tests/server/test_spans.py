@@ -15,7 +15,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.server.app import create_app
 from foredraft.server.settings import ServerSettings
-from foredraft.server.spans import SentSpans, spans_to
+from foredraft.server.spans import RequestSpans, spans_to
 from tests.server.conftest import Running, running
 from tests.server.events import data_of
 from tests.server.test_lifecycle import LONG, raw_request, wait_until
@@ -46,7 +46,7 @@ def server(
 ) -> Iterator[Running]:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    monkeypatch.setattr("foredraft.server.context.spans_to", lambda _: SentSpans(provider))
+    monkeypatch.setattr("foredraft.server.context.spans_to", lambda _: RequestSpans(provider))
     with running(load, served_model_names=("tiny",)) as server:
         yield server
 

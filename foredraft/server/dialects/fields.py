@@ -103,30 +103,20 @@ class Hint:
     """The field is accepted and cannot change a reply here. The response header names it."""
 
 
-@dataclass(frozen=True, init=False)
 class Refused:
     """The field would change a reply and cannot be honoured.
 
-    Attributes:
+    Args:
         why: what to do instead.
         harmless: values that ask for nothing, and are accepted.
         listed: values that are accepted without effect; the response header names the field.
         same_as: a field whose value is accepted for this one, too.
     """
 
-    why: str
-    harmless: tuple[Any, ...]
-    listed: tuple[Any, ...]
-    same_as: str | None
-
     def __init__(
         self, why: str, *harmless: Any, listed: tuple[Any, ...] = (), same_as: str | None = None
     ) -> None:
-        for name, value in (
-            *(("why", why), ("harmless", harmless)),
-            *(("listed", listed), ("same_as", same_as)),
-        ):
-            object.__setattr__(self, name, value)
+        self.why, self.harmless, self.listed, self.same_as = why, harmless, listed, same_as
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
