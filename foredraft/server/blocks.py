@@ -33,6 +33,10 @@ class Block:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
 
 
+BlockChange = tuple[Change, Block, Part | None]
+"""How a block changes, and the part that it grows by."""
+
+
 class Blocks:
     """Builds the blocks of one reply from its parts."""
 
@@ -40,8 +44,8 @@ class Blocks:
         self.all: list[Block] = []
         self._is_open = False
 
-    def add(self, parts: Sequence[Part]) -> Iterator[tuple[Change, Block, str]]:
-        """What changes: a block opens, grows by a text, or closes."""
+    def add(self, parts: Sequence[Part]) -> Iterator[BlockChange]:
+        """What changes: a block opens, grows by a part, or closes."""
         for part in parts:
             kind: BlockKind = "call"
             if part.kind == "content":
@@ -59,13 +63,13 @@ class Blocks:
                 block = Block(kind, len(self.all), name, key=part.index)
                 self.all.append(block)
                 self._is_open = True
-                yield "open", block, ""
+                yield "open", block, None
             if part.kind != "call" and part.text:
                 block.text += part.text
-                yield "delta", block, part.text
+                yield "delta", block, part
 
-    def close(self) -> Iterator[tuple[Change, Block, str]]:
+    def close(self) -> Iterator[BlockChange]:
         """The last block is over."""
         if self._is_open:
             self._is_open = False
-            yield "close", self.all[-1], ""
+            yield "close", self.all[-1], None

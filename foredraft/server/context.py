@@ -223,15 +223,19 @@ class ServerContext:
         params: SamplingParams,
         tenant: str | None,
         priority: int = 0,
+        *,
+        scores_only: bool = False,
     ) -> AsyncIterator[Generation]:
-        """Replies under way; on leaving, what is unfinished is ended.
+        """Replies under way; on leaving, what is unfinished is ended. See `Generation.open`.
 
         Raises:
             ApiError: 503 while the server cannot serve.
             QueueFullError, PromptError, ConfigError: as `AsyncLLM.open`.
         """
         engine = await self._engine_for(params)
-        generation = await Generation.open(engine, prompts, params, tenant, priority)
+        generation = await Generation.open(
+            *(engine, prompts, params, tenant, priority), scores_only=scores_only
+        )
         try:
             async with self.under_way(generation):
                 yield generation

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foredraft.async_llm import AsyncLLM, EventStream
+from foredraft.core.errors import PromptError
 from foredraft.core.params import SamplingParams
 from foredraft.engine.events import Event
 from foredraft.engine.row import GenerationResult
@@ -78,8 +79,14 @@ class Generation:
         params: SamplingParams,
         tenant: str | None,
         priority: int,
+        *,
+        scores_only: bool = False,
     ) -> Generation:
         """Submit all prompts, or none.
+
+        Args:
+            scores_only: no reply is wanted: the log probabilities of a prompt's last token are
+                reported as those of its reply.
 
         Raises:
             QueueFullError, EngineStoppedError, PromptError, ConfigError: as `AsyncLLM.open`.
@@ -87,7 +94,8 @@ class Generation:
         streams: list[EventStream] = []
         try:
             for prompt in prompts:
-                streams.append(await engine.open(prompt, params, tenant=tenant, priority=priority))
+                start, own = _scoring(engine, prompt, params) if scores_only else (prompt, params)
+                streams.append(await engine.open(start, own, tenant=tenant, priority=priority))
         except BaseException:
             for stream in streams:
                 await stream.aclose()
@@ -154,6 +162,36 @@ class Generation:
             raise self._ended
         if result.finish_reason == "error":
             raise ApiError(500, f"the reply failed: {result.error}", code="generation_failed")
+
+
+def _scoring(
+    engine: AsyncLLM, prompt: list[int], params: SamplingParams
+) -> tuple[list[int], SamplingParams]:
+    """What to generate where a prompt is only scored: its last token, which alone is allowed.
+
+    So a prompt may fill the context. (The engine generates a token at least.) A prompt of one
+    token cannot be shorter; what is generated after it is not shown.
+
+    Raises:
+        PromptError: the prompt is longer than the context, or its last token is no id.
+    """
+    size, limit = len(prompt), engine.llm.target.max_context
+    if size > limit:
+        raise PromptError(
+            f"the prompt has {size} tokens and the context holds {limit}: shorten it",
+            code="context_length_exceeded",
+        )
+    *start, last = prompt
+    engine.llm.engine.check_prompt([last])
+    if not start:
+        return prompt, params
+    return start, SamplingParams(
+        max_tokens=1,
+        n=params.n,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        allowed_token_ids=[last],
+    )
 
 
 def finish_reason(result: GenerationResult, num_calls: int = 0) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic_core import from_json, to_json
 
+from foredraft.core.grammar import Grammar
 from foredraft.engine.events import Event
 
 THINK, END_THINK = "<think>", "</think>"
@@ -182,6 +183,16 @@ class ReplyParser:
         sizes = range(min(len(mark) - 1, len(self._waiting)), 0, -1)
         held = next((size for size in sizes if mark.startswith(self._waiting[-size:])), 0)
         return len(self._waiting) - held, False
+
+
+def opens_thoughts(prompt: str) -> bool:
+    """Whether a prompt ends with the mark that opens thoughts, so that the reply begins in them."""
+    return prompt.rstrip().endswith(THINK)
+
+
+def after_thoughts(grammar: Grammar) -> Grammar:
+    """The grammar of what a reply says, for a reply that begins in thoughts: those stay free."""
+    return replace(grammar, begins_after=END_THINK)
 
 
 class _Calls:

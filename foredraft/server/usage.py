@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from difflib import SequenceMatcher
+from functools import lru_cache
 from typing import Any
 
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.generation import Reply
 from foredraft.server.replies import END_THINK, THINK
 
-_MAX_COMPARED = 4096
+_MAX_MASKS = 256
+"""Tokens of a prediction whose places are kept in the form that counting needs."""
 
 
 def usage_of(
     replies: Sequence[Reply],
     n: int,
-    prediction: Sequence[int] = (),
+    repeated: Sequence[Repeated] = (),
     thoughts: Thoughts | None = None,
 ) -> dict[str, Any]:
     """OpenAI's ``usage`` of replies that are over, or under way.
 
     Args:
         n: replies to a prompt; a prompt counts once.
-        prediction: ids of the text that was expected.
+        repeated: what each of them repeats of a prediction; empty: there is none.
         thoughts: counts those of a reply, where there may be some.
     """
     prompts = replies[::n]
@@ -37,10 +38,10 @@ def usage_of(
         "prompt_tokens_details": {"cached_tokens": num_cached(prompts)},
     }
     details: dict[str, int] = {}
-    if thoughts or prediction:
+    if thoughts or repeated:
         details["reasoning_tokens"] = sum(map(thoughts, replies)) if thoughts else 0
-    if prediction:
-        details |= _prediction_details(replies, prediction)
+    if repeated:
+        details |= _prediction_details(repeated)
     return usage | ({"completion_tokens_details": details} if details else {})
 
 
@@ -73,21 +74,60 @@ def num_cached(replies: Sequence[Reply]) -> int:
     return sum(reply.result.num_cached_tokens for reply in replies if reply.result is not None)
 
 
-def _prediction_details(replies: Sequence[Reply], prediction: Sequence[int]) -> dict[str, int]:
-    """How much of a prediction came true: what OpenAI counts, whatever drafted it."""
-    accepted = 0
-    for reply in replies:
-        if reply.result is not None:
-            accepted += _num_common(prediction[:_MAX_COMPARED], reply.result.token_ids)
-    return {
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": max(0, len(prediction) * len(replies) - accepted),
-    }
+def _prediction_details(repeated: Sequence[Repeated]) -> dict[str, int]:
+    """What OpenAI counts of a prediction, whatever drafted from it."""
+    accepted = sum(each.count for each in repeated)
+    rejected = sum(each.num_predicted for each in repeated) - accepted
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
 
-def _num_common(expected: Sequence[int], written: Sequence[int]) -> int:
-    matcher = SequenceMatcher(None, expected, written[:_MAX_COMPARED], autojunk=False)
-    return sum(block.size for block in matcher.get_matching_blocks())
+class Prediction:
+    """The text that a reply is expected to repeat.
+
+    Args:
+        tokens: its ids.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.num_tokens = len(tokens)
+        self._places: dict[int, list[int]] = {}
+        for place, token in enumerate(tokens):
+            self._places.setdefault(token, []).append(place)
+        self.mask = lru_cache(_MAX_MASKS)(self._mask)
+
+    def _mask(self, token: int) -> int:
+        """The places of a token, as the bits of a number."""
+        bits = bytearray(self.num_tokens // 8 + 1)
+        for place in self._places.get(token, ()):
+            bits[place >> 3] |= 1 << (place & 7)
+        return int.from_bytes(bits, "little")
+
+
+class Repeated:
+    """Counts the tokens of a prediction that a reply repeats in their order, as the reply comes.
+
+    It is the length of their longest common subsequence. A token of the reply costs a few
+    operations on a number of as many bits as the prediction has tokens (H. Hyyrö, Bit-parallel
+    LCS-length computation revisited, 2004).
+    """
+
+    def __init__(self, prediction: Prediction) -> None:
+        self._prediction = prediction
+        self._all = self._left = (1 << prediction.num_tokens) - 1  # a bit for each token
+
+    @property
+    def num_predicted(self) -> int:
+        return self._prediction.num_tokens
+
+    @property
+    def count(self) -> int:
+        return self.num_predicted - self._left.bit_count()
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """The reply's next tokens."""
+        for token in tokens:
+            left, matched = self._left, self._left & self._prediction.mask(token)
+            self._left = ((left + matched) | (left - matched)) & self._all
 
 
 def speculation_of(replies: Sequence[Reply], detail: str) -> dict[str, Any] | None:

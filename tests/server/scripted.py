@@ -12,14 +12,20 @@ from foredraft.options import LoadOptions
 from tests.models.checkpoints import VOCAB_SIZE
 
 
-def replying(tokenizer: Tokenizer, text: str, **options: Any) -> Callable[..., LLM]:
-    """Loads a model that replies to any conversation with ``text``."""
+def replying(
+    tokenizer: Tokenizer, text: str, begin: str = "", **options: Any
+) -> Callable[..., LLM]:
+    """Loads a model that replies to any conversation with ``text``.
+
+    Args:
+        begin: what the chat template writes behind the assistant's name.
+    """
     script = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_ids[0]]
-    begin = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    before = tokenizer.encode(f"<|im_start|>assistant\n{begin}", add_special_tokens=False)
 
     def conditional(context: tuple[int, ...]) -> list[float]:
-        starts = [i for i, token in enumerate(context) if token == begin[0]]
-        written = len(context) - (starts[-1] if starts else 0) - len(begin)
+        starts = [i for i, token in enumerate(context) if token == before[0]]
+        written = len(context) - (starts[-1] if starts else 0) - len(before)
         token = script[min(max(written, 0), len(script) - 1)]
         return [1.0 if each == token else 1e-9 for each in range(VOCAB_SIZE)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from foredraft.models.text.tokenizer import Tokenizer
 from tests.models.checkpoints import save_tokenizer
-from tests.server.conftest import running
+from tests.server.conftest import TOOL_TEMPLATE, running
 from tests.server.events import data_of
 from tests.server.scripted import replying
 
@@ -111,3 +112,91 @@ def test_none_are_counted_where_there_can_be_none(shared: Any) -> None:
     with shared.client() as client:
         usage = client.post(CHAT, json=BODY | {"max_tokens": 4}).json()["usage"]
     assert "completion_tokens_details" not in usage
+
+
+# ------------------------------------------------------------------- prompts that open the thoughts
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"enum": ["here", "there"]}},
+            "required": ["at"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 2, 3]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A model that thinks, and then says something else than what is asked for."""
+    directory = tmp_path_factory.mktemp("thinker")
+    template = TOOL_TEMPLATE.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    save_tokenizer(directory, template)
+    load = replying(Tokenizer(directory), f"{THOUGHTS}</think>\n\n{SAID}", begin="<think>\n")
+    with running(load) as server, server.client() as client:
+        yield client
+
+
+def test_a_grammar_binds_behind_the_thoughts(thinker: httpx.Client) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    answer = thinker.post(CHAT, json=BODY | {"response_format": form}).json()
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["reasoning"] == THOUGHTS
+    assert json.loads(choice["message"]["content"])["n"] in (1, 2, 3)
+    text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    output = thinker.post(RESPONSES, json={"input": "How?", "temperature": 0, "text": text}).json()
+    reasoning, said = output["output"]
+    assert reasoning["content"][0]["text"] == THOUGHTS
+    assert json.loads(said["content"][0]["text"])["n"] in (1, 2, 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_asked_for_is_made_behind_the_thoughts(
+    thinker: httpx.Client, stream: bool
+) -> None:
+    body = BODY | {"tools": [TOOL], "tool_choice": "required", "stream": stream}
+    response = thinker.post(CHAT, json=body)
+    if stream:
+        choices = [choice for chunk in data_of(response)[:-1] for choice in chunk["choices"]]
+        calls = [call for each in choices for call in each["delta"].get("tool_calls", [])]
+        function = {
+            "name": calls[0]["function"]["name"],
+            "arguments": "".join(call["function"]["arguments"] for call in calls),
+        }
+        choice = choices[-1]
+    else:
+        choice = response.json()["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        function = call["function"]
+        assert choice["message"]["reasoning"] == THOUGHTS
+    assert choice["finish_reason"] == "tool_calls"
+    assert function["name"] == "look"
+    assert json.loads(function["arguments"])["at"] in ("here", "there")
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix", "ngram"])
+def test_log_probabilities_of_a_text_are_of_its_own_tokens(
+    tokenizer: Tokenizer, drafter: str
+) -> None:
+    """However many tokens a step brings, and where thoughts and text meet within one."""
+    load = replying(tokenizer, REPLY, drafter=drafter)
+    asked = {"input": f"{REPLY} {REPLY}", "include": ["message.output_text.logprobs"]}
+    with running(load) as server, server.client() as client:
+        answer = client.post(RESPONSES, json=asked | {"temperature": 0}).json()
+        events = data_of(client.post(RESPONSES, json=asked | {"temperature": 0, "stream": True}))
+    entries = answer["output"][1]["content"][0]["logprobs"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries[:-1]).decode() == SAID
+    assert entries[-1]["token"] == "<|im_end|>"
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == entries

@@ -27,7 +27,7 @@ from foredraft.server.dialects.request import GenerationRequest
 from foredraft.server.dialects.sampling import SamplingFields, response_grammar
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
-from foredraft.server.usage import speculation_of, usage_of
+from foredraft.server.usage import Repeated, speculation_of, usage_of
 from foredraft.server.wire import DONE, data_event
 
 Ignored = Annotated[Any, Hint()]
@@ -166,6 +166,10 @@ class ChoicesWriter(ABC):
     ) -> None:
         self._context, self._request, self._options = context, request, options
         self._id, self._created = new_id(self.id_prefix), now()
+        self._repeated: list[Repeated] = []
+        if request.prediction is not None:
+            num_replies = len(request.prompts) * request.params.n
+            self._repeated = [Repeated(request.prediction) for _ in range(num_replies)]
 
     @abstractmethod
     def choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
@@ -189,8 +193,8 @@ class ChoicesWriter(ABC):
 
     async def whole(self) -> dict[str, Any]:
         async with self._request.open(self._context) as generation:
-            async for _ in generation:
-                pass
+            async for index, event in generation:
+                self._count(index, event)
             self.finish(generation)
             choices = []
             for index, reply in enumerate(generation.replies):
@@ -208,6 +212,7 @@ class ChoicesWriter(ABC):
             for chunk in self.first_chunks():
                 yield chunk
             async for index, event in generation:
+                self._count(index, event)
                 usage = self._usage(generation) if continuous else None
                 piece = self.piece(index, event)
                 if piece is not None:
@@ -219,6 +224,10 @@ class ChoicesWriter(ABC):
                 self.finish(generation)
                 yield data_event(self._with_usage(self._answer(self.chunk_kind, []), generation))
             yield DONE
+
+    def _count(self, index: int, event: Event) -> None:
+        if self._repeated:
+            self._repeated[index].add(event.token_ids)
 
     def chunk(
         self,
@@ -253,4 +262,4 @@ class ChoicesWriter(ABC):
     def _usage(self, generation: Generation) -> dict[str, Any]:
         request = self._request
         thoughts = request.thoughts(self._context)
-        return usage_of(generation.replies, request.params.n, request.prediction, thoughts)
+        return usage_of(generation.replies, request.params.n, self._repeated, thoughts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -43,7 +44,7 @@ class CompletionRequest(ChoicesFields):
     def parameters(self) -> dict[str, tuple[str, Any]]:
         """Echo with logprobs asks for those of the prompt, too."""
         parameters = super().parameters()
-        if self.is_empty:  # the engine commits a token at least; it is not shown
+        if self.is_empty:  # the engine generates a token at least
             parameters["max_tokens"] = ("max_tokens", 1)
         if self.echo and self.logprobs is not None:
             parameters["prompt_logprobs"] = ("logprobs", self.logprobs)
@@ -85,7 +86,7 @@ async def create_completion(
     body.check_stream_options()
     special = body.add_special_tokens is not False
     asked = await read_prompts(context, body, body.prompts(), special, key_id)
-    writer = CompletionWriter(context, asked, body)
+    writer = CompletionWriter(context, replace(asked, scores_only=body.is_empty), body)
     return await respond(writer, body.stream, body.ignored(), context, request)
 
 
@@ -114,33 +115,31 @@ class CompletionWriter(ChoicesWriter):
         if self._echo and index not in self._begun and (event.token_ids or event.result):
             self._begun.add(index)
             text = self._prompt_text(index) + text
-        logprobs = self._piece_logprobs(index, event)
+        prompt_entries = event.prompt_logprobs if self._echo else None
+        logprobs = None
+        if prompt_entries is not None or (event.token_ids and not self._is_empty):
+            logprobs = self._formatted(index, prompt_entries, event.token_ids, event.logprobs)
         return {"text": text, "logprobs": logprobs} if text or logprobs else None
 
     def reason(self, index: int, result: GenerationResult) -> str:
         return "length" if self._is_empty else finish_reason(result)
 
     def choice(self, index: int, result: GenerationResult) -> dict[str, Any]:
-        tokens = list(result.token_ids)
-        entries: list[TokenLogprobs | None] = [*(result.logprobs or ())]
         text = result.text
         if self._echo:
             text = self._prompt_text(index) + text
-            tokens = self._prompt(index) + tokens
-            entries = [*(result.prompt_logprobs or ()), *entries]
-        logprobs = self._logprobs[index].format(tokens, entries) if self._logprobs else None
+        prompt_entries = (result.prompt_logprobs or ()) if self._echo else None
+        entries = result.logprobs or ()
+        logprobs = self._formatted(index, prompt_entries, result.token_ids, entries)
         return {"text": text, "logprobs": logprobs, "finish_reason": self.reason(index, result)}
 
     def finish(self, generation: Generation) -> None:
-        """Hide the token that was generated where none was wanted."""
+        """Report no reply where none was wanted."""
         if not self._is_empty:
             return
         for reply in generation.replies:
             assert reply.result is not None
-            hidden = reply.result.logprobs and ()
-            reply.result = replace(
-                reply.result, text="", token_ids=(), finish_reason="length", logprobs=hidden
-            )
+            reply.result = replace(reply.result, text="", token_ids=(), finish_reason="length")
             reply.num_tokens = 0
 
     def _prompt(self, index: int) -> list[int]:
@@ -149,16 +148,22 @@ class CompletionWriter(ChoicesWriter):
     def _prompt_text(self, index: int) -> str:
         return self._context.tokenizer.decode(self._prompt(index), skip_special_tokens=False)
 
-    def _piece_logprobs(self, index: int, event: Event) -> dict[str, Any] | None:
-        """Of a step; those of an echoed prompt go with the first tokens, as its text does."""
+    def _formatted(
+        self,
+        index: int,
+        prompt_entries: Sequence[TokenLogprobs | None] | None,
+        tokens: Sequence[int],
+        entries: Sequence[TokenLogprobs],
+    ) -> dict[str, Any] | None:
+        """Log probabilities of a reply's next tokens; None: none are asked for, or known.
+
+        Args:
+            prompt_entries: of the prompt, where it is echoed with these tokens; else None.
+        """
         if not self._logprobs:
             return None
-        tokens: list[int] = []
-        entries: list[TokenLogprobs | None] = []
-        if self._echo and event.prompt_logprobs is not None:
-            tokens += self._prompt(index)
-            entries += event.prompt_logprobs
-        if not self._is_empty:
-            tokens += event.token_ids
-            entries += event.logprobs
-        return self._logprobs[index].format(tokens, entries) if tokens else None
+        prompt = [] if prompt_entries is None else self._prompt(index)
+        together = [*(prompt_entries or ()), *entries]
+        shown = prompt if self._is_empty else [*prompt, *tokens]
+        # Where a prompt is only scored, its last token is what was generated.
+        return self._logprobs[index].format(shown, together[: len(shown)], len(prompt))

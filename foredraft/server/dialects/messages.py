@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -45,6 +46,7 @@ from foredraft.server.dialects.request import (
 from foredraft.server.dialects.sampling import response_grammar
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Reply, finish_reason, stop_string
+from foredraft.server.replies import Part
 from foredraft.server.tools import read_tools
 from foredraft.server.usage import num_cached, speculation_of
 from foredraft.server.wire import JsonResponse, named_event
@@ -292,13 +294,14 @@ class MessagesWriter:
             "usage": _usage(reply),
         }
 
-    def _event(self, change: Change, block: Block, text: str) -> bytes:
+    def _event(self, change: Change, block: Block, part: Part | None) -> bytes:
         event: dict[str, Any] = {"index": block.number}
         if change == "open":
             event |= {"type": "content_block_start", "content_block": _content(block)}
         elif change == "close":
             event |= {"type": "content_block_stop"}
         else:
+            text = part.text if part else ""
             event |= {"type": "content_block_delta", "delta": _delta(block, text)}
         return named_event(event)
 
@@ -327,8 +330,8 @@ def _content(block: Block) -> dict[str, Any]:
 def _input(block: Block) -> dict[str, Any]:
     """Arguments as data; what is no JSON object (a reply that was cut) is kept as text."""
     try:
-        value = json.loads(block.text or "{}")
-    except (ValueError, RecursionError):
+        value = from_json(block.text or "{}", allow_inf_nan=False)
+    except ValueError:
         return {"_unparsed": block.text}
     return value if isinstance(value, dict) else {"_unparsed": block.text}
 

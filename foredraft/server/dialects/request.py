@@ -6,7 +6,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from foredraft.core.checks import shown
@@ -17,10 +17,10 @@ from foredraft.server.dialects.prompts import chat_messages
 from foredraft.server.dialects.sampling import SamplingFields
 from foredraft.server.errors import in_words_of
 from foredraft.server.generation import Generation
-from foredraft.server.replies import THINK, ReplyParser
+from foredraft.server.replies import ReplyParser, after_thoughts, opens_thoughts
 from foredraft.server.spans import Operation
 from foredraft.server.tools import NO_TOOLS, ToolUse, read_tools
-from foredraft.server.usage import Thoughts
+from foredraft.server.usage import Prediction, Thoughts
 
 _END = 8
 """Tokens at the end of a prompt that may open the thoughts of a reply."""
@@ -38,10 +38,11 @@ class GenerationRequest:
         tenant: whose request it is.
         priority: requests of higher numbers go first.
         names: by sampling parameter the field that it came from.
-        prediction: token ids of the text that the reply is expected to repeat.
+        prediction: the text that the reply is expected to repeat; None: none is named.
         tools: that a reply may call.
         thinks: whether a reply may begin with thoughts.
         in_thoughts: whether the prompt has opened them.
+        scores_only: whether nothing is to be generated: the prompts are only scored.
     """
 
     operation: Operation
@@ -51,10 +52,11 @@ class GenerationRequest:
     tenant: str | None
     priority: int
     names: Mapping[str, str] = field(default_factory=dict)
-    prediction: tuple[int, ...] = ()
+    prediction: Prediction | None = None
     tools: ToolUse = NO_TOOLS
     thinks: bool = False
     in_thoughts: bool = False
+    scores_only: bool = False
 
     def new_parser(self) -> ReplyParser:
         tools = self.tools
@@ -73,7 +75,10 @@ class GenerationRequest:
             )
             with in_words_of(self.names):  # only the engine compiles a grammar
                 generation = await stack.enter_async_context(
-                    context.generation(self.prompts, self.params, self.tenant, self.priority)
+                    context.generation(
+                        *(self.prompts, self.params, self.tenant, self.priority),
+                        scores_only=self.scores_only,
+                    )
                 )
             span.watch(generation)
             yield generation
@@ -135,7 +140,10 @@ async def read_conversation(
     _check_replies(1, params.n, context)
     with in_words_of({"messages": body.conversation_field}):
         prompt = await encode_conversation(context, body.chat_messages(), tools)
-    end = context.tokenizer.decode(prompt[-_END:], skip_special_tokens=False).rstrip()
+    end = context.tokenizer.decode(prompt[-_END:], skip_special_tokens=False)
+    in_thoughts = context.thinks and opens_thoughts(end)
+    if in_thoughts and params.grammar is not None:
+        params = replace(params, grammar=after_thoughts(params.grammar))
     return GenerationRequest(
         "chat",
         model,
@@ -147,7 +155,7 @@ async def read_conversation(
         await _prediction(context, params),
         tools,
         context.thinks,
-        context.thinks and end.endswith(THINK),
+        in_thoughts,
     )
 
 
@@ -226,8 +234,9 @@ def _priority(context: ServerContext, body: SamplingFields) -> int:
     return -priority
 
 
-async def _prediction(context: ServerContext, params: SamplingParams) -> tuple[int, ...]:
-    if params.prediction is None:
-        return ()
-    tokens = await asyncio.to_thread(context.tokenizer.encode, params.prediction, False)
-    return tuple(tokens)
+async def _prediction(context: ServerContext, params: SamplingParams) -> Prediction | None:
+    text = params.prediction
+    if text is None:
+        return None
+    tokenizer = context.tokenizer
+    return await asyncio.to_thread(lambda: Prediction(tokenizer.encode(text, False)))

@@ -44,7 +44,8 @@ from foredraft.server.dialects.request import (
 from foredraft.server.dialects.sampling import response_grammar
 from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.generation import Generation, Reply
-from foredraft.server.logprobs import chat_logprobs
+from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
+from foredraft.server.replies import Part
 from foredraft.server.usage import Thoughts, num_cached, speculation_of
 from foredraft.server.wire import named_event
 
@@ -233,8 +234,9 @@ class ResponsesWriter:
         self._numbers = itertools.count()
         self._blocks = Blocks()
         self._is_cut = False
-        self._untold: list[TokenLogprobs] = []  # of text that is still to come
+        self._entries = ReplyLogprobs(context.tokenizer)  # of text that is still to come
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of text that has come, by block
+        self._has_ended = False
         self._response = _begun(request, body)
 
     async def whole(self) -> dict[str, Any]:
@@ -271,13 +273,14 @@ class ResponsesWriter:
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response}
         async for _, event in generation:
-            self._untold += event.logprobs
+            self._entries.add(event.logprobs)
             for change in self._blocks.add(parser.take(event)):
                 for each in self._changed(*change):
                     yield each
         reply = generation.replies[0]
         assert reply.result is not None
         self._is_cut = reply.result.finish_reason == "length"
+        self._has_ended = True
         for change in self._blocks.close():
             for each in self._changed(*change):
                 yield each
@@ -295,44 +298,50 @@ class ResponsesWriter:
         if metrics := speculation_of([reply], self._context.settings.request_metrics):
             self._response["metrics"] = metrics
 
-    def _changed(self, change: Change, block: Block, text: str) -> Iterator[dict[str, Any]]:
+    def _changed(self, change: Change, block: Block, part: Part | None) -> Iterator[dict[str, Any]]:
         at: dict[str, Any] = {"output_index": block.number, "item_id": self._item_id(block)}
         is_over = change == "close"
-        if block.kind != "text":
-            self._untold = []  # tokens of thoughts and calls
         item = {"output_index": block.number, "item": self._item(block, is_over)}
         if change == "open":
             yield {"type": "response.output_item.added", **item}
         if block.kind == "call":
-            yield from _call_events(change, block, text, at)
+            yield from _call_events(change, block, part, at)
         else:
-            yield from self._part_events(change, block, text, at | {"content_index": 0})
+            yield from self._part_events(change, block, part, at | {"content_index": 0})
         if is_over:
             yield {"type": "response.output_item.done", **item}
 
     def _part_events(
-        self, change: Change, block: Block, text: str, at: dict[str, Any]
+        self, change: Change, block: Block, part: Part | None, at: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
         kind = "output_text" if block.kind == "text" else "reasoning_text"
         extra: dict[str, Any] = {}
         if block.kind == "text":
-            extra = {"logprobs": self._formatted(self._told_with(change, block))}
+            extra = {"logprobs": self._formatted(self._entries_of(change, block, part))}
         if change == "open":
             yield {"type": "response.content_part.added", **at, "part": self._part(block, False)}
-        elif change == "delta":
-            yield {"type": f"response.{kind}.delta", **at, "delta": text, **extra}
+        elif part is not None:
+            yield {"type": f"response.{kind}.delta", **at, "delta": part.text, **extra}
         else:
             yield {"type": f"response.{kind}.done", **at, "text": block.text, **extra}
             yield {"type": "response.content_part.done", **at, "part": self._part(block, True)}
 
-    def _told_with(self, change: Change, block: Block) -> Sequence[TokenLogprobs]:
-        """The log probabilities that go with a change of a text: new ones, and at its end all."""
-        told = self._logprobs.setdefault(block.number, [])
-        if change == "open":
-            return ()
-        new, self._untold = self._untold, []
-        told += new
-        return told if change == "close" else new
+    def _entries_of(
+        self, change: Change, block: Block, part: Part | None
+    ) -> Sequence[TokenLogprobs]:
+        """Log probabilities for an event of a text: of the part that came, at its end of all.
+
+        They are those of the tokens that begin in it; behind the last text of a reply come those
+        of tokens without text.
+        """
+        entries = self._logprobs.setdefault(block.number, [])
+        if part is not None:
+            new = self._entries.take(part.at, part.end)
+            entries += new
+            return new
+        if change == "close" and self._has_ended:
+            entries += self._entries.take(0)
+        return entries if change == "close" else ()
 
     def _formatted(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
         return chat_logprobs(self._context.tokenizer, entries)["content"] if entries else []
@@ -357,21 +366,21 @@ class ResponsesWriter:
     def _part(self, block: Block, is_over: bool) -> dict[str, Any]:
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": block.text}
-        told = self._logprobs.get(block.number, []) if is_over else []
+        entries = self._logprobs.get(block.number, []) if is_over else []
         return {
             "type": "output_text",
             "text": block.text,
             "annotations": [],
-            "logprobs": self._formatted(told),
+            "logprobs": self._formatted(entries),
         }
 
 
 def _call_events(
-    change: Change, block: Block, text: str, at: dict[str, Any]
+    change: Change, block: Block, part: Part | None, at: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     kind = "response.function_call_arguments"
-    if change == "delta":
-        yield {"type": f"{kind}.delta", **at, "delta": text}
+    if part is not None:
+        yield {"type": f"{kind}.delta", **at, "delta": part.text}
     elif change == "close":
         yield {"type": f"{kind}.done", **at, "name": block.name, "arguments": block.text}
 
