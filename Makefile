@@ -1,6 +1,7 @@
 # make demo   the main job on the real model        make test   the tests
 # make test-page: the page in headless Chromium (apt install chromium)
 # make test-all, make lint, make types, make example: what CI and contributors run besides
+# make sizes: lines by package and their budgets; make newcomer: the README's commands, run in order
 # make test-clients: real clients (SDKs, lm-eval, guidellm, Schemathesis, ...) against the server
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make kinds: train all kinds small, and compare them
@@ -17,13 +18,22 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-page test-all test-clients lint types example docs results heads heads-gpu kinds clean
+.PHONY: help demo newcomer sizes test test-page test-all test-clients lint types example docs results heads heads-gpu kinds clean
 
 help:
-	@sed -n '1,8s/^# //p' Makefile
+	@sed -n '1,/^$$/s/^# //p' Makefile
 
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
+	@echo 'foredraft is in $(BIN). For the commands of the README: . $(BIN)/activate'
+
+# What the README says, command by command, in a fresh copy of the repository.
+newcomer:
+	$(PYTHON) tools/newcomer.py
+
+# Lines by package, the change against main, and the budgets of sizes.toml.
+sizes:
+	@$(PYTHON) tools/sizes.py
 
 # Two processes of one thread each: threads of one would wait for those of the other. Processes that
 # have run thousands of tests become slow, so the two largest folders get fresh ones.
@@ -34,7 +44,7 @@ test: $(VENV)/.installed-dev example
 	$(PYTEST) -m "not slow" tests/exactness
 
 test-page: $(VENV)/.installed-dev
-	$(PIP) --quiet --editable '.[server,test-page]'
+	$(PIP) --quiet --editable '.[test-page]'
 	$(BIN)/python -m pytest tests/page
 
 test-all: $(VENV)/.installed-dev example

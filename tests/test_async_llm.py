@@ -63,7 +63,7 @@ def alone(prompt: Sequence[int], params: SamplingParams = PARAMS) -> tuple[int, 
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         await asyncio.sleep(0.001)

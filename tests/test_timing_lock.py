@@ -40,8 +40,8 @@ def test_work_stands_still_while_somebody_measures(tmp_path: Path) -> None:
             began = len(steps)
             time.sleep(0.1)
             assert len(steps) <= began + 3  # steps that had begun
-        time.sleep(0.1)
-        assert len(steps) > began + 3
+        while len(steps) <= began + 3:
+            time.sleep(0.001)  # the test's timeout ends it if they never go on
     finally:
         ends.set()
         for thread in crowd:

@@ -158,7 +158,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'foredraft[plots]'") from None
+        raise ConfigError("plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

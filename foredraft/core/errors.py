@@ -23,10 +23,6 @@ class ConfigError(ForedraftError, ValueError):
     """An option, parameter or name that cannot be used as given."""
 
 
-class MissingPackageError(ConfigError):
-    """A package that is needed here is not installed."""
-
-
 class PromptError(ForedraftError, ValueError):
     """A prompt that cannot be generated from (empty, or longer than the context)."""
 

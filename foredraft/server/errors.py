@@ -18,7 +18,6 @@ from foredraft.core.errors import (
     ConfigError,
     EngineStoppedError,
     ForedraftError,
-    MissingPackageError,
     PromptError,
     QueueFullError,
 )
@@ -45,7 +44,7 @@ _ANTHROPIC_KINDS = _KINDS | {
 _RETRY_SECONDS = 1
 _CLOSED_BY_CLIENT = 499
 _MAX_MESSAGE = 2000
-_OPERATORS = (CapabilityError, MissingPackageError)
+_OPERATORS = (CapabilityError,)
 """Configuration errors that are not the client's: whoever runs the server mends them."""
 
 _FORMS = {

@@ -154,7 +154,8 @@ def spans_to(endpoint: str | None) -> RequestSpans:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            f"spans need {error.name}, which is not here: pip install 'foredraft[otel]'"
+            f"spans need {error.name}, which is not installed: pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http"
         ) from error
     ours = Resource({"service.name": "foredraft", "service.version": __version__})
     provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))

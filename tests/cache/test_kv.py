@@ -337,7 +337,7 @@ def trees(draw: st.DrawFn) -> TokenTree:
     return TokenTree(tuple(range(500, 500 + len(parents))), tuple(parents))
 
 
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=90)
 @given(data=st.data(), new=st.sampled_from([TokenProbe, KVProbe, HFProbe]))
 def test_holds_what_a_list_would_hold(data: st.DataObject, new: Callable[[], Probe]) -> None:
     probe, lists = new(), dict[int, list[int]]()

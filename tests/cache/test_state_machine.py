@@ -243,5 +243,5 @@ class TensorMachine(Machine):
 @pytest.mark.parametrize("machine", [Machine, TensorMachine])
 def test_any_course_of_events(machine: type[Machine]) -> None:
     case = machine.TestCase
-    case.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+    case.settings = settings(max_examples=80, stateful_step_count=25)
     case().runTest()

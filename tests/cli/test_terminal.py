@@ -8,7 +8,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,7 +156,7 @@ def test_reading_a_long_prompt_shows(num_tokens: int | None) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, _environ={"TERM": "xterm"})
     with PromptProgress(num_tokens, console, delay_s=0.01) as progress:
-        time.sleep(0.1)
+        progress._timer.join()
         progress.show(event(512))
         progress._progress.refresh()
         assert "reading the prompt" in out.getvalue()

@@ -82,7 +82,7 @@ def test_what_joins_late_gives_way_to_what_pays_more() -> None:
     assert crowd.speedup > 0.98
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1 << 30),
     rates=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6),

@@ -45,7 +45,7 @@ def test_copies_what_followed(text: str, draft: str) -> None:
     assert "".join(map(chr, found)) == draft
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=1, max_size=30),
     cuts=st.lists(st.integers(1, 30), max_size=5),

@@ -155,7 +155,7 @@ def test_a_stop_string_is_found_in_a_token_that_begins_another_character(
     assert (text, taken, stopped) == ("", ["", ""], True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     tokens=st.lists(
         st.one_of(st.integers(256, 260), st.sampled_from(bytes_of("a€")), st.integers(0, 260)),
@@ -169,7 +169,7 @@ def test_the_text_is_all_that_was_decoded_but_the_unfinished_end(
     assert text == byte_level.decode(tokens).rstrip("\ufffd")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     text=st.text(max_size=12),
     stops=st.lists(st.text(min_size=1, max_size=3), max_size=2),
@@ -187,7 +187,7 @@ def test_any_text_survives_bytewise(byte_level: Tokenizer, text: str, stops: lis
         assert not any(stop in text for stop in stops)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokens=st.lists(st.one_of(st.integers(1, 3), st.integers(0, 259)), max_size=30))
 def test_stray_bytes_never_stop_a_stream(byte_fallback: Tokenizer, tokens: list[int]) -> None:
     """A model may emit any token at a high temperature; the decoder has to live with it."""
@@ -267,7 +267,7 @@ def test_no_decoder_no_text() -> None:
     assert (assembler.text, assembler.take(final=True)) == ("", [])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     steps=st.lists(st.lists(st.integers(0, len(WORDS) - 1), max_size=3), max_size=10),
     stops=st.lists(st.sampled_from(["st", "stopab", "cabcabc", "xxxxxx", "b o"]), max_size=3),

@@ -57,7 +57,7 @@ class Played:
         return num_read
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ARRIVALS, st.integers(1, 4), st.integers(1, 16))
 def test_every_row_ends_and_a_step_reads_no_more_than_it_may(
     arrivals: list[tuple[int, int, int, int]], max_rows: int, max_step_tokens: int
@@ -75,7 +75,7 @@ def test_every_row_ends_and_a_step_reads_no_more_than_it_may(
     assert not len(played.scheduler)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3))
 def test_nobody_waits_longer_than_a_priority_is_worth(
     urgency: int, num_steps: int, max_rows: int

@@ -177,7 +177,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, ...]:
     return tuple(draw(st.integers(ROOT, node - 1)) for node in range(size))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(worlds(), shapes(), st.booleans(), st.sampled_from(sorted(RULES)))
 def test_any_small_world_and_shape(
     w: World, parents: tuple[int, ...], replacement: bool, name: str

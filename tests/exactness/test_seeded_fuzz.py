@@ -112,7 +112,7 @@ def assert_same_text(drafter: BaseDrafter, num_draft_tokens: int, params: Sampli
     assert texts(drafted) == texts(plain)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(wilds, shapes, st.integers(0, 9), sampling)
 def test_any_logits_in_any_shape(
     wild: Wild, shape: Shape, num_draft_tokens: int, params: SamplingParams
@@ -120,7 +120,7 @@ def test_any_logits_in_any_shape(
     assert_same_text(WildDrafter(wild, shape), num_draft_tokens, params)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(wilds, st.integers(0, 9), sampling)
 def test_any_chances_of_copies(wild: Wild, num_draft_tokens: int, params: SamplingParams) -> None:
     assert_same_text(WildWeigher(wild), num_draft_tokens, params)

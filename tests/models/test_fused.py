@@ -489,7 +489,7 @@ def test_a_forked_child_has_threads_of_its_own(checkpoints: dict[str, Path]) -> 
     assert _exit_status(child) == 0
 
 
-def _exit_status(child: int, seconds: float = 20.0) -> int | None:
+def _exit_status(child: int, seconds: float = 120.0) -> int | None:
     """Of a child process; None if it hangs."""
     stop = time.monotonic() + seconds
     while time.monotonic() < stop:

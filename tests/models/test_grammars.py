@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -156,12 +155,6 @@ def test_a_model_without_an_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
     endless = Tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="end-of-text token"):
         Grammars(endless, endless.vocab_size).new_matcher(SCHEMA)
-
-
-def test_without_the_package(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ConfigError, match=r"pip install 'foredraft\[structured\]'"):
-        Grammars(tokenizer, tokenizer.vocab_size).new_matcher(SCHEMA)
 
 
 def test_a_vocabulary_that_is_padded(tokenizer: Tokenizer) -> None:

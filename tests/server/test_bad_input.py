@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,16 +262,6 @@ def test_schemas_are_bounded(client: httpx.Client) -> None:
         schema = {"type": "object", "properties": {"a": schema}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     refused(client.post(CHAT, json={"messages": USER, "response_format": form}))
-
-
-def test_what_the_operator_left_out_is_not_the_clients_fault(
-    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with running(load) as server, server.client() as client:
-        body = {"messages": USER, "response_format": {"type": "json_object"}}
-        error = refused(client.post(CHAT, json=body), 500)
-    assert "llguidance" in error["message"]
 
 
 def test_clients_choose_who_goes_first_only_where_they_may(load: Callable[..., LLM]) -> None:

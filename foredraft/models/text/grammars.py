@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foredraft.core.errors import ConfigError, GrammarError, MissingPackageError
+from foredraft.core.errors import ConfigError, GrammarError
 from foredraft.core.grammar import MAX_OPTIONAL, Grammar
 from foredraft.core.rules.grammar import Array, Matcher
 
@@ -103,7 +103,6 @@ class Grammars:
 
         Raises:
             GrammarError: the grammar is malformed, or too complex.
-            MissingPackageError: llguidance is not installed.
             ConfigError: the model has no end-of-text token.
         """
         compiled = self.compile(grammar).result()
@@ -148,13 +147,8 @@ class Grammars:
 
     @cached_property
     def _ll_tokenizer(self) -> LLTokenizer:
-        try:
-            from llguidance import LLTokenizer
-        except ImportError as error:
-            raise MissingPackageError(
-                "grammars need the package llguidance, which is not installed: "
-                "pip install 'foredraft[structured]'"
-            ) from error
+        from llguidance import LLTokenizer
+
         ends = list(self._tokenizer.eos_token_ids)
         if not ends:
             raise ConfigError(

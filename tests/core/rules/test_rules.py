@@ -45,7 +45,7 @@ TOKENS = st.lists(st.integers(0, 5), max_size=6)
 LOGITS = st.lists(st.integers(-12, 12).map(lambda n: n / 4), min_size=VOCAB, max_size=VOCAB)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(OPTIONS, TOKENS, TOKENS, TOKENS, LOGITS)
 def test_the_law_is_what_the_documentation_says(
     options: dict[str, Any],
