@@ -18,11 +18,10 @@ from foredraft.core.errors import ForedraftError
 from foredraft.server import info
 from foredraft.server.answers import IGNORED_HEADER
 from foredraft.server.context import LoadModel, ServerContext
-from foredraft.server.dialects import chat, completions, messages, responses
+from foredraft.server.dialects import chat, completions, messages, responses, tokenize
 from foredraft.server.errors import ApiError, answer
 from foredraft.server.gate import AccessLog, BodyLimits, Gate
 from foredraft.server.page_routes import include_page, is_page_file
-from foredraft.server.routes import tokenize
 from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import TraceParents
 from foredraft.version import __version__

@@ -10,7 +10,6 @@ from typing import Any
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
-from foredraft.server.dialects.fields import Body, FieldError, given
 from foredraft.server.replies import CALL, END_CALL
 
 Tool = Mapping[str, Any]
@@ -43,7 +42,7 @@ class ToolUse:
         try:
             Grammar.json_schema(schema)  # is it a schema within bounds?
         except ConfigError as error:
-            raise FieldError("tools", f"tools: {error}") from error
+            raise ConfigError(f"tools: {error}", field="tools") from error
         source = json.dumps(schema | {"x-guidance": _COMPACT}, allow_nan=False)
         return Grammar.lark(f'start: "{CALL}\\n" call "\\n{END_CALL}"\ncall: %json {source}\n')
 
@@ -51,46 +50,51 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
-def read_tools(body: Body, takes_tools: bool) -> ToolUse:
-    """The tools of a chat body.
+def read_tools(fields: Mapping[str, Any], takes_tools: bool) -> ToolUse:
+    """The tools that a request offers to the model.
 
     Args:
+        fields: ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of chat.
         takes_tools: whether the model's chat template has a place for them.
 
     Raises:
-        FieldError: a malformed tool or choice, or a model that knows no tools.
+        ConfigError: a malformed tool or choice, or a model that knows no tools.
     """
-    tools = given(body, "tools", [])
+    tools = fields.get("tools") or []
     if not isinstance(tools, list):
-        raise FieldError("tools", f"tools must be a list, not {shown(tools)}")
+        raise ConfigError(f"tools must be a list, not {shown(tools)}", field="tools")
     checked = tuple(_checked(number, tool) for number, tool in enumerate(tools))
-    choice = given(body, "tool_choice", "auto" if checked else "none")
+    choice = fields.get("tool_choice")
+    if choice is None:
+        choice = "auto" if checked else "none"
     names = tuple(map(_name, checked))
     forced = _forced(choice, names)
     if choice == "none" or not checked:
         return NO_TOOLS
     if not takes_tools:
-        raise FieldError(
-            "tools",
+        raise ConfigError(
             "tools are not supported by this model: its chat template has no place for them; leave "
             'them out, or set tool_choice to "none"',
+            field="tools",
         )
-    return ToolUse(checked, forced, bool(given(body, "parallel_tool_calls", True)))
+    return ToolUse(checked, forced, fields.get("parallel_tool_calls") is not False)
 
 
 def _checked(number: int, tool: object) -> Tool:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise FieldError(
-            "tools", f"tools[{number}] is of type {shown(kind)}; only function is known"
+        raise ConfigError(
+            f"tools[{number}] is of type {shown(kind)}; only function is known", field="tools"
         )
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise FieldError("tools", f"tools[{number}].function needs a name: {shown(function)}")
+        raise ConfigError(
+            f"tools[{number}].function needs a name: {shown(function)}", field="tools"
+        )
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping | None):
-        raise FieldError(
-            "tools", f"tools[{number}].function.parameters is no schema: {shown(parameters)}"
+        raise ConfigError(
+            f"tools[{number}].function.parameters is no schema: {shown(parameters)}", field="tools"
         )
     return tool
 
@@ -108,15 +112,19 @@ def _forced(choice: object, names: Sequence[str]) -> tuple[str, ...]:
         function = choice.get("function")
         wanted = [str(function.get("name"))] if isinstance(function, Mapping) else []
     else:
-        raise FieldError(
-            "tool_choice",
+        raise ConfigError(
             f"tool_choice is {shown(choice)}; known are none, auto, required, and one function by "
             "name",
+            field="tool_choice",
         )
     if not names:
-        raise FieldError("tool_choice", f"tool_choice is {shown(choice)}, and there are no tools")
+        raise ConfigError(
+            f"tool_choice is {shown(choice)}, and there are no tools", field="tool_choice"
+        )
     if not wanted or not set(wanted) <= set(names):
-        raise FieldError("tool_choice", f"tool_choice names {shown(wanted)}, which is not in tools")
+        raise ConfigError(
+            f"tool_choice names {shown(wanted)}, which is not in tools", field="tool_choice"
+        )
     return tuple(wanted)
 
 

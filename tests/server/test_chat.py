@@ -13,6 +13,7 @@ import pytest
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.server.dialects import tokenize
 from tests.server.conftest import Running, running
 from tests.server.events import data_of
 
@@ -203,23 +204,25 @@ def test_long_texts_do_not_hold_the_others_up(
     client: httpx.Client, shared: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that grows with a body's size runs on the thread of the event loop."""
-    threads: dict[str, set[threading.Thread]] = {"encode": set(), "encode_chat": set()}
+    threads: dict[str, set[threading.Thread]] = {}
 
-    def watch(name: str) -> None:
-        original = getattr(Tokenizer, name)
+    def watch(owner: Any, name: str) -> None:
+        original, seen = getattr(owner, name), threads.setdefault(name, set())
 
         def watched(*arguments: Any, **options: Any) -> Any:
-            threads[name].add(threading.current_thread())
+            seen.add(threading.current_thread())
             return original(*arguments, **options)
 
-        monkeypatch.setattr(Tokenizer, name, watched)
+        monkeypatch.setattr(owner, name, watched)
 
-    for name in threads:
-        watch(name)
+    watch(Tokenizer, "encode")
+    watch(Tokenizer, "encode_chat")
+    watch(tokenize, "token_text")
     body = BODY | {"prediction": {"type": "content", "content": "the ferry " * 50}}
     assert client.post(PATH, json=body).status_code == 200
     prompt = {"prompt": "the ferry " * 50, "max_tokens": 2}
     assert client.post("/v1/completions", json=prompt).status_code == 200
-    assert client.post("/tokenize", json=prompt).status_code == 200
+    body = {"prompt": "the ferry " * 50, "return_token_strs": True}
+    assert len(client.post("/tokenize", json=body).json()["token_strs"]) > 50
     assert all(threads.values())
     assert all(shared.thread not in seen for seen in threads.values())

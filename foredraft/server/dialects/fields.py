@@ -25,8 +25,6 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.server.settings import ServerSettings
 
-Body = Mapping[str, Any]
-"""Plain data, as `json.loads` makes it."""
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 """A list whose first wrong entry ends the check: a body may hold a million."""
@@ -248,20 +246,3 @@ def refusals(model: type[RequestBody]) -> dict[str, Refused]:
     """The fields that are refused, and why."""
     kinds = kinds_of(model)
     return {name: kind for name, kind in kinds.items() if isinstance(kind, Refused)}
-
-
-def given(body: Body, name: str, default: Any = None) -> Any:
-    """A field's value; null counts as left out, as it does for OpenAI."""
-    value = body.get(name)
-    return default if value is None else value
-
-
-class FieldError(ConfigError):
-    """A field of a request that cannot be used as given.
-
-    Args:
-        field: its name, as the client wrote it.
-    """
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message, field=field)

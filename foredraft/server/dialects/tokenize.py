@@ -1,13 +1,27 @@
-"""What `/tokenize` and `/detokenize` are asked."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`: vLLM's API."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any
 
+from fastapi import APIRouter
 from pydantic import Field
+from starlette.responses import Response
 
+from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.server.answers import Context, error_responses
+from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, RequestBody, entries, json_characters
+from foredraft.server.dialects.prompts import chat_messages
+from foredraft.server.logprobs import token_text
+from foredraft.server.tools import read_tools
+from foredraft.server.wire import JsonResponse
+
+router = APIRouter()
 
 
 class TokenizeRequest(RequestBody):
@@ -39,3 +53,65 @@ class DetokenizeRequest(RequestBody):
 
     model: str | None = None
     tokens: Items[int]
+
+
+@router.post("/tokenize", responses=error_responses())
+async def tokenize(body: TokenizeRequest, context: Context) -> Response:
+    """The token ids of a text, or of a conversation as the model is given it."""
+    context.check_model(body.model)
+    body.check_one()
+    body.check_limits(context.settings)
+    return await asyncio.to_thread(_tokenized, context, body)
+
+
+@router.post("/detokenize", responses=error_responses())
+async def detokenize(body: DetokenizeRequest, context: Context) -> Response:
+    """The text of token ids, special tokens included."""
+    context.check_model(body.model)
+    return await asyncio.to_thread(_detokenized, context.tokenizer, body.tokens)
+
+
+@router.get("/tokenizer_info", responses=error_responses())
+async def tokenizer_info(context: Context) -> Response:
+    """What clients that count tokens themselves want to know."""
+    tokenizer = context.tokenizer
+    return JsonResponse(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "vocab_size": tokenizer.vocab_size,
+            "model_max_length": context.llm.target.max_context,
+            "chat_template": tokenizer.chat_template,
+            "eos_token_ids": list(tokenizer.eos_token_ids),
+            **tokenizer.named_tokens,
+        }
+    )
+
+
+def _tokenized(context: ServerContext, body: TokenizeRequest) -> Response:
+    """Runs on a thread, for a text may have millions of tokens."""
+    tokenizer = context.tokenizer
+    if body.messages is not None:
+        tools = read_tools({"tools": body.tools}, context.takes_tools).tools
+        tokens = tokenizer.encode_chat(chat_messages(body.messages), list(tools))
+    else:
+        special = body.add_special_tokens is not False
+        tokens = tokenizer.encode(body.prompt or "", add_special_tokens=special)
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": context.llm.target.max_context,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        texts = {token: token_text(tokenizer, token) for token in set(tokens)}
+        answer["token_strs"] = [texts[token] for token in tokens]
+    return JsonResponse(answer)
+
+
+def _detokenized(tokenizer: Tokenizer, tokens: Sequence[int]) -> Response:
+    """Likewise."""
+    size = tokenizer.vocab_size
+    for token in tokens:
+        if not 0 <= token < size:
+            raise ConfigError(f"tokens: {shown(token)} is no id below {size}", field="tokens")
+    return JsonResponse({"prompt": tokenizer.decode(tokens, False)})
