@@ -57,11 +57,25 @@ class CacheLayers(Protocol):
     They hold entries for the same slots and positions as the cache itself, and are allocated,
     forked, truncated and freed with it. Their owner writes them: those of committed tokens when it
     observes them, those of its guesses as it likes (nothing of them counts, and `Cache.keep` does
-    not move them). The cache holds them weakly: they are gone with their owner.
+    not move them). The cache refers to them weakly: they are gone with their owner.
+
+    A slot holds an unbroken run of entries. A slot that begins with blocks of an earlier request
+    takes over what these layers hold of them. Where they hold nothing of a cached beginning, the
+    run begins behind it, at the border of a block: see `next_start`.
     """
 
     @property
     def shape(self) -> KVShape: ...
+
+    def next_start(self, slot: int, position: int) -> int:
+        """The first position from ``position`` on whose entry may be written next.
+
+        It is ``position`` itself unless a gap would be left behind the run. For a gap of a few
+        entries the last one of the run is repeated: heads that read some tokens ahead make their
+        entries late, and entries matter to drafts only. Behind a larger one it is the next border
+        of a block, where a new run may begin; entries before it are then not seen any more.
+        """
+        ...
 
     def write(
         self, layer: int, slot: int, start: int, keys_HTD: Tensor, values_HTD: Tensor
@@ -70,15 +84,19 @@ class CacheLayers(Protocol):
         ...
 
     def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values [H, end, D] of the positions before ``end``."""
+        """Copies of keys and values [H, T, D] of the run's positions before ``end``."""
         ...
 
     def hold(self, slot: int, end: int) -> None:
-        """The entries before ``end`` are there: written in some other way, or shared."""
+        """The entries before ``end`` are there: they were written in some other way."""
+        ...
+
+    def first(self, slot: int) -> int:
+        """Where the run of ``slot`` begins; 0 where there is none."""
         ...
 
     def covered(self, slot: int) -> int:
-        """How many leading positions of ``slot`` were written in all of these layers."""
+        """Where the run of ``slot`` ends: all of these layers hold its positions; 0: no run."""
         ...
 
 
@@ -89,8 +107,13 @@ class Cache(Protocol):
     in that order; `keep` then says which of them count from now on.
     """
 
+    @property
+    def block_size(self) -> int:
+        """Entries of a block, which `name` lets others find once it is full."""
+        ...
+
     def allocate(self) -> int:
-        """A new empty slot."""
+        """A new empty slot, whose text nobody else is to find."""
         ...
 
     def length(self, slot: int) -> int:
@@ -136,25 +159,40 @@ class Cache(Protocol):
         """A new slot with the longest beginning of a text that is cached, and its length.
 
         Args:
-            owner: 32 bytes: whose text it is. What others cached is not found.
+            owner: 32 bytes: whose text it is. What others cached is not found. The slot keeps it,
+                and so do its forks.
         """
         ...
 
-    def retire(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
+    def num_shared(self, owner: bytes, tokens: Sequence[int]) -> int:
+        """How many tokens `share` would find now."""
+        ...
+
+    def name(self, slot: int, tokens: Sequence[int]) -> None:
+        """Let others find the slot's full blocks from now on, while it goes on.
+
+        A slot without an owner (see `allocate`) has nothing to be found.
+
+        Args:
+            tokens: the slot's text, at least that of the entries that count.
+        """
+        ...
+
+    def retire(self, slot: int, tokens: Sequence[int]) -> None:
         """Give the slot back, but keep its first entries as long as nobody needs their memory.
 
         Args:
-            owner: see `share`.
             tokens: the text of the entries to keep, no more than count.
         """
         ...
 
-    def distrust(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
-        """The slot's entries may be bad: what others could find of them is found no more.
+    def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
+        """The slot's entries from ``start`` on may be bad.
+
+        They, their copies and what was computed from them are found no more, now or later.
 
         Args:
-            owner: see `share`.
-            tokens: the text of the entries.
+            tokens: the slot's text.
         """
         ...
 
@@ -198,50 +236,3 @@ def check_keep(num_pending: int, path: Sequence[int], num_written: int) -> None:
     num_nodes = num_written - num_pending
     if path and path[-1] >= num_nodes:
         raise ValueError(f"path {[*path]} leads out of a tree of {num_nodes} nodes")
-
-
-class SlotLengths:
-    """The slot bookkeeping that every cache needs."""
-
-    def __init__(self) -> None:
-        self._lengths: dict[int, int] = {}
-        self._revisions: dict[int, int] = {}
-        self._changes = itertools.count()
-
-    @property
-    def slots(self) -> list[int]:
-        """Those that are allocated."""
-        return list(self._lengths)
-
-    def open(self) -> int:
-        slot = next(i for i in range(len(self._lengths) + 1) if i not in self._lengths)
-        self._lengths[slot] = 0
-        self._revisions[slot] = next(self._changes)
-        return slot
-
-    def revision(self, slot: int) -> int:
-        """A number that changes with whatever is in ``slot``, and is never used again."""
-        self[slot]
-        return self._revisions[slot]
-
-    def touch(self, slot: int) -> None:
-        """Entries of ``slot`` that do not count are about to change."""
-        self[slot]
-        self._revisions[slot] = next(self._changes)
-
-    def close(self, slot: int) -> None:
-        self[slot]  # an unknown slot must not pass silently
-        del self._lengths[slot], self._revisions[slot]
-
-    def __getitem__(self, slot: int) -> int:
-        if slot not in self._lengths:
-            raise KeyError(f"cache slot {slot} is not allocated")
-        return self._lengths[slot]
-
-    def __setitem__(self, slot: int, length: int) -> None:
-        self[slot]
-        self._lengths[slot] = length
-        self._revisions[slot] = next(self._changes)
-
-    def __len__(self) -> int:
-        return len(self._lengths)

@@ -1,8 +1,9 @@
 """Which texts the blocks hold whose entries may be shared: a tree of blocks, named by hashes.
 
 A block's name is the sha256 of the name before it and of its own tokens; the first name is that of
-whose text it is. So equal names mean equal texts from the beginning on, and blocks of different
-owners never meet. The last block of a text may be filled in part; it has no block behind it.
+the text's owner. So equal names mean equal texts from the beginning on, and blocks of different
+owners never meet. The last block of a text may be filled in part; it has no block behind it. Every
+named block can be found: with a block go those behind it.
 """
 
 from __future__ import annotations
@@ -48,30 +49,47 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._named
 
+    @property
+    def blocks(self) -> list[int]:
+        """Those that have a name."""
+        return list(self._named)
+
+    @property
+    def oldest(self) -> int:
+        """The least recently used block without a user; there must be one."""
+        return next(iter(self._unused))
+
     def is_unused(self, block: int) -> bool:
         """Whether it has a name and no user."""
         return block in self._unused
 
-    def find(self, owner: bytes, tokens: Sequence[int]) -> tuple[list[int], int]:
+    def full(self, name: bytes) -> NamedBlock | None:
+        """The full block of this name."""
+        return self._full.get(name)
+
+    def find(self, owner: bytes, tokens: Sequence[int]) -> tuple[list[NamedBlock], int]:
         """The blocks that hold the longest beginning of ``tokens``, and its length.
 
         The last of them may hold more than that.
         """
-        blocks, size, before = list[int](), self.block_size, owner
+        found, size, before = list[NamedBlock](), self.block_size, owner
         for start in range(0, len(tokens), size):
             text = tuple(tokens[start : start + size])
-            found = self._full.get(name_of(before, text)) if len(text) == size else None
-            if found is None:
+            node = self._full.get(name_of(before, text)) if len(text) == size else None
+            if node is None:
                 nearest, count = self._nearest(before, text)
-                return blocks + nearest, start + count
-            blocks.append(found.block)
-            before = found.name
-        return blocks, len(tokens)
+                return [*found, *([nearest] if nearest else [])], start + count
+            found.append(node)
+            before = node.name
+        return found, len(tokens)
 
     def add(self, before: bytes, tokens: Sequence[int], block: int) -> NamedBlock:
-        """Name a used block, unless another one holds as much already; the one to share."""
+        """Name a used block, unless another one holds as much already; the one to share.
+
+        Args:
+            before: an owner, or the name of a full block that can be found.
+        """
         text = tuple(tokens)
-        name = name_of(before, text)
         behind = self._behind.setdefault(before, [])
         place = bisect_left(behind, text, key=_text)
         if place < len(behind) and behind[place].tokens[: len(text)] == text:
@@ -79,11 +97,19 @@ class PrefixIndex:
         if block in self._named:  # by a slot that shared it and held less of it
             self.remove(block)
             return self.add(before, tokens, block)
-        new = NamedBlock(before, name, text, block)
+        new = NamedBlock(before, name_of(before, text), text, block)
         behind.insert(place, new)
-        self._named[block] = new
-        if len(text) == self.block_size:
-            self._full[name] = new
+        self._enter(new)
+        return new
+
+    def exchange(self, node: NamedBlock, block: int) -> NamedBlock:
+        """Give the name of one block to another, used one that holds the same text."""
+        behind = self._behind[node.before]
+        new = NamedBlock(node.before, node.name, node.tokens, block)
+        behind[bisect_left(behind, node.tokens, key=_text)] = new
+        del self._named[node.block]
+        self._unused.pop(node.block, None)
+        self._enter(new)
         return new
 
     def shorter(self, than: NamedBlock) -> int | None:
@@ -100,7 +126,7 @@ class PrefixIndex:
         self._unused.pop(block, None)
 
     def leave(self, block: int) -> None:
-        """No slot uses the block any more. What it follows was wanted as lately."""
+        """No slot uses the block any more. The text before it was wanted as lately."""
         self._unused[block] = None
         self._unused.move_to_end(block)
         before = self._full.get(self._named[block].before)
@@ -114,29 +140,26 @@ class PrefixIndex:
             if block in self._unused:
                 self._unused.move_to_end(block)
 
-    def forget(self, block: int | None = None) -> int:
-        """Take the name of an unused block; by default of the least recently used one."""
-        if block is None:
-            block = next(iter(self._unused))
-        del self._unused[block]
-        self.remove(block)
-        return block
-
-    def remove(self, block: int) -> None:
-        """Take a block's name. What was behind it is found no more, and goes in its time."""
-        gone = self._named.pop(block)
-        self._full.pop(gone.name, None)
-        behind = self._behind[gone.before]
-        del behind[bisect_left(behind, gone.tokens, key=_text)]
+    def remove(self, block: int) -> list[int]:
+        """Take the names of a block and of all behind it; returns those that nobody uses."""
+        node = self._named[block]
+        behind = self._behind[node.before]
+        del behind[bisect_left(behind, node.tokens, key=_text)]
         if not behind:
-            del self._behind[gone.before]
+            del self._behind[node.before]
+        freed, gone = list[int](), [node]
+        while gone:
+            node = gone.pop()
+            del self._named[node.block]
+            if node.block in self._unused:
+                del self._unused[node.block]
+                freed.append(node.block)
+            if self._full.pop(node.name, None) is not None:
+                gone += self._behind.pop(node.name, [])
+        return freed
 
     def check(self) -> None:
-        """Whether the maps agree.
-
-        That a text's end goes before its beginning holds for what one slot leaves, not always
-        between slots that were forked: then a block may lie behind one that is gone, found by
-        nobody until it goes in its time.
+        """Whether the maps agree, and every block can be found.
 
         Raises:
             AssertionError: they do not.
@@ -146,15 +169,21 @@ class PrefixIndex:
         full = {n.name for n in listed if len(n.tokens) == self.block_size}
         assert full == set(self._full), "full blocks unlisted"
         assert set(self._unused) <= set(self._named), "unused blocks without a name"
+        assert all(self._behind.values()), "a name that nothing is behind"
 
-    def _nearest(self, before: bytes, text: tuple[int, ...]) -> tuple[list[int], int]:
+    def _enter(self, node: NamedBlock) -> None:
+        self._named[node.block] = node
+        if len(node.tokens) == self.block_size:
+            self._full[node.name] = node
+
+    def _nearest(self, before: bytes, text: tuple[int, ...]) -> tuple[NamedBlock | None, int]:
         """The block behind ``before`` that shares most with ``text``, and how much."""
         behind = self._behind.get(before, [])
         place = bisect_left(behind, text, key=_text)
-        best, most = list[int](), 0
+        best, most = None, 0
         for other in behind[max(0, place - 1) : place + 1]:
             if (count := common_prefix(other.tokens, text)) > most:
-                best, most = [other.block], count
+                best, most = other, count
         return best, most
 
 

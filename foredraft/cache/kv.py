@@ -11,7 +11,7 @@ import torch
 
 from foredraft.cache.base import KVShape
 from foredraft.cache.blocks import BLOCK
-from foredraft.cache.memory import default_memory
+from foredraft.cache.memory import CacheMemory
 from foredraft.cache.paged import PagedCache
 from foredraft.cache.store import BlockStore
 
@@ -24,7 +24,8 @@ class KVCache(PagedCache):
         dtype: of keys and values.
         device: where they live.
         max_length: the most tokens a slot may hold.
-        memory: bytes that entries may take; None: a share of the memory there is.
+        memory: what entries may take, in bytes, or shared with other caches; None: a share of the
+            memory there is.
         block_size: entries of a block.
     """
 
@@ -34,13 +35,12 @@ class KVCache(PagedCache):
         dtype: torch.dtype,
         device: torch.device | str,
         max_length: int,
-        memory: int | None = None,
+        memory: CacheMemory | int | None = None,
         block_size: int = BLOCK,
     ) -> None:
         self.store = BlockStore(shape, dtype, device, block_size)
-        memory = default_memory(device) if memory is None else memory
-        super().__init__(max_length, device, memory, block_size)
-        self._ends: dict[int, int] = {}  # of all that a slot's forwards ever wrote
+        super().__init__(max_length, CacheMemory.of(memory, device), block_size, device)
+        self.memory.add(self, shape.bytes_per_token(dtype))
         self._keeps_clean = self._holds_memory = False
 
     @property
@@ -48,17 +48,10 @@ class KVCache(PagedCache):
         return self.store.shape
 
     @property
-    def block_bytes(self) -> int:
-        return self.store.block_bytes
-
-    @property
     def num_bytes(self) -> int:
         """Memory taken."""
-        return self.store.num_bytes(self.tables.pool.num_made) + self._added.num_bytes
-
-    def will_write(self, slot: int, num_tokens: int) -> None:
-        super().will_write(slot, num_tokens)
-        self._ends[slot] = max(self._lengths[slot] + num_tokens, self._ends.get(slot, 0))
+        own = self.store.num_bytes(self.pool.num_made)
+        return own + sum(layers.num_bytes for layers in self._layers)
 
     def fill(self, slot: int, num_tokens: int) -> None:
         """Count ``num_tokens`` empty entries behind those that count: to time a long context.
@@ -68,7 +61,7 @@ class KVCache(PagedCache):
         """
         self.reserve(slot, num_tokens)
         self.will_write(slot, num_tokens)
-        start = self._lengths[slot]
+        start = self.length(slot)
         self.store.clear_entries(self.table(slot), range(start, start + num_tokens))
         self.keep(slot, num_tokens, ())
 
@@ -81,32 +74,18 @@ class KVCache(PagedCache):
 
     def clear_behind(self, slot: int, end: int) -> None:
         """Zero what earlier forwards of the slot left from ``end`` on, for the same reader."""
-        stale = min(self._ends.get(slot, 0), self.tables.num_entries(slot))
+        state = self._slots[slot]
+        stale = min(state.dirty, len(state.table) * self.block_size)
         if end < stale:
-            self.store.clear_entries(self.table(slot), range(end, stale))
-        self._ends[slot] = end
+            self.store.clear_entries(state.table, range(end, stale))
+        state.dirty = end
 
     def hold_memory(self) -> None:
         """From now on keep the memory when the last slot is freed: its address is recorded."""
         self._holds_memory = True
 
-    def fork(self, slot: int) -> int:
-        copy = super().fork(slot)
-        self._ends[copy] = self.tables.num_entries(copy)
-        return copy
-
-    def share(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        slot, length = super().share(owner, tokens)
-        self._ends[slot] = self.tables.num_entries(slot)
-        return slot, length
-
-    def free(self, slot: int) -> None:
-        super().free(slot)
-        self._ends.pop(slot, None)
-
     def _make_room(self, blocks: Sequence[int]) -> None:
-        pool = self.tables.pool
-        self.store.make_room(pool.num_made, pool.num_total)
+        self.store.make_room(self.pool.num_made, self.pool.num_total)
         if self._keeps_clean:
             self.store.clear(blocks)
 

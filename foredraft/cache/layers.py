@@ -7,30 +7,37 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from weakref import WeakSet
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from foredraft.cache.base import KVShape
-from foredraft.cache.blocks import BlockTables
+from foredraft.cache.base import NO_MEMORY, KVShape
+from foredraft.cache.slots import Run, Slot
 from foredraft.cache.store import BlockStore
+
+if TYPE_CHECKING:
+    from foredraft.cache.paged import PagedCache
+
+MOST_REPEATED = 8
+"""Entries at the end of a cached beginning that may be missing: a head that reads some tokens
+ahead makes them late. The last one before them stands in for them; they matter to drafts only."""
 
 
 class StoredLayers:
     """Entries in the same blocks as the cache's own (see `CacheLayers`).
 
-    What was never written for a slot cannot be read from it: not zeros, and nothing of a block's
-    former user.
+    Which entries of a block are there is noted for the block, so that a slot that shares it later
+    knows. What was never written for a text cannot be read from it: nothing of a block's former
+    user.
 
     Args:
         store: holds them.
-        tables: the blocks of each slot.
+        cache: whose blocks they lie in.
     """
 
-    def __init__(self, store: BlockStore, tables: BlockTables) -> None:
-        self.store, self._tables = store, tables
-        self._ends: dict[int, list[int]] = {}  # of the written positions, by slot and layer
+    def __init__(self, store: BlockStore, cache: PagedCache) -> None:
+        self.store, self._cache = store, cache
+        self._notes: dict[int, int] = {}  # leading entries of a text that are there, by block
 
     @property
     def shape(self) -> KVShape:
@@ -38,36 +45,74 @@ class StoredLayers:
 
     @property
     def num_bytes(self) -> int:
-        return self.store.num_bytes(self._tables.pool.num_made)
+        return self.store.num_bytes(self._cache.pool.num_made)
 
     def table(self, slot: int) -> array[int]:
-        """The slot's blocks (see `BlockTables`)."""
-        return self._tables[slot]
+        """The blocks of the slot's run, the first of which holds position `first`.
+
+        Do not change it, nor keep it while slots change.
+        """
+        run, state = self._run(slot), self._cache.slot(slot)
+        if not run.first:
+            return state.table
+        run.table = state.table[run.first // self.store.block_size :]
+        return run.table
+
+    def first(self, slot: int) -> int:
+        return self._run(slot).first
+
+    def covered(self, slot: int) -> int:
+        return self._run(slot).end
+
+    def next_start(self, slot: int, position: int) -> int:
+        run, size = self._run(slot), self.store.block_size
+        end = min(run.ends, default=position)
+        if run.first <= position <= end or self._repeat_last(slot, position):
+            return position
+        return -(-position // size) * size
+
+    def begin(self, slot: int, start: int) -> None:
+        """Entries are about to be written from ``start`` on: a new run, if there is a gap.
+
+        Raises:
+            KeyError: the slot is not allocated.
+            ValueError: they would leave a gap that is no new run.
+        """
+        run = self._run(slot)
+        self._check_gap(slot, start, min(run.ends, default=start))
+        if start > min(run.ends, default=start):
+            run.first, run.ends = start, [start] * len(run.ends)
 
     def reserve(self, slot: int, start: int, end: int) -> None:
         """Make room for the entries ``start`` to ``end`` in all, for one who writes past `write`.
 
         Raises:
             KeyError: the slot is not allocated.
+            ValueError: they lie before the slot's run.
             CacheFullError, MemoryError, RuntimeError: there is no memory left; nothing has changed
                 then.
         """
-        self._end(0, slot)
-        self._make_room(slot, start, end)
-
-    def check_no_gap(self, slot: int, start: int) -> None:
-        """Refuse entries from ``start`` on that would leave a gap behind those written before.
-
-        Raises:
-            KeyError: the slot is not allocated.
-            ValueError: they would.
-        """
-        for layer in range(self.shape.num_layers):
-            self._check_start(layer, slot, start)
+        state, size = self._cache.slot(slot), self.store.block_size
+        if start < self.first(slot):
+            raise ValueError(f"entry {start} lies before those that slot {slot} holds")
+        # Blocks that others share are filled for all of them, where they lack these entries.
+        place = start // size
+        num_full = min(state.length // size, len(state.table))
+        while start < end and place < num_full:
+            if self.num_held(state.table[place]) > start - place * size:
+                break
+            place += 1
+            start = min(end, place * size)
+        if start < end:
+            self._cache.own(slot, start, end)
+        self._hold_blocks()
 
     def hold(self, slot: int, end: int) -> None:
         """The entries before ``end`` have been written in all layers, past `write`."""
-        self._ends[slot] = [max(end, written) for written in self._ends[slot]]
+        run = self._run(slot)
+        start = min(run.ends, default=0)
+        run.ends = [max(end, written) for written in run.ends]
+        self._note(slot, start)
 
     def write(
         self, layer: int, slot: int, start: int, keys_HTD: Tensor, values_HTD: Tensor
@@ -80,128 +125,121 @@ class StoredLayers:
                 leave a gap behind those written before.
             CacheFullError, MemoryError, RuntimeError: as `reserve`.
         """
-        written = self._end(layer, slot)
+        self._check_layer(layer)
         expected = (self.shape.num_kv_heads, keys_HTD.shape[1], self.shape.head_dim)
         if not tuple(keys_HTD.shape) == tuple(values_HTD.shape) == expected:
             raise ValueError(
                 f"keys {[*keys_HTD.shape]} and values {[*values_HTD.shape]} are not "
                 f"[{expected[0]}, tokens, {expected[2]}]"
             )
-        self._check_start(layer, slot, start)
-        end = start + keys_HTD.shape[1]
-        self._make_room(slot, start, end)
-        self.store.put(layer, self._tables[slot], start, keys_HTD, values_HTD)
-        self._ends[slot][layer] = max(written, end)
+        run, end = self._run(slot), start + keys_HTD.shape[1]
+        self._check_gap(slot, start, run.ends[layer])
+        self.reserve(slot, start, end)
+        if start > run.ends[layer]:
+            run.first, run.ends = start, [start] * len(run.ends)
+        self.store.put(layer, self._cache.table(slot), start, keys_HTD, values_HTD)
+        before = min(run.ends)
+        run.ends[layer] = max(run.ends[layer], end)
+        self._note(slot, before)
 
     def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, end, D] of the positions before ``end``: copies.
+        """Keys and values [H, T, D] of the run's positions before ``end``: copies.
 
         Raises:
             KeyError: the slot is not allocated.
             ValueError: the layer does not exist, or not all of these positions were written.
         """
-        written = self._end(layer, slot)
-        if not 0 <= end <= written:
+        self._check_layer(layer)
+        run = self._run(slot)
+        written = run.ends[layer]
+        if not run.first <= end <= written:
             raise ValueError(f"{end} entries wanted; layer {layer} of slot {slot} holds {written}")
-        return self.store.get(layer, self._tables[slot], end)
+        return self.store.get(layer, self.table(slot), end - run.first)
 
-    def covered(self, slot: int) -> int:
-        """Leading positions that all of these layers hold."""
-        return min(self._ends[slot], default=0)
+    # What the cache tells of its slots and blocks.
 
-    def open(self, slot: int) -> None:
-        self._ends[slot] = [0] * self.shape.num_layers
+    def adopt(self, state: Slot) -> None:
+        """A new slot begins with cached blocks: what is there of their end is its run."""
+        size, table = self.store.block_size, state.table
+        last = next((p for p in reversed(range(len(table))) if self.num_held(table[p])), None)
+        if last is None:
+            return
+        end, place = min(last * size + self.num_held(table[last]), state.length), last
+        while place and self.num_held(table[place - 1]) == size:
+            place -= 1
+        state.runs[self] = Run(place * size, [end] * self.shape.num_layers)
 
-    def truncate(self, slot: int, length: int) -> None:
-        self._ends[slot] = [min(end, length) for end in self._ends[slot]]
+    def take_over(self, state: Slot, run: Run) -> None:
+        """A slot was forked: what counts of its run is that of the new one, too."""
+        copy = state.runs[self] = Run(run.first, list(run.ends))
+        copy.cut(state.length)
 
-    def copy(self, slot: int, copy: int, length: int) -> None:
-        """``copy`` has the blocks of what ``slot`` holds before ``length``."""
-        self._ends[copy] = [min(end, length) for end in self._ends[slot]]
+    def num_held(self, block: int) -> int:
+        """How many leading entries of a block are there."""
+        return self._notes.get(block, 0)
 
-    def close(self, slot: int) -> None:
-        del self._ends[slot]
+    def cut_note(self, block: int, num_entries: int) -> None:
+        """Entries of a block from there on are another text's."""
+        if self.num_held(block) > num_entries:
+            self._notes[block] = num_entries
+
+    def forget_notes(self, blocks: Sequence[int]) -> None:
+        """The blocks are handed out anew."""
+        for block in blocks:
+            self._notes.pop(block, None)
 
     def copy_block(self, source: int, target: int) -> None:
-        """The one is written where the other was shared."""
+        """A slot that shared ``source`` is about to write ``target``."""
         if source < self.store.num_blocks:  # else these layers have nothing in it
             self._hold_blocks()
             self.store.copy(source, target)
-
-    def _end(self, layer: int, slot: int) -> int:
-        if slot not in self._ends:
-            raise KeyError(f"cache slot {slot} is not allocated")
-        if not 0 <= layer < self.shape.num_layers:
-            raise ValueError(f"layer {layer} does not exist; there are {self.shape.num_layers}")
-        return self._ends[slot][layer]
-
-    def _check_start(self, layer: int, slot: int, start: int) -> None:
-        """See `check_no_gap`."""
-        if not 0 <= start <= (written := self._end(layer, slot)):
-            raise ValueError(f"entries from {start} on leave a gap: slot {slot} holds {written}")
-
-    def _make_room(self, slot: int, start: int, end: int) -> None:
-        self._tables.own(slot, start, end)
-        self._hold_blocks()
-
-    def _hold_blocks(self) -> None:
-        pool = self._tables.pool
-        if pool.num_made > self.store.num_blocks:
-            self.store.make_room(pool.num_made, pool.num_total)
-
-
-class AddedLayers:
-    """All further layers of one cache, which open, copy, truncate and close their slots as one.
-
-    Held weakly: drafters come and go while the target stays, and their layers go with them.
-
-    Args:
-        device: where they live.
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
-        self._device = device
-        self._all: WeakSet[StoredLayers] = WeakSet()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(layers.num_bytes for layers in self._all)
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(layers.store.block_bytes for layers in self._all)
-
-    def add(
-        self, shape: KVShape, dtype: torch.dtype, tables: BlockTables, slots: Sequence[int]
-    ) -> StoredLayers:
-        """Further layers; ``slots`` are those that are allocated already."""
-        layers = StoredLayers(BlockStore(shape, dtype, self._device, tables.block_size), tables)
-        for slot in slots:
-            layers.open(slot)
-        self._all.add(layers)
-        return layers
-
-    def open(self, slot: int) -> None:
-        for layers in self._all:
-            layers.open(slot)
-
-    def truncate(self, slot: int, length: int) -> None:
-        for layers in self._all:
-            layers.truncate(slot, length)
-
-    def copy(self, slot: int, copy: int, length: int) -> None:
-        for layers in self._all:
-            layers.copy(slot, copy, length)
-
-    def close(self, slot: int) -> None:
-        for layers in self._all:
-            layers.close(slot)
-
-    def copy_block(self, source: int, target: int) -> None:
-        for layers in self._all:
-            layers.copy_block(source, target)
+            self._notes[target] = self.num_held(source)
 
     def release(self) -> None:
         """Give all memory back: no slot is allocated, no block cached."""
-        for layers in self._all:
-            layers.store.release()
+        self._notes.clear()
+        self.store.release()
+
+    def _run(self, slot: int) -> Run:
+        state = self._cache.slot(slot)
+        run = state.runs.get(self)
+        if run is None:
+            run = state.runs[self] = Run(0, [0] * self.shape.num_layers)
+        return run
+
+    def _note(self, slot: int, start: int) -> None:
+        """Note for each block which leading entries the slot's run holds, from ``start`` on."""
+        run, state, size = self._run(slot), self._cache.slot(slot), self.store.block_size
+        end = min(run.end, state.length)  # guesses do not count
+        for place in range(max(start, run.first) // size, -(-end // size)):
+            block, held = state.table[place], min(size, end - place * size)
+            if held > self.num_held(block):
+                self._notes[block] = held
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.shape.num_layers:
+            raise ValueError(f"layer {layer} does not exist; there are {self.shape.num_layers}")
+
+    def _check_gap(self, slot: int, start: int, end: int) -> None:
+        """Refuse a gap between ``end`` and ``start``, unless a new run begins there."""
+        if start > end and start % self.store.block_size:
+            raise ValueError(f"entries from {start} on leave a gap: slot {slot} holds {end}")
+
+    def _repeat_last(self, slot: int, end: int) -> bool:
+        """Let the last entry of a run stand for the few that follow it, before ``end``."""
+        run, table = self._run(slot), self._cache.table(slot)
+        start = run.end
+        if not start or not 0 < end - start <= MOST_REPEATED:
+            return False
+        try:
+            self.reserve(slot, start, end)
+        except NO_MEMORY:
+            return False
+        self.store.move(table, [start - 1] * (end - start), start)
+        run.ends = [end] * len(run.ends)
+        return True
+
+    def _hold_blocks(self) -> None:
+        pool = self._cache.pool
+        if pool.num_made > self.store.num_blocks:
+            self.store.make_room(pool.num_made, pool.num_total)

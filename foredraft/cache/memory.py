@@ -1,9 +1,11 @@
-"""How much memory a cache may take: what was asked for, or a share of what there is."""
+"""How much memory caches may take: what was asked for, or a share of what there is."""
 
 from __future__ import annotations
 
 import os
 import re
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +14,50 @@ from foredraft.core.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+UNLIMITED = 2**31 - 1
+"""Tokens, or blocks, where no limit was set."""
+
 _SHARE = 4
-"""Of the memory, a cache takes one part in so many at most, unless it is told otherwise."""
+"""Of the memory, caches take one part in so many at most, unless they are told otherwise."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?i?)b?\s*", re.IGNORECASE)
+
+
+class CacheMemory:
+    """One limit for all caches that are made with it: a target's, its draft model's, their layers.
+
+    A row takes an entry for each of its tokens in every one of them, so each may hold as many
+    tokens as all of them can.
+
+    Args:
+        num_bytes: that all entries together may take; None: no limit.
+    """
+
+    def __init__(self, num_bytes: int | None = None) -> None:
+        self.num_bytes = num_bytes
+        self._token_bytes = 0  # of an entry in every cache
+
+    @classmethod
+    def of(cls, memory: CacheMemory | int | None, device: torch.device | str) -> CacheMemory:
+        """The memory itself, or one of so many bytes; None: a share of the memory there is."""
+        if isinstance(memory, CacheMemory):
+            return memory
+        return cls(default_memory(device) if memory is None else memory)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that there is room for in each cache. May be read from any thread."""
+        if self.num_bytes is None or not self._token_bytes:
+            return UNLIMITED
+        return self.num_bytes // self._token_bytes
+
+    def add(self, user: object, token_bytes: int) -> None:
+        """``user`` takes so many bytes for each token, until it is garbage."""
+        self._token_bytes += token_bytes
+        weakref.finalize(user, self._remove, token_bytes).atexit = False
+
+    def _remove(self, token_bytes: int) -> None:
+        self._token_bytes -= token_bytes
 
 
 def checked_memory(name: str, value: object) -> int | None:
@@ -41,7 +83,7 @@ def checked_memory(name: str, value: object) -> int | None:
 
 
 def default_memory(device: torch.device | str) -> int:
-    """Bytes that a cache on ``device`` may take if nobody says how many."""
+    """Bytes that caches on ``device`` may take if nobody says how many."""
     import torch  # slow to import, and sizes are checked without it
 
     device = torch.device(device)
@@ -51,11 +93,42 @@ def default_memory(device: torch.device | str) -> int:
     return machine_memory() // _SHARE
 
 
-def machine_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its container's."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def machine_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process may use: the machine's, or the least of its cgroups'.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([pages, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """Of the process's cgroup and all above it, in either version of cgroups."""
+    mounted = root / "sys/fs/cgroup"
+    groups = [(mounted, Path(), "memory.max"), (mounted / "memory", Path(), _VERSION_1)]
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        controllers, colon, path = line.partition(":")[2].partition(":")
+        if not colon:
+            continue
+        group = Path(path.lstrip("/"))
+        if not controllers:  # version 2 has one hierarchy for all
+            groups.append((mounted, group, "memory.max"))
+        elif "memory" in controllers.split(","):
+            groups.append((mounted / "memory", group, _VERSION_1))
+    for mount, group, name in groups:
+        for above in (group, *group.parents):
+            limit = _text(mount / above / name).strip()
+            if limit.isdecimal():  # "max", or no such file: no limit
+                yield int(limit)
+
+
+_VERSION_1 = "memory.limit_in_bytes"
+
+
+def _text(path: Path) -> str:
+    """What a file says; nothing where it cannot be read."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return path.read_text()
     except OSError:
-        return there
-    return min(there, int(limit)) if limit.isdecimal() else there
+        return ""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
 
-from foredraft.cache.base import CacheUsage, KVShape, SlotLengths, check_keep
-from foredraft.cache.blocks import BLOCK, BlockTables
-from foredraft.cache.layers import AddedLayers, StoredLayers
+from foredraft.cache.base import CacheUsage, KVShape, check_keep
+from foredraft.cache.blocks import BLOCK, BlockPool
+from foredraft.cache.index import NamedBlock
+from foredraft.cache.layers import StoredLayers
+from foredraft.cache.memory import CacheMemory
+from foredraft.cache.slots import Slot, Slots
+from foredraft.cache.store import BlockStore
+from foredraft.core.errors import CacheFullError
 
 
 class PagedCache:
@@ -17,169 +23,283 @@ class PagedCache:
 
     Args:
         max_length: the most tokens a slot may hold.
-        device: where added layers live.
-        memory: bytes that entries may take, those of added layers included; None: no limit.
+        memory: what entries may take, those of added layers included.
         block_size: entries of a block.
+        device: where added layers live.
     """
 
     def __init__(
         self,
         max_length: int,
-        device: torch.device | str,
-        memory: int | None,
+        memory: CacheMemory,
         block_size: int = BLOCK,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self._max_length, self._memory = max_length, memory
-        self._lengths = SlotLengths()
-        self._written: dict[int, int] = {}  # entries behind those that count, by slot
-        self._added = AddedLayers(device)
-        self.tables = BlockTables(self._limit, block_size, self._prepare, self._copy)
-
-    @property
-    def block_bytes(self) -> int:
-        """Of a block of one's own entries."""
-        raise NotImplementedError
+        self._max_length, self._device = max_length, device
+        self.memory, self.block_size = memory, block_size
+        self._slots = Slots()
+        self._layers: WeakSet[StoredLayers] = WeakSet()
+        self.pool = BlockPool(self._most_blocks, block_size)
 
     def _make_room(self, blocks: Sequence[int]) -> None:
         """Some blocks are about to be handed out."""
 
     def _copy_block(self, source: int, target: int) -> None:
-        raise NotImplementedError
+        """Copy all entries of a block."""
 
     def _move(self, slot: int, sources: Sequence[int], first: int) -> None:
         """Copy entries of a slot to ``first`` and following; ranges may overlap."""
-        raise NotImplementedError
 
     def _release(self) -> None:
         """All blocks are free: give their memory back."""
-        self.tables.pool.start_over()
-        self._added.release()
-
-    @property
-    def block_size(self) -> int:
-        return self.tables.block_size
+        self.pool.start_over()
+        for layers in self._layers:
+            layers.release()
 
     @property
     def slots(self) -> list[int]:
         """Those that are allocated."""
-        return self._lengths.slots
+        return list(self._slots)
 
     @property
     def usage(self) -> CacheUsage:
-        return self.tables.usage()
+        return self.pool.usage
 
     def check(self) -> None:
-        self.tables.check()
-        assert len(self.tables) == len(self._lengths), "slots without blocks of their own"
-        for slot in self._lengths.slots:
-            held, there = self._lengths[slot] + self._written[slot], self.tables.num_entries(slot)
-            assert held <= there, f"slot {slot} counts {held} entries and has blocks for {there}"
+        self.pool.check([slot.table for slot in self._slots.values()])
+        for number in self._slots:
+            slot = self._slots[number]
+            held, there = slot.length + slot.written, len(slot.table) * self.block_size
+            assert held <= there, f"slot {number} counts {held} entries and has blocks for {there}"
 
     def table(self, slot: int) -> array[int]:
-        """The slot's blocks (see `BlockTables`)."""
-        return self.tables[slot]
+        """The slot's blocks, as C integers. Do not change it, nor keep it while slots change."""
+        return self._slots[slot].table
+
+    def slot(self, number: int) -> Slot:
+        """What is known of a slot, for added layers.
+
+        Raises:
+            KeyError: it is not allocated.
+        """
+        return self._slots[number]
 
     def allocate(self) -> int:
-        slot = self._lengths.open()
-        self._written[slot] = 0
-        self.tables.open(slot)
-        self._added.open(slot)
-        return slot
+        return self._slots.add()
 
     def length(self, slot: int) -> int:
-        return self._lengths[slot]
+        return self._slots[slot].length
 
     def revision(self, slot: int) -> int:
         """Tells whether uncommitted entries of ``slot`` are still those that were written."""
-        return self._lengths.revision(slot)
+        return self._slots[slot].revision
 
     def reserve(self, slot: int, num_tokens: int) -> None:
-        length = self._lengths[slot]
+        length = self._slots[slot].length
         if length + num_tokens > self._max_length:
             raise ValueError(
                 f"{length + num_tokens} cache entries wanted; a slot holds {self._max_length}"
             )
-        self.tables.own(slot, length, length + num_tokens)
+        self.own(slot, length, length + num_tokens)
 
     def will_write(self, slot: int, num_tokens: int) -> None:
         """A forward is about to write ``num_tokens`` entries, for which there is room.
 
         What an earlier one wrote there without being kept is no longer to be relied on.
         """
-        self._lengths.touch(slot)
-        self._written[slot] = num_tokens
+        state = self._slots[slot]
+        state.revision, state.written = self._slots.next_revision(), num_tokens
+        state.dirty = max(state.dirty, state.length + num_tokens)
 
     def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
-        return self._added.add(shape, dtype, self.tables, self._lengths.slots)
+        layers = StoredLayers(BlockStore(shape, dtype, self._device, self.block_size), self)
+        self._layers.add(layers)
+        self.memory.add(layers, shape.bytes_per_token(dtype))
+        return layers
 
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
-        start = self._lengths[slot]
-        check_keep(num_pending, path, self._written[slot])
-        first = start + num_pending
+        state = self._slots[slot]
+        check_keep(num_pending, path, state.written)
+        first = state.length + num_pending
         if list(path) != list(range(len(path))):
             self._move(slot, [first + node for node in path], first)
-        self._set_length(slot, first + len(path))
+        self._set_length(state, first + len(path))
 
     def truncate(self, slot: int, length: int) -> None:
-        if not 0 <= length <= self._lengths[slot]:
-            raise ValueError(f"cannot truncate {self._lengths[slot]} entries to {length}")
-        self._set_length(slot, length)
-        self._added.truncate(slot, length)
-        self.tables.cut(slot, length)
+        state = self._slots[slot]
+        if not 0 <= length <= state.length:
+            raise ValueError(f"cannot truncate {state.length} entries to {length}")
+        self._set_length(state, length)
+        first = -(-length // self.block_size)
+        self.pool.give_back(state.table[first:])
+        del state.table[first:]
+        del state.names[length // self.block_size :]
+        for run in state.runs.values():
+            run.cut(length)
+        if state.table and not self.pool.is_shared(state.table[-1]):
+            self._cut_notes(state, len(state.table) - 1)
 
     def fork(self, slot: int) -> int:
-        length, copy = self._lengths[slot], self.allocate()
-        self.tables.share(slot, copy, length)
-        self._added.copy(slot, copy, length)
-        self._set_length(copy, length)
-        return copy
+        state, number = self._slots[slot], self.allocate()
+        copy = self._slots[number]
+        copy.owner = state.owner
+        self._adopt(copy, state.table[: -(-state.length // self.block_size)], state.length)
+        copy.names = list(state.names)
+        for layers, run in state.runs.items():
+            layers.take_over(copy, run)
+        return number
 
     def share(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        slot = self.allocate()
-        length = self.tables.find(slot, owner, tokens)
-        self._set_length(slot, length)
-        return slot, length
+        nodes, length = self.pool.index.find(owner, tokens)
+        number = self.allocate()
+        state = self._slots[number]
+        state.owner = owner
+        self._adopt(state, array("i", [node.block for node in nodes]), length)
+        state.names = [node.name for node in nodes[: length // self.block_size]]
+        for layers in self._layers:
+            layers.adopt(state)
+        return number, length
 
-    def retire(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
-        if len(tokens) > self._lengths[slot]:
+    def num_shared(self, owner: bytes, tokens: Sequence[int]) -> int:
+        return self.pool.index.find(owner, tokens)[1]
+
+    def name(self, slot: int, tokens: Sequence[int]) -> None:
+        state = self._slots[slot]
+        if state.owner is None:
+            return
+        index, size = self.pool.index, self.block_size
+        if state.names and index.full(state.names[-1]) is None:
+            state.names.clear()  # blocks of others held what comes before, and they are forgotten
+        for place in range(len(state.names), min(state.length, len(tokens)) // size):
+            text = tokens[place * size : (place + 1) * size]
+            state.names.append(self._name_block(state, place, text).name)
+
+    def retire(self, slot: int, tokens: Sequence[int]) -> None:
+        state = self._slots[slot]
+        if len(tokens) > state.length:
             raise ValueError(
-                f"slot {slot} counts {self._lengths[slot]} entries, not those of {len(tokens)}"
+                f"slot {slot} counts {state.length} entries, not those of {len(tokens)}"
             )
-        named = self.tables.name(slot, owner, tokens)
+        self.name(slot, tokens)
+        named = list[int]()
+        if state.owner is not None:
+            full, size = len(tokens) // self.block_size, self.block_size
+            nodes = map(self.pool.index.full, state.names[:full])
+            named = [node.block for node in nodes if node is not None]
+            if rest := tokens[full * size :]:
+                del state.names[full:]
+                named.append(self._name_block(state, full, rest).block)
         self.free(slot)
-        self.tables.touch(named)  # its own, and those of others that hold the same
+        self.pool.index.touch(named)  # its own, and those of others that hold the same
 
-    def distrust(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
-        self.tables.unname(slot)
+    def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
+        suspects = set(self._slots[slot].table[start // self.block_size :])
+        known = set[int]()
+        while suspects != known:
+            known = self.pool.relatives(suspects)
+            suspects = known.union(*(self._behind(state, known) for state in self._slots.values()))
+        for state in self._slots.values():
+            if not suspects.isdisjoint(state.table):
+                state.owner = None  # what it goes on to read is computed from them
+                state.names.clear()
+        for block in suspects:
+            if block in self.pool.index:
+                self.pool.unname(block)
 
     def free(self, slot: int) -> None:
-        self._lengths.close(slot)
-        del self._written[slot]
-        self.tables.close(slot)
-        self._added.close(slot)
+        self.pool.give_back(self._slots.remove(slot).table)
         self._release_if_idle()
 
     def forget(self) -> None:
-        self.tables.forget()
+        self.pool.forget()
         self._release_if_idle()
 
-    def _set_length(self, slot: int, length: int) -> None:
-        self._lengths[slot] = length
-        self._written[slot] = 0
+    def own(self, slot: int, start: int, end: int) -> None:
+        """Let the slot write the entries ``start`` to ``end``: into blocks that it alone uses.
 
-    def _limit(self) -> int:
-        """Blocks that there may be."""
-        if self._memory is None:
-            return 2**31 - 1
-        return self._memory // max(1, self.block_bytes + self._added.block_bytes)
+        Raises:
+            CacheFullError: there are no blocks left.
+            MemoryError, RuntimeError: there is no memory for them. Nothing has changed then.
+        """
+        state, size = self._slots[slot], self.block_size
+        table, num_blocks = state.table, -(-end // size)
+        held = range(min(start // size, len(table)), min(num_blocks, len(table)))
+        shared = [place for place in held if self.pool.is_shared(table[place])]
+        num_new = max(0, num_blocks - len(table))
+        if not shared and not num_new:
+            return
+        try:
+            blocks = self._new_blocks([table[place] for place in shared], num_new)
+        except CacheFullError:
+            mine = [place for place in shared if self.pool.num_users(table[place]) == 1]
+            if not mine:
+                raise
+            # Nobody else reads these: they are kept for others only, who must do without them.
+            shared = [place for place in shared if place not in mine]
+            blocks = self._new_blocks([table[place] for place in shared], num_new)
+            for place in mine:
+                if table[place] in self.pool.index:  # not gone along with one before it
+                    self.pool.unname(table[place])
+                self._cut_notes(state, place)
+        for place, block in zip(shared, blocks, strict=False):
+            self.pool.give_back([table[place]])
+            table[place] = block
+            self._cut_notes(state, place)
+        table.extend(blocks[len(shared) :])
 
-    def _prepare(self, blocks: Sequence[int]) -> None:
-        self._make_room(blocks)
+    def _name_block(self, state: Slot, place: int, text: Sequence[int]) -> NamedBlock:
+        """Let others find one of a slot's blocks, or another that holds as much of the text."""
+        assert state.owner is not None
+        before = state.names[place - 1] if place else state.owner
+        block = state.table[place]
+        node = self.pool.name(before, text, block)
+        if node.block == block or len(node.tokens) > len(text) or block in self.pool.index:
+            return node
+        if sum(layers.num_held(block) - layers.num_held(node.block) for layers in self._layers) > 0:
+            return self.pool.exchange(node, block)
+        return node
 
-    def _copy(self, source: int, target: int) -> None:
-        self._copy_block(source, target)
-        self._added.copy_block(source, target)
+    def _behind(self, state: Slot, suspects: set[int]) -> set[int]:
+        """A slot's blocks from the first suspect one on."""
+        found = [place for place, block in enumerate(state.table) if block in suspects]
+        return set(state.table[found[0] :]) if found else set()
+
+    def _adopt(self, state: Slot, blocks: array[int], length: int) -> None:
+        """Let an empty slot begin with blocks that others use, too."""
+        self.pool.share(blocks)
+        state.table.extend(blocks)
+        state.dirty = len(blocks) * self.block_size
+        self._set_length(state, length)
+
+    def _set_length(self, state: Slot, length: int) -> None:
+        state.length, state.written = length, 0
+        state.revision = self._slots.next_revision()
+
+    def _cut_notes(self, state: Slot, place: int) -> None:
+        """A block is the slot's alone now: of its entries those count that the slot counts."""
+        for layers in self._layers:
+            layers.cut_note(state.table[place], max(0, state.length - place * self.block_size))
+
+    def _most_blocks(self) -> int:
+        return self.memory.num_tokens // self.block_size
+
+    def _new_blocks(self, to_copy: Sequence[int], num_empty: int) -> list[int]:
+        """Copies of some blocks, then empty ones."""
+        blocks = self.pool.take(len(to_copy) + num_empty)
+        try:
+            for layers in self._layers:
+                layers.forget_notes(blocks)
+            self._make_room(blocks)
+            for source, target in zip(to_copy, blocks, strict=False):
+                self._copy_block(source, target)
+                self.pool.copied(source, target)
+                for layers in self._layers:
+                    layers.copy_block(source, target)
+        except BaseException:
+            self.pool.give_back(blocks)
+            raise
+        return blocks
 
     def _release_if_idle(self) -> None:
-        if self.tables.pool.is_idle:
+        if self.pool.is_idle:
             self._release()

@@ -6,11 +6,10 @@ import hashlib
 import itertools
 import logging
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foredraft.cache.base import Cache, CacheLayers
+from foredraft.cache.base import Cache
 from foredraft.core.errors import ConfigError
 
 CHECK_VARIABLE = "FOREDRAFT_CHECK"
@@ -59,28 +58,17 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Hands out slots with what is cached of a text, and keeps what requests leave behind.
+    """Hands out slots with what is cached of a text, and lets others find what requests read.
+
+    It is the target's alone: what of a text is found does not depend on who drafts.
 
     Args:
-        cache: the target's. Several engines on it find each other's texts.
-        layers: of the drafter: what they lack of a text is read again. They are of this one alone,
-            so what it keeps is found by no other, and it finds nothing of others.
-        look_ahead: how many tokens behind its own an entry of these layers depends on: so many
-            fewer are shared.
+        cache: the target's.
         enabled: False keeps nothing, and reads all of each text.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        layers: Sequence[CacheLayers] = (),
-        look_ahead: int = 0,
-        enabled: bool = True,
-    ) -> None:
-        self._cache, self._layers, self._look_ahead = cache, tuple(layers), look_ahead
-        self._enabled = enabled
-        self._identity = secrets.token_hex(16) if layers else None
-        self._owners: dict[int, bytes] = {}  # by slot in use
+    def __init__(self, cache: Cache, enabled: bool = True) -> None:
+        self._cache, self.enabled = cache, enabled
         self._steps = itertools.count(1)
         self._check_every = 1 if os.environ.get(CHECK_VARIABLE) else _CHECK_EVERY
         self.stats = PrefixStats()
@@ -103,53 +91,47 @@ class PrefixCache:
         Args:
             salt: whose text it is: texts under different salts are never shared.
         """
-        if not self._enabled:
+        if not self.enabled:
             return self._cache.allocate(), 0
-        owner = _owner(self._identity, salt)
-        slot, num_found = self._cache.share(owner, tokens)
-        num_cached = max(0, min(num_found - self._look_ahead, len(tokens) - 1))
+        slot, num_found = self._cache.share(owner_of(salt), tokens)
+        num_cached = max(0, min(num_found, len(tokens) - 1))
         self._cache.truncate(slot, num_cached)
-        for layers in self._layers:  # nothing is kept that they do not hold
-            layers.hold(slot, num_cached)
-        self._owners[slot] = owner
         self._count(len(tokens), num_cached)
         return slot, num_cached
 
     def fork(self, slot: int, num_tokens: int) -> tuple[int, int]:
         """A slot for a request that begins as another one's first ``num_tokens``; as `open`."""
         copy = self._cache.fork(slot)
-        held = [layers.covered(copy) for layers in self._layers]
-        num_cached = max(0, min([num_tokens - 1, num_tokens - self._look_ahead, *held]))
-        self._cache.truncate(copy, num_cached)
-        if slot in self._owners:
-            self._owners[copy] = self._owners[slot]
-        self._count(num_tokens, num_cached)
-        return copy, num_cached
+        self._cache.truncate(copy, num_tokens - 1)
+        self._count(num_tokens, num_tokens - 1)
+        return copy, num_tokens - 1
 
-    def release(self, slot: int, tokens: Sequence[int], is_sound: bool = True) -> None:
+    def num_found(self, tokens: Sequence[int], salt: str | None = None) -> int:
+        """How many tokens of a text are cached now."""
+        return self._cache.num_shared(owner_of(salt), tokens) if self.enabled else 0
+
+    def note(self, slot: int, tokens: Sequence[int]) -> None:
+        """A request has read on: others find its full blocks from now on."""
+        if self.enabled:
+            self._cache.name(slot, tokens)
+
+    def release(self, slot: int, tokens: Sequence[int]) -> None:
         """A request is over, or makes way: its slot is given back, its text kept to be shared.
 
         Args:
             tokens: the request's.
-            is_sound: False where the entries are not to be trusted; none is kept then.
         """
-        owner = self._owners.pop(slot, None)
-        if owner is None or not is_sound:
+        if self.enabled:
+            # What the cache counts, not the request: an interrupted step leaves it behind.
+            self._cache.retire(slot, tokens[: self._cache.length(slot)])
+        else:
             self._cache.free(slot)
-            return
-        # What the cache counts, not the request: an interrupted step leaves it behind. And what a
-        # drafter's state does not come along with would be no hit.
-        held = [self._cache.length(slot), *(layers.covered(slot) for layers in self._layers)]
-        self._cache.retire(slot, owner, tokens[: min(held)])
 
-    def distrust(self, slot: int, tokens: Sequence[int]) -> None:
-        """A request with this slot read what is no number: others are not to begin with it, too.
-
-        Args:
-            tokens: the request's.
-        """
-        if (owner := self._owners.get(slot)) is not None:
-            self._cache.distrust(slot, owner, tokens)
+    def discard(self, slot: int, tokens: Sequence[int], start: int) -> None:
+        """A request is over whose entries from ``start`` on may be bad: others never find them."""
+        if self.enabled:
+            self._cache.distrust(slot, tokens, start)
+        self._cache.free(slot)
 
     def clear(self) -> None:
         """Forget all that is kept for later requests."""
@@ -177,6 +159,6 @@ class PrefixCache:
         self.stats.cached_tokens += num_cached
 
 
-def _owner(identity: str | None, salt: str | None) -> bytes:
+def owner_of(salt: str | None) -> bytes:
     """The name that the first block of a text follows."""
-    return hashlib.sha256(repr((identity, salt)).encode(errors="surrogatepass")).digest()
+    return hashlib.sha256(repr(salt).encode(errors="surrogatepass")).digest()

@@ -83,11 +83,11 @@ class Engine:
         check_taps(drafter.taps, target.capabilities)
         self._target, self._trace = target, trace
         self._controller = GuardedController(controller, target.max_context)
-        self._scheduler = Scheduler(max_batch_size, max_step_tokens)
         self.max_batch_size = max_batch_size
         self._drafter = GuardedDrafter(drafter, target)
         self._parts = Parts(self._controller, self._drafter, target, self._report, clock)
         self._places = Places(target, self._drafter, prefix_caching)
+        self._scheduler = Scheduler(max_batch_size, max_step_tokens, self._places.must_wait)
         self._is_full = False  # of memory: nobody begins before somebody else has ended
         self._eos = frozenset(eos_token_ids)
         self._new_decoder, self._new_seed = new_decoder, new_seed
@@ -204,6 +204,7 @@ class Engine:
                 self._admit()
                 batch = [t for t in self._scheduler.next_batch() if not t.row.is_over]
                 self._run(batch)
+                self._places.note([turn.row for turn in batch if not turn.row.is_over])
                 self.prefixes.check_now_and_then()
                 changed = {turn.row for turn in batch}
                 events = [

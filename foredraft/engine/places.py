@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from foredraft.cache.base import NO_MEMORY
 from foredraft.cache.prefix import PrefixCache
 from foredraft.core.errors import CacheFullError
@@ -27,9 +29,7 @@ class Places:
     def __init__(self, target: Target, drafter: GuardedDrafter, prefix_caching: bool) -> None:
         self._cache, self._drafter = target.cache, drafter
         self._headroom = HEADROOM
-        self.prefixes = PrefixCache(
-            target.cache, drafter.layers, drafter.look_ahead, prefix_caching
-        )
+        self.prefixes = PrefixCache(target.cache, prefix_caching)
 
     def open(self, row: Row) -> None:
         """Give a row its place, with room for all of its text, and tell the drafter.
@@ -43,6 +43,7 @@ class Places:
         except NO_MEMORY as error:
             raise as_cache_full(error) from error
         request.slot, request.num_cached = slot, num_cached
+        row.num_begun_with, row.num_named = num_cached, 0
         if not row.has_begun:
             row.num_reused, row.has_begun = num_cached, True
         if row.is_followed:
@@ -64,15 +65,48 @@ class Places:
         self._drafter.end(row.request_id)
         if request.slot < 0:
             return
+        slot, tokens = request.slot, request.tokens
         if row.has_read_nonsense:  # and what it began with may be why
-            self.prefixes.distrust(request.slot, request.tokens)
-        # After an error the entries may be the cause. Those of a drafter's own layers are whole
-        # only if it has followed to the end.
-        is_sound = request.finish_reason != "error" and (
-            row.is_followed or not self._drafter.layers
-        )
-        self.prefixes.release(request.slot, request.tokens, is_sound)
+            self.prefixes.discard(slot, tokens, 0)
+        elif request.finish_reason == "error":  # what it has read itself may be the cause
+            self.prefixes.discard(slot, tokens, row.num_begun_with)
+        else:
+            self.prefixes.release(slot, tokens)
         request.slot, request.num_cached = -1, 0
+
+    def note(self, rows: Sequence[Row]) -> None:
+        """Let others find what these rows have read, block by block, while they go on."""
+        size = self._cache.block_size
+        for row in rows:
+            request = row.request
+            if request.num_cached // size > row.num_named and request.slot >= 0:
+                row.num_named = request.num_cached // size
+                self.prefixes.note(request.slot, request.tokens)
+
+    def must_wait(self, row: Row, running: Sequence[Row]) -> bool:
+        """Whether a row is to wait for another that is just reading what it begins with.
+
+        That is so while a row that came before it, of the same tenant, is reading a block of text
+        that the two have in common, and no block of it is cached that far. The other goes on with
+        each step, or makes way, or is over: then the row begins.
+        """
+        if row.has_begun or row.prompt_logprobs is not None or not self.prefixes.enabled:
+            return False
+        size, tokens = self._cache.block_size, row.request.tokens
+        for other in running:
+            read = other.request
+            border = (read.num_cached // size + 1) * size
+            if (
+                border < len(tokens)
+                and other.order < row.order
+                and other.tenant == row.tenant
+                and not read.finish_reason
+                and read.num_prompt >= border
+                and read.tokens[:border] == tokens[:border]
+                and self.prefixes.num_found(tokens, row.tenant) < border
+            ):
+                return True
+        return False
 
     def _open(self, row: Row) -> tuple[int, int]:
         request = row.request

@@ -82,6 +82,8 @@ class Row:
         has_begun: whether it has ever been in the batch.
         is_followed: whether the drafter follows it, or is to when it begins.
         has_read_nonsense: whether it ended because its logits were no numbers.
+        num_begun_with: tokens that were in the cache when it was given its place.
+        num_named: blocks of its text that others can find.
         num_reused: tokens of the prompt that were in the cache when it began.
         num_prompt_read: most tokens of the prompt that were in the cache after a step.
         num_sent: generated tokens that events have already carried.
@@ -106,6 +108,8 @@ class Row:
     is_followed: bool = True
     error: str | None = None
     has_read_nonsense: bool = False
+    num_begun_with: int = 0
+    num_named: int = 0
     num_reused: int = 0
     num_prompt_read: int = 0
     num_sent: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
+from collections.abc import Callable, Sequence
 
 from foredraft.core.errors import ConfigError
 from foredraft.engine.row import Row, Turn
@@ -23,6 +24,10 @@ _LEAST_SHARE = 8
 """Prompts get at least one part in so many of a step's tokens, however many rows decode."""
 
 
+MustWait = Callable[[Row, Sequence[Row]], bool]
+"""Whether a waiting row is to wait for one of those that run."""
+
+
 class Scheduler:
     """Rows in one order for everything: the first to come and the higher priority goes first.
 
@@ -32,14 +37,21 @@ class Scheduler:
     Args:
         max_rows: most rows in one step.
         max_step_tokens: most pending tokens read in one step, if not one by one.
+        must_wait: keeps a row from beginning now; it must not do so for ever.
     """
 
-    def __init__(self, max_rows: int, max_step_tokens: int = MAX_STEP_TOKENS) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_step_tokens: int = MAX_STEP_TOKENS,
+        must_wait: MustWait = lambda row, running: False,
+    ) -> None:
         if type(max_rows) is not int or max_rows < 1:
             raise ConfigError(
                 f"max_batch_size is {max_rows!r}; it must be a whole number, 1 or more"
             )
         self._max_rows, self._max_step_tokens = max_rows, max_step_tokens
+        self._must_wait = must_wait
         self._waiting: list[Row] = []
         self._running: list[Row] = []
         self._arrivals = itertools.count()
@@ -53,10 +65,19 @@ class Scheduler:
         insort(self._waiting, row, key=_order)
 
     def next_waiting(self) -> Row | None:
-        """The first row that may begin; None when the batch is full or nobody waits."""
-        if len(self._running) >= self._max_rows:
-            return None
-        return next((row for row in self._waiting if row.is_ready), None)
+        """The first row that may begin; None when the batch is full or nobody waits.
+
+        A place in the batch is kept for each row before it that waits for another to read what it
+        begins with: nobody passes it for good.
+        """
+        num_places = self._max_rows - len(self._running)
+        for row in self._waiting:
+            if num_places <= 0:
+                return None
+            if row.is_ready and not self._must_wait(row, self._running):
+                return row
+            num_places -= 1
+        return None
 
     def start(self, row: Row) -> None:
         """A waiting row enters the batch."""

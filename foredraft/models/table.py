@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.blocks import BLOCK
+from foredraft.cache.memory import CacheMemory
 from foredraft.cache.paged import PagedCache
 from foredraft.models.base import Capabilities, RowScores, ScoreRow, Scores, check_taps
 
@@ -40,13 +41,10 @@ class TokenCache(PagedCache):
     def __init__(
         self, max_length: int = 4096, max_tokens: int | None = None, block_size: int = BLOCK
     ) -> None:
-        memory = None if max_tokens is None else max_tokens * _TOKEN_BYTES
-        super().__init__(max_length, "cpu", memory, block_size)
+        memory = CacheMemory(None if max_tokens is None else max_tokens * _TOKEN_BYTES)
+        super().__init__(max_length, memory, block_size)
+        memory.add(self, _TOKEN_BYTES)
         self._entries: dict[int, list[int]] = {}  # by block
-
-    @property
-    def block_bytes(self) -> int:
-        return self.block_size * _TOKEN_BYTES
 
     def context(self, slot: int) -> tuple[int, ...]:
         """The tokens that count."""

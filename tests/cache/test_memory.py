@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 import pytest
 import torch
 
 from foredraft.cache.kv import KVCache, KVShape
-from foredraft.cache.memory import checked_memory, default_memory, machine_memory
-from foredraft.core.errors import ConfigError
+from foredraft.cache.memory import CacheMemory, checked_memory, default_memory, machine_memory
+from foredraft.core.errors import CacheFullError, ConfigError
 from foredraft.options import LoadOptions
+from tests.drafters.heads import tiny_target
 
 
 @pytest.mark.parametrize(
@@ -53,3 +57,64 @@ def test_further_layers_take_of_the_same_memory() -> None:
     assert cache.usage.total == 320
     del layers
     assert cache.usage.total == 640
+
+
+def test_one_limit_holds_for_all_caches_together() -> None:
+    """A draft model's cache beside the target's, and a head's layers: as many tokens in each."""
+    shape, token = KVShape(2, 3, 4), KVShape(2, 3, 4).bytes_per_token(torch.float32)
+    memory = CacheMemory(640 * token)
+    target, draft = (KVCache(shape, torch.float32, "cpu", 1000, memory) for _ in range(2))
+    assert target.usage.total == draft.usage.total == 320
+    layers = target.add_layers(KVShape(4, 3, 4), torch.float32)
+    assert target.usage.total == draft.usage.total == 128
+    for cache in (target, draft):
+        slot = cache.allocate()
+        cache.reserve(slot, cache.usage.total)
+        with pytest.raises(CacheFullError):
+            cache.reserve(slot, cache.usage.total + 1)
+    assert target.num_bytes + draft.num_bytes <= 640 * token
+    layers.reserve(0, 0, 128)
+    del draft, cache
+    gc.collect()
+    assert target.usage.total == 213 // 64 * 64
+
+
+def test_views_of_a_target_take_of_its_memory() -> None:
+    target = tiny_target()
+    before = target.cache.usage.total
+    view = target.layer_view([0])
+    assert view.cache.memory is target.cache.memory
+    assert target.cache.usage.total < before
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/", {"sys/fs/cgroup/memory.max": "5000"}, 5000),
+        ("0::/", {"sys/fs/cgroup/memory.max": "max"}, None),
+        ("0::/a/b", {"sys/fs/cgroup/a/b/memory.max": "5000"}, 5000),
+        (
+            "0::/a/b",
+            {"sys/fs/cgroup/a/memory.max": "4000", "sys/fs/cgroup/a/b/memory.max": "5000"},
+            4000,
+        ),
+        ("0::/not/here", {"sys/fs/cgroup/memory.max": "5000"}, 5000),
+        (
+            "7:cpu:/x\n4:memory:/docker/1\n0::/",
+            {"sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes": "6000"},
+            6000,
+        ),
+        ("4:memory:/docker/1", {"sys/fs/cgroup/memory/memory.limit_in_bytes": "7000"}, 7000),
+        ("4:memory:/", {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_limits_of_cgroups_are_seen(
+    tmp_path: Path, groups: str, limits: dict[str, str], expected: int | None
+) -> None:
+    for name, text in {"proc/self/cgroup": groups, **limits}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    there = machine_memory(tmp_path / "nowhere")
+    assert machine_memory(tmp_path) == (there if expected is None else expected)

@@ -42,7 +42,7 @@ def new_target(directory: Path, kind: str, num_blocks: int | None = None) -> Nat
     target = NativeTarget.load(directory, dtype, new_decoder=new_decoder)
     if num_blocks is None:
         return target
-    memory = num_blocks * target.cache.block_bytes
+    memory = num_blocks * target.cache.store.block_bytes
     return NativeTarget.load(directory, dtype, new_decoder=new_decoder, cache_memory=memory)
 
 

@@ -381,11 +381,14 @@ class DsparkDrafter(BaseDrafter):
     @torch.no_grad()
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
-            slot = self._requests[seen.request_id].slot
-            context_TE = self._context([seen.hidden(tap) for tap in self.taps])
-            keys, values = self._inject(context_TE, seen.start)
+            slot, layers = self._requests[seen.request_id].slot, self._runner.layers
+            start = layers.next_start(slot, seen.start)
+            if start >= seen.end:  # what is cached of the text has no entries here
+                continue
+            taps = [seen.hidden(tap)[start - seen.start :] for tap in self.taps]
+            keys, values = self._inject(self._context(taps), start)
             for layer in range(self._module.num_layers):
-                self._runner.layers.write(layer, slot, seen.start, keys[layer], values[layer])
+                layers.write(layer, slot, start, keys[layer], values[layer])
             self._ends[seen.request_id] = seen.end
 
     @torch.no_grad()

@@ -93,6 +93,12 @@ class _Request:
     def num_waiting(self) -> int:
         return sum(len(read.following) for read in self.waiting)
 
+    def next_start(self, position: int, layers: Sequence[CacheLayers]) -> int:
+        """The first position from ``position`` on that the head may read next."""
+        if self.waiting:
+            return position
+        return max(each.next_start(self.slot, position) for each in layers)
+
 
 @dataclass(frozen=True)
 class _Read:
@@ -195,7 +201,10 @@ class StepDrafter(BaseDrafter):
         if any(tap not in seen.taps for tap in self.taps):  # a step that was not to draft
             return _Read(seen.start, (), ())
         following = seen.tokens[seen.start + 1 : seen.end + 1]
-        skipped = 0 if self.layers else max(0, len(following) - 1)
+        skipped = max(0, len(following) - 1)
+        if self.layers:  # where a cached beginning has no entries, those of the text begin later
+            first = self._requests[seen.request_id].next_start(seen.start, self.layers)
+            skipped = min(first - seen.start, len(following))
         taps = [seen.hidden(tap)[skipped : len(following)] for tap in self.taps]
         return _Read(seen.start + skipped, following[skipped:], taps)
 

@@ -21,10 +21,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from foredraft.cache.base import CacheUsage, KVShape, SlotLengths, check_keep
-from foredraft.cache.blocks import BLOCK, BlockTables, in_blocks
+from foredraft.cache.base import CacheUsage, check_keep
+from foredraft.cache.blocks import in_blocks
 from foredraft.cache.index import common_prefix
-from foredraft.cache.layers import AddedLayers, StoredLayers
+from foredraft.cache.memory import UNLIMITED, CacheMemory
+from foredraft.cache.paged import PagedCache
 from foredraft.core.errors import CacheFullError, CapabilityError
 
 
@@ -95,26 +96,27 @@ def _with_room(store_HCD: Tensor, num_entries: int) -> Tensor:
     return grown_HCD
 
 
-@dataclass(frozen=True)
-class _Parked:
-    """A slot that is kept because its text may come again."""
+@dataclass
+class _Text:
+    """What others may find in a slot: the first tokens of its text, and whose it is."""
 
     owner: bytes
     tokens: tuple[int, ...]
 
 
-class HFCache:
+class HFCache(PagedCache):
     """One transformers cache per slot (see `foredraft.cache.base.Cache`).
 
     Slots share nothing: a text that comes again takes over the slot that was kept of it, or a copy.
+    Blocks are for added layers alone.
 
     Args:
         new_layers: makes the layers of an empty slot: `SlotLayer`, or `DummyLayer` where the
             model's layer keeps nothing.
         max_length: the most tokens a slot may hold.
         device: where added layers live.
-        memory: bytes that entries may take; None: no limit. It is kept from the first forward on,
-            which shows how large they are.
+        memory: what entries may take, in bytes, or shared with other caches; None: no limit. It is
+            kept from the first forward on, which shows how large they are.
     """
 
     def __init__(
@@ -122,22 +124,22 @@ class HFCache:
         new_layers: Callable[[], list[Any]],
         max_length: int = sys.maxsize,
         device: torch.device | str = "cpu",
-        memory: int | None = None,
+        memory: CacheMemory | int | None = None,
     ) -> None:
+        memory = memory if isinstance(memory, CacheMemory) else CacheMemory(memory)
+        super().__init__(max_length, memory, device=device)
         self._new_layers = new_layers
-        self._max_length, self._memory = max_length, memory
-        self._lengths = SlotLengths()
-        self._added = AddedLayers(device)
-        self._tables = BlockTables(
-            lambda: 2**31 - 1, BLOCK, lambda blocks: None, self._added.copy_block
-        )
-        self._slots: dict[int, Any] = {}
-        self._parked: OrderedDict[int, _Parked] = OrderedDict()  # by slot, the oldest first
+        self._pasts: dict[int, Any] = {}  # by slot
+        self._texts: dict[int, _Text] = {}  # by slot in use
+        self._parked: OrderedDict[int, _Text] = OrderedDict()  # by slot, the oldest first
+        self._rooms: dict[int, int] = {}  # by slot: entries that it takes memory for
+        self._num_used = self._num_cached = 0  # their sums
+        self._token_bytes = 0  # 0: no forward has shown it yet
 
     @property
     def num_bytes(self) -> int:
-        own = sum(layer.num_bytes for slot in self._slots for layer in self._layers(slot))
-        return own + self._added.num_bytes
+        own = sum(layer.num_bytes for slot in self._pasts for layer in self._own_layers(slot))
+        return own + sum(layers.num_bytes for layers in self._layers)
 
     @property
     def slots(self) -> list[int]:
@@ -146,124 +148,156 @@ class HFCache:
 
     @property
     def usage(self) -> CacheUsage:
-        used = sum(map(self._room, self.slots))
-        cached = sum(map(self._room, self._parked))
-        total = max(used + cached, self._most_tokens())
+        used, cached = self._num_used, self._num_cached
+        total = max(used + cached, self.memory.num_tokens if self._token_bytes else UNLIMITED)
         return CacheUsage(total, used, cached, total - used - cached)
 
     def check(self) -> None:
-        assert set(self._slots) == set(self._lengths.slots), "slots without a length"
-        assert set(self._parked) <= set(self._slots), "kept slots that are not there"
-        self._tables.check()
+        assert set(self._pasts) == set(self._slots) == set(self._rooms), "slots without entries"
+        assert set(self._parked) <= set(self._pasts), "kept slots that are not there"
+        assert self._parked.keys().isdisjoint(self._texts), "slots both kept and in use"
+        assert self._num_used == sum(map(self._rooms.__getitem__, self.slots)), "used entries"
+        assert self._num_cached == sum(map(self._rooms.__getitem__, self._parked)), "kept entries"
+        self.pool.check([slot.table for slot in self._slots.values()])
 
     def allocate(self) -> int:
-        slot = self._lengths.open()
-        self._slots[slot] = _dynamic_cache(self._new_layers())
-        self._tables.open(slot)
-        self._added.open(slot)
+        slot = super().allocate()
+        self._pasts[slot] = _dynamic_cache(self._new_layers())
+        self._rooms[slot] = 0
         return slot
 
-    def length(self, slot: int) -> int:
-        return self._lengths[slot]
-
     def reserve(self, slot: int, num_tokens: int) -> None:
-        needed = self._lengths[slot] + num_tokens
+        needed = self.length(slot) + num_tokens
         if needed > self._max_length:
             raise ValueError(f"{needed} cache entries wanted; a slot holds {self._max_length}")
-        self._make_way(in_blocks(needed) - self._room(slot))
-        for layer in self._layers(slot):
+        self._make_way(in_blocks(needed) - self._rooms[slot])
+        for layer in self._own_layers(slot):
             layer.make_room(needed)
+        self._measure(slot)
 
     def share(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        found = {
-            slot: common_prefix(parked.tokens, tokens)
-            for slot, parked in self._parked.items()
-            if parked.owner == owner
-        }
-        best = max(found, key=lambda slot: found[slot], default=-1)
-        if not found.get(best):
-            return self.allocate(), 0
-        self._parked.move_to_end(best)
-        if found[best] == len(self._parked[best].tokens):
-            del self._parked[best]
-            return best, found[best]
-        copy = self.fork(best)
-        self.truncate(copy, found[best])
-        return copy, found[best]
+        best, length = self._find(owner, tokens)
+        if not length:
+            slot = self.allocate()
+        elif best in self._parked and length == len(self._parked[best].tokens):
+            slot = self._unpark(best)
+        else:
+            if best in self._parked:
+                self._parked.move_to_end(best)
+            slot = self.fork(best)
+            self.truncate(slot, length)
+        self._slots[slot].owner = owner
+        return slot, length
 
-    def retire(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
+    def num_shared(self, owner: bytes, tokens: Sequence[int]) -> int:
+        return self._find(owner, tokens)[1]
+
+    def name(self, slot: int, tokens: Sequence[int]) -> None:
+        owner = self._slots[slot].owner
+        if owner is not None:
+            end = min(self.length(slot), len(tokens)) // self.block_size * self.block_size
+            self._texts[slot] = _Text(owner, tuple(tokens[:end]))
+
+    def retire(self, slot: int, tokens: Sequence[int]) -> None:
+        owner = self._slots[slot].owner
+        if owner is None:
+            self.free(slot)
+            return
         self.truncate(slot, len(tokens))
         text = tuple(tokens)
         for other, parked in [*self._parked.items()]:
             if parked.owner == owner and text[: len(parked.tokens)] == parked.tokens:
                 self._drop(other)
-        self._parked[slot] = _Parked(owner, text)
+        self._texts.pop(slot, None)
+        self._parked[slot] = _Text(owner, text)
+        self._num_used -= self._rooms[slot]
+        self._num_cached += self._rooms[slot]
 
-    def distrust(self, slot: int, owner: bytes, tokens: Sequence[int]) -> None:
+    def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
+        """Of the slot's owner nothing is trusted that shares more than ``start`` tokens with it."""
+        owner = self._slots[slot].owner
+        if owner is None:
+            return
         for other, parked in [*self._parked.items()]:
-            if parked.owner == owner and common_prefix(parked.tokens, tokens):
+            if parked.owner == owner and common_prefix(parked.tokens, tokens) > start:
                 self._drop(other)
+        for other in self.slots:
+            text = self._texts.get(other)
+            if other == slot or (
+                text is not None
+                and text.owner == owner
+                and common_prefix(text.tokens, tokens) > start
+            ):
+                self._texts.pop(other, None)
+                self._slots[other].owner = None
 
     def forget(self) -> None:
         for slot in [*self._parked]:
             self._drop(slot)
 
-    def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
-        return self._added.add(shape, dtype, self._tables, self._lengths.slots)
-
     def open(self, slot: int) -> Any:
         """The slot as a transformers cache that holds the entries that count, and no others."""
-        length = self._lengths[slot]
-        for layer in self._layers(slot):
+        length = self.length(slot)
+        for layer in self._own_layers(slot):
             layer.resize(length)
-        return self._slots[slot]
+        return self._pasts[slot]
 
     def num_written(self, slot: int) -> set[int]:
         """How many entries the layers hold, counting or not; more than one value is a fault."""
-        return {layer.get_seq_length() for layer in self._layers(slot)}
+        return {layer.get_seq_length() for layer in self._own_layers(slot)}
 
     @torch.no_grad()
     def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
-        start = self._lengths[slot]
+        start = self.length(slot)
         check_keep(num_pending, path, min(self.num_written(slot), default=start) - start)
         first = start + num_pending
         if list(path) != list(range(len(path))):
-            for layer in self._layers(slot):
+            for layer in self._own_layers(slot):
                 layer.gather(first, path)
-        self._set_length(slot, first + len(path))
+        self._set_length(self._slots[slot], first + len(path))
+        self.open(slot)
+        self._measure(slot)
 
     def truncate(self, slot: int, length: int) -> None:
-        if not 0 <= length <= self._lengths[slot]:
-            raise ValueError(f"cannot truncate {self._lengths[slot]} entries to {length}")
-        self._set_length(slot, length)
-        self._added.truncate(slot, length)
-        self._tables.cut(slot, length)
+        super().truncate(slot, length)
+        self.open(slot)
 
     @torch.no_grad()
     def fork(self, slot: int) -> int:
-        length, copy = self._lengths[slot], self.allocate()
         layers = self.open(slot).layers
-        self._slots[copy] = _dynamic_cache(
+        copy = super().fork(slot)
+        self._pasts[copy] = _dynamic_cache(
             [layer.copy() if isinstance(layer, SlotLayer) else DummyLayer() for layer in layers]
         )
-        self._lengths[copy] = length
-        self._tables.share(slot, copy, length)
-        self._added.copy(slot, copy, length)
+        self._rooms[copy] = 0
+        self._measure(copy)
         return copy
 
     def free(self, slot: int) -> None:
-        self._lengths.close(slot)
-        del self._slots[slot]
-        self._tables.close(slot)
-        self._added.close(slot)
-        if not self._slots:
-            self._tables.pool.start_over()
-            self._added.release()
+        self._slots[slot]
+        self._num_used -= self._rooms.pop(slot)
+        self._texts.pop(slot, None)
+        del self._pasts[slot]
+        super().free(slot)
+
+    def _find(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
+        """The slot that holds most of a text, and how much: one that is kept, if one does."""
+        best, most = -1, 0
+        for slot, text in (*self._parked.items(), *self._texts.items()):
+            if text.owner == owner and (count := common_prefix(text.tokens, tokens)) > most:
+                best, most = slot, count
+        return best, most
+
+    def _unpark(self, slot: int) -> int:
+        """Let a slot that was kept be used again."""
+        del self._parked[slot]
+        self._num_cached -= self._rooms[slot]
+        self._num_used += self._rooms[slot]
+        return slot
 
     def _drop(self, slot: int) -> None:
         """Give up a slot that was kept."""
-        del self._parked[slot]
-        self.free(slot)
+        self.free(self._unpark(slot))
 
     def _make_way(self, num_tokens: int) -> None:
         """See that so many more entries fit into the memory."""
@@ -276,24 +310,21 @@ class HFCache:
                 )
             self._drop(next(iter(self._parked)))
 
-    def _most_tokens(self) -> int:
-        """That the memory allows, as far as is known."""
-        if self._memory is None:
-            return 2**31 - 1
-        room = sum(map(self._room, self._slots))
-        return self._memory * room // self.num_bytes if self.num_bytes else 2**31 - 1
+    def _measure(self, slot: int) -> None:
+        """Count the entries that a slot in use takes memory for: a forward may have added some."""
+        layers = self._own_layers(slot)
+        room = max((layer.capacity for layer in layers), default=0)
+        if room and not self._token_bytes:
+            self._token_bytes = sum(layer.num_bytes for layer in layers) // room
+            self.memory.add(self, self._token_bytes)
+        self._num_used += room - self._rooms[slot]
+        self._rooms[slot] = room
 
-    def _room(self, slot: int) -> int:
-        """Entries that the slot takes memory for."""
-        return max((layer.capacity for layer in self._layers(slot)), default=0)
+    def _most_blocks(self) -> int:
+        return UNLIMITED
 
-    def _set_length(self, slot: int, length: int) -> None:
-        self._lengths[slot] = length
-        for layer in self._layers(slot):
-            layer.resize(length)
-
-    def _layers(self, slot: int) -> list[SlotLayer]:
-        return [layer for layer in self._slots[slot].layers if isinstance(layer, SlotLayer)]
+    def _own_layers(self, slot: int) -> list[SlotLayer]:
+        return [layer for layer in self._pasts[slot].layers if isinstance(layer, SlotLayer)]
 
 
 def _dynamic_cache(layers: list[Any]) -> Any:

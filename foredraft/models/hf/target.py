@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
-from foredraft.cache.memory import default_memory
+from foredraft.cache.memory import CacheMemory
 from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import (
@@ -57,7 +57,8 @@ class HFTarget:
         parts: find out by trying whether its embedding, final norm and head can be used by others;
             False saves a short forward. With them, the last layer can be tapped too: the state that
             transformers hands out for it is normed.
-        cache_memory: bytes that the cache may take; None: a share of the memory there is.
+        cache_memory: what the cache may take, in bytes, or shared with other caches; None: a
+            share of the memory there is.
 
     Raises:
         CapabilityError: the model is no causal language model, or its past cannot be rolled back.
@@ -71,14 +72,14 @@ class HFTarget:
         *,
         trees: bool = True,
         parts: bool = True,
-        cache_memory: int | None = None,
+        cache_memory: CacheMemory | int | None = None,
     ) -> None:
         _check_model(model)
         config = model.config.get_text_config(decoder=True)
         self.model = model
         self.vocab_size: int = _vocab_size(model, config)
         self.max_context = max_context or _context_limit(config)
-        memory = default_memory(model.device) if cache_memory is None else cache_memory
+        memory = CacheMemory.of(cache_memory, model.device)
         self.cache = HFCache(layer_factory(config), self.max_context, model.device, memory)
         self._num_layers: int = config.num_hidden_layers
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
@@ -102,7 +103,7 @@ class HFTarget:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_context: int | None = None,
-        cache_memory: int | None = None,
+        cache_memory: CacheMemory | int | None = None,
     ) -> HFTarget:
         """Load a checkpoint: safetensors only, and no code out of the directory.
 

@@ -65,14 +65,18 @@ class PreparedForward:
 
     def run(self, row: HeadRow, inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `foredraft.models.base.HeadRunner`; for what `can_run`, its entries reserved."""
-        count, root, tree = len(inputs_TE), row.start + row.num_text, row.tree
+        assert self._layers is not None
+        count, tree = len(inputs_TE), row.tree
+        before = self._layers.first(row.slot)  # entries are counted from there, positions are not
+        root = row.start + row.num_text - before
         end = root + len(tree)
         lists, first = self._lists, end - count
         entries = range(first, end)
-        positions, extras, starts = [*entries], list[int](), [0] * (count + 1)
+        positions, extras = [*range(before + first, before + end)], list[int]()
+        starts = [0] * (count + 1)
         for at in range(max(0, root - first), count):
             path = _path(tree.parents, first + at - root)
-            positions[at] = root - 1 + len(path)
+            positions[at] = before + root - 1 + len(path)
             extras += [root + node for node in reversed(path)]
             starts[at + 1] = len(extras)
         lists.entries[:count] = entries

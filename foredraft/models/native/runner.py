@@ -84,8 +84,9 @@ class NativeHeadRunner:
         if self._last < 0:
             return self._run_head(inputs_TE)
         for row in rows:
-            self.layers.check_no_gap(row.slot, row.start)
-            self.layers.reserve(row.slot, row.start, row.start + row.num_text + len(row.tree))
+            self.layers.begin(row.slot, row.start)
+            first, end = row.start + row.num_known, row.start + row.num_text + len(row.tree)
+            self.layers.reserve(row.slot, first, end)
         inputs_TE = inputs_TE.to(self._device, self._input_dtype).contiguous()
         states_TE, logits_NR = self._run(rows, inputs_TE)
         for row in rows:
@@ -100,7 +101,8 @@ class NativeHeadRunner:
 
     @torch.no_grad()
     def _run_plan(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        plan = plan_run(rows, inputs_TE, range(self._last + 1))
+        firsts = [self.layers.first(row.slot) for row in rows]
+        plan = plan_run(rows, inputs_TE, range(self._last + 1), firsts)
         logits_NR, tapped = self._decoder.forward(plan, self.layers, (self._last,))
         return tapped[self._last].float(), logits_NR
 
@@ -116,32 +118,40 @@ class NativeHeadRunner:
         return rms_norm(inputs_TE, self._norm_E, self._norm_eps).to(self._input_dtype)
 
 
-def plan_run(rows: Sequence[HeadRow], inputs_TE: Tensor, layers: range) -> ForwardPlan:
-    """Lay out a run: of each row the tokens that are not known yet."""
+def plan_run(
+    rows: Sequence[HeadRow], inputs_TE: Tensor, layers: range, firsts: Sequence[int] = ()
+) -> ForwardPlan:
+    """Lay out a run: of each row the tokens that are not known yet.
+
+    Args:
+        firsts: of each row the position that its first entry is of; 0 where not given. Positions
+            are those of the text, entries are counted from there.
+    """
     plan = ForwardPlan([], [], [], [], [], [], [], [], layers=layers, hidden_TE=inputs_TE)
-    for row in rows:
-        _add_row(plan, row)
+    for row, first in zip(rows, firsts or [0] * len(rows), strict=True):
+        _add_row(plan, row, first)
     return plan
 
 
-def _add_row(plan: ForwardPlan, row: HeadRow) -> None:
+def _add_row(plan: ForwardPlan, row: HeadRow, first: int) -> None:
+    start = len(plan)
     root = row.start + row.num_text  # entries from here on belong to nodes
-    first, end = len(plan), root + len(row.tree)
+    end = root + len(row.tree)
     text = range(row.start + row.num_known, root)
     nodes = range(max(0, row.num_known - row.num_text), len(row.tree))
     depths, paths = row.tree.depths, row.tree.paths
     plan.positions.extend(text)
     plan.positions.extend(root - 1 + depths[node] for node in nodes)
-    plan.prefixes.extend(position + 1 for position in text)
-    plan.prefixes.extend([root] * len(nodes))
+    plan.prefixes.extend(position + 1 - first for position in text)
+    plan.prefixes.extend([root - first] * len(nodes))
     plan.extras.extend([()] * len(text))
     seen = [range(len(row.tree))] * len(row.tree) if row.is_block else paths
-    plan.extras.extend(tuple(root + on for on in seen[node]) for node in nodes)
-    entries = range(end - len(text) - len(nodes), end)
+    plan.extras.extend(tuple(root - first + on for on in seen[node]) for node in nodes)
+    entries = range(end - first - len(text) - len(nodes), end - first)
     plan.entries.extend(entries)
     plan.token_ids.extend([0] * len(entries))
     plan.slots.extend([row.slot] * len(entries))
-    tokens = range(first, len(plan))
+    tokens = range(start, len(plan))
     heads = range(len(plan.heads), len(plan.heads) + row.num_wanted)
     plan.heads.extend(range(tokens.stop - row.num_wanted, tokens.stop))
     plan.rows.append(RowSpan(row.slot, tokens, entries, heads))

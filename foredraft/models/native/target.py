@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.kv import KVCache
+from foredraft.cache.memory import CacheMemory
 from foredraft.cache.store import Entries
 from foredraft.core.draws import DrawRows, Wanted
 from foredraft.core.errors import ConfigError
@@ -68,7 +69,8 @@ class NativeTarget:
         weights: its weights.
         new_decoder: makes what runs them; the eager reference by default.
         max_context: most tokens a row may hold; the model's own limit when None.
-        cache_memory: bytes that the cache may take (see `KVCache`).
+        cache_memory: what the cache may take, in bytes, or shared with other caches (see
+            `KVCache`). Views of some layers share it.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class NativeTarget:
         weights: DecoderWeights,
         new_decoder: DecoderFactory = EagerDecoder,
         max_context: int | None = None,
-        cache_memory: int | None = None,
+        cache_memory: CacheMemory | int | None = None,
     ) -> None:
         self.config, self.weights = config, weights
         self._kept = KeptFiles(None)
@@ -108,7 +110,7 @@ class NativeTarget:
         new_decoder: DecoderFactory = EagerDecoder,
         max_context: int | None = None,
         bits: int | None = None,
-        cache_memory: int | None = None,
+        cache_memory: CacheMemory | int | None = None,
     ) -> NativeTarget:
         """Load a checkpoint; with ``bits``, weights are quantised (see `packed`).
 
@@ -199,7 +201,7 @@ class NativeTarget:
 
     def _view(self, weights: DecoderWeights) -> NativeTarget:
         config = replace(self.config, num_hidden_layers=len(weights.layers))
-        return NativeTarget(config, weights, self._new_decoder, self.max_context)
+        return NativeTarget(config, weights, self._new_decoder, self.max_context, self.cache.memory)
 
 
 def _draws(rows: Sequence[ScoreRow], plan: ForwardPlan) -> DrawRows | None:

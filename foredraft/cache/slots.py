@@ -1,0 +1,105 @@
+"""What a cache knows of one slot."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from foredraft.cache.layers import StoredLayers
+
+
+@dataclass(eq=False)
+class Run:
+    """The entries that further layers hold of a slot: an unbroken run of positions.
+
+    Attributes:
+        first: where it begins, at the border of a block.
+        ends: where it ends, by layer.
+        table: the blocks from ``first`` on, where that is not 0; see `StoredLayers.table`.
+    """
+
+    first: int
+    ends: list[int]
+    table: array[int] | None = None
+
+    @property
+    def end(self) -> int:
+        """Where it ends in all layers; 0 where there is none."""
+        end = min(self.ends, default=0)
+        return end if end > self.first else 0
+
+    def cut(self, length: int) -> None:
+        """Forget the entries from ``length`` on."""
+        self.ends = [min(end, length) for end in self.ends]
+        if min(self.ends, default=0) <= self.first:
+            self.first, self.ends = 0, [0] * len(self.ends)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One row's state in a cache.
+
+    Attributes:
+        revision: changes with whatever is in the slot, and is never used again.
+        owner: whose text it holds; None: nobody else is to find it.
+        table: the blocks of its entries, in their order, as C integers.
+        length: how many entries count.
+        written: entries that the last forward wrote behind them.
+        dirty: where the entries end that any forward ever wrote, counted or not.
+        names: of its leading full blocks, as far as others can find them.
+        runs: what further layers hold of it.
+    """
+
+    revision: int
+    owner: bytes | None = None
+    table: array[int] = field(default_factory=lambda: array("i"))
+    length: int = 0
+    written: int = 0
+    dirty: int = 0
+    names: list[bytes] = field(default_factory=list)
+    runs: WeakKeyDictionary[StoredLayers, Run] = field(default_factory=WeakKeyDictionary)
+
+
+class Slots:
+    """The slots of a cache by number: the lowest number that is free goes first."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Slot] = {}
+        self._num_changes = 0
+
+    def add(self) -> int:
+        """A new slot."""
+        number = next(i for i in range(len(self._slots) + 1) if i not in self._slots)
+        self._slots[number] = Slot(self.next_revision())
+        return number
+
+    def next_revision(self) -> int:
+        self._num_changes += 1
+        return self._num_changes
+
+    def remove(self, number: int) -> Slot:
+        slot = self[number]  # an unknown slot must not pass silently
+        del self._slots[number]
+        return slot
+
+    def __getitem__(self, number: int) -> Slot:
+        """
+        Raises:
+            KeyError: the slot is not allocated.
+        """
+        if number not in self._slots:
+            raise KeyError(f"cache slot {number} is not allocated")
+        return self._slots[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def values(self) -> list[Slot]:
+        return list(self._slots.values())
