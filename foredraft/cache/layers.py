@@ -110,9 +110,8 @@ class StoredLayers:
     def hold(self, slot: int, end: int) -> None:
         """The entries before ``end`` have been written in all layers, past `write`."""
         run = self._run(slot)
-        start = min(run.ends, default=0)
         run.ends = [max(end, written) for written in run.ends]
-        self._note(slot, start)
+        self._note(slot)
 
     def write(
         self, layer: int, slot: int, start: int, keys_HTD: Tensor, values_HTD: Tensor
@@ -138,9 +137,8 @@ class StoredLayers:
         if start > run.ends[layer]:
             run.first, run.ends = start, [start] * len(run.ends)
         self.store.put(layer, self._cache.table(slot), start, keys_HTD, values_HTD)
-        before = min(run.ends)
         run.ends[layer] = max(run.ends[layer], end)
-        self._note(slot, before)
+        self._note(slot)
 
     def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [H, T, D] of the run's positions before ``end``: copies.
@@ -167,11 +165,11 @@ class StoredLayers:
         end, place = min(last * size + self.num_held(table[last]), state.length), last
         while place and self.num_held(table[place - 1]) == size:
             place -= 1
-        state.runs[self] = Run(place * size, [end] * self.shape.num_layers)
+        state.runs[self] = Run(place * size, [end] * self.shape.num_layers, end)
 
     def take_over(self, state: Slot, run: Run) -> None:
         """A slot was forked: what counts of its run is that of the new one, too."""
-        copy = state.runs[self] = Run(run.first, list(run.ends))
+        copy = state.runs[self] = Run(run.first, list(run.ends), run.noted)
         copy.cut(state.length)
 
     def num_held(self, block: int) -> int:
@@ -207,14 +205,15 @@ class StoredLayers:
             run = state.runs[self] = Run(0, [0] * self.shape.num_layers)
         return run
 
-    def _note(self, slot: int, start: int) -> None:
-        """Note for each block which leading entries the slot's run holds, from ``start`` on."""
+    def _note(self, slot: int) -> None:
+        """Note for each block which leading entries the slot's run holds by now."""
         run, state, size = self._run(slot), self._cache.slot(slot), self.store.block_size
         end = min(run.end, state.length)  # guesses do not count
-        for place in range(max(start, run.first) // size, -(-end // size)):
+        for place in range(max(run.noted, run.first) // size, -(-end // size)):
             block, held = state.table[place], min(size, end - place * size)
             if held > self.num_held(block):
                 self._notes[block] = held
+        run.noted = max(run.noted, end)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.shape.num_layers:

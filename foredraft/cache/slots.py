@@ -19,11 +19,13 @@ class Run:
     Attributes:
         first: where it begins, at the border of a block.
         ends: where it ends, by layer.
+        noted: how far the blocks' notes say so.
         table: the blocks from ``first`` on, where that is not 0; see `StoredLayers.table`.
     """
 
     first: int
     ends: list[int]
+    noted: int = 0
     table: array[int] | None = None
 
     @property
@@ -34,7 +36,7 @@ class Run:
 
     def cut(self, length: int) -> None:
         """Forget the entries from ``length`` on."""
-        self.ends = [min(end, length) for end in self.ends]
+        self.ends, self.noted = [min(end, length) for end in self.ends], min(self.noted, length)
         if min(self.ends, default=0) <= self.first:
             self.first, self.ends = 0, [0] * len(self.ends)
 

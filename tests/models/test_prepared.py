@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,6 +63,44 @@ def test_a_prepared_run_has_the_bits_of_a_planned_one(target: NativeTarget, row:
     planned = runner._run_plan([row], inputs_TE)
     assert all(map(torch.equal, prepared, planned))
     assert all(map(torch.equal, written, held(runner, slot)))
+
+
+BEHIND = [
+    HeadRow(0, 128, 9),
+    HeadRow(0, 133, 4, num_wanted=4),
+    HeadRow(0, 136, 1, TREE, num_known=1, num_wanted=6),
+    HeadRow(0, 136, 1, TREE, num_known=4, num_wanted=3),
+]
+
+
+@pytest.mark.parametrize("decoder", ["fused", "eager"])
+@pytest.mark.parametrize("row", BEHIND)
+def test_a_head_that_begins_in_the_middle_sees_nothing_before(decoder: str, row: HeadRow) -> None:
+    """It says what it says of the same text without its beginning, whatever lies there."""
+    target = new_target(decoder)
+    runner, slot = new_runner(target), target.cache.allocate()
+    torch.manual_seed(2)
+    runner.layers.reserve(slot, 0, 300)
+    runner.layers.store.keys.fill_(torch.nan)
+    runner.layers.store.values.fill_(torch.nan)
+    text_TE, tree_TE = torch.randn(9, 64), torch.randn(6, 64)
+    inputs_TE = torch.cat([text_TE[row.start - 128 :][: row.num_text], tree_TE])
+    inputs_TE = inputs_TE[row.num_known : row.num_text + len(row.tree)]
+    short = target.cache.allocate()
+    found = []
+    for number, start in ((slot, 128), (short, 0)):
+        runner.run([HeadRow(number, start, 9)], text_TE)
+        before = replace(row, slot=number, start=row.start - 128 + start)
+        if row.num_known:
+            runner.run(
+                [replace(before, num_known=0, num_wanted=0)], torch.cat([text_TE[8:], tree_TE])
+            )
+        found.append(runner.run([before], inputs_TE))
+        planned = runner._run_plan([before], inputs_TE)
+        assert all(map(torch.equal, found[-1], planned))
+    assert runner.layers.first(slot) == 128
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
 
 
 def test_work_memory_follows_a_long_text(target: NativeTarget) -> None:

@@ -165,8 +165,9 @@ class StepDrafter(BaseDrafter):
             if (read := self._read(seen)).following:
                 self._wait(request, read)
         self._catch_up(
-            r for seen in observations
-            if (r := self._requests[seen.request_id]).num_waiting >= _MOST_WAITING
+            request for seen in observations
+            if (request := self._requests[seen.request_id]).num_waiting >= _MOST_WAITING
+            or (seen.num_read > 1 and seen.committed)  # a prompt: other replies may begin with it
         )  # fmt: skip
 
     def _wait(self, request: _Request, read: _Read) -> None:
