@@ -21,7 +21,7 @@ from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import GenerationResult
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions
 

@@ -218,7 +218,7 @@ def _factory(
         options = replace(options, draft_model=None)
 
     def make(rows: int, trace: Callable[[StepRecord], None]) -> LLM:
-        return llm.with_drafter(replace(options, max_batch_size=rows), trace=trace, drafter=own)
+        return llm.with_drafter(options, trace=trace, drafter=own, is_apart=True)
 
     return make
 

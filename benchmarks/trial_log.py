@@ -15,7 +15,7 @@ from typing import Any
 from foredraft.bench.compare import Runs
 from foredraft.bench.contenders import ContenderRun
 from foredraft.core.errors import ConfigError
-from foredraft.core.request import SpeculationStats
+from foredraft.core.record import SpeculationStats
 
 
 class TrialLog:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from foredraft.core.grammar import Grammar
     from foredraft.core.logprobs import TokenLogprobs
     from foredraft.core.params import SamplingParams
-    from foredraft.core.request import SpeculationStats
-    from foredraft.engine.row import GenerationResult
+    from foredraft.core.record import SpeculationStats
+    from foredraft.engine.request import GenerationResult
     from foredraft.hf_generate import custom_generate
     from foredraft.llm import LLM
 
@@ -26,10 +26,10 @@ _PUBLIC = {
     "AsyncLLM": "foredraft.async_llm",
     "LLM": "foredraft.llm",
     "ForedraftError": "foredraft.core.errors",
-    "GenerationResult": "foredraft.engine.row",
+    "GenerationResult": "foredraft.engine.request",
     "Grammar": "foredraft.core.grammar",
     "SamplingParams": "foredraft.core.params",
-    "SpeculationStats": "foredraft.core.request",
+    "SpeculationStats": "foredraft.core.record",
     "TokenLogprobs": "foredraft.core.logprobs",
     "custom_generate": "foredraft.hf_generate",
 }

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from types import TracebackType
@@ -14,10 +15,10 @@ from typing import Any, Self
 
 from foredraft.core.errors import ConfigError, EngineStoppedError
 from foredraft.core.params import SamplingParams, checked_params
-from foredraft.engine.engine import Event
-from foredraft.engine.row import GenerationResult, Row
+from foredraft.engine.drive import EngineThread
+from foredraft.engine.policy import Policy
+from foredraft.engine.request import Event, GenerationResult, Request, RequestOptions
 from foredraft.engine.stats import EngineStats
-from foredraft.engine.worker import EngineThread
 from foredraft.llm import LLM
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.prompts import Message, Prompt
@@ -169,7 +170,7 @@ class AsyncLLM:
         self.llm = llm
         self._max_waiting = max_waiting
         self._post = _Post()
-        self._worker = EngineThread(llm.engine, self._post.send)
+        self._worker = EngineThread(llm.engine, llm.policy, self._post.send)
         # Also when the interpreter ends: a thread in the middle of a step would be cut off.
         self._stop = weakref.finalize(self, self._worker.stop)
 
@@ -201,6 +202,7 @@ class AsyncLLM:
         *,
         tenant: str | None = None,
         priority: int = 0,
+        policy: Policy | None = None,
     ) -> EventStream:
         """Submit a request, and return its events to come.
 
@@ -208,6 +210,7 @@ class AsyncLLM:
             prompt: text, token ids, or the messages of a conversation.
             tenant: whose request it is: nothing of it is shared with other tenants' requests.
             priority: requests of higher numbers go first.
+            policy: who drafts for it: that of `LLM.with_drafter`, of the same LLM. None: ``llm``'s.
 
         Raises:
             QueueFullError: too many requests are waiting.
@@ -215,15 +218,18 @@ class AsyncLLM:
             PromptError, ConfigError: the prompt or what is asked for cannot be used.
         """
         worker, params = self._worker, checked_params(params)
+        options = self.llm.request_options(tenant, priority)
+        if policy is not None:
+            options = replace(options, policy=policy)
         worker.enter(params.n, self.llm.engine.max_batch_size + self._max_waiting)
         try:
             if params.grammar is not None and self.llm.grammars is not None:
                 # It has threads of its own: a slow grammar keeps no other request waiting.
                 await asyncio.wrap_future(self.llm.grammars.compile(params.grammar))
-            rows = await asyncio.to_thread(self._prepare, prompt, params, tenant, priority)
-            ids = [row.request_id for row in rows]
+            requests = await asyncio.to_thread(self._prepare, prompt, params, options)
+            ids = [request.request_id for request in requests]
             stream = EventStream(ids[0], len(ids), lambda: self._worker.abort(ids))
-            worker.add(rows, partial(self._post.put, stream._mailbox))
+            worker.add(requests, partial(self._post.put, stream._mailbox))
         except BaseException:
             worker.leave(params.n)
             raise
@@ -314,8 +320,6 @@ class AsyncLLM:
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams,
-        tenant: str | None,
-        priority: int,
-    ) -> list[Row]:
-        tokens = self.llm.encode(prompt)
-        return self.llm.engine.prepare(tokens, params, tenant=tenant, priority=priority)
+        options: RequestOptions,
+    ) -> list[Request]:
+        return self.llm.engine.prepare(self.llm.encode(prompt), params, options)

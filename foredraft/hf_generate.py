@@ -28,10 +28,10 @@ from transformers.generation import (
 
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.core.params import SamplingParams
-from foredraft.core.request import SpeculationStats
+from foredraft.core.record import SpeculationStats
 from foredraft.engine.engine import Engine
-from foredraft.engine.row import GenerationResult
-from foredraft.llm import LLM
+from foredraft.engine.request import GenerationResult
+from foredraft.llm import LLM, DraftModel
 from foredraft.models.hf.target import HFTarget
 from foredraft.options import LoadOptions
 
@@ -170,9 +170,9 @@ def custom_generate(
             drafter_options=drafter_options or {},
             max_batch_size=len(prompts),
         ),
-        draft_model=None
+        draft=None
         if draft_model is None
-        else HFTarget(draft_model, trees=False, parts=False),
+        else DraftModel(HFTarget(draft_model, trees=False, parts=False)),
     )
     params = replace(
         _read_processors(logits_processor, generation_config.do_sample),

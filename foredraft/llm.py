@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
 from functools import cache
 from os import PathLike
 from typing import Any, cast
 
-from foredraft.cache.prefix import Session
 from foredraft.control.adaptive import Experience
+from foredraft.control.base import Controller
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams, checked_params
 from foredraft.core.rules.book import RuleBook
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
-from foredraft.engine.engine import Engine, Event, Trace
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.drive import Streams
+from foredraft.engine.engine import Engine, EngineOptions
+from foredraft.engine.policy import GuardedTrace, Policy, Trace
+from foredraft.engine.request import Event, GenerationResult, RequestOptions, Session
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
-from foredraft.engine.streams import Streams
-from foredraft.engine.turns import TurnLock
 from foredraft.load import ModelPlan, forward_cost, load_models, resolve_drafter
 from foredraft.models.base import Target
 from foredraft.models.files.progress import Progress
@@ -28,22 +30,43 @@ from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import DEFAULT_MODEL, LoadOptions
-from foredraft.speculation import speculation
+from foredraft.speculation import policy_for
 
 _log = logging.getLogger("foredraft")
 
 
+@dataclass(frozen=True)
+class DraftModel:
+    """A separate model for drafters that ask one.
+
+    Attributes:
+        tokenizer: its own; None where it shares the target's vocabulary.
+        plan: how it runs; None when built from parts.
+    """
+
+    target: Target
+    tokenizer: Tokenizer | None = None
+    plan: ModelPlan | None = None
+
+
 class LLM:
-    """A target with its drafter, ready to generate. Threads that use one take turns.
+    """A target with its drafters, ready to generate. Threads that use one take turns.
 
     Load one with `LLM.load`; build one directly only from parts of your own.
 
-    Attributes:
-        plan: how the target runs; None when built from parts.
-        draft_plan: how the draft model runs, if there is one.
-        drafter_name: the drafter in use; with "auto" the best of those that are loaded.
-        controller: decides how much is drafted, by which of them.
+    Args:
+        target: the model whose text it is.
+        tokenizer: None: prompts are token ids, and results have no text.
         options: what was asked for.
+        draft: the draft model, where there is one.
+        plan: how the target runs; None when built from parts.
+        cost: what forwards of the target cost; None: drafters are weighed as on a usual machine.
+        trace: told of every step of the engine.
+
+    Attributes:
+        engine: runs the requests.
+        policy: who drafts for the requests of this LLM, and how much.
+        drafter_name: the drafter in use; with "auto" the best of those that are loaded.
         grammars: compiles those that requests name; None without a tokenizer.
     """
 
@@ -53,43 +76,31 @@ class LLM:
         tokenizer: Tokenizer | None,
         options: LoadOptions,
         *,
-        draft_model: Target | None = None,
-        draft_tokenizer: Tokenizer | None = None,
+        draft: DraftModel | None = None,
         plan: ModelPlan | None = None,
-        draft_plan: ModelPlan | None = None,
         cost: CostModel | None = None,
         trace: Trace | None = None,
-        lock: TurnLock | None = None,
-        drafter: Drafter | None = None,
-        experience: Experience | None = None,
     ) -> None:
-        self.target, self.tokenizer = target, tokenizer
+        self.target, self.tokenizer, self.options = target, tokenizer, options
+        self._draft, self.plan, self.cost = draft, plan, cost
+        self._experience = Experience()
         self.grammars = Grammars(tokenizer, target.vocab_size) if tokenizer else None
-        self._draft_model, self._draft_tokenizer = draft_model, draft_tokenizer
-        self.plan, self.draft_plan, self.options = plan, draft_plan, options
-        self.drafter_name = resolve_drafter(options, draft_model is not None, target)
-        self.drafter_context = DrafterContext(
-            target, draft_model, options.drafter_options, tokenizer, draft_tokenizer
-        )
-        self.cost, self.experience = cost, experience or Experience()
-        context = self.drafter_context
-        followed, self.controller = speculation(
-            self.drafter_name, options, context, cost, self.experience, drafter
-        )
+        self.drafter_name, self.policy = self._new_policy(options, self._experience)
         self.engine = Engine(
             target,
-            followed,
-            self.controller,
-            max_batch_size=options.max_batch_size,
-            max_step_tokens=options.max_step_tokens or MAX_STEP_TOKENS,
-            eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
-            new_decoder=tokenizer.new_decoder if tokenizer else None,
-            rule_book=_rule_book(target, tokenizer, self.grammars),
-            trace=trace,
-            lock=lock,
-            prefix_caching=options.prefix_caching,
+            self.policy,
+            EngineOptions(
+                max_batch_size=options.max_batch_size,
+                max_step_tokens=options.max_step_tokens or MAX_STEP_TOKENS,
+                prefix_caching=options.prefix_caching,
+                eos_token_ids=tokenizer.eos_token_ids if tokenizer else (),
+                new_decoder=tokenizer.new_decoder if tokenizer else None,
+                rule_book=_rule_book(target, tokenizer, self.grammars),
+                cost=cost,
+                trace=trace,
+            ),
         )
-        self._streams = Streams(self.engine)
+        self._streams = Streams(self.engine, self.policy)
 
     @classmethod
     def load(
@@ -123,11 +134,9 @@ class LLM:
             loaded.target,
             loaded.tokenizer,
             asked,
-            draft_model=draft.target if draft else None,
-            draft_tokenizer=draft.tokenizer if draft else None,
-            cost=forward_cost(loaded.plan, loaded.target, asked) if weighs else None,
+            draft=DraftModel(draft.target, draft.tokenizer, draft.plan) if draft else None,
             plan=loaded.plan,
-            draft_plan=draft.plan if draft else None,
+            cost=forward_cost(loaded.plan, loaded.target, asked) if weighs else None,
             trace=trace,
         )
 
@@ -137,30 +146,66 @@ class LLM:
         *,
         trace: Trace | None = None,
         drafter: Drafter | None = None,
+        is_apart: bool = False,
     ) -> LLM:
-        """Another LLM on the same loaded models, with the drafter that ``options`` names.
+        """The same LLM with the drafter that ``options`` names.
 
-        The two share the target and its cache; neither's requests see the other's.
+        The two share models, cache and engine: their requests run in one batch.
 
         Args:
-            options: as for `LoadOptions`; model and dtype stay as they are loaded.
-            trace: told of every step.
+            options: as for `LoadOptions`, of which those about drafters and ``prefix_caching``
+                count; all others stay as they are loaded.
+            trace: told of the steps of these requests, without the rows of others.
             drafter: one of your own instead of the one that is named.
+            is_apart: whether these requests run in steps of their own, made while their streams are
+                read. So two LLMs can race on one target without slowing each other down.
+
+        Raises:
+            ConfigError, CapabilityError: the drafter cannot be built as asked for.
         """
-        return LLM(
-            self.target,
-            self.tokenizer,
-            options,
-            draft_model=self._draft_model if options.draft_model else None,
-            draft_tokenizer=self._draft_tokenizer if options.draft_model else None,
-            cost=self.cost,
-            plan=self.plan,
-            draft_plan=self.draft_plan if options.draft_model else None,
-            trace=trace,
-            lock=self.engine.lock,
-            drafter=drafter,
-            experience=None if drafter else self.experience,
-        )
+        view = copy(self)
+        view.options = options
+        view._draft = self._draft if options.draft_model else None
+        experience = Experience() if drafter else self._experience
+        with self.engine.lock:  # drafters may bring layers of the cache, which must not be in use
+            view.drafter_name, policy = view._new_policy(options, experience, drafter)
+        policy.trace, policy.is_apart = GuardedTrace(trace), is_apart
+        view.policy = policy
+        view._streams = Streams(self.engine, policy)
+        return view
+
+    @property
+    def controller(self) -> Controller:
+        """Decides how much is drafted, by which of the drafters."""
+        return self.policy.controller
+
+    @property
+    def draft_plan(self) -> ModelPlan | None:
+        """How the draft model runs, if there is one."""
+        return self._draft.plan if self._draft else None
+
+    @property
+    def drafter_context(self) -> DrafterContext:
+        """What drafters are built from."""
+        draft, options = self._draft, self.options.drafter_options
+        if draft is None:
+            return DrafterContext(self.target, None, options, self.tokenizer)
+        return DrafterContext(self.target, draft.target, options, self.tokenizer, draft.tokenizer)
+
+    def request_options(
+        self, tenant: str | None = None, priority: int = 0, session: Session | None = None
+    ) -> RequestOptions:
+        """What a request to this LLM's engine comes with; see `RequestOptions`."""
+        prefix_caching = self.options.prefix_caching
+        return RequestOptions(tenant, priority, session, self.policy, prefix_caching)
+
+    def _new_policy(
+        self, options: LoadOptions, experience: Experience, drafter: Drafter | None = None
+    ) -> tuple[str, Policy]:
+        """The name of the drafter that ``options`` mean, and what they ask for."""
+        name = resolve_drafter(options, self._draft is not None, self.target)
+        context, cost = self.drafter_context, self.cost
+        return name, policy_for(name, options, context, cost, experience, drafter)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
@@ -202,7 +247,8 @@ class LLM:
         Raises:
             PromptError: the prompt is empty or too long.
         """
-        return self._stream(self._encode(prompt), params, session, tenant)
+        options = self.request_options(tenant, session=session)
+        return self._stream(self._encode(prompt), params, options)
 
     def stream_chat(
         self,
@@ -211,7 +257,8 @@ class LLM:
         session: Session | None = None,
     ) -> Iterator[Event]:
         """Like `chat`, streamed. A session takes one reply at a time."""
-        return self._stream(self._tokenizer().encode_chat(messages), params, session)
+        tokens = self._tokenizer().encode_chat(messages)
+        return self._stream(tokens, params, self.request_options(session=session))
 
     def open_session(self) -> Session:
         """A conversation. Its earlier turns are not read again, as long as the cache has room."""
@@ -238,7 +285,7 @@ class LLM:
     def _run(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None
     ) -> list[GenerationResult]:
-        events = self._streams.open(prompts, checked_params(params))
+        events = self._streams.open(prompts, checked_params(params), self.request_options())
         results = [event.result for event in events if event.result is not None]
         return sorted(results, key=lambda result: result.request_id)
 
@@ -246,12 +293,11 @@ class LLM:
         self,
         prompt: Sequence[int],
         params: SamplingParams | None,
-        session: Session | None,
-        tenant: str | None = None,
+        options: RequestOptions,
     ) -> Iterator[Event]:
         params = checked_params(params)
         self.engine.check_prompt(prompt)  # now, and not when the first event is asked for
-        return self._streams.open([prompt], params, session, tenant)
+        return self._streams.open([prompt], params, options)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, lambda text: self._tokenizer().encode(text))

@@ -244,15 +244,30 @@ def test_the_check_for_state_would_notice(source: str, changes: list[str]) -> No
     assert [name for _, name in _changed_names(module) if name in containers] == changes
 
 
+def functions_of(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
 def test_the_step_is_short() -> None:
     """The loop that everything runs through is to be read at one glance."""
-    step = next(
-        node
-        for node in tree_of(PACKAGE / "engine" / "step.py").body
-        if isinstance(node, ast.FunctionDef) and node.name == "step"
-    )
+    path = PACKAGE / "engine" / "step.py"
+    assert len(path.read_text().splitlines()) <= 100
+    (step,) = (function for function in functions_of(path) if function.name == "step")
     assert step.end_lineno is not None
-    assert step.end_lineno - step.lineno < 30
+    assert step.end_lineno - step.lineno < 35
+
+
+@pytest.mark.parametrize("package", ["engine", "control"])
+def test_no_function_takes_more_than_seven_parameters(package: str) -> None:
+    """What belongs together travels together."""
+    for path in (PACKAGE / package).glob("*.py"):
+        for function in functions_of(path):
+            given = function.args
+            names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            own = [name for name in names if name not in ("self", "cls")]
+            assert len(own) <= 7, f"{path}:{function.lineno} {function.name} takes {len(own)}"
 
 
 def test_everything_public_is_there() -> None:

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from foredraft.bench.measure import measure
 from foredraft.core.params import Coupling, SamplingParams
-from foredraft.core.record import StepRecord
-from foredraft.core.request import SpeculationStats
+from foredraft.core.record import SpeculationStats, StepRecord
 from foredraft.drafters import drafter_spec
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from foredraft.engine.engine import Event
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import Event, GenerationResult
 
 
 @dataclass(frozen=True)

@@ -140,13 +140,14 @@ class OurContender:
     def _hand_in(self) -> None:
         while self._waiting and len(self._started) < self._load.concurrency:
             number, prompt = self._waiting.popleft()
-            request_id = self.llm.engine.submit(prompt, self._load.params_of(number))
+            params, options = self._load.params_of(number), self.llm.request_options()
+            request_id = self.llm.engine.submit(prompt, params, options)
             self._started[request_id] = (number, self.served.seconds)
 
     def _step(self) -> None:
         self._records.clear()
         began = time.perf_counter()
-        events = self.llm.engine.step()
+        events = self.llm.engine.step(self.llm.policy)
         wall_s = time.perf_counter() - began
         self.served.seconds += wall_s
         self.served.steps.append(_as_step(self._records, 1e3 * wall_s))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foredraft.cache.base import Cache
-from foredraft.core.errors import ConfigError
 
 CHECK_VARIABLE = "FOREDRAFT_CHECK"
 """Set in the environment: the accounts of the cache are checked after each step."""
@@ -18,26 +17,6 @@ _CHECK_EVERY = 1000
 """Steps between two checks elsewhere."""
 
 _log = logging.getLogger("foredraft")
-
-
-@dataclass(eq=False)
-class Session:
-    """A conversation: one reply at a time. What its turns share is found by `PrefixCache`.
-
-    Attributes:
-        busy: whether a request is using it.
-    """
-
-    busy: bool = False
-
-    def close(self) -> None:
-        """It holds nothing of its own.
-
-        Raises:
-            ConfigError: a reply is under way.
-        """
-        if self.busy:
-            raise ConfigError("a reply of this conversation is under way; cancel it first")
 
 
 @dataclass

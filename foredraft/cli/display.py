@@ -22,9 +22,9 @@ from rich.progress import TaskProgressColumn as PercentColumn
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from foredraft.core.request import SpeculationStats
-    from foredraft.engine.detokenize import Piece
-    from foredraft.engine.engine import Event
+    from foredraft.core.record import SpeculationStats
+    from foredraft.engine.request import Event
+    from foredraft.engine.text import Piece
 
 DRAFTED = "underline green"
 """Accepted draft tokens: the underline tells them apart without colour, too."""

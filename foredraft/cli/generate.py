@@ -28,7 +28,8 @@ from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
     from foredraft.bench.measure import MeasuredRun
-    from foredraft.engine.engine import Event
+    from foredraft.core.params import SamplingParams
+    from foredraft.engine.request import Event
     from foredraft.llm import LLM
 
 

@@ -34,7 +34,7 @@ from foredraft.core.grammar import Grammar
 from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
-    from foredraft.engine.engine import Trace
+    from foredraft.engine.policy import Trace
     from foredraft.llm import LLM
     from foredraft.trace.files import TraceFile
     from foredraft.trace.record import Tracer

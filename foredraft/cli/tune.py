@@ -233,7 +233,9 @@ def _choice(
     from foredraft.control.adaptive import AdaptiveBudget
 
     options = replace(load, max_batch_size=count)
-    server = OurContender("auto", lambda rows, trace: llm.with_drafter(options, trace=trace))
+    server = OurContender(
+        "auto", lambda rows, trace: llm.with_drafter(options, trace=trace, is_apart=True)
+    )
     prompt_ids = repeated_prompts(llm, prompts, 2 * count, params.max_tokens)
     server.begin(Load(prompt_ids, params, count))
     controller, plan = server.llm.controller, None

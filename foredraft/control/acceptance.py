@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foredraft.core.params import SamplingParams
-from foredraft.core.record import RowRecord
+from foredraft.core.record import RowStep
 
 Array: TypeAlias = npt.NDArray[Any]
 MOST_SLOTS = 32
@@ -102,7 +102,7 @@ class SlotCounts:
         self._memory = memory
         self.counts = np.zeros((3, MOST_SLOTS))
 
-    def note(self, row: RowRecord) -> None:
+    def note(self, row: RowStep) -> None:
         budget = min(row.budget, MOST_SLOTS)
         self.counts[:, :budget] *= self._memory
         self.counts[0, :budget] += 1.0
@@ -149,11 +149,15 @@ class Acceptance:
             kept = _Kept(kind_of(params), is_constrained(params), {})
             self._requests[request_id] = kept
 
+    def knows(self, request_id: int) -> bool:
+        """Whether a request has begun here, and not ended."""
+        return request_id in self._requests
+
     def end(self, request_id: int) -> None:
         self._requests.pop(request_id, None)
 
-    def observe(self, drafter: str, row: RowRecord) -> None:
-        """One step of one row that might draft."""
+    def observe(self, drafter: str, row: RowStep) -> None:
+        """One step of one row; nothing is learnt where the drafter was not asked."""
         kept = self._requests.get(row.request_id)
         if kept is None or not row.budget:
             return

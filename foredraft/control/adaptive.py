@@ -18,14 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foredraft.control.acceptance import Acceptance, Hope, Lessons
-from foredraft.control.base import Allowance
+from foredraft.control.base import Allowance, DrafterTraits, Row
 from foredraft.control.ledger import Ledger
-from foredraft.control.planner import TRIAL_STEPS, LoadedDrafter, Plan, Planner
+from foredraft.control.planner import TRIAL_STEPS, Plan, Planner
 from foredraft.control.times import DraftTimes
 from foredraft.core.cost import CostModel
-from foredraft.core.params import SamplingParams
-from foredraft.core.record import StepRecord
-from foredraft.core.request import Request
+from foredraft.core.record import RowStep, StepRecord
 
 _EVERY = 8
 """Steps between two plans, at most."""
@@ -46,21 +44,19 @@ class Experience:
 class AdaptiveBudget:
     """See the module docstring and `foredraft.control.base.Controller`.
 
+    Where other controllers decide for rows of the same batch, theirs count as they are: what is
+    weighed, and what the ledger books, is what this one's drafts add.
+
     Args:
         drafters: to choose from, the best one for a single request first.
-        max_context: most tokens a row of the target may hold.
-        cost: what steps cost here; followed from now on. None: a usual machine's proportions, and
-            no times of drafters.
-        experience: of engines on the same models.
+        cost: what steps cost here. None: a usual machine's proportions, and no times of drafters.
+        experience: of controllers on the same models.
         ledger: bounds the loss.
     """
 
-    drafts_forced = True
-
     def __init__(
         self,
-        drafters: Sequence[LoadedDrafter],
-        max_context: int,
+        drafters: Sequence[DrafterTraits],
         cost: CostModel | None = None,
         experience: Experience | None = None,
         ledger: Ledger | None = None,
@@ -74,15 +70,8 @@ class AdaptiveBudget:
         }
         self._acceptance = Acceptance(experience.lessons, hopes)
         self.ledger = ledger or Ledger()
-        self._planner = Planner(
-            drafters,
-            max_context,
-            self._cost,
-            self._times if self._is_measured else None,
-            self._acceptance,
-            self.ledger,
-        )
-        self._following: dict[int, str | None] = {}
+        times = self._times if self._is_measured else None
+        self._planner = Planner(drafters, self._cost, times, self._acceptance, self.ledger)
         self._plan: Plan | None = None
         self._planned_for: tuple[int, ...] = ()
         self._left, self._every = 0, 1
@@ -91,47 +80,37 @@ class AdaptiveBudget:
 
     # ---- what the engine asks -------------------------------------------------------------------
 
-    def first(self, request_id: int, params: SamplingParams) -> str | None:
-        """Which drafter follows a new request from its beginning; None: none.
+    def begin(self, row: Row, others: Sequence[Row]) -> str | None:
+        self._acceptance.begin(row.request_id, row.params)
+        drafters = [other.drafter for other in others]
+        return self._planner.best_for_new(row.params, drafters, self._context)
 
-        For `SwitchDrafter`.
-        """
-        self._acceptance.begin(request_id, params)
-        self._following.pop(request_id, None)  # one that comes back after it had to wait
-        name = self._planner.best_for_new(params, self._following, self._context)
-        self._following[request_id] = name
-        return name
-
-    def allow(self, rows: Sequence[Request]) -> list[Allowance]:
+    def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
         if not rows:
             return []
         for row in rows:
             self._acceptance.begin(row.request_id, row.params)
-            self._following.setdefault(row.request_id, None)
-        asked = tuple(row.request_id for row in rows)
+        ids = tuple(row.request_id for row in (*rows, *others))
         self._left -= 1
         plan, can_pay = self._plan, self._planner.can_pay
-        if plan is None or asked != self._planned_for or self._left <= 0 or not can_pay(plan):
-            plan = self._planner.plan(rows, self._following, plan, self._num_steps)
+        if plan is None or ids != self._planned_for or self._left <= 0 or not can_pay(plan):
+            plan = self._planner.plan(rows, others, plan, self._num_steps)
             self._every = min(2 * self._every, _EVERY) if plan.drafter else _EVERY
             if self._plan is None or plan.drafter != self._plan.drafter:
                 self._every = 1
             self._left = TRIAL_STEPS if plan.is_trial else self._every
-            self._plan, self._planned_for = plan, asked
+            self._plan, self._planned_for = plan, ids
         return [self._allowance(row, plan) for row in rows]
 
     def observe(self, record: StepRecord) -> None:
-        times, rows = record.times, record.rows
+        rows = [row for row in record.rows if self._acceptance.knows(row.request_id)]
         if not rows:
             return
+        times = record.times
         self._context = sum(row.context for row in rows) // len(rows)
-        named = (self._following.get(row.request_id) for row in rows)
-        following = {name for name in named if name is not None}
-        drafter_ms = self._note_drafter(record, following)
+        drafter_ms = self._drafter_ms(record, rows)
         if record.is_decoding:
-            if self._is_measured:
-                self._cost.observe(record.sizes, times.score_ms)
-            plain = self._cost.ms([(1, row.context) for row in rows])
+            plain = self._cost.ms(_plain_sizes(record, rows))
             forward = self._cost.ms(record.sizes)
             worth = plain * sum(len(row.committed) or 1 for row in rows) / len(rows)
             self.ledger.book(forward + drafter_ms, worth, plain)
@@ -140,24 +119,27 @@ class AdaptiveBudget:
         self._num_steps += 1
         self._num_drafting += any(len(row.proposal.tree) for row in rows)
         for row in rows:
-            name = self._following.get(row.request_id)
-            if name is not None:
-                self._acceptance.observe(name, row)
+            if row.drafter is not None:
+                self._acceptance.observe(row.drafter, row)
 
-    def _note_drafter(self, record: StepRecord, following: set[str]) -> float:
-        """Keep the times of a step that had one drafter; what drafters took of any."""
-        times, rows = record.times, record.rows
-        if not self._is_measured or not following:
+    def _drafter_ms(self, record: StepRecord, rows: Sequence[RowStep]) -> float:
+        """What drafters took of a step for these rows; the times of a single drafter are kept."""
+        times, drafters = record.times, {row.drafter for row in rows} - {None}
+        if not self._is_measured or not drafters:
             return 0.0
-        if len(following) > 1 or not record.is_decoding:
-            return times.draft_ms + times.learn_ms
+        spent_ms = times.draft_ms + times.learn_ms
+        num_followed = sum(row.drafter is not None for row in rows)
+        num_followed_in_all = sum(row.drafter is not None for row in record.rows)
+        if num_followed < num_followed_in_all:  # other controllers' drafters took their part
+            return spent_ms * num_followed / num_followed_in_all
+        if len(drafters) > 1 or not record.is_decoding:
+            return spent_ms
         num_asked = sum(row.budget > 0 for row in rows)
-        followed = sum(self._following.get(row.request_id) is not None for row in rows)
-        (name,) = following
-        return self._times.observe(name, num_asked, times.draft_ms, followed, times.learn_ms)
+        (name,) = drafters
+        assert name is not None
+        return self._times.observe(name, num_asked, times.draft_ms, num_followed, times.learn_ms)
 
     def end(self, request_id: int) -> None:
-        self._following.pop(request_id, None)
         self._acceptance.end(request_id)
 
     # ---- for people -----------------------------------------------------------------------------
@@ -182,14 +164,12 @@ class AdaptiveBudget:
         """The last one."""
         return self._plan
 
-    def _allowance(self, row: Request, plan: Plan) -> Allowance:
-        budget = min(plan.budgets.get(row.request_id, 0), self._planner.room(row))
-        before = self._following[row.request_id]
-        wanted = plan.drafter if budget else before
-        if wanted is not None and not budget and not self._stays(wanted, plan):
-            wanted = None
-        self._following[row.request_id] = wanted
-        return Allowance(max(0, budget), plan.price, wanted)
+    def _allowance(self, row: Row, plan: Plan) -> Allowance:
+        budget = max(0, min(plan.budgets.get(row.request_id, 0), row.room))
+        drafter = plan.drafter if budget else row.drafter
+        if drafter is not None and not budget and not self._stays(drafter, plan):
+            drafter = None
+        return Allowance(drafter, budget, plan.price, row.room)
 
     def _stays(self, name: str, plan: Plan) -> bool:
         """Whether a drafter goes on following a row that drafts nothing for now.
@@ -204,3 +184,11 @@ class AdaptiveBudget:
         ):
             return False
         return self.ledger.left_ms(plan.plain_ms) > 0.0
+
+
+def _plain_sizes(record: StepRecord, rows: Sequence[RowStep]) -> list[tuple[int, int]]:
+    """(tokens, context) of each row of a step, had these rows drafted nothing."""
+    if len(rows) == len(record.rows):
+        return [(1, row.context) for row in rows]
+    own = {row.request_id for row in rows}
+    return [(1 if row.request_id in own else row.num_tokens, row.context) for row in record.rows]

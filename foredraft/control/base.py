@@ -1,55 +1,116 @@
-"""The controller seam."""
+"""The controller seam: who drafts for a row, and how many nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from foredraft.core.cost import USUAL_PRICE, Price
+from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
-from foredraft.core.request import Request
+
+OWN = "own"
+"""What a drafter is called that has no name in the registry."""
+
+
+class Row(Protocol):
+    """What a controller may look at of a request.
+
+    Attributes:
+        tokens: all committed tokens, prompt included.
+        params: what the user asked for.
+        drafter: who drafts for it now; None: nobody.
+        failed_drafters: drafters that do not draft for it any more: they failed for it, or are left
+            out because they kept failing.
+        room: the most nodes that it may draft in the step to come.
+    """
+
+    @property
+    def request_id(self) -> int: ...
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def drafter(self) -> str | None: ...
+
+    @property
+    def failed_drafters(self) -> Collection[str]: ...
+
+    @property
+    def room(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class DrafterTraits:
+    """What is known of a loaded drafter.
+
+    Attributes:
+        name: what controllers and records call it.
+        most_nodes: that it is asked for at once, where a controller chooses.
+        joins_late: whether it can begin in the middle of a text, which it then takes for a prompt.
+        promise: the chances that its first token is right, at temperatures 0 and 1, as measured
+            when it was made; None: nothing is known.
+    """
+
+    name: str = OWN
+    most_nodes: int = 16
+    joins_late: bool = False
+    promise: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """What one row may draft.
+    """What one row may draft in the next step.
 
     Attributes:
-        budget: the most nodes; 0 is a legal answer.
-        price: what nodes cost it in this step.
-        drafter: which of several loaded drafters follows it from now on; "" leaves it with the one
-            it has, None with none. One that cannot join a text in the middle stays away for good.
+        drafter: who drafts for it from now on; None: nobody. One that cannot join a text in the
+            middle does not come back.
+        budget: the most nodes that this drafter is asked for; 0 is a legal answer.
+        price: what nodes cost the row in this step.
+        num_forced: the most tokens that may be drafted because the row's rules leave no choice:
+            they need no drafter and are all but certain.
     """
 
-    budget: int
+    drafter: str | None = None
+    budget: int = 0
     price: Price = USUAL_PRICE
-    drafter: str | None = ""
-
-
-def drafting_room(row: Request, max_context: int) -> int:
-    """Most nodes that a row may draft, in a context of so many tokens."""
-    # The last token a step commits is the target's own, so one fewer can be drafted.
-    return max(0, min(row.num_remaining - 1, max_context - len(row.tokens)))
+    num_forced: int = 0
 
 
 class Controller(Protocol):
-    """Decides how much each row may draft, from how steps went; never what, and it does not see
-    which tokens are drafted before they are verified.
+    """Decides who drafts for each row and how much, from how steps went; never which tokens.
 
-    One with an attribute `drafts_forced` that is true leaves it to the engine to draft what a
-    row's rules force, beyond its budget too: it costs no drafter, and is all but certain.
+    It does not see which tokens are drafted before they are verified. Several controllers may
+    decide for rows of one batch, each for its own.
     """
 
-    def allow(self, rows: Sequence[Request]) -> list[Allowance]:
+    def begin(self, row: Row, others: Sequence[Row]) -> str | None:
+        """Who is to draft for a request from its beginning; None: nobody for now.
+
+        Also called for a request that comes back after it had to wait for memory.
+
+        Args:
+            others: the requests that are running, whoever decides for them.
+        """
+        ...
+
+    def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
         """One allowance for each row of the step to come.
 
         Rows that will read only a part of their pending tokens are not asked about.
+
+        Args:
+            others: rows of the same step that another controller decides for.
         """
         ...
 
     def observe(self, record: StepRecord) -> None:
-        """A step has been committed."""
+        """A step has been committed that had rows of this controller, and perhaps others."""
         ...
 
     def end(self, request_id: int) -> None:

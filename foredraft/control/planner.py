@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from foredraft.control.acceptance import MOST_SLOTS, Acceptance, Array, Kind, kind_of
-from foredraft.control.base import drafting_room
+from foredraft.control.base import DrafterTraits, Row
 from foredraft.control.ledger import Ledger
 from foredraft.control.pooled import Pooled, PooledRow, best_prefix
 from foredraft.control.times import DraftTimes
 from foredraft.core.cost import CostModel, LinearPrice, Price, PriceList
 from foredraft.core.params import SamplingParams
-from foredraft.core.request import Request
 
-Following = Mapping[int, str | None]
-"""Who follows each request; None: nobody."""
+Drafters = Sequence[str | None]
+"""Who drafts for each of the running requests; None: nobody."""
 
 _MOST_NODES = 16, 4
 """Of one step: so many, and so many a row."""
@@ -36,23 +35,6 @@ _LONGEST_WAIT = 64
 """New requests between two chances of a drafter that does not seem to pay, at most."""
 _LEAVING = 1.25
 """How much better it has to go with another drafter before one is let go that cannot return."""
-
-
-@dataclass(frozen=True)
-class LoadedDrafter:
-    """One of the drafters that the controller chooses from.
-
-    Attributes:
-        most_nodes: that it may draft for a row.
-        joins_late: whether it can begin in the middle of a text.
-        promise: the chances that its first token is right, at temperatures 0 and 1, as measured
-            when it was made; None: nothing is known.
-    """
-
-    name: str
-    most_nodes: int
-    joins_late: bool
-    promise: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +66,6 @@ class Planner:
 
     Args:
         drafters: to choose from.
-        max_context: most tokens a row of the target may hold.
         cost: of steps.
         times: of drafters; None: not to be had, and left out.
         acceptance: of what they draft.
@@ -93,37 +74,38 @@ class Planner:
 
     def __init__(
         self,
-        drafters: Sequence[LoadedDrafter],
-        max_context: int,
+        drafters: Sequence[DrafterTraits],
         cost: CostModel,
         times: DraftTimes | None,
         acceptance: Acceptance,
         ledger: Ledger,
     ) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self._max_context, self._cost, self._times = max_context, cost, times
+        self._cost, self._times = cost, times
         self._acceptance, self._ledger = acceptance, ledger
-        self._following: Following = {}
+        self._drafter_of: dict[int, str | None] = {}
+        self._num_rows = 0
         self._pause, self._rests_until, self._next_trial = FIRST_PAUSE, FIRST_PAUSE, 0
         self._chances: dict[str, tuple[int, int]] = {}
         self.num_trials = 0
 
     def plan(
-        self, rows: Sequence[Request], following: Following, current: Plan | None, num_steps: int
+        self, rows: Sequence[Row], others: Sequence[Row], current: Plan | None, num_steps: int
     ) -> Plan:
         """The plan for the next few steps.
 
         Args:
-            rows: of the batch.
-            following: who follows them.
+            rows: that may draft.
+            others: further rows of the batch.
             current: the plan so far.
             num_steps: how many steps have been run.
         """
-        self._following = following
+        self._drafter_of = {row.request_id: row.drafter for row in rows}
+        self._num_rows = num_rows = len(rows) + len(others)
         most = _MOST_NODES[0] + _MOST_NODES[1] * len(rows)
-        prices = self._cost.with_nodes([(1, len(row.tokens)) for row in rows], most)
-        self._ledger.begin(prices[0], len(rows))
-        plain = Plan(None, {}, prices[0], len(rows) / prices[0], None, LinearPrice(1.0))
+        prices = self._cost.with_nodes([(1, len(row.tokens)) for row in (*rows, *others)], most)
+        self._ledger.begin(prices[0], num_rows)
+        plain = Plan(None, {}, prices[0], num_rows / prices[0], None, LinearPrice(1.0))
         found = [self._with_drafter(d, rows, prices, current) for d in self.drafters.values()]
         paying = [p for p in found if p is not None and self._weight(p) > plain.plain_rate]
         if not paying:
@@ -141,13 +123,13 @@ class Planner:
 
     def _would_leave(self, request_id: int, wanted: str | None) -> bool:
         """Whether a request's drafter would have to go for this one, and could not come back."""
-        now = self._following.get(request_id)
+        now = self._drafter_of.get(request_id)
         return now not in (None, wanted) and not self.drafters[now].joins_late
 
     def _with_drafter(
         self,
-        drafter: LoadedDrafter,
-        rows: Sequence[Request],
+        drafter: DrafterTraits,
+        rows: Sequence[Row],
         prices: Sequence[float],
         current: Plan | None,
     ) -> Plan | None:
@@ -169,42 +151,42 @@ class Planner:
 
     def _with_drafter_for(
         self,
-        able: Sequence[Request],
-        drafter: LoadedDrafter,
-        rows: Sequence[Request],
+        able: Sequence[Row],
+        drafter: DrafterTraits,
+        rows: Sequence[Row],
         prices: Sequence[float],
         current: Plan | None,
     ) -> Plan | None:
         pool = [
             PooledRow(
-                min(drafter.most_nodes, self.room(row), MOST_SLOTS),
+                min(drafter.most_nodes, row.room, MOST_SLOTS),
                 self._acceptance.rates(drafter.name, row.request_id),
             )
             for row in able
         ]
         pooled = best_prefix(
             pool,
-            len(rows),
+            self._num_rows,
             PriceList(tuple(prices)).between,
             partial(self._asking_ms, drafter, rows, prices[0]),
             most_nodes=len(prices) - 1,
             most_ms=prices[0] + self._stake(prices[0]),
         )
-        plain_rate = len(rows) / prices[0]
+        plain_rate = self._num_rows / prices[0]
         drafts_now = current is not None and current.drafter == drafter.name
         if not pooled.nodes or pooled.rate <= plain_rate * (1.0 if drafts_now else _MARGIN):
             return None
         budgets = {row.request_id: n for row, n in zip(able, pooled.budgets, strict=True) if n}
-        price = _price(prices, len(rows), pooled.nodes)
+        price = _price(prices, self._num_rows, pooled.nodes)
         loss_ms = pooled.worst_ms - prices[0]
         return Plan(drafter.name, budgets, prices[0], plain_rate, pooled, price, loss_ms)
 
     def _asking_ms(
-        self, drafter: LoadedDrafter, rows: Sequence[Request], plain_ms: float, num_asked: int
+        self, drafter: DrafterTraits, rows: Sequence[Row], plain_ms: float, num_asked: int
     ) -> float:
         if not num_asked:
             return 0.0
-        now = sum(self._following.get(row.request_id) == drafter.name for row in rows)
+        now = sum(row.drafter == drafter.name for row in rows)
         return self._drafter_ms(drafter.name, num_asked, max(now, num_asked), plain_ms)
 
     def _drafter_ms(self, name: str, num_asked: int, num_following: int, plain_ms: float) -> float:
@@ -218,7 +200,7 @@ class Planner:
 
     def _trial(
         self,
-        rows: Sequence[Request],
+        rows: Sequence[Row],
         prices: Sequence[float],
         current: Plan | None,
         num_steps: int,
@@ -244,8 +226,8 @@ class Planner:
 
     def _trial_of(
         self,
-        drafter: LoadedDrafter,
-        rows: Sequence[Request],
+        drafter: DrafterTraits,
+        rows: Sequence[Row],
         prices: Sequence[float],
         num_rows: int,
         num_nodes: int,
@@ -254,30 +236,28 @@ class Planner:
             row
             for row in rows
             if self._can_have(row, drafter)
-            and self.room(row)
+            and row.room
             and not self._would_leave(row.request_id, drafter.name)
         ][:num_rows]
-        budgets = {row.request_id: min(num_nodes, self.room(row)) for row in able}
+        budgets = {row.request_id: min(num_nodes, row.room) for row in able}
         loss = self._asking_ms(drafter, rows, prices[0], len(budgets))
         loss += prices[sum(budgets.values())] - prices[0]
         if not budgets or not self._ledger.can_lose(TRIAL_STEPS / 2 * loss, prices[0]):
             return None
-        price = _price(prices, len(rows), sum(budgets.values()))
-        plain_rate = len(rows) / prices[0]
+        price = _price(prices, self._num_rows, sum(budgets.values()))
+        plain_rate = self._num_rows / prices[0]
         return Plan(drafter.name, budgets, prices[0], plain_rate, None, price, loss, True)
 
-    def best_for_new(
-        self, params: SamplingParams, following: Following, context: int
-    ) -> str | None:
+    def best_for_new(self, params: SamplingParams, drafters: Drafters, context: int) -> str | None:
         """Who is to follow a new request: by requests like it, in a batch of rows like it.
 
         A drafter that cannot join later is tried with few requests until it is known what it takes.
 
         Args:
-            following: who follows the others.
+            drafters: of the running requests.
             context: tokens in the cache of a usual row.
         """
-        num_rows = len(following) + 1
+        num_rows = len(drafters) + 1
         most = _MOST_NODES[0] + _MOST_NODES[1] * num_rows
         prices = PriceList(self._cost.with_nodes([(1, context)] * num_rows, most))
         kind = kind_of(params)
@@ -289,24 +269,24 @@ class Planner:
         }
         enough = _MARGIN * num_rows / prices.ms(0)
         for name in sorted(rates, key=lambda name: -rates[name]):
-            if rates[name] > enough and self._may_follow(name, following, prices):
+            if rates[name] > enough and self._may_follow(name, drafters, prices):
                 best = name
                 break
         else:
             best = None
         if best is None or self.drafters[best].joins_late:
-            return self._given_a_chance(kind, following, prices, enough) or best
+            return self._given_a_chance(kind, drafters, prices, enough) or best
         return best
 
-    def _may_follow(self, name: str, following: Following, prices: PriceList) -> bool:
+    def _may_follow(self, name: str, drafters: Drafters, prices: PriceList) -> bool:
         """Whether one more request with it is not too new, and what it drafts can be paid."""
-        same = sum(other == name for other in following.values())
+        same = sum(other == name for other in drafters)
         asking = self._drafter_ms(name, same + 1, same + 1, prices.ms(0))
         is_known = same < max(_TRIAL_ROWS, 2 * self._most_rows(name))
         return is_known and self._ledger.can_lose(asking, prices.ms(0))
 
     def _given_a_chance(
-        self, kind: Kind, following: Following, prices: PriceList, enough: float
+        self, kind: Kind, drafters: Drafters, prices: PriceList, enough: float
     ) -> str | None:
         """One that does not seem to pay, and could not come later, follows now and then.
 
@@ -316,9 +296,9 @@ class Planner:
         Args:
             enough: the rate that pays.
         """
-        num_rows = len(following) + 1
+        num_rows = len(drafters) + 1
         for name, drafter in self.drafters.items():
-            if drafter.joins_late or name in following.values():
+            if drafter.joins_late or name in drafters:
                 continue
             hoped = self._rate_for_new(
                 drafter, self._acceptance.hoped(name, kind), num_rows, prices
@@ -326,7 +306,7 @@ class Planner:
             if hoped <= enough:
                 continue
             left, pause = self._chances.get(name, (0, 1))
-            is_due = left <= 0 and self._may_follow(name, following, prices)
+            is_due = left <= 0 and self._may_follow(name, drafters, prices)
             new = (pause, min(2 * pause, _LONGEST_WAIT)) if is_due else (left - 1, pause)
             self._chances[name] = new
             if is_due:
@@ -334,7 +314,7 @@ class Planner:
         return None
 
     def _rate_for_new(
-        self, drafter: LoadedDrafter, rates_2K: Array, num_rows: int, prices: PriceList
+        self, drafter: DrafterTraits, rates_2K: Array, num_rows: int, prices: PriceList
     ) -> float:
         """The best rate of so many rows that draft alike."""
         kept_2K = rates_2K[:, : drafter.most_nodes]
@@ -345,8 +325,10 @@ class Planner:
             for nodes, accepted in totals
         )
 
-    def _can_have(self, row: Request, drafter: LoadedDrafter) -> bool:
-        return drafter.joins_late or self._following.get(row.request_id) == drafter.name
+    def _can_have(self, row: Row, drafter: DrafterTraits) -> bool:
+        if row.drafter == drafter.name:
+            return True
+        return drafter.joins_late and drafter.name not in row.failed_drafters
 
     def can_pay(self, plan: Plan) -> bool:
         """Whether another step of a plan may be lost."""
@@ -355,10 +337,6 @@ class Planner:
     def _stake(self, plain_ms: float) -> float:
         """Milliseconds that one step may put at risk."""
         return _STAKE * self._ledger.left_ms(plain_ms)
-
-    def room(self, row: Request) -> int:
-        """Most nodes that a row may draft."""
-        return drafting_room(row, self._max_context)
 
 
 def _price(prices: Sequence[float], num_rows: int, num_nodes: float) -> Price:

@@ -1,40 +1,82 @@
-"""What one step did, as plain data: for the controller, traces and benches."""
+"""What one step did, as plain data: for controllers, traces, metrics and benches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from foredraft.core.proposal import Proposal
-from foredraft.core.request import FinishReason
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.verify import Verdict
 
+FinishReason = Literal["stop", "length", "error", "cancelled"]
 
-@dataclass(frozen=True)
-class RowRecord:
-    """One row's part of a step.
+
+@dataclass
+class SpeculationStats:
+    """Counts of one request. ``drafted == accepted + rejected + discarded`` always holds.
+
+    Attributes:
+        steps: target forwards that committed tokens.
+        drafted: draft tokens sent to verification.
+        accepted: draft tokens committed.
+        rejected: draft tokens that verification did not accept.
+        discarded: draft tokens accepted by verification but past the stop.
+        committed: all tokens committed, drafted or the target's own.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    discarded: int = 0
+    committed: int = 0
+
+    @property
+    def committed_per_step(self) -> float:
+        """Tokens committed a step, 1.0 for plain decoding; 0.0 before the first step."""
+        return self.committed / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the draft tokens that were committed; 0.0 if there were none."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def record(self, drafted: int, verified: int, accepted: int, committed: int) -> None:
+        """Add one step: ``verified`` nodes passed verification, ``accepted`` of them were kept."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.rejected += drafted - verified
+        self.discarded += verified - accepted
+        self.committed += committed
+
+
+@dataclass(eq=False)
+class RowStep:
+    """One row's part of a step. The engine fills it in as the step goes on.
 
     Attributes:
         context: tokens in the cache before the step.
-        num_read: pending tokens that the step read.
-        budget: nodes that its drafter might have drafted; 0 where it was not asked.
+        num_read: pending tokens that the step reads.
+        drafter: who drafts for the row now; None: nobody.
+        budget: nodes that this drafter was asked for; 0 where it was not asked.
         proposal: what was drafted, by the drafter or by the row's rules.
         verdict: what verification said; None after a chunk of a prompt.
         committed: the tokens that were committed, in order.
         num_accepted: how many of them were drafted.
         finish_reason: why the request is over, or None.
-        drafter: of several that are loaded the one that drafted; None where there is no choice.
     """
 
     request_id: int
     context: int
     num_read: int
-    budget: int
-    proposal: Proposal
-    verdict: Verdict | None
-    committed: tuple[int, ...]
-    num_accepted: int
-    finish_reason: FinishReason | None
     drafter: str | None = None
+    budget: int = 0
+    proposal: Proposal = NO_PROPOSAL
+    verdict: Verdict | None = None
+    committed: tuple[int, ...] = ()
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -47,10 +89,10 @@ class StepTimes:
     """Milliseconds of a step by what was done.
 
     Attributes:
-        draft_ms: the drafter proposed.
+        draft_ms: the drafters proposed.
         score_ms: the target's forward, until what verification needs of it was there.
         verify_ms: verification, commits, and the cache.
-        learn_ms: the drafter observed.
+        learn_ms: the drafters observed.
     """
 
     draft_ms: float
@@ -74,7 +116,7 @@ class StepRecord:
         num_preempted: requests that gave their place in the cache away since the record before.
     """
 
-    rows: tuple[RowRecord, ...]
+    rows: tuple[RowStep, ...]
     times: StepTimes
     num_waiting: int = 0
     num_preempted: int = 0

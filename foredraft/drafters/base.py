@@ -39,7 +39,7 @@ class DraftRequest:
     Attributes:
         request_id: unchanged from `Drafter.begin` to `Drafter.end`.
         tokens: the prompt.
-        params: the distribution the user asked for, and the rest of the request.
+        params: the distribution the user asked for, and the rest of the request but for its seed.
         tenant: whose request it is: nothing of one tenant's text may draft for another.
         num_cached: how many of the tokens the target's cache holds already, from an earlier turn.
             They will not be observed; the drafter's own cache layers hold their entries.
@@ -61,13 +61,12 @@ class DraftRow:
     Attributes:
         request_id: unchanged from `Drafter.begin` to `Drafter.end`.
         tokens: all committed tokens, prompt included. Do not change it.
-        params: the distribution the user asked for.
+        params: the distribution the user asked for, without the seed.
         budget: the most nodes to draft; 0 asks for an empty proposal.
         choices: what the row's tokens are chosen or drawn with. `draft` knows which it is.
         rules: what the request makes of any logits: applied before a token is chosen or drawn.
         price: what nodes cost in this step, for drafters that weigh them.
         slot: the row's slot in the target's cache, for drafters that run the target's own layers.
-        drafter: which of several drafters is to follow it; see `SwitchDrafter`.
     """
 
     request_id: int
@@ -78,7 +77,6 @@ class DraftRow:
     rules: Rules
     price: Price = USUAL_PRICE
     slot: int = -1
-    drafter: str | None = ""
 
     @classmethod
     def of(
@@ -92,12 +90,11 @@ class DraftRow:
         rules: Rules | None = None,
         price: Price = USUAL_PRICE,
         slot: int = -1,
-        drafter: str | None = "",
     ) -> DraftRow:
         """A row with the choices that its coupling allows, keyed by its seed and length."""
         choices = draft_choices(params, seed, len(tokens))
         rules = rules or SamplingRules(params)
-        return cls(request_id, tokens, params, budget, choices, rules, price, slot, drafter)
+        return cls(request_id, tokens, params, budget, choices, rules, price, slot)
 
     def draft(self) -> Draft:
         """An empty draft that takes logits and chooses or draws, as the row's coupling asks."""
@@ -200,8 +197,12 @@ class Observation:
 class Drafter(Protocol):
     """Guesses ahead for a batch of rows.
 
-    A drafter can be wrong, slow or useless without changing a single token of the output: it
-    never sees the verify stream, and every step commits at least one token without it. After
+    A drafter can be wrong, slow or useless without changing a single token of the output: every
+    step commits at least one token without it, and chosen tokens count only where the target draws
+    the same. For drawn tokens (`coupling="drawn"`) this rests on one more thing: that they really
+    are drawn from the probabilities beside them, with the numbers that ``row.choices`` hands out.
+    `DraftRow.draft` and `DrawnProposalBuilder` see to that; a drafter that goes round them can bias
+    drawn texts, and no check of a single draft can tell (docs/verify.md). After
     `observe`, or at the next `propose` at the latest, nothing of a rejected branch may be left in
     its state. A fault of its own costs it the request that it happened in: `end` follows, also
     after a `begin` that failed.
@@ -256,28 +257,18 @@ class ContinuingDrafter(Drafter, Protocol):
         ...
 
 
-@runtime_checkable
-class Switching(Protocol):
-    """A drafter that sends some requests to one drafter, others to another or to none."""
-
-    def follower(self, request_id: int) -> str | None:
-        """Who follows a request now; None: nobody."""
-        ...
-
-    def is_whole(self, request_id: int) -> bool:
-        """Whether every cache layer has an entry for all that the request has read."""
-        ...
-
-
 class BaseDrafter:
     """Do-nothing defaults for every part of `Drafter` but `propose`.
 
     Attributes:
         promise: the chances that its first token is right, at temperatures 0 and 1, where that was
             measured when it was made: what a controller begins with.
+        skips_gaps: whether it goes on where its cache layers lack entries of a text's beginning
+            that the target has (see `CacheLayers.next_start`). Else it does not follow such a text.
     """
 
     promise: tuple[float, float] | None = None
+    skips_gaps: bool = False
     taps: Sequence[int] = ()
     layers: Sequence[CacheLayers] = ()
     look_ahead: int = 0
@@ -292,10 +283,12 @@ class BaseDrafter:
         pass
 
 
+def skips_gaps(drafter: Drafter) -> bool:
+    """Whether a drafter goes on behind a gap in its cache layers: see `BaseDrafter`."""
+    return bool(getattr(drafter, "skips_gaps", False))
+
+
 def learns(drafter: Drafter) -> bool:
-    """Whether a drafter makes anything of what it observes; a wrapper says so for its inner one."""
-    own: bool | None = getattr(drafter, "learns", None)
-    if own is not None:
-        return own
+    """Whether a drafter makes anything of what it observes."""
     inherited: object = BaseDrafter.observe
     return getattr(type(drafter), "observe", None) is not inherited

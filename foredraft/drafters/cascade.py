@@ -14,7 +14,14 @@ from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import ContinuingDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import (
+    ContinuingDrafter,
+    Drafter,
+    DraftRequest,
+    DraftRow,
+    Observation,
+    skips_gaps,
+)
 from foredraft.drafters.chain import ChainDraft, DraftCache
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import ScoreRow, Target
@@ -82,6 +89,7 @@ class Cascade:
         drafters = [stage.drafter for stage in stages]
         self.taps: Sequence[int] = sorted({tap for drafter in drafters for tap in drafter.taps})
         self.layers = tuple(layers for drafter in drafters for layers in drafter.layers)
+        self.skips_gaps = all(skips_gaps(each) for each in drafters if each.layers)
         self.look_ahead = max((drafter.look_ahead for drafter in drafters), default=0)
 
     @property

@@ -7,94 +7,105 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from foredraft.cache.prefix import PrefixCache, Session
-from foredraft.control.base import Controller
+from foredraft.cache.prefix import PrefixCache
+from foredraft.core.cost import CostModel
 from foredraft.core.errors import CacheFullError, ConfigError, PromptError
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
-from foredraft.core.request import Request
 from foredraft.core.rng import SEED_BITS
 from foredraft.core.rules.book import RuleBook
-from foredraft.drafters.base import Drafter
-from foredraft.engine.detokenize import TextAssembler, TokenDecoder
-from foredraft.engine.events import Event as Event
-from foredraft.engine.events import Reader
-from foredraft.engine.guard import GuardedDrafter
-from foredraft.engine.guarded_controller import GuardedController
+from foredraft.engine.drafting import Drafting
+from foredraft.engine.fair_lock import FairLock
 from foredraft.engine.places import Places
-from foredraft.engine.row import GenerationResult, Row, Turn
+from foredraft.engine.policy import GuardedTrace, Policy, Trace
+from foredraft.engine.request import (
+    Event,
+    GenerationResult,
+    Reader,
+    Request,
+    RequestOptions,
+    Session,
+)
 from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
 from foredraft.engine.stats import EngineStats, Totals
-from foredraft.engine.step import Parts, step
-from foredraft.engine.turns import TurnLock
-from foredraft.models.base import Target, check_taps
-
-Trace = Callable[[StepRecord], None]
-"""Told of every step. What it raises is said once in the log, and it is not told again.
-
-One with an attribute `wants_evidence` that is true also gets each verdict's evidence.
-"""
+from foredraft.engine.step import Stepper
+from foredraft.engine.text import TextAssembler, TokenDecoder
+from foredraft.engine.turn import Turn
+from foredraft.models.base import Target
 
 _log = logging.getLogger("foredraft")
+
+
+def _new_seed() -> int:
+    return secrets.randbits(SEED_BITS)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine runs.
+
+    Attributes:
+        max_batch_size: most requests in one step; further ones wait.
+        max_step_tokens: most prompt tokens read in one step.
+        prefix_caching: what was read of a text is kept for requests that begin likewise, as long
+            as there is room.
+        eos_token_ids: ids that end every request unless it ignores them.
+        new_decoder: makes a token decoder for a request; None when there is no tokenizer.
+        rule_book: what requests ask of a distribution; None: all but what needs a tokenizer.
+        cost: what steps cost here; it follows the steps that are made. None: nobody wants to know.
+        trace: told of each step.
+        clock: seconds, for the times of steps.
+        new_seed: the seed of a request that names none.
+    """
+
+    max_batch_size: int = 8
+    max_step_tokens: int = MAX_STEP_TOKENS
+    prefix_caching: bool = True
+    eos_token_ids: Sequence[int] = ()
+    new_decoder: Callable[[], TokenDecoder] | None = None
+    rule_book: RuleBook | None = None
+    cost: CostModel | None = None
+    trace: Trace | None = None
+    clock: Callable[[], float] = time.perf_counter
+    new_seed: Callable[[], int] = _new_seed
 
 
 class Engine:
     """Runs requests to their end. Safe to use from several threads: they take turns.
 
+    There is one engine for a target and its cache: it alone decides who gets their memory.
+
     Args:
         target: the model whose text it is.
-        drafter: guesses ahead; watched, so that its faults cost speed only.
-        controller: how much to draft.
-        max_batch_size: most requests in one step; further ones wait.
-        max_step_tokens: most prompt tokens read in one step.
-        eos_token_ids: ids that end every request unless it ignores them.
-        new_decoder: makes a token decoder for a request; None when there is no tokenizer.
-        rule_book: what requests ask of a distribution; None: all but what needs a tokenizer.
-        trace: told of each step.
-        lock: held during each call; engines that share a target share it.
-        prefix_caching: what was read of a text is kept for requests that begin likewise, as long
-            as there is room.
-        clock: seconds, for the times of steps.
-        new_seed: the seed of a request that names none.
+        policy: who drafts for requests that bring no policy of their own.
+        options: how it runs.
+
+    Attributes:
+        lock: held during each call. Drafters that bring cache layers are made while it is held.
 
     Raises:
-        ConfigError: a number that is none, or the drafter taps a layer that the target lacks.
+        ConfigError: an option has a value that cannot be used.
     """
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        controller: Controller,
-        *,
-        max_batch_size: int = 8,
-        max_step_tokens: int = MAX_STEP_TOKENS,
-        eos_token_ids: Sequence[int] = (),
-        new_decoder: Callable[[], TokenDecoder] | None = None,
-        rule_book: RuleBook | None = None,
-        trace: Trace | None = None,
-        lock: TurnLock | None = None,
-        prefix_caching: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
-        new_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
+        self, target: Target, policy: Policy, options: EngineOptions | None = None
     ) -> None:
-        check_taps(drafter.taps, target.capabilities)
-        self._target, self._trace = target, trace
-        self._controller = GuardedController(controller, target.max_context)
-        self.max_batch_size = max_batch_size
-        self._drafter = GuardedDrafter(drafter, target)
-        self._parts = Parts(self._controller, self._drafter, target, self._report, clock)
-        self._places = Places(target, self._drafter, prefix_caching)
-        self._scheduler = Scheduler(max_batch_size, max_step_tokens, self._places.must_wait)
+        self._options = options = options or EngineOptions()
+        self._target, self._policy = target, policy
+        self._trace = GuardedTrace(options.trace)
+        self._drafting = Drafting(target.max_context)
+        self._stepper = Stepper(target, self._drafting, options.clock)
+        self._places = Places(target, options.prefix_caching)
+        self._scheduler = Scheduler(
+            options.max_batch_size, options.max_step_tokens, self._places.must_wait
+        )
         self._is_full = False  # of memory: nobody begins before somebody else has ended
-        self._eos = frozenset(eos_token_ids)
-        self._new_decoder, self._new_seed = new_decoder, new_seed
-        self._rule_book = rule_book or RuleBook(target.vocab_size)
+        self._eos_token_ids = frozenset(options.eos_token_ids)
+        self._rule_book = options.rule_book or RuleBook(target.vocab_size)
         self._ids = itertools.count()
-        self.lock = lock or TurnLock()
-        self._readers: dict[int, Reader] = {}
+        self.lock = FairLock()
         self._totals = Totals()
         self._is_stepping = False
         self._cancelled_meanwhile: list[int] = []
@@ -103,81 +114,69 @@ class Engine:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        session: Session | None = None,
-        tenant: str | None = None,
-        *,
-        priority: int = 0,
+        options: RequestOptions | None = None,
         reader: Reader | None = None,
     ) -> int:
         """Queue a request and return its id; `prepare` and `add` in one.
 
         Of several replies (`SamplingParams.n`) it is the first one's, which is their ``parent_id``.
         """
-        rows = self.prepare(prompt, params, session, tenant, priority)
-        self.add(rows, reader)
-        return rows[0].request_id
+        requests = self.prepare(prompt, params, options)
+        self.add(requests, reader)
+        return requests[0].request_id
 
     def prepare(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        session: Session | None = None,
-        tenant: str | None = None,
-        priority: int = 0,
-    ) -> list[Row]:
-        """A request that can be queued, a row a reply. Waits for nobody: a step may be under way.
-
-        Args:
-            session: a conversation, which takes one reply at a time.
-            tenant: whose request it is; drafters keep what they learn of one from the others.
-            priority: requests of higher numbers go first.
+        options: RequestOptions | None = None,
+    ) -> list[Request]:
+        """Requests that can be queued, one a reply. Waits for nobody: a step may be under way.
 
         Raises:
             PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
             ConfigError: stop strings without a tokenizer, or several replies in a conversation.
         """
+        options = options or RequestOptions()
         self.check_prompt(prompt)
-        if params.stop and self._new_decoder is None:
+        if params.stop and self._options.new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
-        if params.n > 1 and session is not None:
+        if params.n > 1 and options.session is not None:
             raise ConfigError(f"n is {params.n}, and a conversation goes on with one reply")
         room = self._target.max_context - len(prompt)
         most = min(params.max_tokens, room)
         params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         if params.seed is None:
-            params = replace(params, seed=self._new_seed())
-        rows: list[Row] = []
+            params = replace(params, seed=self._options.new_seed())
+        requests: list[Request] = []
         for index, own in enumerate(params.each()):
-            assert own.seed is not None
-            request = Request(next(self._ids), -1, list(prompt), len(prompt), own, own.seed)
-            decode = self._new_decoder() if self._new_decoder else None
-            text = TextAssembler(decode, tuple(own.stop), own.min_tokens, own.include_stop)
-            stop_ids = (frozenset() if own.ignore_eos else self._eos) | set(own.stop_token_ids)
-            rules = self._rule_book.rules(own, len(prompt), stop_ids)
-            row = Row(request, text, stop_ids, rules, session, tenant, priority)
-            row.follow(rows[0] if rows else None, index)
-            row.keeps_evidence = bool(getattr(self._trace, "wants_evidence", False))
-            rows.append(row)
-        return rows
+            leader = requests[0] if requests else None
+            requests.append(self._new_request(list(prompt), own, options, leader, index))
+        return requests
 
-    def add(self, rows: Sequence[Row], reader: Reader | None = None) -> None:
+    def add(self, requests: Sequence[Request], reader: Reader | None = None) -> None:
         """Queue what `prepare` made.
 
         Args:
-            reader: handed the request's events, beside whoever steps.
+            reader: handed the requests' events, beside whoever steps.
 
         Raises:
             ConfigError: its session is already in use.
         """
         with self.lock:
-            for row in rows:
-                if row.session is not None:
-                    if row.session.busy:
+            for request in requests:
+                session = request.options.session
+                if session is not None:
+                    if session.is_busy:
                         raise ConfigError("this conversation already has a reply under way")
-                    row.session.busy = True
-                if reader is not None:
-                    self._readers[row.request_id] = reader
-                self._scheduler.add(row)
+                    session.is_busy = True
+                request.reader = reader
+                self._scheduler.add(request)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most requests in one step."""
+        return self._options.max_batch_size
 
     @property
     def prefixes(self) -> PrefixCache:
@@ -192,31 +191,35 @@ class Engine:
         """Whether a request is running or waiting."""
         return self._scheduler.find(request_id) is not None
 
-    def step(self) -> list[Event]:
+    def step(self, policy: Policy | None = None) -> list[Event]:
         """One step: a token at least for each request whose prompt has been read.
 
         A failure costs the one request that it happened in: it ends with finish reason "error" and
         what it had committed. Where a forward of several rows fails, each is tried alone.
+
+        Args:
+            policy: whose step it is, if its requests stay apart (`Policy`); all others' requests
+                take part in any step.
         """
         with self.lock:
             self._is_stepping = True
             try:
                 self._admit()
-                batch = [t for t in self._scheduler.next_batch() if not t.row.is_over]
+                batch = [t for t in self._scheduler.next_batch(policy) if not t.request.is_over]
                 self._run(batch)
-                self._places.note([turn.row for turn in batch if not turn.row.is_over])
+                self._places.note([t.request for t in batch if not t.request.is_over])
                 self.prefixes.check_now_and_then()
-                changed = {turn.row for turn in batch}
+                changed = {turn.request for turn in batch}
                 events = [
-                    self._event(row)
-                    for row in self._scheduler.running
-                    if row in changed or row.is_over
+                    self._event(request)
+                    for request in self._scheduler.running
+                    if request in changed or request.is_over
                 ]
             finally:
                 self._is_stepping = False
             cancelled = [self._scheduler.find(number) for number in self._cancelled_meanwhile]
             self._cancelled_meanwhile.clear()
-            return events + [self._cancel(row) for row in dict.fromkeys(cancelled) if row]
+            return events + [self._cancel(each) for each in dict.fromkeys(cancelled) if each]
 
     def run(self) -> Iterator[Event]:
         """Step until no request is left."""
@@ -232,8 +235,8 @@ class Engine:
             if self._is_stepping:
                 self._cancelled_meanwhile.append(request_id)
                 return None
-            row = self._scheduler.find(request_id)
-            return self._cancel(row).result if row else None
+            request = self._scheduler.find(request_id)
+            return self._cancel(request).result if request else None
 
     def stats(self) -> EngineStats:
         """What the engine has done and is doing. Waits for nobody: a step may be under way."""
@@ -287,114 +290,132 @@ class Engine:
                     field="prompt",
                 )
 
+    def _new_request(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        leader: Request | None,
+        index: int,
+    ) -> Request:
+        """One of the replies to a prompt."""
+        assert params.seed is not None
+        new_decoder, eos = self._options.new_decoder, self._eos_token_ids
+        decode = new_decoder() if new_decoder else None
+        stop_ids = (frozenset() if params.ignore_eos else eos) | set(params.stop_token_ids)
+        policy = options.policy or self._policy
+        return Request(
+            next(self._ids),
+            prompt,
+            len(prompt),
+            params,
+            params.seed,
+            policy,
+            self._rule_book.rules(params, len(prompt), stop_ids),
+            TextAssembler(decode, tuple(params.stop), params.min_tokens, params.include_stop),
+            stop_ids,
+            options,
+            leader,
+            index,
+            keeps_evidence=self._trace.wants_evidence or policy.trace.wants_evidence,
+        )
+
     def _admit(self) -> None:
-        """Let rows into the batch while there is room, in the batch and in the cache.
+        """Let requests into the batch while there is room, in the batch and in the cache.
 
         The first one that there is no memory for waits, and all others behind it; alone it ends.
         """
-        while not self._is_full and (row := self._scheduler.next_waiting()) is not None:
+        while not self._is_full and (request := self._scheduler.next_waiting()) is not None:
+            running = self._scheduler.running
             try:
-                self._places.open(row)
+                self._places.open(request)
+                self._drafting.begin(request, running)
             except CacheFullError as error:
-                if self._scheduler.running:
+                if running:
                     self._is_full = True
                     return
-                row.fail(error)
+                request.fail(error)
             except Exception as error:
-                row.fail(error)
-            self._scheduler.start(row)
+                request.fail(error)
+            self._scheduler.start(request)
 
     def _run(self, batch: Sequence[Turn]) -> None:
         """One step of these rows; of fewer without memory for it; of each alone where it fails."""
         if not batch:
             return
-        starts = [turn.row.request.num_cached for turn in batch]
         try:
-            step(self._parts, batch)
+            record = self._stepper.step(batch)
         except CacheFullError as error:
             self._run(self._with_room(batch, error))
         except Exception as error:
             if len(batch) == 1:
-                batch[0].row.fail(error)
+                batch[0].request.fail(error)
                 return
             _log.debug("a step of %d rows failed; each is tried alone", len(batch), exc_info=error)
-            for turn, start in zip(batch, starts, strict=True):
-                request = turn.row.request
-                if not turn.row.is_over and request.slot >= 0 and request.num_cached == start:
-                    self._run([turn])
+            for turn in batch:
+                request = turn.request
+                is_unread = request.slot >= 0 and request.num_cached == turn.context
+                if is_unread and not request.is_over:
+                    self._run([Turn(request, turn.num_read, turn.may_draft)])
+        else:
+            self._report(batch, record)
 
     def _with_room(self, batch: Sequence[Turn], error: CacheFullError) -> list[Turn]:
         """The turns that are left when something gives way: drafts first, then the last row."""
         if any(turn.may_draft for turn in batch):
-            return [replace(turn, may_draft=False) for turn in batch]
+            return [Turn(turn.request, turn.num_read, may_draft=False) for turn in batch]
         running = self._scheduler.running
-        if any(row.is_over for row in running):
+        if any(request.is_over for request in running):
             return []  # their places are free after this step
         if len(running) == 1:
             running[0].fail(error)
             return []
         last = running[-1]
         self._preempt(last)
-        return [turn for turn in batch if turn.row is not last]
+        return [Turn(t.request, t.num_read, False) for t in batch if t.request is not last]
 
-    def _preempt(self, row: Row) -> None:
-        """Let a row wait for memory. What it has committed it reads again, and goes on."""
-        _log.debug("request %d waits for memory", row.request_id)
-        self._places.close(row)
-        self._scheduler.preempt(row)
+    def _preempt(self, request: Request) -> None:
+        """Let a request wait for memory. What it has committed it reads again, and goes on."""
+        _log.debug("request %d waits for memory", request.request_id)
+        self._close(request)
+        self._scheduler.preempt(request)
         self._totals.preemptions += 1
         self._is_full = True
 
-    def _report(self, record: StepRecord) -> None:
-        """Tell controller and trace of a step; their faults are theirs."""
+    def _close(self, request: Request) -> None:
+        """Nobody drafts for a request any more, and its place is free."""
+        self._drafting.end(request)
+        self._places.close(request)
+
+    def _report(self, batch: Sequence[Turn], record: StepRecord) -> None:
+        """Tell everybody of a step."""
         waiting, preempted = self._scheduler.num_waiting, self._totals.untold_preemptions()
         record = replace(record, num_waiting=waiting, num_preempted=preempted)
         self._totals.add_step(record)
-        self._controller.observe(record)
-        if self._trace is None:
-            return
-        try:
-            self._trace(record)
-        except Exception as error:
-            self._trace = None
-            _log.warning("the trace failed and is switched off: %s", error, exc_info=error)
+        if self._options.cost is not None and record.is_decoding:
+            self._options.cost.observe(record.sizes, record.times.score_ms)
+        self._drafting.report(batch, record)
+        self._trace(record)
 
-    def _cancel(self, row: Row) -> Event:
-        row.request.finish_reason = "cancelled"
-        return self._event(row)
+    def _cancel(self, request: Request) -> Event:
+        request.finish_reason = "cancelled"
+        return self._event(request)
 
-    def _event(self, row: Row) -> Event:
-        finished, is_first = row.is_over, not row.num_sent
-        token_ids, num_accepted, num_drafted = row.take()
-        pieces = tuple(row.text.take(final=finished))
-        reader = self._readers.get(row.request_id)
-        logprobs = row.last_logprobs(len(token_ids))
-        result = self._finish(row) if finished else None
-        event = Event(
-            row.request_id,
-            token_ids,
-            num_accepted,
-            pieces,
-            row.num_prompt_read,
-            logprobs,
-            result,
-            row.parent_id,
-            row.index,
-            num_drafted,
-            row.found_of_prompt if is_first and token_ids else None,
-        )
-        if reader is not None:
-            reader(event)
+    def _event(self, request: Request) -> Event:
+        """What is new of a request; its reader is told, too. One that is over is taken out."""
+        event = request.take_event()
+        if request.is_over:
+            self._finish(request)
+        if request.reader is not None:
+            request.reader(event)
         return event
 
-    def _finish(self, row: Row) -> GenerationResult:
-        self._scheduler.remove(row)
-        self._places.close(row)
+    def _finish(self, request: Request) -> None:
+        assert request.finish_reason is not None
+        self._scheduler.remove(request)
+        self._close(request)
         self._is_full = False
-        self._controller.end(row.request_id)
-        if row.session is not None:
-            row.session.busy = False
-        self._readers.pop(row.request_id, None)
-        result = row.result()
-        self._totals.add_finished(result.finish_reason)
-        return result
+        request.policy.end(request.request_id)
+        if request.options.session is not None:
+            request.options.session.is_busy = False
+        self._totals.add_finished(request.finish_reason)

@@ -1,4 +1,4 @@
-"""Keeps a faulty drafter from costing anything but speed, and that only where it is faulty."""
+"""One loaded drafter, and the faults that it may have: they cost speed, and only where it fails."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ import logging
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
+from foredraft.control.base import DrafterTraits
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation, Switching, learns
-from foredraft.models.base import Target
+from foredraft.drafters.base import (
+    ContinuingDrafter,
+    Drafter,
+    DraftRequest,
+    DraftRow,
+    Observation,
+    learns,
+    skips_gaps,
+)
+from foredraft.models.base import Target, check_taps
 
 _log = logging.getLogger("foredraft")
 _MAX_FAULTS = 3
@@ -21,72 +31,76 @@ _FIRST_PAUSE = 8
 _LONGEST_PAUSE = 1024
 
 
-class GuardedDrafter:
-    """A drafter whose exceptions and malformed proposals turn into empty ones.
+class LoadedDrafter:
+    """A drafter whose exceptions and malformed proposals cost one request its drafts.
 
-    The request in which it fails is decoded plainly to its end; the others go on. After three
-    faulty requests in a row the drafter is left out of the next few requests, then tried again,
-    with longer pauses as long as it keeps failing; a lack of memory does not count. All of it is
-    said in the log. Texts of seeded requests are unaffected. For drawn ones a fault that depends on
-    which token was drawn discards a draft after seeing it, which bends that request's distribution;
-    nothing can undo that after the draw.
+    After three faulty requests in a row the drafter is left out of the next few requests, then
+    tried again, with longer pauses as long as it keeps failing; a lack of memory does not count.
+    All of it is said in the log. Texts of seeded requests are unaffected. For drawn ones a fault
+    that depends on which token was drawn discards a draft after seeing it, which bends that
+    request's distribution; nothing can undo that after the draw.
 
     Args:
-        drafter: the drafter to watch.
-        target: what its proposals must be scorable by.
+        drafter: the drafter itself.
+        target: the model that its proposals are scored by.
+        traits: what controllers know of it; None: nothing.
 
     Attributes:
+        layers: the cache layers in which it keeps something for each token.
+        learns: whether it makes anything of what it observes.
         num_faults: requests in which it failed.
+
+    Raises:
+        ConfigError: it taps a layer that the target lacks.
     """
 
-    def __init__(self, drafter: Drafter, target: Target) -> None:
+    def __init__(
+        self, drafter: Drafter, target: Target, traits: DrafterTraits | None = None
+    ) -> None:
+        check_taps(drafter.taps, target.capabilities)
         self._drafter, self._target = drafter, target
-        self._live: set[int] = set()
-        self._in_a_row, self._pause, self._left_out = 0, _FIRST_PAUSE, 0
-        self._observes_alone = False
+        self.traits = traits or DrafterTraits()
+        self.name = self.traits.name
+        self.layers, self.learns = tuple(drafter.layers), learns(drafter)
+        self._continuing = drafter if isinstance(drafter, ContinuingDrafter) else None
+        self._skips_gaps = skips_gaps(drafter)
         self.num_faults = 0
-        self.layers, self.look_ahead = tuple(drafter.layers), drafter.look_ahead
-        self._switch = drafter if isinstance(drafter, Switching) else None
-        self._observes = learns(drafter)
+        self._faults_in_a_row, self._pause, self._num_left_out = 0, _FIRST_PAUSE, 0
+        self._observes_alone = False
 
     @property
     def taps(self) -> Sequence[int]:
+        """The layers whose outputs it wants now; they may change as it goes."""
         return self._drafter.taps
 
-    def is_live(self, request_id: int) -> bool:
-        """Whether the drafter has followed a request from its beginning."""
-        if request_id not in self._live:
-            return False
-        return self._switch is None or self._switch.is_whole(request_id)
+    @property
+    def continues(self) -> bool:
+        """Whether it can go on from a draft as well as from the text."""
+        return self._continuing is not None
 
-    def watches(self, request_id: int) -> bool:
-        """Whether the drafter is to observe a request's steps."""
-        if not self._observes or request_id not in self._live:
-            return False
-        return self._switch is None or self._switch.follower(request_id) is not None
+    def can_follow(self, slot: int, num_cached: int) -> bool:
+        """Whether it can begin where the target's cache holds so much of a text already.
 
-    def is_asked(self, request_id: int, budget: int, drafter: str | None) -> bool:
-        """Whether it is to draft for a request, or another drafter is to follow it from now on."""
-        if request_id not in self._live:
-            return False
-        if budget > 0:
-            return True
-        moves = self._switch is not None and drafter != ""
-        return moves and drafter != self._switch.follower(request_id)  # type: ignore[union-attr]
+        Its own cache layers hold as much, or it goes on behind what they lack.
+        """
+        return self._skips_gaps or all(
+            not layers.first(slot) and layers.covered(slot) >= num_cached for layers in self.layers
+        )
 
-    def begin(self, request: DraftRequest) -> None:
-        if self._left_out:
-            self._left_out -= 1
-            return
+    def begin(self, request: DraftRequest) -> bool:
+        """Begin to follow a request; False where it does not, because it is left out or fails."""
+        if self._num_left_out:
+            self._num_left_out -= 1
+            return False
         try:
             self._drafter.begin(request)
-            self._live.add(request.request_id)
         except Exception as error:
-            self._live.add(request.request_id)  # so that what it did begin is ended
             self._abandon(request.request_id, "begin", error)
+            return False
+        return True
 
     def propose(self, rows: Sequence[DraftRow]) -> dict[int, Proposal]:
-        """Proposals by request, for rows that it `is_asked` about; none where it failed.
+        """Sound proposals by request; none where it failed, which it no longer follows then.
 
         All rows together, or one by one after a fault.
         """
@@ -99,18 +113,23 @@ class GuardedDrafter:
                 return {k: v for row in rows for k, v in self.propose([row]).items()}
             self._abandon(rows[0].request_id, "propose", error)
             return {}
-        found: dict[int, Proposal] = {}
-        for row, proposal in zip(rows, proposals, strict=True):
-            try:
-                check_proposal(proposal, row, self._target)
-                found[row.request_id] = proposal
-            except Exception as error:
-                self._abandon(row.request_id, "propose", error)
-        return found
+        pairs = zip(rows, proposals, strict=True)
+        return {row.request_id: p for row, p in pairs if self._is_sound(p, row)}
 
-    def observe(self, observations: Sequence[Observation]) -> None:
-        """Of requests that it `watches`."""
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal | None:
+        """What follows ``draft``, of a drafter that `continues`; None where it failed."""
+        assert self._continuing is not None
+        try:
+            proposal = self._continuing.propose_after(row, draft)
+        except Exception as error:
+            self._abandon(row.request_id, "propose_after", error)
+            return None
+        return proposal if self._is_sound(proposal, row) else None
+
+    def observe(self, observations: Sequence[Observation]) -> list[int]:
+        """Tell it of steps; returns the requests that it failed in and follows no longer."""
         groups = [[seen] for seen in observations] if self._observes_alone else [observations]
+        failed: list[int] = []
         for group in groups:
             try:
                 self._drafter.observe(group)
@@ -119,34 +138,40 @@ class GuardedDrafter:
                 self._observes_alone = True
                 for seen in group:
                     self._abandon(seen.request_id, "observe", error)
+                    failed.append(seen.request_id)
+        return failed
 
     def end(self, request_id: int) -> None:
-        if request_id not in self._live:
-            return
-        self._live.discard(request_id)
+        """Stop following a request."""
         try:
             self._drafter.end(request_id)
         except Exception as error:
-            self._count(request_id, "end", error)
+            self._count_fault(request_id, "end", error)
         else:
-            self._in_a_row, self._pause = 0, _FIRST_PAUSE
+            self._faults_in_a_row, self._pause = 0, _FIRST_PAUSE
+
+    def _is_sound(self, proposal: Proposal, row: DraftRow) -> bool:
+        try:
+            check_proposal(proposal, row, self._target)
+        except Exception as error:
+            self._abandon(row.request_id, "propose", error)
+            return False
+        return True
 
     def _abandon(self, request_id: int, where: str, error: Exception) -> None:
-        """Leave a request to plain decoding: what the drafter keeps of it is not trusted."""
-        self._count(request_id, where, error)
-        if request_id in self._live:
-            self._live.discard(request_id)
-            try:
-                self._drafter.end(request_id)
-            except Exception as again:  # it has failed already; there is nothing left to save
-                _log.debug("drafter failed to forget request %d: %s", request_id, again)
+        """Follow a request no longer: what the drafter keeps of it is not trusted."""
+        self._count_fault(request_id, where, error)
+        try:
+            self._drafter.end(request_id)
+        except Exception as again:  # it has failed already; there is nothing left to save
+            _log.debug("drafter failed to forget request %d: %s", request_id, again)
 
-    def _count(self, request_id: int, where: str, error: Exception) -> None:
-        if isinstance(error, NO_MEMORY):  # is the load's doing, and others may have some again soon
+    def _count_fault(self, request_id: int, where: str, error: Exception) -> None:
+        if isinstance(error, NO_MEMORY):  # the load causes it; other requests may have memory soon
             _log.warning("request %d goes on with plain decoding: %s", request_id, error)
             return
         self.num_faults += 1
-        self._in_a_row += 1
+        self._faults_in_a_row += 1
         _log.warning(
             "drafter failed in %s (%s: %s); request %d goes on with plain decoding, its text is "
             "unaffected",
@@ -156,20 +181,23 @@ class GuardedDrafter:
             request_id,
             exc_info=error,
         )
-        if self._in_a_row >= _MAX_FAULTS:
-            self._left_out = self._pause
+        if self._faults_in_a_row >= _MAX_FAULTS:
+            self._num_left_out = self._pause
             _log.warning(
                 "drafter switched off for the next %d requests: it failed in %d in a row",
-                self._left_out,
-                self._in_a_row,
+                self._num_left_out,
+                self._faults_in_a_row,
             )
-            self._in_a_row, self._pause = _MAX_FAULTS - 1, min(2 * self._pause, _LONGEST_PAUSE)
+            self._faults_in_a_row = _MAX_FAULTS - 1
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
 def check_proposal(proposal: Proposal, row: DraftRow, target: Target) -> None:
     """Make sure that what a drafter returned can be scored and verified.
 
-    Costs one pass over the draft probabilities, and nothing to speak of for chosen tokens.
+    Costs one pass over the draft probabilities, and nothing to speak of for chosen tokens. That a
+    drawn token really was drawn from the probabilities beside it cannot be seen from one draw:
+    `DrawnProposalBuilder` sees to it, and a drafter that goes round it biases drawn texts.
 
     Raises:
         MalformedProposalError: it cannot.
@@ -179,6 +207,8 @@ def check_proposal(proposal: Proposal, row: DraftRow, target: Target) -> None:
     _check_tree(proposal.tree, row, target)
     if isinstance(proposal, DrawnProposal):
         _check_draft_probs(proposal.draft_probs_NV, proposal.tree, row, target)
+        if not proposal.tree.is_chain:
+            _check_siblings(proposal)
 
 
 def _check_tree(tree: TokenTree, row: DraftRow, target: Target) -> None:
@@ -209,3 +239,16 @@ def _check_draft_probs(probs_NV: Tensor, tree: TokenTree, row: DraftRow, target:
     drawn_N = probs_NV[range(len(tree)), tree.tokens]
     if not float(drawn_N.min()) > 0.0:
         raise MalformedProposalError("a token was drafted that had draft probability 0")
+
+
+def _check_siblings(proposal: DrawnProposal) -> None:
+    """Siblings are drawn from one distribution, and without replacement they differ."""
+    tree, probs_NV = proposal.tree, proposal.draft_probs_NV
+    first: dict[int, int] = {}
+    drawn: set[tuple[int, int]] = set()
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if not torch.equal(probs_NV[node], probs_NV[first.setdefault(parent, node)]):
+            raise MalformedProposalError("siblings were drawn from different distributions")
+        if (parent, token) in drawn and not proposal.replacement:
+            raise MalformedProposalError(f"token {token} was drawn twice without replacement")
+        drawn.add((parent, token))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from foredraft.core.record import StepRecord
-from foredraft.core.request import FinishReason
+from foredraft.core.record import FinishReason, StepRecord
 
 
 @dataclass(frozen=True)

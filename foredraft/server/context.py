@@ -18,6 +18,7 @@ from foredraft.async_llm import AsyncLLM
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.drafters import drafter_spec
+from foredraft.engine.policy import Policy
 from foredraft.llm import LLM
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.errors import ApiError, unavailable
@@ -102,7 +103,7 @@ class ServerContext:
         self.created = int(time.time())
         self.failure: BaseException | None = None
         self._engine: AsyncLLM | None = None
-        self._for_predictions: AsyncLLM | None = None
+        self._for_predictions: LLM | None = None
         self._is_draining, self._is_hurried = False, False
         self._live: set[Abortable] = set()
         self._salt = secrets.token_bytes(32)
@@ -112,34 +113,29 @@ class ServerContext:
         try:
             llm = await asyncio.to_thread(self._load, self.steps)
             self._engine = AsyncLLM(llm, max_waiting=self.settings.max_waiting)
-            self.metrics.watch(self._engine, lambda: self._engines)
+            self.metrics.watch(self._engine)
         except Exception as error:
             self.failure = error
             _log.critical("the model could not be loaded: %s", error)
 
     async def stop(self) -> None:
-        """End the engine's threads."""
-        for engine in self._engines:
-            await engine.aclose(drain=False)
+        """End the engine's thread."""
+        if self._engine is not None:
+            await self._engine.aclose(drain=False)
         await asyncio.to_thread(self.spans.close)
 
     @property
     def is_ready(self) -> bool:
-        return self._engine is not None and not self._is_draining and self._are_healthy
+        return self._engine is not None and not self._is_draining and self._is_healthy
 
     @property
     def is_live(self) -> bool:
         """Whether the process is well: a restart would not help."""
-        return self.failure is None and self._are_healthy
+        return self.failure is None and self._is_healthy
 
     @property
-    def _engines(self) -> list[AsyncLLM]:
-        """The engines that exist by now."""
-        return [each for each in (self._engine, self._for_predictions) if each is not None]
-
-    @property
-    def _are_healthy(self) -> bool:
-        return all(engine.is_healthy for engine in self._engines)
+    def _is_healthy(self) -> bool:
+        return self._engine is None or self._engine.is_healthy
 
     @property
     def num_live(self) -> int:
@@ -232,9 +228,9 @@ class ServerContext:
             ApiError: 503 while the server cannot serve.
             QueueFullError, PromptError, ConfigError: as `AsyncLLM.open`.
         """
-        engine = await self._engine_for(params)
+        engine, policy = self.engine, await self._policy_for(params)
         generation = await Generation.open(
-            *(engine, prompts, params, tenant, priority), scores_only=scores_only
+            *(engine, prompts, params, tenant, priority), policy=policy, scores_only=scores_only
         )
         try:
             async with self.under_way(generation):
@@ -281,20 +277,21 @@ class ServerContext:
         """End a drain: abort the requests under way."""
         self._is_hurried = True
 
-    async def _engine_for(self, params: SamplingParams) -> AsyncLLM:
-        """The engine whose drafter looks at what the request brings."""
-        engine, drafter = self.engine, self.llm.drafter_name
-        uses_it = drafter_spec(drafter).uses_prediction(engine.llm.options.drafter_options)
-        if params.prediction is None or uses_it or drafter == _DRAFTS_NOT:
-            return engine
+    async def _policy_for(self, params: SamplingParams) -> Policy:
+        """Who drafts for a request: somebody who looks at the prediction that it may bring."""
+        llm = self.llm
+        uses_it = drafter_spec(llm.drafter_name).uses_prediction(llm.options.drafter_options)
+        if params.prediction is None or uses_it or llm.drafter_name == _DRAFTS_NOT:
+            return llm.policy
         if self._for_predictions is None:
             options = replace(
-                engine.llm.options,
+                llm.options,
                 drafter="prediction",
                 draft_model=None,
                 num_draft_tokens=None,
                 drafter_options={},
             )
-            llm = engine.llm.with_drafter(options, trace=self.steps)
-            self._for_predictions = AsyncLLM(llm, max_waiting=self.settings.max_waiting)
-        return self._for_predictions
+            # It waits for the step that is under way.
+            view = await asyncio.to_thread(llm.with_drafter, options)
+            self._for_predictions = self._for_predictions or view
+        return self._for_predictions.policy

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from foredraft.async_llm import AsyncLLM, EventStream
 from foredraft.core.errors import PromptError
 from foredraft.core.params import SamplingParams
-from foredraft.engine.events import Event
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.policy import Policy
+from foredraft.engine.request import Event, GenerationResult
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.errors import ApiError
 
@@ -80,6 +80,7 @@ class Generation:
         tenant: str | None,
         priority: int,
         *,
+        policy: Policy | None = None,
         scores_only: bool = False,
     ) -> Generation:
         """Submit all prompts, or none.
@@ -95,7 +96,10 @@ class Generation:
         try:
             for prompt in prompts:
                 start, own = _scoring(engine, prompt, params) if scores_only else (prompt, params)
-                streams.append(await engine.open(start, own, tenant=tenant, priority=priority))
+                stream = await engine.open(
+                    start, own, tenant=tenant, priority=priority, policy=policy
+                )
+                streams.append(stream)
         except BaseException:
             for stream in streams:
                 await stream.aclose()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from foredraft.async_llm import AsyncLLM
 from foredraft.core.cost import CostModel
-from foredraft.core.record import RowRecord, StepRecord
+from foredraft.core.record import RowStep, StepRecord
 
 if TYPE_CHECKING:
     from foredraft.server.generation import Generation
@@ -82,12 +81,11 @@ class Metrics:
         self._parts = {part: self._times.labels(part) for part in _PARTS}
         self._cost: CostModel | None = None
 
-    def watch(self, engine: AsyncLLM, engines: Callable[[], Sequence[AsyncLLM]]) -> None:
+    def watch(self, engine: AsyncLLM) -> None:
         """Add the gauges, which are read at each scrape.
 
         Args:
-            engine: whose cache and controller are shown.
-            engines: all that there are at that time; they share its cache.
+            engine: whose requests, cache and controller are shown.
         """
 
         def cache_usage() -> float:
@@ -98,11 +96,11 @@ class Metrics:
         gauges = {
             "num_requests_running": (
                 "Requests in the batch.",
-                lambda: sum(each.stats().running for each in engines()),
+                lambda: engine.stats().running,
             ),
             "num_requests_waiting": (
                 "Requests that wait.",
-                lambda: sum(each.stats().waiting for each in engines()),
+                lambda: engine.stats().waiting,
             ),
             "kv_cache_tokens": ("Tokens in the cache.", lambda: engine.stats().cache_tokens or 0),
             "kv_cache_usage_perc": ("Share of the cache in use.", cache_usage),
@@ -164,7 +162,7 @@ class Metrics:
         """Count an answer."""
         self._responses.labels(route, str(status)).inc()
 
-    def _add_draft(self, row: RowRecord) -> None:
+    def _add_draft(self, row: RowStep) -> None:
         self._drafts.inc()
         self._drafted.inc(len(row.proposal.tree))
         self._accepted.inc(row.num_accepted)

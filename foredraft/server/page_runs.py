@@ -22,7 +22,7 @@ from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_spec, ready_drafters
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import GenerationResult
 from foredraft.llm import LLM
 from foredraft.models.timing import forward_ms, measure_cost
 from foredraft.options import LoadOptions
@@ -176,7 +176,8 @@ class _Watched:
 
     def __init__(self, llm: LLM, options: LoadOptions) -> None:
         self._steps: dict[int, deque[tuple[Times, Row]]] = {}
-        self.llm = llm.with_drafter(options, trace=Tracer(self._keep, llm.tokenizer))
+        tracer = Tracer(self._keep, llm.tokenizer)
+        self.llm = llm.with_drafter(options, trace=tracer, is_apart=True)
 
     def _keep(self, step: Step) -> None:
         for row in step.rows:

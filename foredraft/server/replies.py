@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic_core import from_json, to_json
 
 from foredraft.core.grammar import Grammar
-from foredraft.engine.events import Event
+from foredraft.engine.request import Event
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from foredraft.core.record import RowRecord, StepRecord
+from foredraft.core.record import RowStep, StepRecord
 from foredraft.trace import format as f
 from foredraft.trace.texts import Decoding, TokenTexts
 from foredraft.trace.why import why
@@ -50,7 +50,7 @@ class Tracer:
         self._num_steps += 1
         self._sink(step)
 
-    def _row(self, row: RowRecord) -> f.Row:
+    def _row(self, row: RowStep) -> f.Row:
         told, draft = why(row, self._texts)
         verdict = row.verdict
         line = f.Row.model_construct(
@@ -71,7 +71,7 @@ class Tracer:
             self._texts.end(row.request_id)
         return line
 
-    def _committed(self, row: RowRecord) -> list[f.Committed]:
+    def _committed(self, row: RowStep) -> list[f.Committed]:
         kind = "bonus" if row.verdict is None else row.verdict.kind
         return [
             f.Committed.model_construct(

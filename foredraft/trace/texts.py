@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from foredraft.engine.detokenize import TokenDecoder
+from foredraft.engine.text import TokenDecoder
 
 
 class Decoding(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foredraft.core.noise import gumbel_noise, gumbel_top
 from foredraft.core.proposal import DrawnProposal, Proposal
-from foredraft.core.record import RowRecord
+from foredraft.core.record import RowStep
 from foredraft.core.rng import Purpose, keyed_uniform
 from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT
@@ -59,7 +59,7 @@ def _rounded(x: float) -> float:
     return float(f"{x:.6g}")
 
 
-def why(row: RowRecord, texts: TokenTexts) -> tuple[f.Why | None, f.Draft]:
+def why(row: RowStep, texts: TokenTexts) -> tuple[f.Why | None, f.Draft]:
     """What a row's verdict was decided on, and its draft with the target's probabilities."""
     verdict, proposal = row.verdict, row.proposal
     if verdict is None or verdict.evidence is None:

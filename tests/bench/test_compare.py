@@ -13,7 +13,7 @@ from foredraft.bench.contenders import ContenderRun
 from foredraft.bench.prompts import BenchPrompt
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.core.request import SpeculationStats
+from foredraft.core.record import SpeculationStats
 
 PROMPTS = [(BenchPrompt(str(i), "ab"[i % 2], "text"), [i]) for i in range(4)]
 

@@ -9,8 +9,8 @@ import torch
 
 from foredraft.cache.base import KVShape
 from foredraft.cache.index import common_prefix
-from foredraft.cache.prefix import CHECK_VARIABLE, PrefixCache, Session
-from foredraft.core.errors import CacheFullError, ConfigError
+from foredraft.cache.prefix import CHECK_VARIABLE, PrefixCache
+from foredraft.core.errors import CacheFullError
 from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
 
 TEXT = [*range(1000, 1200)]  # three blocks and a part of a fourth
@@ -378,14 +378,6 @@ def test_a_fault_in_the_accounts_is_found(
     for _ in range(1000):
         prefixes.check_now_and_then()
     assert caplog.text.count("please report it") == 1
-
-
-def test_a_session_that_is_busy_is_not_closed() -> None:
-    session = Session()
-    session.close()
-    session.busy = True
-    with pytest.raises(ConfigError, match="under way"):
-        session.close()
 
 
 def test_the_common_prefix_of_two_texts() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from foredraft.cli.chat import Conversation
 from foredraft.core.params import SamplingParams
-from foredraft.engine.engine import Event
+from foredraft.engine.request import Event
 from foredraft.llm import LLM
 
 
@@ -52,7 +52,7 @@ def test_ctrl_c_stops_the_reply_and_not_the_conversation(
     monkeypatch.setattr(llm, "stream_chat", interrupted)
     talk.answer("Talk for a long time.")
     assert talk.messages[-1]["role"] == "assistant"
-    assert not talk._session.busy
+    assert not talk._session.is_busy
     monkeypatch.undo()
     talk.answer("Still there?")
     assert len(talk.messages) == 4

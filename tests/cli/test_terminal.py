@@ -17,8 +17,8 @@ from rich.console import Console
 from foredraft.cli import chat as keyboard
 from foredraft.cli.display import PromptProgress
 from foredraft.core.errors import ConfigError
-from foredraft.engine.detokenize import Piece
-from foredraft.engine.engine import Event
+from foredraft.engine.request import Event
+from foredraft.engine.text import Piece
 from tests.cli.conftest import Run
 from tests.models.checkpoints import NATIVE_CONFIGS, save_tokenizer, tiny_model
 

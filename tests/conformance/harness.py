@@ -20,21 +20,19 @@ import pytest
 import torch
 
 from foredraft.cache.base import Cache
-from foredraft.control.base import Allowance
+from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
-from foredraft.core.request import Request
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation, skips_gaps
 from foredraft.drafters.heads.store import shipped_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
-from foredraft.engine.engine import Engine
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import GenerationResult
 from foredraft.models.base import ScoreRow, Target
 from foredraft.models.table import TableModel
-from tests.engine.helpers import drain, finish
+from tests.engine.helpers import drain, engine_of, finish
 
 # ----------------------------------------------------------------------------------------- models
 
@@ -294,8 +292,8 @@ def run(
     max_batch_size: int = 8,
 ) -> list[GenerationResult]:
     """Generate a batch; results in the order of the prompts. The sums are checked on the way."""
-    budget = FixedBudget(num_draft_tokens, target.max_context)
-    engine = Engine(target, drafter, budget, max_batch_size=max_batch_size)
+    budget = FixedBudget(num_draft_tokens)
+    engine = engine_of(target, drafter, budget, max_batch_size=max_batch_size)
     request_ids = [engine.submit(prompt, params) for prompt in prompts]
     results = finish(engine)
     return [results[request_id] for request_id in request_ids]
@@ -317,6 +315,7 @@ class Wrapped:
 
         self.taps = inner.taps
         self.layers, self.look_ahead = inner.layers, inner.look_ahead
+        self.skips_gaps = skips_gaps(inner)
 
     def begin(self, request: DraftRequest) -> None:
         self.inner.begin(request)
@@ -395,8 +394,8 @@ class NeverRight(Wrapped):
 class UnevenBudget(FixedBudget):
     """Another budget for each row and step, zero included."""
 
-    def allow(self, rows: Sequence[Request]) -> list[Allowance]:
-        most = super().allow(rows)
+    def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
+        most = super().allow(rows, others)
         uneven = [(len(row.tokens) * 7 + row.request_id) % 9 for row in rows]
         return [
             replace(allowance, budget=min(allowance.budget, other))
@@ -409,7 +408,7 @@ def check_budget(
 ) -> None:
     """No proposal is larger than asked for, and asking for nothing gives nothing."""
     recorded = Recorded(drafter)
-    engine = Engine(target, recorded, UnevenBudget(8, target.max_context))
+    engine = engine_of(target, recorded, UnevenBudget(8))
     for prompt in prompts:
         engine.submit(prompt, params)
     finish(engine)
@@ -426,7 +425,7 @@ def check_forgets(
 ) -> None:
     """After `end` nothing of a request is left: finished, cancelled or out of context."""
     drafter, target = Renumbered(setup.drafter), setup.target
-    engine = Engine(target, drafter, FixedBudget(num_draft_tokens, target.max_context))
+    engine = engine_of(target, drafter, FixedBudget(num_draft_tokens))
     request_ids = [engine.submit(prompt, params) for prompt in prompts]
     for _ in range(4):
         engine.step()

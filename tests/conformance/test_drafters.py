@@ -12,7 +12,6 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_names
 from foredraft.drafters.heads.steps import Reliability
-from foredraft.engine.engine import Engine
 from tests.conformance.harness import (
     KINDS,
     WITH_HEADS,
@@ -28,7 +27,7 @@ from tests.conformance.harness import (
     simplest_kind,
     spec_of,
 )
-from tests.engine.helpers import drain
+from tests.engine.helpers import drain, engine_of
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [0, 1, 2, 0, 1, 2, 0, 1], [5, 5, 3])
 """Ragged, some of them repetitive; ids fit every kind's vocabulary."""
@@ -144,7 +143,7 @@ def test_it_survives_being_wrong_all_the_time(name: str, kind: str, temperature:
 def test_a_cancelled_request_can_be_started_again(name: str, kind: str, coupling: str) -> None:
     params = sampling(1.0, coupling=coupling)
     setup = set_up(name, kind_of(kind))
-    engine = Engine(setup.target, setup.drafter, FixedBudget(3, setup.target.max_context))
+    engine = engine_of(setup.target, setup.drafter, FixedBudget(3))
     request_id, other = engine.submit(PROMPTS[0], params), engine.submit(PROMPTS[3], params)
     for _ in range(3):
         engine.step()

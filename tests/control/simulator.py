@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.control.adaptive import AdaptiveBudget, Experience
-from foredraft.control.planner import LoadedDrafter
+from foredraft.control.base import DrafterTraits
 from foredraft.core.cost import CostModel, Times
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.record import RowRecord, StepRecord, StepTimes
-from foredraft.core.request import Request
+from foredraft.core.record import RowStep, StepRecord, StepTimes
 from foredraft.core.tree import TokenTree
 from foredraft.core.verify import Verdict
+from foredraft.engine.request import Request
+from tests.engine.helpers import new_request
 
 FLAT: Times = ((1, 10.0), (2, 10.1), (4, 10.6), (8, 11.5), (16, 18.0), (32, 30.0), (48, 43.0))
 """Much like the default model's on two cores with AMX."""
@@ -53,8 +54,8 @@ class Simulation:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.cost = CostModel(self.times)
-        described = [LoadedDrafter(n, d.nodes, d.joins_late) for n, d in self.drafters.items()]
-        self.control = AdaptiveBudget(described, 4096, CostModel(self.times), self.experience)
+        described = [DrafterTraits(n, d.nodes, d.joins_late) for n, d in self.drafters.items()]
+        self.control = AdaptiveBudget(described, CostModel(self.times), self.experience)
         self.rows: list[Request] = []
         self.count = 0
         self.at: dict[int, str | None] = {}
@@ -76,8 +77,8 @@ class Simulation:
         return self.plain_ms / self.spent_ms
 
     def _add(self) -> None:
-        row = Request(self.count, self.count, [1] * 32, 32, self.params, 0, num_cached=31)
-        self.at[row.request_id] = self.control.first(row.request_id, row.params)
+        row = new_request([1] * 32, self.params, self.count, num_cached=31)
+        row.drafter = self.at[row.request_id] = self.control.begin(row, self.rows)
         self.rows.append(row)
         self.count += 1
 
@@ -87,11 +88,13 @@ class Simulation:
 
     def _step(self) -> None:
         records, drafting, following = [], 0.0, 0.0
+        for row in self.rows:
+            row.room = row.num_remaining - 1
         for row, allowed in zip(self.rows, self.control.allow(self.rows), strict=True):
-            if allowed.drafter != "" and allowed.drafter != self.at[row.request_id]:
+            if allowed.drafter != row.drafter:
                 late = allowed.drafter is not None and self.drafters[allowed.drafter].joins_late
-                self.at[row.request_id] = allowed.drafter if late else None
-            name = self.at[row.request_id]
+                row.drafter = self.at[row.request_id] = allowed.drafter if late else None
+            name = row.drafter
             records.append(self._row(row, allowed.budget, name))
             if name is not None:
                 drafting += self.drafters[name].draft_ms * (allowed.budget > 0)
@@ -110,7 +113,7 @@ class Simulation:
             if row.num_remaining <= 0:
                 self._end(row)
 
-    def _row(self, row: Request, budget: int, name: str | None) -> RowRecord:
+    def _row(self, row: Request, budget: int, name: str | None) -> RowStep:
         proposal, path = NO_PROPOSAL, 0
         if name is not None and budget:
             drafter = self.drafters[name]
@@ -125,10 +128,9 @@ class Simulation:
         context = row.num_cached
         row.tokens.extend(committed)
         row.num_cached += len(committed)
-        return RowRecord(
-            *(row.request_id, context, 1, budget, proposal),
-            *(Verdict(tuple(range(path)), 1, "bonus"), committed, path, None),
-        )
+        asked = budget if name is not None else 0
+        verdict = Verdict(tuple(range(path)), 1, "bonus")
+        return RowStep(row.request_id, context, 1, name, asked, proposal, verdict, committed, path)
 
 
 def constant(chance: float) -> Callable[[int, int], float]:

@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.control.adaptive import AdaptiveBudget, Experience
-from foredraft.control.base import Allowance
+from foredraft.control.base import Allowance, DrafterTraits, Row
 from foredraft.control.ledger import SHARE
-from foredraft.control.planner import LoadedDrafter
 from foredraft.core.cost import CostModel, Times
 from foredraft.core.params import SamplingParams
-from foredraft.core.request import Request
+from foredraft.core.proposal import Proposal
+from foredraft.core.record import RowStep, StepRecord, StepTimes
+from foredraft.core.tree import TokenTree
 from tests.control.simulator import FLAT, STEEP, MadeUp, Simulation, constant
+from tests.engine.helpers import new_request
 
 LOADS = (1, 2, 4, 8, 16)
 
@@ -142,8 +144,8 @@ def _budgets(num_steps: int, other_from: int | None = None) -> list[tuple[int, .
     seen: list[tuple[int, ...]] = []
     allow = simulation.control.allow
 
-    def spy(rows: Sequence[Request]) -> list[Allowance]:
-        found = allow(rows)
+    def spy(rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
+        found = allow(rows, others)
         seen.append(tuple(allowance.budget for allowance in found))
         return found
 
@@ -153,6 +155,47 @@ def _budgets(num_steps: int, other_from: int | None = None) -> list[tuple[int, .
             simulation.random = random.Random(99)
         simulation.run(1, 2)
     return seen
+
+
+def test_a_drafter_that_was_not_asked_is_not_blamed() -> None:
+    """A row that its drafter has left teaches nobody that drafts stay empty."""
+    experience = Experience()
+    control = AdaptiveBudget([DrafterTraits("a", 8, True)], experience=experience)
+    row = new_request([1] * 10, SamplingParams(max_tokens=50), num_prompt=5, num_cached=9)
+    control.begin(row, [])
+    times = StepTimes(0.0, 10.0, 0.0, 0.0)
+    for drafter, budget in (("a", 0), (None, 0)):
+        for _ in range(50):
+            step = RowStep(row.request_id, 9, 1, drafter, budget, committed=(1,))
+            control.observe(StepRecord((step,), times))
+    assert not experience.lessons
+    control.observe(StepRecord((RowStep(row.request_id, 9, 1, "a", 4, committed=(1,)),), times))
+    assert experience.lessons
+
+
+def test_rows_of_other_controllers_count_in_its_prices() -> None:
+    rows = [new_request([1] * 10, SamplingParams(max_tokens=50), i) for i in range(16)]
+    budgets = []
+    for others in (rows[1:1], rows[1:4], rows[1:]):
+        control = AdaptiveBudget([DrafterTraits("a", 8, True)], CostModel(FLAT))
+        rows[0].drafter, rows[0].room = control.begin(rows[0], others), 40
+        (allowance,) = control.allow(rows[:1], others)
+        budgets.append(allowance.budget)
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] > budgets[-1]
+
+
+def test_the_drafts_of_other_controllers_are_not_its_own() -> None:
+    """In one batch: the ledger books nothing for them, and nothing is learnt of them."""
+    experience, cost = Experience(), CostModel(STEEP)
+    control = AdaptiveBudget([DrafterTraits("a", 8, True)], cost, experience)
+    control.begin(new_request([1] * 10), [])
+    mine = RowStep(0, 9, 1, committed=(1,))
+    draft = Proposal.chosen(TokenTree.chain([1] * 7))
+    theirs = RowStep(1, 9, 1, "theirs", 7, draft, committed=(1,) * 5)
+    control.observe(StepRecord((mine, theirs), StepTimes(5.0, cost.ms([(1, 9), (8, 9)]), 0.0, 0.0)))
+    assert not experience.lessons
+    assert control.ledger.spent_ms == pytest.approx(control.ledger.plain_ms)
 
 
 def test_constrained_requests_teach_nobody_but_themselves() -> None:
@@ -166,13 +209,15 @@ def test_constrained_requests_teach_nobody_but_themselves() -> None:
 
 
 def test_without_measured_times_it_goes_by_a_usual_machine() -> None:
-    control = AdaptiveBudget([LoadedDrafter("a", 8, True)], 100)
-    row = Request(0, 0, [1] * 10, 5, SamplingParams(max_tokens=50), 0, num_cached=9)
-    assert control.first(0, row.params) == "a"
+    control = AdaptiveBudget([DrafterTraits("a", 8, True)])
+    row = new_request([1] * 10, SamplingParams(max_tokens=50), num_prompt=5, num_cached=9)
+    assert control.begin(row, []) == "a"
+    row.drafter, row.room = "a", 44
     (allowance,) = control.allow([row])
+    assert allowance.drafter == "a"
     assert 0 < allowance.budget <= 8
     assert control.allow([]) == []
-    row.tokens += [1] * 44
+    row.room = 0
     assert control.allow([row])[0].budget == 0
     control.end(0)
     assert control.report()["steps"] == 0

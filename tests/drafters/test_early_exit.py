@@ -14,13 +14,12 @@ from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
-from foredraft.engine.engine import Engine
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
 from tests.conformance.harness import checkpoint, plain, run
-from tests.engine.helpers import drain, finish
+from tests.engine.helpers import drain, engine_of, finish
 from tests.models.test_shallow import Spy, calls
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 8, 9, 7, 8, 9, 7])
@@ -59,7 +58,7 @@ def test_it_drafts_what_its_layers_alone_would_say(target: NativeTarget, exit_la
 def test_verification_goes_on_where_the_draft_stopped(target: NativeTarget) -> None:
     """Per step: a token for each draft forward, the last draft token, then the other layers."""
     drafter = early_exit(target, exit_layer=2)
-    engine = Engine(target, drafter, FixedBudget(3, target.max_context))
+    engine = engine_of(target, drafter, FixedBudget(3))
     engine.submit([3, 1, 4, 1, 5], SamplingParams(max_tokens=32, ignore_eos=True))
     engine.step()
     calls(target)
@@ -83,7 +82,7 @@ def test_what_was_computed_travels_with_the_proposal(target: NativeTarget) -> No
 
 
 def test_the_prompt_passes_the_first_layers_once(target: NativeTarget) -> None:
-    engine = Engine(target, early_exit(target, exit_layer=2), FixedBudget(2, target.max_context))
+    engine = engine_of(target, early_exit(target, exit_layer=2), FixedBudget(2))
     engine.submit([3, 1, 4, 1, 5], SamplingParams(max_tokens=32))
     engine.step()
     assert calls(target) == [(range(2), 5), (range(2), 1), (range(2), 1), (range(2, 3), 7)]
@@ -138,7 +137,7 @@ def test_a_step_that_fails_leaves_nothing_for_the_next_request(target: NativeTar
     """The same slot and prompt, but the draft of the failed step must not count."""
     params = SamplingParams(max_tokens=8)
     (expected,) = plain(target, PROMPTS[:1], params)
-    engine = Engine(target, early_exit(target, exit_layer=2), FixedBudget(3, target.max_context))
+    engine = engine_of(target, early_exit(target, exit_layer=2), FixedBudget(3))
     engine.submit(PROMPTS[0], params)
     engine.step()
     spy = target.decoder
@@ -155,7 +154,7 @@ def test_a_step_that_fails_leaves_nothing_for_the_next_request(target: NativeTar
 def test_a_cancelled_request_leaves_nothing_for_its_slot(target: NativeTarget) -> None:
     params = SamplingParams(max_tokens=8)
     expected = plain(target, PROMPTS, params)
-    engine = Engine(target, early_exit(target, exit_layer=2), FixedBudget(3, target.max_context))
+    engine = engine_of(target, early_exit(target, exit_layer=2), FixedBudget(3))
     first, second = engine.submit(PROMPTS[0], params), engine.submit(PROMPTS[1], params)
     engine.step()
     engine.cancel(first)

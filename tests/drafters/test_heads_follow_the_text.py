@@ -14,13 +14,21 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import (
+    BaseDrafter,
+    Drafter,
+    DraftRequest,
+    DraftRow,
+    Observation,
+    skips_gaps,
+)
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import OUTPUT_IDS, VOCAB, shaken
 from tests.drafters.test_heads import KINDS, Kind
 from tests.drafters.test_hidden_head import new_target
+from tests.engine.helpers import engine_of
 
 PROMPT = [token * 7 % 90 for token in range(50)]
 SECOND = [5, 4, 3, 2, 1] * 5
@@ -57,8 +65,8 @@ class Conversation:
 def converse(
     target: NativeTarget, drafter: Drafter, params: SamplingParams, num_draft_tokens: int = 4
 ) -> Conversation:
-    budget = FixedBudget(num_draft_tokens, target.max_context)
-    engine = Engine(target, drafter, budget, max_step_tokens=CHUNK)
+    budget = FixedBudget(num_draft_tokens)
+    engine = engine_of(target, drafter, budget, max_step_tokens=CHUNK)
     engine.prefixes.clear()  # nothing of an earlier conversation of the test
     done, text = Conversation(engine, []), PROMPT
     for more in ([], SECOND):
@@ -92,6 +100,7 @@ class Helped(BaseDrafter):
     def __init__(self, head: Drafter, turns: Sequence[Sequence[int]]) -> None:
         self.head, self._turns = head, turns
         self.taps, self.layers, self.look_ahead = head.taps, head.layers, head.look_ahead
+        self.skips_gaps = skips_gaps(head)
 
     def begin(self, request: DraftRequest) -> None:
         self.head.begin(request)
@@ -130,7 +139,7 @@ def test_state_and_text_of_two_turns(kind: Kind, target: NativeTarget, temperatu
     text = done.turns[-1]
     found = entries(head, done.engine, text)
     once = new_drafter(kind, target)
-    engine = Engine(target, once, FixedBudget(0, target.max_context))
+    engine = engine_of(target, once, FixedBudget(0))
     engine.prefixes.clear()
     engine.submit(text, sampling(0.0, max_tokens=1))
     list(engine.run())
@@ -152,7 +161,7 @@ def test_drawn_drafts_are_repeated_with_the_seed(kind: Kind, target: NativeTarge
 def test_it_drafts(kind: Kind, target: NativeTarget) -> None:
     """And is right by chance: the noise it shares with the target is large against flat laws."""
     drafter = new_drafter(kind, target)
-    engine = Engine(target, drafter, FixedBudget(4, target.max_context))
+    engine = engine_of(target, drafter, FixedBudget(4))
     engine.submit(PROMPT, SamplingParams(temperature=8.0, seed=1, max_tokens=60))
     result = next(event.result for event in engine.run() if event.result is not None)
     assert result.stats.drafted > 10

@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
+from foredraft.control.base import Controller
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
+from foredraft.core.rules import SamplingRules
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.none import NoDrafter
-from foredraft.engine.engine import Engine, Event
-from foredraft.engine.row import GenerationResult
-from foredraft.models.base import ScoreRow, Scores
+from foredraft.engine.engine import Engine, EngineOptions
+from foredraft.engine.policy import Policy
+from foredraft.engine.request import Event, GenerationResult, Request
+from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.table import TableModel, TokenCache
 
 LETTERS = "abcdefghij"
@@ -96,8 +99,26 @@ def new_engine(
 ) -> Engine:
     """An engine over letters, if nothing else is asked for."""
     options.setdefault("new_decoder", letters)
-    budget = FixedBudget(num_draft_tokens, target.max_context)
-    return Engine(target, drafter or NoDrafter(), budget, **options)
+    return engine_of(target, drafter or NoDrafter(), FixedBudget(num_draft_tokens), **options)
+
+
+def engine_of(target: Target, drafter: Drafter, controller: Controller, **options: Any) -> Engine:
+    """An engine with one drafter."""
+    policy = Policy.of(target, drafter, controller)
+    return Engine(target, policy, EngineOptions(**options))
+
+
+NOBODY_DRAFTS = Policy(FixedBudget(0, drafter=None))
+
+
+def new_request(
+    tokens: Sequence[int], params: SamplingParams | None = None, number: int = 0, **more: Any
+) -> Request:
+    """A request that no engine knows of; the tokens are its prompt if nothing else is said."""
+    num_prompt = more.pop("num_prompt", len(tokens))
+    params = params or SamplingParams()
+    more.setdefault("rules", SamplingRules(params))
+    return Request(number, list(tokens), num_prompt, params, 0, NOBODY_DRAFTS, **more)
 
 
 def drain(engine: Engine) -> dict[int, GenerationResult]:

@@ -9,29 +9,30 @@ import pytest
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.request import Request
-from foredraft.core.rules import SamplingRules
 from foredraft.core.tree import TokenTree
 from foredraft.core.verify import Verdict
-from foredraft.engine.commit import Commit
-from foredraft.engine.commit import commit as commit_turn
-from foredraft.engine.detokenize import TextAssembler
-from foredraft.engine.row import Row, Turn
-from tests.engine.helpers import letters
+from foredraft.engine.request import Request
+from foredraft.engine.text import TextAssembler
+from foredraft.engine.turn import Turn
+from tests.engine.helpers import letters, new_request
 
 PROMPT = [9, 9, 9]
 
 
-def new_row(stop_ids: Sequence[int] = (), stop: Sequence[str] = (), max_tokens: int = 100) -> Row:
+def new_row(
+    stop_ids: Sequence[int] = (), stop: Sequence[str] = (), max_tokens: int = 100
+) -> Request:
     params = SamplingParams(max_tokens=max_tokens, stop=stop, seed=0)
-    sequence = Request(0, 0, list(PROMPT), len(PROMPT), params, seed=0)
-    rules = SamplingRules(params)
-    return Row(sequence, TextAssembler(letters(), stop), frozenset(stop_ids), rules)
+    text = TextAssembler(letters(), stop)
+    return new_request(PROMPT, params, text=text, stop_ids=frozenset(stop_ids))
 
 
-def commit(row: Row, proposal: Proposal, verdict: Verdict | None, num_read: int = 0) -> Commit:
+def commit(row: Request, proposal: Proposal, verdict: Verdict | None, num_read: int = 0) -> Turn:
     """Commit a step that read all that was pending, if nothing else is said."""
-    return commit_turn(Turn(row, num_read or row.num_pending), proposal, verdict)
+    turn = Turn(row, num_read or row.num_pending)
+    turn.proposal, turn.verdict = proposal, verdict
+    turn.commit()
+    return turn
 
 
 CHAIN = Proposal.chosen(TokenTree.chain([0, 1, 2, 3]))
@@ -54,7 +55,7 @@ ALL = Verdict((0, 1, 2, 3), 4, "bonus")
     ],
 )
 def test_what_stops_cuts_everything_at_one_token(
-    row: Row,
+    row: Request,
     tokens: tuple[int, ...],
     reason: str | None,
     num_accepted: int,
@@ -63,12 +64,12 @@ def test_what_stops_cuts_everything_at_one_token(
     text: str,
 ) -> None:
     done = commit(row, CHAIN, ALL)
-    assert (done.tokens, done.finish_reason, done.num_accepted) == (tokens, reason, num_accepted)
+    assert (done.committed, done.finish_reason, done.num_accepted) == (tokens, reason, num_accepted)
     assert (done.path, done.num_read) == (path, len(PROMPT))
-    assert row.request.generated == list(tokens)
-    assert row.request.pending == [tokens[-1]]
+    assert row.generated == list(tokens)
+    assert row.pending == [tokens[-1]]
     assert row.text.text == text
-    stats = row.request.stats
+    stats = row.stats
     assert (stats.steps, stats.drafted, stats.committed) == (1, 4, len(tokens))
     assert (stats.accepted, stats.rejected, stats.discarded) == (num_accepted, 0, discarded)
 
@@ -76,25 +77,25 @@ def test_what_stops_cuts_everything_at_one_token(
 def test_a_correction_commits_the_path_and_one_more() -> None:
     row = new_row()
     done = commit(row, CHAIN, Verdict((0, 1), 7, "correction"))
-    assert (done.tokens, done.path, done.num_accepted) == ((0, 1, 7), (0, 1), 2)
-    assert (row.request.stats.accepted, row.request.stats.rejected) == (2, 2)
+    assert (done.committed, done.path, done.num_accepted) == ((0, 1, 7), (0, 1), 2)
+    assert (row.stats.accepted, row.stats.rejected) == (2, 2)
 
 
 def test_a_path_through_a_tree() -> None:
     tree = TokenTree((0, 5, 1, 6), (-1, -1, 0, 1))
     row = new_row()
     done = commit(row, Proposal.chosen(tree), Verdict((1, 3), 7, "bonus"))
-    assert (done.tokens, done.path) == ((5, 6, 7), (1, 3))
-    assert row.request.num_cached == len(PROMPT) + 2
+    assert (done.committed, done.path) == ((5, 6, 7), (1, 3))
+    assert row.num_cached == len(PROMPT) + 2
 
 
 def test_without_a_draft_it_is_plain_decoding() -> None:
     row = new_row()
     for token in (3, 4):
         done = commit(row, NO_PROPOSAL, Verdict((), token, "bonus"))
-        assert (done.tokens, done.path, done.num_accepted) == ((token,), (), 0)
-    assert row.request.stats.steps == row.request.stats.committed == 2
-    assert row.request.pending == [4]
+        assert (done.committed, done.path, done.num_accepted) == ((token,), (), 0)
+    assert row.stats.steps == row.stats.committed == 2
+    assert row.pending == [4]
 
 
 def test_a_row_without_a_verdict_ends_in_an_error_and_keeps_what_it_had() -> None:
@@ -102,25 +103,25 @@ def test_a_row_without_a_verdict_ends_in_an_error_and_keeps_what_it_had() -> Non
     commit(row, CHAIN, ALL)
     error = NonFiniteScoresError("the largest logit is nan")
     done = commit(row, CHAIN, Verdict.failed((0, 1), error))
-    assert (done.tokens, done.path, done.num_accepted) == ((0, 1), (0,), 2)
-    assert done.finish_reason == row.request.finish_reason == "error"
+    assert (done.committed, done.path, done.num_accepted) == ((0, 1), (0,), 2)
+    assert done.finish_reason == row.finish_reason == "error"
     assert row.error == "NonFiniteScoresError: the largest logit is nan"
-    assert row.request.generated == [0, 1, 2, 3, 4, 0, 1]
+    assert row.generated == [0, 1, 2, 3, 4, 0, 1]
 
 
 def test_a_chunk_of_a_prompt_commits_nothing() -> None:
     row = new_row()
     done = commit(row, NO_PROPOSAL, None, num_read=2)
-    assert (done.tokens, done.path, done.start, done.num_read) == ((), (), 0, 2)
-    assert row.request.pending == [9]
-    assert row.request.stats.steps == 0
-    assert commit(row, NO_PROPOSAL, Verdict((), 3, "bonus")).start == 2
+    assert (done.committed, done.path, done.context, done.num_read) == ((), (), 0, 2)
+    assert row.pending == [9]
+    assert row.stats.steps == 0
+    assert commit(row, NO_PROPOSAL, Verdict((), 3, "bonus")).context == 2
 
 
 def test_a_text_that_cannot_be_decoded_ends_its_row_and_keeps_the_token() -> None:
     row = new_row()
     done = commit(row, CHAIN, Verdict((0, 1), 99, "correction"))  # no letter 99
-    assert (done.tokens, done.finish_reason) == ((0, 1, 99), "error")
-    assert row.request.generated == [0, 1, 99]
+    assert (done.committed, done.finish_reason) == ((0, 1, 99), "error")
+    assert row.generated == [0, 1, 99]
     assert row.error is not None
     assert "IndexError" in row.error

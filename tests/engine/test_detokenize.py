@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from foredraft.engine.detokenize import Piece, TextAssembler, TokenDecoder
+from foredraft.engine.text import Piece, TextAssembler, TokenDecoder
 from foredraft.models.text.tokenizer import Tokenizer
 
 WORDS = ["ab", "c", "abc", "stop", "st", "op", "o", " ", "xx", "é", "\n"]

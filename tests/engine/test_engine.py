@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from foredraft.cache.prefix import Session
 from foredraft.core.errors import ConfigError, PromptError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
@@ -15,6 +14,7 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
+from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 from tests.engine.helpers import (
@@ -218,7 +218,7 @@ def test_a_session_reads_only_what_is_new() -> None:
 
     def turn(prompt: list[int]) -> tuple[int, ...]:
         read.clear()
-        request_id = engine.submit(prompt, params, session)
+        request_id = engine.submit(prompt, params, RequestOptions(session=session))
         return finish(engine)[request_id].token_ids
 
     first = turn([1, 2, 3])
@@ -242,7 +242,7 @@ def test_a_session_does_not_change_the_text(drafter: Drafter, temperature: float
     prompt = [3, 4]
     for turn in range(4):
         params = SamplingParams(temperature=temperature, seed=turn, max_tokens=7)
-        request_id = engine.submit(prompt, params, session)
+        request_id = engine.submit(prompt, params, RequestOptions(session=session))
         reply = finish(engine)[request_id].token_ids
         assert reply == generate(new_engine(target), [prompt], params)[0].token_ids
         prompt = [*prompt, *reply, turn]
@@ -253,25 +253,29 @@ def test_a_session_does_not_change_the_text(drafter: Drafter, temperature: float
 def test_a_session_survives_a_cancelled_reply() -> None:
     target, session = counting_model(), Session()
     engine = new_engine(target, counting_drafter(wrong_every=3))
-    request_id = engine.submit([1, 2], SamplingParams(max_tokens=50), session)
+    request_id = engine.submit(
+        [1, 2], SamplingParams(max_tokens=50), RequestOptions(session=session)
+    )
     engine.step()
     engine.step()
     cancelled = engine.cancel(request_id)
     assert cancelled is not None
     prompt = [1, 2, *cancelled.token_ids, 5]
-    request_id = engine.submit(prompt, SamplingParams(max_tokens=3), session)
+    request_id = engine.submit(
+        prompt, SamplingParams(max_tokens=3), RequestOptions(session=session)
+    )
     assert finish(engine)[request_id].token_ids == (6, 7, 8)
 
 
 def test_a_session_serves_one_reply_at_a_time() -> None:
     engine, session = new_engine(counting_model()), Session()
-    request_id = engine.submit([1], SamplingParams(), session)
+    request_id = engine.submit([1], SamplingParams(), RequestOptions(session=session))
     with pytest.raises(ConfigError, match="already has a reply under way"):
-        engine.submit([1], SamplingParams(), session)
+        engine.submit([1], SamplingParams(), RequestOptions(session=session))
     with pytest.raises(ConfigError, match="cancel it first"):
         engine.close_session(session)
     engine.cancel(request_id)
-    engine.submit([1], SamplingParams(max_tokens=1), session)
+    engine.submit([1], SamplingParams(max_tokens=1), RequestOptions(session=session))
     finish(engine)
     engine.close_session(session)
 

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.cache.prefix import Session
-from foredraft.control.base import Allowance
+from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
-from foredraft.core.request import Request
 from foredraft.drafters.base import DraftRow
-from foredraft.engine.engine import Engine
+from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
 from tests.engine.helpers import (
@@ -27,6 +25,7 @@ from tests.engine.helpers import (
     counting_drafter,
     counting_model,
     drain,
+    engine_of,
     finish,
     generate,
     letters,
@@ -197,11 +196,11 @@ def test_a_session_reads_everything_again_after_an_error() -> None:
     target, session = faulty_target(), Session()
     engine = new_engine(target)
     target.raise_at = 3
-    request_id = engine.submit([1], PARAMS, session)
+    request_id = engine.submit([1], PARAMS, RequestOptions(session=session))
     failed = finish(engine)[request_id]
     assert (failed.finish_reason, failed.token_ids) == ("error", (2, 3))
     prompt = [1, *failed.token_ids, 7]
-    request_id = engine.submit(prompt, PARAMS, session)
+    request_id = engine.submit(prompt, PARAMS, RequestOptions(session=session))
     assert finish(engine)[request_id].token_ids == plain(prompt)
     engine.close_session(session)
     assert target.cache.slots == []
@@ -222,19 +221,22 @@ def test_a_controller_that_fails_to_observe_costs_nobody_anything(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     target = counting_model()
-    controller = RaisingController(4, target.max_context)
-    engine = Engine(target, counting_drafter(), controller, new_decoder=letters)
+    controller = RaisingController(4)
+    engine = engine_of(target, counting_drafter(), controller, new_decoder=letters)
     (result,) = generate(engine, [[1]], PARAMS)
     assert (result.finish_reason, result.token_ids) == ("length", plain([1]))
     assert "no rows accepted" in caplog.text
     assert target.cache.slots == []
 
 
-def _allowing(number: int) -> Callable[[Sequence[Request]], list[Allowance]]:
-    return lambda rows: [Allowance(number) for _ in rows]
+Allow = Callable[[Sequence[Row], Sequence[Row]], Any]
 
 
-def _lost(rows: Sequence[Request]) -> list[Allowance]:
+def _allowing(number: int) -> Allow:
+    return lambda rows, others: [Allowance(row.drafter, number) for row in rows]
+
+
+def _lost(rows: Sequence[Row], others: Sequence[Row]) -> list[Allowance]:
     raise ZeroDivisionError("no rows accepted")
 
 
@@ -242,23 +244,30 @@ def _lost(rows: Sequence[Request]) -> list[Allowance]:
     ("allow", "complaint"),
     [
         (_lost, "failed to allow anything: no rows accepted"),
-        (lambda rows: [], "failed to allow anything: 0 allowances for 2 rows"),
-        (lambda rows: [Allowance(2)] * 3, "failed to allow anything: 3 allowances for 2 rows"),
-        (lambda rows: None, "failed to allow anything"),
+        (lambda rows, others: [], "failed to allow anything: 0 allowances for 2 rows"),
+        (
+            lambda rows, others: [Allowance()] * 3,
+            "failed to allow anything: 3 allowances for 2 rows",
+        ),
+        (lambda rows, others: None, "failed to allow anything"),
+        (
+            lambda rows, others: [Allowance("who", 2) for _ in rows],
+            "failed to allow anything: no drafter 'who' is loaded, only ['own']",
+        ),
         (_allowing(50), ""),
         (_allowing(-3), ""),
     ],
 )
 def test_a_controller_that_allows_nonsense_costs_nobody_anything(
-    allow: Callable[[Sequence[Request]], Any],
+    allow: Allow,
     complaint: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """More than the context holds, less than nothing, for too many rows, or an exception."""
     target = TableModel(len(LETTERS), counting_model().probs, max_context=20)
-    controller = FixedBudget(4, target.max_context)
+    controller = FixedBudget(4)
     controller.allow = allow  # type: ignore[method-assign, assignment]
-    engine = Engine(target, counting_drafter(), controller, new_decoder=letters)
+    engine = engine_of(target, counting_drafter(), controller, new_decoder=letters)
     results = generate(engine, [[1], [2]], SamplingParams(max_tokens=30))
     assert [(r.finish_reason, len(r.token_ids)) for r in results] == [("length", 19)] * 2
     assert complaint in caplog.text
@@ -352,7 +361,7 @@ def test_a_session_interrupted_in_its_step_can_be_continued(
 ) -> None:
     target, session = counting_model(), Session()
     engine = new_engine(target, counting_drafter(wrong_every=3))
-    request_id = engine.submit([1], PARAMS, session)
+    request_id = engine.submit([1], PARAMS, RequestOptions(session=session))
     engine.step()
     with monkeypatch.context() as patch:
         patch.setattr(target.cache, "keep", _interrupt)
@@ -361,7 +370,7 @@ def test_a_session_interrupted_in_its_step_can_be_continued(
     cancelled = engine.cancel(request_id)
     assert cancelled is not None
     prompt = [1, *cancelled.token_ids]
-    request_id = engine.submit(prompt, PARAMS, session)
+    request_id = engine.submit(prompt, PARAMS, RequestOptions(session=session))
     assert finish(engine)[request_id].token_ids == plain(prompt)
 
 
@@ -369,7 +378,7 @@ class Forgetting(FixedBudget):
     """Remembers which requests are over, and may fail at it."""
 
     def __init__(self, fails: bool = False) -> None:
-        super().__init__(3, 100)
+        super().__init__(3)
         self.ended: list[int] = []
         self._fails = fails
 
@@ -381,7 +390,7 @@ class Forgetting(FixedBudget):
 
 def test_the_controller_hears_of_every_end() -> None:
     controller = Forgetting()
-    engine = Engine(counting_model(), counting_drafter(), controller, max_batch_size=2)
+    engine = engine_of(counting_model(), counting_drafter(), controller, max_batch_size=2)
     ran, stopped, waited = (engine.submit([i], PARAMS) for i in (1, 2, 3))
     engine.step()
     engine.cancel(waited)
@@ -394,7 +403,7 @@ def test_the_controller_hears_of_every_end() -> None:
 def test_a_controller_that_fails_at_an_end_costs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine = Engine(counting_model(), counting_drafter(), Forgetting(fails=True))
+    engine = engine_of(counting_model(), counting_drafter(), Forgetting(fails=True))
     request_id = engine.submit([1], PARAMS)
     assert finish(engine)[request_id].token_ids == plain([1])
     assert "the controller failed to end a request: lost" in caplog.text

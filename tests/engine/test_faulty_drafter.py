@@ -15,7 +15,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import GenerationResult
 from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
 from tests.engine.helpers import LETTERS, ScriptedDrafter, counting_drafter, generate, new_engine
@@ -104,10 +104,10 @@ def test_a_drafter_that_recovers_drafts_again() -> None:
     params = SamplingParams(max_tokens=15)
     for _ in range(3 + 8):
         generate(engine, PROMPTS[:1], params)
-    assert engine._drafter.num_faults == 3
+    assert engine._policy.num_faults == 3
     drafter._method = "nothing"
     assert generate(engine, PROMPTS[:1], params)[0].stats.drafted > 0
-    assert engine._drafter.num_faults == 3
+    assert engine._policy.num_faults == 3
 
 
 def test_pauses_grow_while_it_keeps_failing() -> None:

@@ -21,10 +21,9 @@ from foredraft.core.record import StepRecord
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
 from foredraft.engine import fetch as engine_fetch
-from foredraft.engine.engine import Engine
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
-from tests.engine.helpers import ScriptedDrafter
+from tests.engine.helpers import ScriptedDrafter, engine_of
 
 VOCAB = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, seed=5)
@@ -116,8 +115,8 @@ def transfers(
 
     DeviceTensor.num_transfers = 0
     target = DeviceTarget(VOCAB, table)
-    controller = FixedBudget(budget, target.max_context)
-    engine = Engine(target, ScriptedDrafter(draft), controller, max_batch_size=8, trace=count)
+    controller = FixedBudget(budget)
+    engine = engine_of(target, ScriptedDrafter(draft), controller, max_batch_size=8, trace=count)
     for number, params in enumerate(requests):
         engine.submit((number, 1, 2), params)
     results = [event.result for event in engine.run() if event.result is not None]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from foredraft.control.adaptive import AdaptiveBudget
+from foredraft.control.base import DrafterTraits
 from foredraft.control.fixed import FixedBudget
-from foredraft.control.planner import LoadedDrafter
 from foredraft.core.errors import GrammarError
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
@@ -18,14 +19,15 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.rules.book import RuleBook
 from foredraft.drafters.base import BaseDrafter, DraftRow
-from foredraft.drafters.common.switch import Loaded, SwitchDrafter
 from foredraft.drafters.none import NoDrafter
-from foredraft.engine.engine import Engine
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.engine import Engine, EngineOptions
+from foredraft.engine.guard import LoadedDrafter
+from foredraft.engine.policy import Policy
+from foredraft.engine.request import GenerationResult
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
-from tests.engine.helpers import LETTERS, finish, letters, limited
+from tests.engine.helpers import LETTERS, finish, letters, limited, new_request
 
 FORM = "ab?cdefg?hij?abcdef"
 """What replies look like: letters that have to be there, and places where any may stand."""
@@ -79,11 +81,12 @@ class Counted(BaseDrafter):
 class Nothing(AdaptiveBudget):
     """An adaptive controller that finds that no drafter pays."""
 
-    def __init__(self, max_context: int) -> None:
-        super().__init__([LoadedDrafter("x", 4, True)], max_context)
+    def __init__(self) -> None:
+        super().__init__([DrafterTraits("x", 4, True)])
 
-    def allow(self, rows: Any) -> Any:
-        return FixedBudget(0, 1).allow(rows)
+    def allow(self, rows: Any, others: Any = ()) -> Any:
+        allowances = super().allow(rows, others)
+        return [replace(allowance, budget=0) for allowance in allowances]
 
 
 def run(
@@ -94,16 +97,17 @@ def run(
 ) -> tuple[list[GenerationResult], list[StepRecord], Counted]:
     target = target or TableModel.random(len(LETTERS), seed=3)
     drafter, steps = Counted(), list[StepRecord]()
-    controller = Nothing(target.max_context) if adaptive else FixedBudget(0, target.max_context)
-    switch = SwitchDrafter({"x": Loaded(drafter, joins_late=True)}, lambda *_: "x")
+    controller = Nothing() if adaptive else FixedBudget(0, drafter="x")
+    traits = DrafterTraits("x", 4, joins_late=True)
     engine = Engine(
         target,
-        switch,
-        controller,
-        new_decoder=letters,
-        rule_book=RuleBook(len(LETTERS), new_matcher=lambda _: Form(is_lame)),
-        trace=steps.append,
-        new_seed=lambda: 7,
+        Policy(controller, [LoadedDrafter(drafter, target, traits)]),
+        EngineOptions(
+            new_decoder=letters,
+            rule_book=RuleBook(len(LETTERS), new_matcher=lambda _: Form(is_lame)),
+            trace=steps.append,
+            new_seed=lambda: 7,
+        ),
     )
     for seed in range(4):
         engine.submit([seed], SamplingParams.of(**vars(params) | {"seed": seed}))
@@ -154,4 +158,5 @@ def test_whoever_asks_for_plain_decoding_gets_it(options: dict[str, Any], drafts
     llm = LLM(
         TableModel.random(len(LETTERS), seed=3), None, LoadOptions(**{"drafter": "ngram"} | options)
     )
-    assert bool(getattr(llm.controller, "drafts_forced", False)) is drafts
+    row = new_request([1, 2], drafter=llm.drafter_name, room=9)
+    assert [allowance.num_forced > 0 for allowance in llm.controller.allow([row])] == [drafts]

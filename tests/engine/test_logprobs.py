@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from foredraft.core.params import SamplingParams
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import GenerationResult
 from foredraft.models.table import TableModel
 from tests.engine.helpers import counting_drafter, counting_model, finish, generate, new_engine
 

@@ -12,6 +12,7 @@ from foredraft.core.record import StepRecord
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.engine.places import HEADROOM
+from foredraft.engine.request import RequestOptions
 from tests.engine.helpers import (
     counting_drafter,
     counting_model,
@@ -23,6 +24,9 @@ from tests.engine.helpers import (
 
 PARAMS = SamplingParams(temperature=1.0, seed=9, max_tokens=150)
 PROMPTS = [[i, 2, 3] for i in range(6)]
+
+
+URGENT = RequestOptions(priority=1)
 
 
 def alone(prompt: list[int], params: SamplingParams = PARAMS) -> tuple[int, ...]:
@@ -157,7 +161,7 @@ def test_a_higher_priority_goes_first_and_nobody_waits_for_ever() -> None:
     params = SamplingParams(max_tokens=20)
     running = engine.submit([1], params)
     engine.step()
-    plain, urgent = engine.submit([2], params), engine.submit([3], params, priority=1)
+    plain, urgent = engine.submit([2], params), engine.submit([3], params, URGENT)
     ended = [event.request_id for event in engine.run() if event.result is not None]
     assert ended == [running, urgent, plain]
     low = engine.submit([4], params)
@@ -165,7 +169,7 @@ def test_a_higher_priority_goes_first_and_nobody_waits_for_ever() -> None:
         if not engine.is_live(low):
             break
         while engine.stats().waiting < 3:
-            engine.submit([5], params, priority=1)
+            engine.submit([5], params, URGENT)
         engine.step()
     assert not engine.is_live(low)
 

@@ -10,6 +10,7 @@ import pytest
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.ngram import NgramDrafter
+from foredraft.engine.request import RequestOptions
 from foredraft.llm import LLM
 from foredraft.load import native_decoder
 from foredraft.models.native.target import NativeTarget
@@ -71,7 +72,7 @@ def test_tenants_do_not_find_each_other_s_texts() -> None:
     prompt = prompts()[0]
     cached = []
     for tenant in ("a", "b", None, "a", "b", None):
-        engine.submit(prompt, PARAMS, tenant=tenant)
+        engine.submit(prompt, PARAMS, RequestOptions(tenant=tenant))
         (result,) = drain(engine).values()
         cached.append(result.num_cached_tokens)
     assert cached == [0, 0, 0, 6, 6, 6]

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from foredraft import LLM, AsyncLLM
-from foredraft.cache.prefix import Session
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.ngram import NgramDrafter
+from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
@@ -89,7 +89,7 @@ def test_a_drawn_seed_is_reported_for_each() -> None:
 
 def test_a_conversation_goes_on_with_one_reply() -> None:
     with pytest.raises(ConfigError, match="n is 4"):
-        new_engine(counting_model()).submit(PROMPT, PARAMS, Session())
+        new_engine(counting_model()).submit(PROMPT, PARAMS, RequestOptions(session=Session()))
 
 
 def test_llm_and_async_llm_give_them_in_order() -> None:

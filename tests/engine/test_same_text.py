@@ -16,7 +16,7 @@ from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.fused import FusedDecoder
 from foredraft.models.native.target import NativeTarget
-from tests.engine.helpers import generate
+from tests.engine.helpers import engine_of, generate
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
 PARAMS = SamplingParams(temperature=1.0, seed=4, max_tokens=140, ignore_eos=True)
@@ -47,8 +47,8 @@ def new_target(directory: Path, kind: str, num_blocks: int | None = None) -> Nat
 
 
 def new_engine(target: NativeTarget, **options: Any) -> Engine:
-    budget = FixedBudget(3, target.max_context)
-    return Engine(target, NgramDrafter(min_ngram_size=1), budget, **options)
+    budget = FixedBudget(3)
+    return engine_of(target, NgramDrafter(min_ngram_size=1), budget, **options)
 
 
 @pytest.mark.parametrize("kind", ["eager", "fused"])

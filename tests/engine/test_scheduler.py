@@ -5,12 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft.core.params import SamplingParams
-from foredraft.core.request import Request
-from foredraft.core.rules import SamplingRules
-from foredraft.engine.detokenize import TextAssembler
-from foredraft.engine.row import Row
+from foredraft.engine.request import Request, RequestOptions
 from foredraft.engine.scheduler import MAX_PRIORITY, PRIORITY_STEPS, Scheduler
+from tests.engine.helpers import new_request
 
 ARRIVALS = st.lists(
     st.tuples(st.integers(0, 6), st.integers(1, 30), st.integers(1, 6), st.integers(-1, 2)),
@@ -20,12 +17,9 @@ ARRIVALS = st.lists(
 """Steps since the one before, length of the prompt, tokens to decode, priority."""
 
 
-def row_of(number: int, num_prompt: int, priority: int) -> Row:
-    params = SamplingParams()
-    request = Request(number, -1, [0] * num_prompt, num_prompt, params, 0)
-    row = Row(request, TextAssembler(None), frozenset(), SamplingRules(params))
-    row.priority = priority
-    return row
+def row_of(number: int, num_prompt: int, priority: int) -> Request:
+    options = RequestOptions(priority=priority)
+    return new_request([0] * num_prompt, number=number, options=options)
 
 
 class Played:
@@ -34,26 +28,26 @@ class Played:
     def __init__(self, max_rows: int, max_step_tokens: int) -> None:
         self.scheduler = Scheduler(max_rows, max_step_tokens)
         self.left: dict[int, int] = {}
-        self.began: list[Row] = []
+        self.began: list[Request] = []
 
     def step(self) -> int:
         """Returns how many tokens of prompts were read."""
         while (row := self.scheduler.next_waiting()) is not None:
-            row.request.slot = 0
+            row.slot = 0
             self.scheduler.start(row)
             self.began.append(row)
         turns, num_read = self.scheduler.next_batch(), 0
         for turn in turns:
-            assert 1 <= turn.num_read <= turn.row.num_pending
-            num_read += turn.num_read if turn.row.num_pending > 1 else 0
+            assert 1 <= turn.num_read <= turn.request.num_pending
+            num_read += turn.num_read if turn.request.num_pending > 1 else 0
             if not turn.reads_all:
-                turn.row.request.num_cached += turn.num_read
+                turn.request.num_cached += turn.num_read
                 continue
-            turn.row.request.num_cached += turn.num_read
-            turn.row.request.tokens.append(0)
-            self.left[turn.row.request_id] -= 1
-            if not self.left[turn.row.request_id]:
-                self.scheduler.remove(turn.row)
+            turn.request.num_cached += turn.num_read
+            turn.request.tokens.append(0)
+            self.left[turn.request.request_id] -= 1
+            if not self.left[turn.request.request_id]:
+                self.scheduler.remove(turn.request)
         return num_read
 
 
@@ -116,7 +110,7 @@ def test_of_equals_the_first_to_come_goes_first() -> None:
 
 def test_no_priority_is_a_right_to_go_first_for_ever() -> None:
     """Who has waited for the longest head start there is goes before all that come now."""
-    scheduler = Scheduler(max_rows=1)
+    scheduler = Scheduler(max_batch_size=1)
     first = row_of(0, 1, priority=0)
     scheduler.add(first)
     for _ in range(PRIORITY_STEPS * MAX_PRIORITY + 1):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from foredraft.core.params import SamplingParams
-from foredraft.engine.detokenize import TextAssembler
+from foredraft.engine.text import TextAssembler
 from tests.engine.helpers import LETTERS, counting_drafter, counting_model, generate, new_engine
 
 WORDS = ["ab", "c", "abc", "st", "op", " ", "x"]

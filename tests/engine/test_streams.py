@@ -11,8 +11,8 @@ import pytest
 
 from foredraft.core.errors import PromptError
 from foredraft.core.params import SamplingParams
-from foredraft.engine.engine import Event
-from foredraft.engine.streams import Streams
+from foredraft.engine.drive import Streams
+from foredraft.engine.request import Event
 from tests.engine.helpers import counting_drafter, counting_model, generate, new_engine
 
 PARAMS = SamplingParams(max_tokens=20)

@@ -12,21 +12,20 @@ import torch
 
 from foredraft.cache.base import KVShape
 from foredraft.cache.index import common_prefix
-from foredraft.cache.prefix import Session
-from foredraft.control.base import Allowance
+from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.request import Request
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
+from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.table import TableModel
 from tests.conformance.harness import KINDS
-from tests.engine.helpers import counting_model, drain, generate, new_engine
+from tests.engine.helpers import counting_model, drain, engine_of, generate, new_engine
 
 PROMPT = [1, 2, 3, 4, 3, 4, 5]
 
@@ -92,14 +91,14 @@ class EverySecond(FixedBudget):
 
     num_steps = 0
 
-    def allow(self, rows: Sequence[Request]) -> list[Allowance]:
+    def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
         self.num_steps += 1
         budget = 2 * (self.num_steps % 2)
-        return [Allowance(budget) for _ in rows]
+        return [Allowance(row.drafter, budget) for row in rows]
 
 
 def run(target: Target, drafter: Drafter, num_tokens: int, chunk: int = 512) -> None:
-    engine = Engine(target, drafter, EverySecond(2, 100), max_step_tokens=chunk)
+    engine = engine_of(target, drafter, EverySecond(2), max_step_tokens=chunk)
     engine.submit(PROMPT, SamplingParams(max_tokens=num_tokens))
     drain(engine)
 
@@ -145,9 +144,9 @@ def test_a_drafter_of_this_package_is_refused_by_name(monkeypatch: pytest.Monkey
 def two_turns(engine: Engine) -> int:
     """How many tokens the second turn found in the cache."""
     session, params = Session(), SamplingParams(max_tokens=3)
-    engine.submit(PROMPT, params, session)
+    engine.submit(PROMPT, params, RequestOptions(session=session))
     ((_, first),) = drain(engine).items()
-    engine.submit([*PROMPT, *first.token_ids, 1], params, session)
+    engine.submit([*PROMPT, *first.token_ids, 1], params, RequestOptions(session=session))
     ((_, second),) = drain(engine).items()
     engine.close_session(session)
     return second.num_cached_tokens
@@ -179,7 +178,7 @@ def test_entries_that_looked_ahead_follow_a_conversation_that_turns_elsewhere(
     drafter, session, params = Joining(target), Session(), SamplingParams(max_tokens=4)
     engine = new_engine(target, drafter)
     for prompt in (PROMPT, second):
-        engine.submit(prompt, params, session)
+        engine.submit(prompt, params, RequestOptions(session=session))
         ((_, result),) = drain(engine).items()
     text = [*second, *result.token_ids]
     num_common = common_prefix(PROMPT, second)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.cache.prefix import Session
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.ngram import NgramDrafter
-from foredraft.engine.streams import Streams
+from foredraft.engine.drive import Streams
+from foredraft.engine.request import RequestOptions, Session
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.target import NativeTarget
 from tests.engine.helpers import counting_model, finish, generate, new_engine
@@ -73,7 +73,7 @@ def test_a_stream_closed_from_within_a_step_ends_after_it() -> None:
 def test_a_conversation_that_nobody_holds_gives_its_slot_back() -> None:
     target = counting_model()
     engine = new_engine(target)
-    request_id = engine.submit([1, 2], PARAMS, Session())
+    request_id = engine.submit([1, 2], PARAMS, RequestOptions(session=Session()))
     finish(engine)
     assert not engine.is_live(request_id)
     gc.collect()

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
-from foredraft.engine.engine import Engine
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import GenerationResult
 from foredraft.models.base import Target
+from tests.engine.helpers import engine_of
 from tests.exactness.worlds import Tokens
 
 PROMPT: Tokens = (0,)
@@ -36,12 +36,12 @@ def generate(
 
     The engine outlives the faults of a drafter and of a target by design; a test must not.
     """
-    budget = FixedBudget(num_draft_tokens, target.max_context)
-    engine = Engine(target, drafter, budget, max_batch_size=max_batch_size)
+    budget = FixedBudget(num_draft_tokens)
+    engine = engine_of(target, drafter, budget, max_batch_size=max_batch_size)
     for prompt, params in requests:
         engine.submit(prompt, params)
     results = [event.result for event in engine.run() if event.result is not None]
-    assert not engine._drafter.num_faults, "the drafter failed"
+    assert not engine._policy.num_faults, "the drafter failed"
     for result in results:
         assert result.finish_reason == "length", result.error
     return sorted(results, key=lambda result: result.request_id)

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
 
+from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
@@ -27,15 +28,14 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.rules.book import RuleBook
 from foredraft.drafters import drafter_names
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.common.ruled import RuledDrafter
 from foredraft.drafters.none import NoDrafter
-from foredraft.engine.engine import Engine
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import GenerationResult
 from foredraft.models.base import Target
 from foredraft.models.table import TableModel
 from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.tokenizer import Tokenizer
 from tests.conformance.harness import KINDS, WITH_HEADS, Kind, set_up, simplest_kind, spec_of
+from tests.engine.helpers import engine_of
 
 LETTERS = "abcdef"
 END = len(LETTERS)
@@ -139,9 +139,14 @@ def rule_book(kind: str) -> RuleBook:
 
 
 class Forcing(FixedBudget):
-    """Leaves what rules force to the engine."""
+    """Lets what rules force be drafted beyond the budget."""
 
-    drafts_forced = True
+    def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
+        allowances = super().allow(rows, others)
+        return [
+            replace(allowance, num_forced=row.room)
+            for row, allowance in zip(rows, allowances, strict=True)
+        ]
 
 
 def generate(
@@ -154,10 +159,10 @@ def generate(
 ) -> list[GenerationResult]:
     codec = kind_of(kind).new_codec()
     assert isinstance(codec, Tokenizer)
-    engine = Engine(
+    engine = engine_of(
         target,
-        RuledDrafter(drafter),
-        budget(num_draft_tokens, target.max_context),
+        drafter,
+        budget(num_draft_tokens),
         eos_token_ids=codec.eos_token_ids,
         new_decoder=codec.new_decoder,
         rule_book=rule_book(kind),
@@ -165,7 +170,7 @@ def generate(
     for prompt in PROMPTS:
         engine.submit(prompt, params)
     results = [event.result for event in engine.run() if event.result is not None]
-    assert not engine._drafter.num_faults, "the drafter failed"
+    assert not engine._policy.num_faults, "the drafter failed"
     return sorted(results, key=lambda result: result.request_id)
 
 
@@ -318,7 +323,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_honoured_is_refused_by_name(case: str) -> None:
     options, message = REFUSED[case]
     target = kind_of("table").new_target()
-    engine = Engine(target, NoDrafter(), FixedBudget(0, 99), rule_book=rule_book("table"))
+    engine = engine_of(target, NoDrafter(), FixedBudget(0), rule_book=rule_book("table"))
     with pytest.raises(ConfigError, match=message):
         engine.submit(PROMPTS[0], SamplingParams.of(**options))
     assert not engine.has_work
@@ -327,10 +332,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(case: str) -> None:
 def test_rules_that_leave_nothing_end_their_own_request_only() -> None:
     """A grammar that is complete, and an end that may not come yet."""
     target = kind_of("table").new_target()
-    engine = Engine(
+    engine = engine_of(
         target,
         NoDrafter(),
-        FixedBudget(0, target.max_context),
+        FixedBudget(0),
         eos_token_ids=(END,),
         rule_book=rule_book("table"),
     )

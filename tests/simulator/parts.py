@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.control.base import Allowance
+from foredraft.control.base import OWN, Allowance, Row
 from foredraft.core.errors import CacheFullError
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
-from foredraft.core.request import Request
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
 from foredraft.models.base import ScoreRow, Scores
@@ -91,9 +90,13 @@ class SimController:
     def __init__(self, dice: Dice, most: int, failing: float) -> None:
         self._dice, self._most, self._failing = dice, most, failing
 
-    def allow(self, rows: Sequence[Request]) -> list[Allowance]:
+    def begin(self, row: Row, others: Sequence[Row]) -> str:
         self._fail()
-        return [Allowance(self._dice.randint(0, self._most)) for _ in rows]
+        return OWN
+
+    def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
+        self._fail()
+        return [Allowance(row.drafter, self._dice.randint(0, self._most)) for row in rows]
 
     def observe(self, record: StepRecord) -> None:
         self._fail()

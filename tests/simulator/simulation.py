@@ -10,9 +10,8 @@ from foredraft.core.record import StepRecord
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
-from foredraft.engine.engine import Engine, Event
-from foredraft.engine.row import GenerationResult, Row
-from tests.engine.helpers import check_sums
+from foredraft.engine.request import Event, GenerationResult, Request, RequestOptions
+from tests.engine.helpers import check_sums, engine_of
 from tests.simulator.parts import (
     VOCAB_SIZE,
     Dice,
@@ -62,7 +61,7 @@ class Simulation:
         self.cache = SimCache(self.memory, dice.choice([1, 2, 4, 16]), dice, rate(0.1))
         self.target.cache = self.cache
         self.drafter = self._new_drafter(rate(0.1), rate(0.1))
-        self.engine = Engine(
+        self.engine = engine_of(
             self.target,
             self.drafter,
             SimController(dice, dice.randint(0, 6), rate(0.1)),
@@ -133,10 +132,11 @@ class Simulation:
             **self._rules(),
         )
         tenant = dice.choice([None, "a", "b"])
-        rows = self.engine.prepare(prompt, params, None, tenant, dice.choice([0, 0, 0, 1]))
+        options = RequestOptions(tenant, dice.choice([0, 0, 0, 1]))
+        rows = self.engine.prepare(prompt, params, options)
         self.engine.add(rows, self._read)
         for row in rows:
-            self.asked[row.request_id] = Asked(prompt, replace(params, n=1, seed=row.request.seed))
+            self.asked[row.request_id] = Asked(prompt, replace(params, n=1, seed=row.seed))
             self.live.add(row.request_id)
         return len(rows) * (len(prompt) + params.max_tokens)
 
@@ -181,17 +181,14 @@ class Simulation:
         """What holds between any two steps."""
         scheduler, cache = self.engine._scheduler, self.cache
         for row in scheduler.running:
-            row.request.check()
-            assert cache.length(row.request.slot) == row.request.num_cached
-            assert (
-                list(cache.context(row.request.slot))
-                == row.request.tokens[: row.request.num_cached]
-            )
-        slots = [row.request.slot for row in scheduler.running]
+            row.check()
+            assert cache.length(row.slot) == row.num_cached
+            assert list(cache.context(row.slot)) == row.tokens[: row.num_cached]
+        slots = [row.slot for row in scheduler.running]
         assert sorted(slots) == sorted(cache.slots), "a slot belongs to one running row"
         assert len(slots) <= self.engine.max_batch_size
-        waiting: list[Row] = scheduler._waiting
-        assert all(row.request.slot < 0 and not row.request.num_cached for row in waiting)
+        waiting: list[Request] = scheduler._waiting
+        assert all(row.slot < 0 and not row.num_cached for row in waiting)
         assert {row.request_id for row in (*scheduler.running, *waiting)} == self.live
         orders = [[row.order for row in rows] for rows in (scheduler.running, waiting)]
         assert all(order == sorted(order) for order in orders)
@@ -226,11 +223,11 @@ class Simulation:
     def _alone(self, asked: Asked) -> GenerationResult:
         """The same request by itself, where nothing fails and nothing is drafted."""
         target = SimTarget(self.model)
-        engine = Engine(
+        engine = engine_of(
             target,
             NoDrafter(),
             SimController(Dice(0), 0, 0.0),
-            eos_token_ids=tuple(self.engine._eos),
+            eos_token_ids=tuple(self.engine._eos_token_ids),
         )
         engine.submit(asked.prompt, asked.params)
         *_, last = engine.run()

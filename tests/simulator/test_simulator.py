@@ -9,7 +9,7 @@ import pytest
 
 from foredraft.engine.engine import Engine
 from foredraft.engine.places import Places
-from foredraft.engine.row import Row
+from foredraft.engine.request import Request
 from tests.simulator.__main__ import simulate
 from tests.simulator.simulation import Simulation
 
@@ -55,8 +55,8 @@ def notices(num_steps: int = 20_000) -> bool:
 
 
 def test_it_notices_a_slot_that_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def close(self: Places, row: Row) -> None:
-        row.request.slot, row.request.num_cached = -1, 0
+    def close(self: Places, row: Request) -> None:
+        row.slot, row.num_cached = -1, 0
 
     monkeypatch.setattr(Places, "close", close)
     assert notices()
@@ -67,9 +67,9 @@ def test_it_notices_a_row_that_resumes_too_late_in_its_text(
 ) -> None:
     preempt = Engine._preempt
 
-    def forgetful(self: Engine, row: Row) -> None:
+    def forgetful(self: Engine, row: Request) -> None:
         preempt(self, row)
-        del row.request.tokens[-1:]
+        del row.tokens[-1:]
 
     monkeypatch.setattr(Engine, "_preempt", forgetful)
     assert notices()
@@ -78,7 +78,7 @@ def test_it_notices_a_row_that_resumes_too_late_in_its_text(
 def test_it_notices_a_queue_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
     add = Engine.add
 
-    def hurried(self: Engine, rows: list[Row], reader: object = None) -> None:
+    def hurried(self: Engine, rows: list[Request], reader: object = None) -> None:
         add(self, rows, reader)  # type: ignore[arg-type]
         self._scheduler._waiting.reverse()
 

@@ -16,13 +16,12 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow
-from foredraft.engine.engine import Engine
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import GenerationResult
 from foredraft.models.table import TableModel
 from foredraft.trace.files import Trace, TraceFile, read_trace
 from foredraft.trace.format import Draft
 from foredraft.trace.replay import StepCost, replay
-from tests.engine.helpers import limited
+from tests.engine.helpers import engine_of, limited
 
 LETTERS = "abcdefghij"
 PROMPT = [0, 1, 2]
@@ -79,10 +78,10 @@ def run(path: Path | None, budget: int = 4, **params: object) -> GenerationResul
     given = SamplingParams.of(**{"max_tokens": 60, "seed": 5, "temperature": 1.0} | params)
 
     def go(trace: object) -> GenerationResult:
-        engine = Engine(
+        engine = engine_of(
             target,
             Counting(),
-            FixedBudget(budget, target.max_context),
+            FixedBudget(budget),
             new_decoder=Letters().new_decoder,
             trace=trace,  # type: ignore[arg-type]
         )
@@ -169,7 +168,7 @@ def test_trees_come_with_target_probabilities_and_authors(tmp_path: Path) -> Non
 def test_without_a_trace_no_evidence_is_kept() -> None:
     seen = []
     target = model()
-    engine = Engine(target, Counting(), FixedBudget(2, target.max_context), trace=seen.append)
+    engine = engine_of(target, Counting(), FixedBudget(2), trace=seen.append)
     engine.submit(PROMPT, SamplingParams(max_tokens=4))
     for _ in engine.run():
         pass
@@ -233,8 +232,8 @@ def test_requests_that_gave_way_are_shown(tmp_path: Path) -> None:
     target = limited(model(), 160)
     with TraceFile(path) as file:
         file.begin(model="table", drafter="none")
-        budget = FixedBudget(0, target.max_context)
-        engine = Engine(target, Counting(), budget, trace=file.tracer(Letters()))
+        budget = FixedBudget(0)
+        engine = engine_of(target, Counting(), budget, trace=file.tracer(Letters()))
         for seed in range(4):
             engine.submit(PROMPT, SamplingParams(max_tokens=120, seed=seed))
         assert [event for event in engine.run() if event.result]

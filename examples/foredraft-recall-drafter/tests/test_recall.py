@@ -16,7 +16,7 @@ from foredraft.models.table import TableModel
 
 
 def generate(target: TableModel, drafter: Drafter, params: SamplingParams) -> GenerationResult:
-    engine = Engine(target, drafter, FixedBudget(4, target.max_context))
+    engine = Engine(target, drafter, FixedBudget(4))
     engine.submit([1, 2], params)
     return next(event.result for event in engine.run() if event.result is not None)
 

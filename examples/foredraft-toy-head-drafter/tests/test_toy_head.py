@@ -82,7 +82,7 @@ def converse(
     engine = Engine(
         target,
         drafter,
-        FixedBudget(num_draft_tokens, target.max_context),
+        FixedBudget(num_draft_tokens),
         max_step_tokens=max_step_tokens,
     )
     engine.prefixes.clear()  # nothing of an earlier conversation of the test
@@ -171,7 +171,7 @@ def test_both_turns_are_those_of_plain_decoding(target: NativeTarget, temperatur
 def test_its_guesses_are_right_now_and_then() -> None:
     """By chance: the noise that it shares with the target is large against two flat laws."""
     target = new_target("eager")
-    engine = Engine(target, ToyHeadDrafter(target), FixedBudget(4, target.max_context))
+    engine = Engine(target, ToyHeadDrafter(target), FixedBudget(4))
     params = SamplingParams(temperature=8.0, seed=1, max_tokens=60)
     engine.submit(PROMPT, params)
     result = next(event.result for event in engine.run() if event.result is not None)
@@ -188,7 +188,7 @@ def test_its_state_is_that_of_reading_all_at_once(target: NativeTarget, temperat
     text = done.turns[-1]
     found = entries(head, done.engine, text)
     once = ToyHeadDrafter(target)
-    engine = Engine(target, once, FixedBudget(0, target.max_context))
+    engine = Engine(target, once, FixedBudget(0))
     engine.prefixes.clear()
     engine.submit(text, sampling(0.0, max_tokens=1))
     list(engine.run())

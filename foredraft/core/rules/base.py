@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
@@ -24,6 +25,15 @@ class Rules(Protocol):
     @property
     def takes_best(self) -> bool:
         """Whether the law is always all on the largest logit, so that nothing else is needed."""
+        ...
+
+    @property
+    def scale(self) -> float | None:
+        """What logits are multiplied with, where the law is nothing else.
+
+        0 puts all on the largest logit. Such laws need no look at a row of their own: see
+        `foredraft.core.noise.draw_rows`. None: there is more to the law.
+        """
         ...
 
     @property
@@ -66,6 +76,7 @@ class TextlessRules:
     """What `Rules` answers where it looks at no text: nothing is banned, forced or complete."""
 
     bans = False
+    scale: float | None = None
 
     def permits(self, token: int, text: Sequence[int], drafted: Sequence[int] = ()) -> bool:
         return True
@@ -83,24 +94,17 @@ class SamplingRules(TextlessRules):
 
     params: SamplingParams
 
+    @cached_property
+    def scale(self) -> float | None:  # type: ignore[override]
+        params = self.params
+        if params.temperature == 0.0:
+            return 0.0
+        filters = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
+        return None if filters or params.temperature < _COLDEST else 1.0 / params.temperature
+
     @property
     def takes_best(self) -> bool:
         return self.params.temperature == 0.0 and self.params.logprobs is None
 
     def law(self, logits_V: Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
         return law_of(logits_V, self.params)
-
-
-def only_scale(rules: Rules) -> float | None:
-    """What logits are multiplied with where the law is nothing else: 0 puts all on the largest.
-
-    Such laws need no look at a row of their own: see `foredraft.core.noise.draw_rows`. None: there
-    is more to it.
-    """
-    if not isinstance(rules, SamplingRules):
-        return None
-    params = rules.params
-    if params.temperature == 0.0:
-        return 0.0
-    filters = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
-    return None if filters or params.temperature < _COLDEST else 1.0 / params.temperature

@@ -41,6 +41,7 @@ class RowRules:
     grammar: GrammarRule | None = None
 
     takes_best = False
+    scale = None
 
     @property
     def bans(self) -> bool:

@@ -351,6 +351,8 @@ class DsparkDrafter(BaseDrafter):
         target: its target.
     """
 
+    skips_gaps = True
+
     def __init__(self, module: DsparkModule, target: HeadTarget) -> None:
         self._parts = target.parts
         self._runner = target.head_runner(

@@ -126,6 +126,8 @@ class StepDrafter(BaseDrafter):
         limits: how far a tree may grow.
     """
 
+    skips_gaps = True
+
     def __init__(
         self,
         runner: StepRunner,

@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from foredraft.core.errors import ConfigError
-from foredraft.engine.events import Event
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import Event, GenerationResult
 from foredraft.server.answers import Context, KeyId, error_responses, new_id, respond, streamed
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.choices import (

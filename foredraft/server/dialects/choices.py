@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from foredraft.core.errors import ConfigError
-from foredraft.engine.events import Event
-from foredraft.engine.row import GenerationResult
+from foredraft.engine.request import Event, GenerationResult
 from foredraft.server.answers import new_id, now
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import (

@@ -1,11 +1,11 @@
-"""A lock that threads hold in turns: whoever works in a loop lets the others in between."""
+"""A lock that threads get in turns: whoever works in a loop lets the others in between."""
 
 from __future__ import annotations
 
 import threading
 
 
-class TurnLock:
+class FairLock:
     """A reentrant lock that is not taken again over the heads of those who wait for it.
 
     Python's own lock goes to whoever asks first after its release, which is nearly always the

@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.core.request import Request, SpeculationStats
+from foredraft.core.record import SpeculationStats
+from foredraft.engine.request import Request, Session
+from tests.engine.helpers import new_request
 
 
 def sequence(prompt: list[int], max_tokens: int = 8) -> Request:
-    params = SamplingParams(max_tokens=max_tokens)
-    return Request(0, 0, list(prompt), len(prompt), params, seed=1)
+    return new_request(prompt, SamplingParams(max_tokens=max_tokens))
 
 
 def test_a_new_sequence_is_all_pending() -> None:
@@ -46,6 +48,14 @@ def test_tokens_that_no_step_committed_break_the_invariant() -> None:
     one.tokens.append(7)
     with pytest.raises(AssertionError):
         one.check()
+
+
+def test_a_session_that_is_busy_is_not_closed() -> None:
+    session = Session()
+    session.close()
+    session.is_busy = True
+    with pytest.raises(ConfigError, match="under way"):
+        session.close()
 
 
 def test_rates_of_nothing_are_zero() -> None:

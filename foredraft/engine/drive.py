@@ -1,15 +1,19 @@
-"""A thread that runs an engine, and what others may ask of it meanwhile."""
+"""Who steps an engine: whoever reads a stream, or a thread of its own."""
 
 from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from foredraft.core.errors import EngineStoppedError, QueueFullError
-from foredraft.engine.engine import Engine, Event
-from foredraft.engine.row import Row
+from foredraft.core.params import SamplingParams
+from foredraft.engine.engine import Engine
+from foredraft.engine.policy import Policy
+from foredraft.engine.request import Event, Request, RequestOptions
 
 _log = logging.getLogger("foredraft")
 
@@ -19,6 +23,65 @@ Mailbox = Callable[[Event | EngineStoppedError], None]
 nobody will read it."""
 
 
+class Streams:
+    """Whoever reads drives the engine; what a step brings others waits in their inboxes.
+
+    Readers may be in several threads: they take turns at driving.
+
+    Args:
+        engine: runs the requests.
+        policy: whose requests they are; None: the engine's own.
+    """
+
+    def __init__(self, engine: Engine, policy: Policy | None = None) -> None:
+        self._engine, self._policy = engine, policy
+
+    def open(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        options: RequestOptions | None = None,
+    ) -> Iterator[Event]:
+        """Submit requests and yield their events until all are over.
+
+        Closing the iterator early cancels what is unfinished. Nothing is submitted before the
+        first event is asked for, and nothing generated unless every prompt is accepted.
+
+        Raises:
+            PromptError, ConfigError: as `Engine.submit`.
+        """
+        engine, inbox, live = self._engine, deque[Event](), set[int]()
+        try:
+            # Reading a grammar may take long, and nobody has to wait for it.
+            prepared = [engine.prepare(prompt, params, options) for prompt in prompts]
+            with engine.lock:
+                for requests in prepared:
+                    live.update(request.request_id for request in requests)
+                    engine.add(requests, inbox.append)
+            while live:
+                self._drive(inbox, live)
+                if not inbox:  # an interrupt swallowed the last event
+                    break
+                while inbox:
+                    event = inbox.popleft()
+                    if event.result is not None:
+                        live.discard(event.request_id)
+                    yield event
+        finally:
+            # A stream that is still open when the interpreter ends: nothing is there to be tidy in.
+            if not sys.is_finalizing():
+                for request_id in live:
+                    engine.cancel(request_id)
+
+    def _drive(self, inbox: deque[Event], live: Set[int]) -> None:
+        """Step until something has arrived, also by another thread, or nothing will."""
+        while not inbox:
+            with self._engine.lock:
+                if inbox or not any(self._engine.is_live(i) for i in live):
+                    return
+                self._engine.step(self._policy)
+
+
 class EngineThread:
     """The engine's thread. It steps while there is work, and sleeps while there is none.
 
@@ -26,11 +89,14 @@ class EngineThread:
 
     Args:
         engine: what it steps.
+        policy: on whose behalf; None: the engine's own.
         send: told when mailboxes have got what a step, or what others asked for, brought them.
     """
 
-    def __init__(self, engine: Engine, send: Command = lambda: None) -> None:
-        self._engine, self._send = engine, send
+    def __init__(
+        self, engine: Engine, policy: Policy | None = None, send: Command = lambda: None
+    ) -> None:
+        self._engine, self._policy, self._send = engine, policy, send
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # safe in finalizers
         self._mailboxes: dict[int, Mailbox] = {}  # of the replies under way; the thread's own
         self._changed = threading.Condition()
@@ -58,12 +124,12 @@ class EngineThread:
             self._num_live -= num_replies
             self._changed.notify_all()
 
-    def add(self, rows: Sequence[Row], mailbox: Mailbox) -> None:
+    def add(self, requests: Sequence[Request], mailbox: Mailbox) -> None:
         """Queue a request that was counted in."""
         with self._changed:
             if self._is_over:
                 raise EngineStoppedError(f"the engine has stopped: {self.problem}")
-            self._commands.put(lambda: self._add(rows, mailbox))
+            self._commands.put(lambda: self._add(requests, mailbox))
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self._commands.put(lambda: self._drop(request_ids))
@@ -91,7 +157,7 @@ class EngineThread:
             while not self._stopping:
                 self._obey(wait=not self._mailboxes)
                 if self._mailboxes:
-                    self._engine.step()
+                    self._engine.step(self._policy)
                 self._send()
         except BaseException as error:
             _log.critical("the engine's thread has failed: %s", error, exc_info=error)
@@ -108,9 +174,9 @@ class EngineThread:
         except queue.Empty:
             return
 
-    def _add(self, rows: Sequence[Row], mailbox: Mailbox) -> None:
-        self._mailboxes |= {row.request_id: mailbox for row in rows}
-        self._engine.add(rows, self._deliver)
+    def _add(self, requests: Sequence[Request], mailbox: Mailbox) -> None:
+        self._mailboxes |= {each.request_id: mailbox for each in requests}
+        self._engine.add(requests, self._deliver)
 
     def _deliver(self, event: Event) -> None:
         self._put(event.request_id, event, event.result is not None)

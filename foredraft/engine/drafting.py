@@ -1,0 +1,274 @@
+"""All that happens between a request, its controller and its drafter.
+
+``request.drafter`` is the one place that says who drafts for a request. It is set here alone: when
+the request's place in the cache is opened, when its controller names another drafter, and when a
+drafter fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from foredraft.control.base import Allowance
+from foredraft.core.errors import ForedraftError
+from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
+from foredraft.core.record import StepRecord
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters.base import DraftRequest
+from foredraft.engine.guard import LoadedDrafter
+from foredraft.engine.policy import Policy
+from foredraft.engine.request import Request
+from foredraft.engine.turn import Turn
+from foredraft.models.base import Scores
+
+_log = logging.getLogger("foredraft")
+
+
+class Drafting:
+    """Asks controllers how much to draft and drafters for drafts, and tells both what came of it.
+
+    Args:
+        max_context: most tokens that a request may hold, drafted ones included.
+    """
+
+    def __init__(self, max_context: int) -> None:
+        self._max_context = max_context
+
+    # ---- a request comes, changes its drafter, and goes ------------------------------------------
+
+    def begin(self, request: Request, running: Sequence[Request]) -> None:
+        """A request has its place in the cache: its controller says who drafts for it.
+
+        A drafter that keeps something for each token may lack what the target's cache holds: see
+        `LoadedDrafter.can_follow`.
+
+        Args:
+            running: the requests in the batch.
+        """
+        policy = request.policy
+        name = policy.begin(request, running)
+        if name is None:
+            return
+        loaded = policy.drafters[name]
+        if loaded.can_follow(request.slot, request.num_cached):
+            self._follow(request, loaded, request.num_cached)
+
+    def end(self, request: Request) -> None:
+        """Nobody drafts for a request any more: it is over, or gives its place away."""
+        if request.drafter is not None:
+            _loaded(request).end(request.request_id)
+            request.drafter = None
+
+    def _move(self, request: Request, name: str | None) -> None:
+        """Let another drafter, or nobody, draft for a request from now on."""
+        self.end(request)
+        if name is None:
+            return
+        loaded = request.policy.drafters[name]
+        if loaded.traits.joins_late:
+            # The last token is pending: it comes with an observation like all later ones.
+            self._follow(request, loaded, len(request.tokens) - 1)
+
+    def _follow(self, request: Request, loaded: LoadedDrafter, num_known: int) -> None:
+        if loaded.name in request.failed_drafters:
+            return
+        described = DraftRequest(
+            request.request_id,
+            tuple(request.tokens),
+            request.draft_params,
+            request.options.tenant,
+            num_known,
+            request.slot,
+        )
+        if loaded.begin(described):
+            request.drafter = loaded.name
+        else:
+            request.failed_drafters.add(loaded.name)
+
+    def _lose(self, request: Request) -> None:
+        """The request's drafter has failed for it, and has forgotten it already."""
+        if request.drafter is not None:
+            request.failed_drafters.add(request.drafter)
+            request.drafter = None
+
+    # ---- what a step does, in this order ---------------------------------------------------------
+
+    def allow(self, batch: Sequence[Turn]) -> None:
+        """Ask controllers who drafts for each row and how much; find what rules force."""
+        able = [turn for turn in batch if turn.reads_all and turn.may_draft]
+        for turn in able:
+            turn.request.room = self._room(turn.request)
+        by_policy = _by_policy(able)
+        for policy, turns in by_policy.items():
+            rows = [turn.request for turn in turns]
+            others = [turn.request for turn in able if turn.request.policy is not policy]
+            for turn, allowance in zip(turns, policy.allow(rows, others), strict=True):
+                self._take(turn, allowance)
+
+    def propose(self, batch: Sequence[Turn]) -> None:
+        """A proposal for each row, empty where there is none."""
+        asked: dict[LoadedDrafter, list[Turn]] = {}
+        for turn in batch:
+            turn.proposal = _chain(turn.forced) if turn.forced else NO_PROPOSAL
+            if turn.budget:
+                asked.setdefault(_loaded(turn.request), []).append(turn)
+        for loaded, turns in asked.items():
+            self._ask(loaded, turns)
+
+    def taps(self, batch: Sequence[Turn]) -> Sequence[int]:
+        """Layers whose outputs drafters want of this step.
+
+        With steps that may draft, or always where a drafter keeps something for each token.
+        """
+        wanted = {
+            _loaded(turn.request)
+            for turn in batch
+            if turn.request.drafter is not None and (turn.allowed or _loaded(turn.request).layers)
+        }
+        return sorted({tap for loaded in wanted for tap in loaded.taps})
+
+    def observe(self, batch: Sequence[Turn], scores: Scores) -> None:
+        """Tell drafters what became of the rows that they follow."""
+        watched: dict[LoadedDrafter, list[int]] = {}
+        for index, turn in enumerate(batch):
+            if turn.request.drafter is not None and _loaded(turn.request).learns:
+                watched.setdefault(_loaded(turn.request), []).append(index)
+        for loaded, indices in watched.items():
+            failed = loaded.observe([batch[i].observation(scores, i) for i in indices])
+            for index in indices if failed else ():
+                if batch[index].request_id in failed:
+                    self._lose(batch[index].request)
+
+    def report(self, batch: Sequence[Turn], record: StepRecord) -> None:
+        """Tell controllers, and the traces of policies, of a step."""
+        by_policy = _by_policy(batch)
+        for policy, turns in by_policy.items():
+            policy.observe(record)
+            policy.trace(record if len(by_policy) == 1 else replace(record, rows=tuple(turns)))
+
+    # ---- one row ---------------------------------------------------------------------------------
+
+    def _room(self, request: Request) -> int:
+        """The most nodes that a request may draft now."""
+        # The last token a step commits is the target's own, so one fewer can be drafted.
+        left = min(request.num_remaining - 1, self._max_context - len(request.tokens))
+        return max(0, left)
+
+    def _take(self, turn: Turn, allowance: Allowance) -> None:
+        """What a controller allows a row, as far as there is room for it."""
+        request = turn.request
+        if allowance.drafter != request.drafter:
+            self._move(request, allowance.drafter)
+        turn.drafter, turn.price = request.drafter, allowance.price
+        turn.allowed = max(0, min(allowance.budget, request.room))
+        turn.forced = _forced(request, min(allowance.num_forced, request.room))
+        turn.budget = turn.allowed if request.drafter is not None and _is_asked(turn) else 0
+
+    def _ask(self, loaded: LoadedDrafter, turns: Sequence[Turn]) -> None:
+        """Let a drafter propose for its rows, or go on behind what is forced."""
+        proposals: dict[int, Proposal] = {}
+        rows = [turn.draft_row(turn.budget) for turn in turns if not _goes_on(turn)]
+        if rows:
+            proposals = loaded.propose(rows)
+        for turn in turns:
+            if _goes_on(turn):
+                row = turn.draft_row(turn.budget - len(turn.forced))
+                proposal = loaded.propose_after(row, turn.forced)
+            else:
+                proposal = proposals.get(turn.request_id)
+            if proposal is None:
+                self._lose(turn.request)
+            elif _goes_on(turn):
+                tail = permitted(Proposal.chosen(_behind(turn.forced, proposal.tree)), turn.request)
+                turn.proposal = tail
+            elif len(proposal.tree):
+                turn.proposal = permitted(proposal, turn.request)
+
+
+def _loaded(request: Request) -> LoadedDrafter:
+    """Who drafts for a request; somebody must."""
+    assert request.drafter is not None
+    return request.policy.drafters[request.drafter]
+
+
+def _is_asked(turn: Turn) -> bool:
+    """Whether the drafter is to draft, beside what the rules force.
+
+    Where they force as much as the row may draft it has nothing to add. Behind several forced
+    tokens only a drafter that can go on from a draft has anything to say.
+    """
+    if not turn.forced or not turn.allowed:
+        return turn.allowed > 0
+    if len(turn.forced) >= turn.allowed:
+        return False
+    return len(turn.forced) == 1 or _loaded(turn.request).continues
+
+
+def _goes_on(turn: Turn) -> bool:
+    """Whether the drafter that is asked goes on behind forced tokens."""
+    return bool(turn.forced) and _loaded(turn.request).continues
+
+
+def _by_policy(turns: Sequence[Turn]) -> dict[Policy, list[Turn]]:
+    found: dict[Policy, list[Turn]] = {}
+    for turn in turns:
+        found.setdefault(turn.request.policy, []).append(turn)
+    return found
+
+
+def _forced(request: Request, most: int) -> tuple[int, ...]:
+    """The only tokens that can follow, by the request's rules and its committed text.
+
+    Drafts that are drawn need this: it does not depend on any draft.
+    """
+    if most < 1 or not request.rules.bans:
+        return ()
+    try:
+        return tuple(request.rules.forced(request.tokens)[:most])
+    except ForedraftError as error:  # verification says so, too, if the text gets there
+        _log.debug("nothing is forced for request %d: %s", request.request_id, error)
+        return ()
+
+
+def permitted(proposal: Proposal, request: Request) -> Proposal:
+    """A chosen draft without the tokens that the request's rules do not permit.
+
+    Drafters with a distribution have masked it already before they chose or drew; drafters that
+    copy have none. Only chosen tokens are dropped: a drawn one that is taken away after it was
+    seen would bias the text.
+    """
+    tree, rules = proposal.tree, request.rules
+    if not rules.bans or isinstance(proposal, DrawnProposal) or not len(tree):
+        return proposal
+    paths: dict[int, tuple[int, ...]] = {ROOT: ()}
+    try:
+        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            before = paths.get(parent)
+            if before is not None and rules.permits(token, request.tokens, before):
+                paths[node] = (*before, token)
+    except ForedraftError as error:  # likewise
+        _log.debug("a draft for request %d is dropped: %s", request.request_id, error)
+        return NO_PROPOSAL
+    if len(paths) > len(tree):
+        return proposal
+    del paths[ROOT]
+    numbers = {node: number for number, node in enumerate(paths)} | {ROOT: ROOT}
+    return Proposal.chosen(
+        TokenTree(
+            tuple(tree.tokens[node] for node in paths),
+            tuple(numbers[tree.parents[node]] for node in paths),
+        )
+    )
+
+
+def _chain(tokens: Sequence[int]) -> Proposal:
+    return Proposal.chosen(TokenTree.chain(tokens))
+
+
+def _behind(chain: Sequence[int], tree: TokenTree) -> TokenTree:
+    """A tree that hangs off the end of a chain."""
+    first, size = TokenTree.chain(chain), len(chain)
+    parents = (size - 1 if parent == ROOT else parent + size for parent in tree.parents)
+    return TokenTree((*first.tokens, *tree.tokens), (*first.parents, *parents))

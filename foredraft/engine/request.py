@@ -1,0 +1,342 @@
+"""A request inside the engine: what it came with, what is known of it, and what it produces."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from foredraft.cache.base import Cache
+from foredraft.core.errors import ConfigError, NonFiniteScoresError
+from foredraft.core.logprobs import TokenLogprobs
+from foredraft.core.params import SamplingParams
+from foredraft.core.record import FinishReason, SpeculationStats
+from foredraft.core.rules import Rules, SamplingRules
+from foredraft.engine.policy import Policy
+from foredraft.engine.prompt_logprobs import PromptLogprobs
+from foredraft.engine.text import Piece, TextAssembler
+
+_log = logging.getLogger("foredraft")
+
+
+@dataclass(eq=False)
+class Session:
+    """A conversation, which takes one reply at a time.
+
+    Its turns share what the cache holds, as all requests that begin alike do.
+
+    Attributes:
+        is_busy: whether a reply is under way.
+    """
+
+    is_busy: bool = False
+
+    def close(self) -> None:
+        """The conversation is over. It holds nothing of its own.
+
+        Raises:
+            ConfigError: a reply is under way.
+        """
+        if self.is_busy:
+            raise ConfigError("a reply of this conversation is under way; cancel it first")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request comes with beside its prompt and its parameters.
+
+    Attributes:
+        tenant: whose request it is: nothing of one tenant's text is shared with another.
+        priority: requests of higher numbers go first.
+        session: the conversation that it belongs to.
+        policy: who drafts for it; None: the engine's own policy.
+        prefix_caching: whether it may begin with what the cache holds, and leave something there.
+    """
+
+    tenant: str | None = None
+    priority: int = 0
+    session: Session | None = None
+    policy: Policy | None = None
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What a request produced.
+
+    Attributes:
+        request_id: counts the requests of an engine.
+        text: the generated text, without the stop string that ended it.
+        token_ids: the generated ids; the last one is the one that completed the stop, if any.
+        finish_reason: "stop" (end of text, stop id or stop string), "length" (max_tokens or the
+            context is full), "cancelled", or "error" (see ``error``; what was committed is kept).
+        stats: what speculation did.
+        seed: the seed in use, also when none was asked for.
+        num_prompt_tokens: length of the prompt.
+        num_cached_tokens: how many of them were still in the cache from an earlier turn.
+        error: what went wrong, for finish reason "error".
+        parent_id: the id of the first of the replies to one prompt; its own where there is one.
+        index: which of these replies it is.
+        logprobs: of each generated id, where the request asks for them.
+        prompt_logprobs: of each id of the prompt, likewise; None for the first, which nothing
+            foretells.
+    """
+
+    request_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: SpeculationStats
+    seed: int
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    error: str | None = None
+    parent_id: int = -1
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step brought one request, or one of the replies that a request asked for.
+
+    Attributes:
+        request_id: counts the replies of an engine.
+        token_ids: newly committed ids.
+        num_accepted: how many of them were drafted.
+        pieces: text that became certain, marked as drafted or the target's own.
+        num_prompt_read: tokens of the prompt that have been read by now.
+        logprobs: of each of these ids, where the request asks for them; else empty.
+        result: the final result, on the reply's last event.
+        parent_id: the id of the first of the replies to one prompt; its own where there is one.
+        index: which of these replies it is.
+        num_drafted: draft tokens that the step sent to verification for it.
+        prompt_logprobs: of the prompt, where the request asks for them, with the reply's first
+            tokens; else None.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    num_accepted: int
+    pieces: tuple[Piece, ...]
+    num_prompt_read: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    result: GenerationResult | None = None
+    parent_id: int = -1
+    index: int = 0
+    num_drafted: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+Reader = Callable[[Event], None]
+"""Takes one request's events, on whichever thread steps. It must be quick and must not raise."""
+
+
+@dataclass
+class _Sent:
+    """What the events of a request have carried so far: ids, accepted and drafted tokens."""
+
+    num_ids: int = 0
+    num_accepted: int = 0
+    num_drafted: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """One reply to one prompt, from its arrival to its end.
+
+    Between steps ``num_cached + num_pending == len(tokens)``, and ``num_pending`` is at least 1:
+    the last token is always read by the next step.
+
+    Attributes:
+        tokens: prompt and committed tokens. It only grows.
+        num_prompt: length of the prompt.
+        seed: the resolved seed.
+        policy: who may draft for it.
+        rules: what the request asks of a distribution.
+        text: of the reply.
+        stop_ids: ids that end it.
+        options: what it came with.
+        leader: the first of several replies to one prompt, for the others, which begin with what
+            it has read.
+        index: which of these replies it is.
+        draft_params: what drafters see of ``params``: all but the seed.
+        keeps_evidence: whether verdicts are to say what they were decided on.
+        reader: handed its events, beside whoever steps.
+        slot: its row in the target's cache; -1 while it waits.
+        num_cached: how many of its tokens the cache holds.
+        drafter: who drafts for it now; None: nobody.
+        failed_drafters: drafters that are not asked for it again: they failed for it, or were left
+            out because they kept failing.
+        room: the most nodes that it may draft in the step to come.
+        order: its place in every queue; see `Scheduler`.
+        has_begun: whether it has ever been in the batch.
+        num_begun_with: tokens that were in the cache when it was given its place.
+        num_named: blocks of its text that others can find.
+        num_reused: tokens of the prompt that were in the cache when it began.
+        num_prompt_read: the most tokens of the prompt that were in the cache after a step.
+        has_read_nonsense: whether it ended because its logits were no numbers.
+        prompt_logprobs: of the prompt, where the request asks for them.
+        logprobs: of the generated tokens, likewise.
+    """
+
+    request_id: int
+    tokens: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+    policy: Policy
+    rules: Rules = field(default_factory=lambda: SamplingRules(SamplingParams()))
+    text: TextAssembler = field(default_factory=lambda: TextAssembler(None))
+    stop_ids: frozenset[int] = frozenset()
+    options: RequestOptions = RequestOptions()
+    leader: Request | None = None
+    index: int = 0
+    keeps_evidence: bool = False
+    reader: Reader | None = None
+
+    slot: int = -1
+    num_cached: int = 0
+    drafter: str | None = None
+    failed_drafters: set[str] = field(default_factory=set)
+    room: int = 0
+    order: tuple[int, int] = (0, 0)
+    has_begun: bool = False
+    num_begun_with: int = 0
+    num_named: int = 0
+    num_reused: int = 0
+    num_prompt_read: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    has_read_nonsense: bool = False
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    prompt_logprobs: PromptLogprobs | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _sent: _Sent = field(default_factory=_Sent)
+
+    def __post_init__(self) -> None:
+        self.draft_params = replace(self.params, seed=None)
+        if self.leader is not None:
+            self.prompt_logprobs = self.leader.prompt_logprobs
+        elif self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = PromptLogprobs(self.params.prompt_logprobs, self.num_prompt)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def pending(self) -> list[int]:
+        """Committed tokens that the cache does not hold yet."""
+        return self.tokens[self.num_cached :]
+
+    @property
+    def num_pending(self) -> int:
+        """How many of them there are."""
+        return len(self.tokens) - self.num_cached
+
+    @property
+    def num_readable(self) -> int:
+        """How many pending tokens one step may read."""
+        if self.prompt_logprobs is None:
+            return self.num_pending
+        return self.prompt_logprobs.num_readable(self.num_cached, self.num_pending)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that max_tokens still allows."""
+        return self.params.max_tokens - (len(self.tokens) - self.num_prompt)
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def has_read_prompt(self) -> bool:
+        """Whether its place in the cache holds the whole prompt."""
+        return self.slot >= 0 and self.num_cached >= self.num_prompt
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may begin: it does not wait for another to read its prompt."""
+        return self.leader is None or self.leader.is_over or self.leader.has_read_prompt
+
+    @property
+    def parent_id(self) -> int:
+        return self.request_id if self.leader is None else self.leader.request_id
+
+    def fail(self, error: Exception) -> None:
+        """End this request, and no other. What it committed stays; one that is over stays so."""
+        if self.finish_reason is not None:
+            return
+        self.finish_reason = "error"
+        self.error = f"{type(error).__name__}: {error}"
+        self.has_read_nonsense = isinstance(error, NonFiniteScoresError)
+        _log.warning("request %d ends: %s", self.request_id, self.error, exc_info=error)
+
+    def check(self) -> None:
+        """Assert the invariants between steps."""
+        assert 0 <= self.num_cached < len(self.tokens), (self.num_cached, len(self.tokens))
+        assert self.stats.drafted == (
+            self.stats.accepted + self.stats.rejected + self.stats.discarded
+        )
+        assert self.stats.committed == len(self.tokens) - self.num_prompt
+
+    def check_cache(self, cache: Cache) -> None:
+        """Refuse to go on from a step that was interrupted between its commit and its cache.
+
+        Raises:
+            RuntimeError: request and cache disagree; the text would silently be another.
+        """
+        num_held = cache.length(self.slot)
+        if num_held != self.num_cached:
+            raise RuntimeError(
+                f"the cache holds {num_held} tokens of request {self.request_id}, which counts "
+                f"{self.num_cached}: an earlier step was interrupted"
+            )
+
+    def take_event(self) -> Event:
+        """What is new since the last event. The last one, of a request that is over, has its
+        result."""
+        sent, stats = self._sent, self.stats
+        ids = tuple(self.tokens[self.num_prompt + sent.num_ids :])
+        self.num_prompt_read = max(self.num_prompt_read, min(self.num_cached, self.num_prompt))
+        is_first = bool(ids) and not sent.num_ids and self.prompt_logprobs is not None
+        event = Event(
+            self.request_id,
+            ids,
+            stats.accepted - sent.num_accepted,
+            tuple(self.text.take(final=self.is_over)),
+            self.num_prompt_read,
+            tuple(self.logprobs[-len(ids) :]) if ids and self.logprobs else (),
+            self._result() if self.is_over else None,
+            self.parent_id,
+            self.index,
+            stats.drafted - sent.num_drafted,
+            self._logprobs_of_prompt() if is_first else None,
+        )
+        self._sent = _Sent(sent.num_ids + len(ids), stats.accepted, stats.drafted)
+        return event
+
+    def _result(self) -> GenerationResult:
+        """What it produced."""
+        assert self.finish_reason is not None
+        return GenerationResult(
+            request_id=self.request_id,
+            text=self.text.text,
+            token_ids=tuple(self.generated),
+            finish_reason=self.finish_reason,
+            stats=self.stats,
+            seed=self.seed,
+            num_prompt_tokens=self.num_prompt,
+            num_cached_tokens=self.num_reused,
+            error=self.error,
+            parent_id=self.parent_id,
+            index=self.index,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=self._logprobs_of_prompt(),
+        )
+
+    def _logprobs_of_prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
+        return tuple(self.prompt_logprobs.found) if self.prompt_logprobs else None

@@ -1,0 +1,423 @@
+"""Who drafts for a row lies in one field of it; what rules force and forbid holds for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.control.base import Allowance, DrafterTraits, Row
+from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.record import StepRecord
+from foredraft.core.rules.base import Rules, TextlessRules
+from foredraft.core.sampling import Law, law_of
+from foredraft.core.tree import ROOT, TokenTree
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.engine.drafting import Drafting
+from foredraft.engine.engine import Engine, EngineOptions
+from foredraft.engine.guard import LoadedDrafter
+from foredraft.engine.policy import Policy
+from foredraft.engine.request import Request, RequestOptions
+from foredraft.engine.turn import Turn
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.options import LoadOptions
+from tests.engine.helpers import counting_drafter, counting_model, drain, limited
+
+TARGET = TableModel.random(10, seed=1)
+CONTEXT = 1000
+
+
+class Wants:
+    """A controller that does as it is told, by request."""
+
+    def __init__(self, **drafters: Any) -> None:
+        self.first: dict[int, str | None] = {}
+        self.next: dict[int, Allowance] = {}
+        self.others: list[int] = []
+        self.steps: list[StepRecord] = []
+
+    def begin(self, row: Row, others: Sequence[Row]) -> str | None:
+        return self.first.get(row.request_id)
+
+    def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
+        self.others = [row.request_id for row in others]
+        return [self.next.get(row.request_id, Allowance(row.drafter, 2)) for row in rows]
+
+    def observe(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def end(self, request_id: int) -> None:
+        pass
+
+
+class Noted(BaseDrafter):
+    """Drafts its own number and notes what it is told."""
+
+    def __init__(self, token: int, taps: Sequence[int] = ()) -> None:
+        self.token, self.taps = token, taps
+        self.begun: dict[int, tuple[int, ...]] = {}
+        self.seen: list[int] = []
+        self.params: list[SamplingParams] = []
+
+    def begin(self, request: DraftRequest) -> None:
+        self.begun[request.request_id] = tuple(request.tokens)
+        self.params.append(request.params)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        self.params += [row.params for row in rows]
+        return [Proposal.chosen(TokenTree.chain([self.token] * row.budget)) for row in rows]
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        self.seen += [seen.request_id for seen in observations]
+
+    def end(self, request_id: int) -> None:
+        del self.begun[request_id]
+
+
+def loaded(drafter: Any, name: str, joins_late: bool) -> LoadedDrafter:
+    target = TableModel.random(10, seed=1)
+    target.capabilities = type(target.capabilities)(tree_attention=True, taps=range(5))
+    return LoadedDrafter(drafter, target, DrafterTraits(name, joins_late=joins_late))
+
+
+@dataclass
+class Setup:
+    wants: Wants = field(default_factory=Wants)
+    head: Noted = field(default_factory=lambda: Noted(1, taps=(3,)))
+    copy: Noted = field(default_factory=lambda: Noted(2))
+
+    def __post_init__(self) -> None:
+        drafters = [loaded(self.head, "head", False), loaded(self.copy, "copy", True)]
+        self.policy = Policy(self.wants, drafters)
+        self.drafting = Drafting(CONTEXT)
+        self.requests = [
+            Request(i, [5, 6, 7], 3, SamplingParams(seed=9), 9, self.policy) for i in range(3)
+        ]
+
+    def begin(self, *names: str | None) -> None:
+        self.wants.first = dict(enumerate(names))
+        for i, request in enumerate(self.requests):
+            request.num_cached = 0
+            self.drafting.begin(request, self.requests[:i])
+
+    def step(self) -> list[Turn]:
+        turns = [Turn(request, request.num_pending) for request in self.requests]
+        self.drafting.allow(turns)
+        self.drafting.propose(turns)
+        return turns
+
+
+def test_each_row_is_drafted_for_by_its_own() -> None:
+    setup = Setup()
+    setup.begin(None, "head", "head")
+    assert [request.drafter for request in setup.requests] == [None, "head", "head"]
+    setup.wants.next = {0: Allowance("copy", 2), 2: Allowance("copy", 1)}
+    turns = setup.step()
+    assert [turn.proposal.tree.tokens for turn in turns] == [(2, 2), (1, 1), (2,)]
+    assert [(turn.drafter, turn.budget) for turn in turns] == [
+        ("copy", 2),
+        ("head", 2),
+        ("copy", 1),
+    ]
+    assert setup.copy.begun == {0: (5, 6, 7), 2: (5, 6, 7)}
+    assert setup.head.begun == {1: (5, 6, 7)}
+    assert setup.drafting.taps(turns) == [3]
+    setup.wants.next[1] = Allowance(None)
+    turns = setup.step()
+    assert (setup.head.begun, setup.drafting.taps(turns)) == ({}, [])
+    assert setup.requests[1].drafter is None
+    for request in setup.requests:
+        setup.drafting.end(request)
+    assert not setup.copy.begun
+
+
+def test_one_that_cannot_join_late_does_not() -> None:
+    setup = Setup()
+    setup.begin(None, None, None)
+    setup.wants.next = {i: Allowance("head", 3) for i in range(3)}
+    turns = setup.step()
+    assert [(turn.drafter, turn.budget, len(turn.proposal.tree)) for turn in turns] == [
+        (None, 0, 0)
+    ] * 3, "it was not asked, and nobody may think that it drafted nothing"
+    assert not setup.head.begun
+
+
+def test_drafters_see_no_seed() -> None:
+    setup = Setup()
+    setup.begin("head", "copy", "head")
+    setup.step()
+    assert {params.seed for params in (*setup.head.params, *setup.copy.params)} == {None}
+
+
+def test_controllers_decide_for_their_own_rows_and_know_of_the_others() -> None:
+    setup, other = Setup(), Setup()
+    setup.requests[1].policy = other.policy
+    setup.begin("head", None, "head")
+    other.wants.next = {1: Allowance("copy", 4)}
+    turns = setup.step()
+    assert [turn.proposal.tree.tokens for turn in turns] == [(1, 1), (2, 2, 2, 2), (1, 1)]
+    assert (setup.wants.others, other.wants.others) == ([1], [0, 2])
+    assert (setup.copy.begun, other.copy.begun) == ({}, {1: (5, 6, 7)})
+
+
+def test_what_there_is_no_room_for_is_not_asked() -> None:
+    setup = Setup()
+    params = SamplingParams(max_tokens=3)
+    full = [5] * (CONTEXT - 1)
+    setup.requests = [
+        Request(0, [5, 6, 7], 3, params, 9, setup.policy),
+        Request(1, [5, 6, 7, 8], 3, params, 9, setup.policy),
+        Request(2, full, len(full), SamplingParams(), 9, setup.policy),
+    ]
+    setup.begin("copy", "copy", "copy")
+    setup.wants.next = {i: Allowance("copy", 50) for i in range(3)}
+    assert [turn.budget for turn in setup.step()] == [2, 1, 1]
+
+
+# ---- rules --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Picky(TextlessRules):
+    """Forces what it is told, and bans token 9 everywhere and 3 behind 2."""
+
+    chain: tuple[int, ...] = ()
+    bans = True
+    takes_best = False
+
+    def law(self, logits_V: torch.Tensor, text: Sequence[int], drafted: Sequence[int] = ()) -> Law:
+        return law_of(logits_V, SamplingParams())
+
+    def permits(self, token: int, text: Sequence[int], drafted: Sequence[int] = ()) -> bool:
+        return token != 9 and not (token == 3 and drafted and drafted[-1] == 2)
+
+    def forced(self, text: Sequence[int]) -> Sequence[int]:
+        return self.chain
+
+
+@dataclass
+class Inner(BaseDrafter):
+    """Proposes one tree, and remembers that it was asked."""
+
+    tree: TokenTree
+    asked: list[int] = field(default_factory=list)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        self.asked += [row.request_id for row in rows]
+        return [Proposal.chosen(self.tree) for _ in rows]
+
+
+class Continuing(Inner):
+    def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
+        self.asked.append(row.budget)
+        return Proposal.chosen(self.tree)
+
+
+TREE = TokenTree((2, 3, 4, 9, 5, 6), (ROOT, 0, 0, ROOT, 3, 2))
+
+
+def drafts(
+    inner: Inner, *chains: tuple[int, ...], budget: int = 6, num_forced: int = 6
+) -> list[Proposal]:
+    """Of rows whose rules force these chains."""
+    wants = Wants()
+    policy = Policy(wants, [loaded(inner, "x", True)])
+    drafting, turns = Drafting(CONTEXT), []
+    for number, chain in enumerate(chains):
+        rules: Rules = Picky(chain)
+        request = Request(number, [1, 2], 2, SamplingParams(), 0, policy, rules)
+        wants.first[number] = "x"
+        wants.next[number] = Allowance("x", budget, num_forced=num_forced)
+        drafting.begin(request, [])
+        turns.append(Turn(request, 2))
+    drafting.allow(turns)
+    drafting.propose(turns)
+    assert all(len(turn.proposal.tree) <= turn.most_tokens - turn.num_read for turn in turns)
+    return [turn.proposal for turn in turns]
+
+
+def test_what_cannot_come_is_not_scored() -> None:
+    (proposal,) = drafts(Inner(TREE), ())
+    assert proposal.tree == TokenTree((2, 4, 6), (ROOT, 0, 1))
+
+
+def test_a_draft_that_may_come_is_left_as_it_is() -> None:
+    inner = Inner(TokenTree.chain((2, 4)))
+    (proposal,) = drafts(inner, ())
+    assert proposal.tree is inner.tree
+
+
+@pytest.mark.parametrize(
+    ("chain", "tree", "expected", "asked"),
+    [
+        ((7, 8), TREE, (7, 8), []),  # known without asking
+        ((7,), TokenTree(), (7,), [0]),  # for nothing, where the drafter has none
+        ((7,), TokenTree.chain((7, 4)), (7, 4), [0]),
+        ((), TokenTree.chain((4,)), (4,), [0]),
+        ((1, 2, 4, 5, 6, 7, 8), TREE, (1, 2, 4, 5, 6, 7), []),  # no more than is allowed
+    ],
+)
+def test_forced_tokens(
+    chain: tuple[int, ...], tree: TokenTree, expected: tuple[int, ...], asked: list[int]
+) -> None:
+    inner = Inner(tree)
+    (proposal,) = drafts(inner, chain)
+    assert proposal.tree.tokens == expected
+    assert inner.asked == asked
+
+
+def test_forced_tokens_may_be_more_than_the_drafter_is_asked_for() -> None:
+    inner = Inner(TREE)
+    (proposal,) = drafts(inner, (1, 2, 4, 5, 6, 7, 8), budget=3, num_forced=100)
+    assert proposal.tree.tokens == (1, 2, 4, 5, 6, 7, 8)
+    assert inner.asked == []
+
+
+def test_who_can_goes_on_behind_them() -> None:
+    inner = Continuing(TokenTree((2, 3, 4, 9), (ROOT, 0, 0, ROOT)))
+    (proposal,) = drafts(inner, (7, 2))
+    assert inner.asked == [4]
+    assert proposal.tree == TokenTree((7, 2, 2, 4), (ROOT, 0, 1, 2))
+
+
+def test_rows_keep_their_own() -> None:
+    proposals = drafts(Inner(TokenTree.chain((4,))), (7, 8), (), (5, 6))
+    assert [proposal.tree.tokens for proposal in proposals] == [(7, 8), (4,), (5, 6)]
+
+
+def test_where_nothing_is_allowed_nothing_is_forced() -> None:
+    (proposal,) = drafts(Inner(TokenTree()), (7, 8), budget=0, num_forced=0)
+    assert not proposal.tree
+
+
+# ---- in an engine -------------------------------------------------------------------------------
+
+
+def test_texts_do_not_depend_on_who_drafts() -> None:
+    """Through the default controller, which changes its mind as it goes."""
+    target = TableModel.random(8, seed=3, order=2)
+    params = SamplingParams(temperature=0.7, seed=4, max_tokens=150)
+    prompts = [[1, 2], [3], [4, 5, 6]]
+
+    def texts(options: LoadOptions) -> list[tuple[int, ...]]:
+        return [result.token_ids for result in LLM(target, None, options).generate(prompts, params)]
+
+    plain = texts(LoadOptions(drafter="none"))
+    assert texts(LoadOptions()) == plain
+    assert texts(LoadOptions(drafter="token_recycling")) == plain
+    assert texts(LoadOptions(drafter="lookahead", max_batch_size=2)) == plain
+
+
+class Slotted(BaseDrafter):
+    """Keeps something for each token, and so cannot join late."""
+
+    def __init__(self, target: TableModel) -> None:
+        from foredraft.cache.base import KVShape
+
+        self.layers = (target.cache.add_layers(KVShape(1, 1, 1), torch.float32),)
+        self.slots: dict[int, int] = {}
+
+    def begin(self, request: DraftRequest) -> None:
+        self.slots[request.request_id] = request.slot
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [NO_PROPOSAL for _ in rows]
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            entries = torch.zeros(1, seen.end - seen.start, 1)
+            slot = self.slots[seen.request_id]
+            self.layers[0].write(0, slot, seen.start, entries, entries)
+
+    def end(self, request_id: int) -> None:
+        del self.slots[request_id]
+
+
+def test_a_preempted_request_whose_drafter_joins_late_drafts_again() -> None:
+    """Though another loaded drafter keeps something for each token, and did not follow it."""
+    target = limited(counting_model(), 330)  # the layers take their share
+    wants, copy = Wants(), counting_drafter()
+    drafters = [
+        LoadedDrafter(Slotted(target), target, DrafterTraits("head")),
+        LoadedDrafter(copy, target, DrafterTraits("copy", joins_late=True)),
+    ]
+    wants.first = {0: "copy", 1: "copy"}
+    engine = Engine(target, Policy(wants, drafters), EngineOptions(trace=(steps := []).append))
+    engine._places._headroom = 0
+    for first in (1, 5):
+        engine.submit([first], SamplingParams(max_tokens=80))
+    results = drain(engine)
+    assert engine.stats().preemptions > 0
+    assert {result.finish_reason for result in results.values()} == {"length"}
+    drafted = [row for step in steps[-20:] for row in step.rows if len(row.proposal.tree)]
+    assert any(row.request_id == 1 for row in drafted)
+
+
+def test_a_request_that_names_its_drafter_waits_for_memory_like_all_others() -> None:
+    """Requests with drafters of their own are rows of one batch, under one authority."""
+    target = limited(counting_model(), 60)
+    llm = LLM(target, None, LoadOptions(drafter="none", max_batch_size=16))
+    mine = llm.with_drafter(LoadOptions(drafter="ngram"))
+    own = llm.with_drafter(LoadOptions(), drafter=counting_drafter())
+    assert mine.engine is own.engine is llm.engine
+    params = SamplingParams(max_tokens=30)
+    ids = [
+        view.engine.submit([first], params, RequestOptions(policy=view.policy))
+        for first in range(4)
+        for view in (llm, mine, own)
+    ]
+    results = drain(llm.engine)
+    assert {results[i].finish_reason for i in ids} == {"length"}
+    plain = LLM(counting_model(), None, LoadOptions(drafter="none"))
+    assert [results[i].token_ids for i in ids[::3]] == [
+        plain.generate([first], params)[0].token_ids for first in range(4)
+    ]
+    assert [results[i].token_ids for i in ids[::3]] == [results[i].token_ids for i in ids[1::3]]
+    assert all(results[i].stats.drafted for i in ids[2::3])
+    assert not any(results[i].stats.drafted for i in ids[::3])
+
+
+def test_a_trace_sees_the_rows_of_its_own_requests() -> None:
+    all_steps: list[StepRecord] = []
+    own_steps: list[StepRecord] = []
+    llm = LLM(counting_model(), None, LoadOptions(drafter="none"), trace=all_steps.append)
+    view = llm.with_drafter(LoadOptions(drafter="ngram"), trace=own_steps.append)
+    params = SamplingParams(max_tokens=9)
+    theirs = llm.engine.submit([1], params)
+    mine = view.engine.submit([2], params, view.request_options())
+    drain(llm.engine)
+    assert {row.request_id for step in own_steps for row in step.rows} == {mine}
+    assert {row.request_id for step in all_steps for row in step.rows} == {mine, theirs}
+
+
+def test_requests_that_stay_apart_run_in_steps_of_their_own() -> None:
+    llm = LLM(counting_model(), None, LoadOptions(drafter="none"))
+    views = [
+        llm.with_drafter(LoadOptions(drafter=name), is_apart=True) for name in ("none", "ngram")
+    ]
+    params = SamplingParams(max_tokens=20)
+    streams = [view.stream([first], params) for first, view in enumerate(views)]
+    for _ in range(5):
+        assert len(next(streams[0]).token_ids) == 1
+    (result,) = llm.generate([[7]], params)  # a step of everybody's leaves them alone
+    assert result.finish_reason == "length"
+    assert len(next(streams[1]).token_ids) == 1, "it has not moved on"
+    assert [len([*stream]) > 0 for stream in streams] == [True, True]
+
+
+def test_requests_that_stay_apart_make_way_for_others_in_time() -> None:
+    """A lane that nobody reads must not keep memory from those who wait for it."""
+    llm = LLM(limited(counting_model(), 100), None, LoadOptions(drafter="none"))
+    apart = llm.with_drafter(LoadOptions(drafter="none"), is_apart=True)
+    stream = apart.stream([1], SamplingParams(max_tokens=90))
+    next(stream)
+    (result,) = llm.generate([[7]], SamplingParams(max_tokens=90))
+    assert result.finish_reason == "length"
+    *_, last = stream
+    assert last.result is not None
+    assert last.result.finish_reason == "length"
