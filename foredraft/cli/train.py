@@ -347,7 +347,7 @@ def _loaded_target(
     assert llm.tokenizer is not None
     console = Console(stderr=True, highlight=False)
     with Heed() as heed, TrainingDisplay(console, heed, ends_at) as display:
-        weights = weights_digest(llm.plan.checkpoint, cache_root())
+        weights = weights_digest(llm.plan.checkpoint, cache_root(), display)
         words = llm.tokenizer.fingerprint
         yield llm, TrainingTarget(llm.target, llm.plan.name, weights, words), display
 
@@ -418,7 +418,7 @@ def _write_into(
 ) -> Writer:
     """Let a model write text into a folder, from where it was left."""
     from foredraft.bench.prompts import load_prompts
-    from foredraft.train.writing import SourcePrompt, Writer, words_of
+    from foredraft.train.writing import PromptEncoder, SourcePrompt, Writer
 
     def should_end() -> bool:
         is_late = ends_at is not None and time.monotonic() > ends_at
@@ -427,8 +427,8 @@ def _write_into(
     assert llm.tokenizer is not None
     prompts = [SourcePrompt(p.id, p.text) for file in files for p in load_prompts(file)]
     write = EngineWriter(llm, display.pause, should_end)
-    words, context = words_of(llm.tokenizer), target.max_context
-    writer = Writer(directory, write, words, target.identity, context, prompts, options)
+    encoder, context = PromptEncoder(llm.tokenizer), target.max_context
+    writer = Writer(directory, write, encoder, target.identity, context, prompts, options)
     writer.run(display, should_end)
     return writer
 

@@ -145,15 +145,15 @@ class AcceptanceCount:
             rows = batch.teacher.rows_BL[texts, at + k + 2]
             target = _target_probs(batch, rows, head_RE)
             draft = _logits(prediction, texts, at + 2 + k - prediction.shift)
-            found = [
+            measures = [
                 (gumbel_acceptance(p, q), torch.minimum(p, q).sum(-1), p.sum(-1))
                 for p, q in zip(target, (x.softmax(-1) for x in draft), strict=True)
             ]
-            if not found:
+            if not measures:
                 return
-            agreed.append(torch.cat([f[0] for f in found]))
-            overlaps.append(torch.cat([f[1] for f in found]))
-            self._covered.append(torch.cat([f[2] for f in found]).cpu())
+            agreed.append(torch.cat([each[0] for each in measures]))
+            overlaps.append(torch.cat([each[1] for each in measures]))
+            self._covered.append(torch.cat([each[2] for each in measures]).cpu())
         self._sampled.append(torch.stack(agreed).cpu())
         self._overlap.append(torch.stack(overlaps).cpu())
 
@@ -186,10 +186,10 @@ def tokens_a_step(shares: Sequence[float]) -> float:
 
 
 def shares_by_depth(rights: Iterable[Sequence[bool]], depth: int) -> list[float]:
-    """As `Acceptance.greedy`, for what names the token after any text.
+    """As `Acceptance.greedy`, for a drafter that names one token after any text.
 
     Args:
-        rights: of each text, where the token of its reply was named right.
+        rights: for each text, whether each token of its reply was named right.
     """
     right, tried = [0] * depth, [0] * depth
     for of_text in rights:
@@ -204,12 +204,12 @@ def shares_by_depth(rights: Iterable[Sequence[bool]], depth: int) -> list[float]
 
 def by_depth(predictions: Sequence[Prediction], depth: int) -> list[Prediction]:
     """One for each depth. A head that predicts the next token says the same at every depth."""
-    found = {prediction.depth: prediction for prediction in predictions}
-    first = found[1]
+    predicted = {prediction.depth: prediction for prediction in predictions}
+    first = predicted[1]
     for k in range(1, depth + 1):
-        if k not in found and first.shift == 1:
-            found[k] = Prediction(first.states_BLK, first.output_RK, 1, k)
-    return [found[k] for k in sorted(found)[:depth]]
+        if k not in predicted and first.shift == 1:
+            predicted[k] = Prediction(first.states_BLK, first.output_RK, 1, k)
+    return [predicted[k] for k in sorted(predicted)[:depth]]
 
 
 def anchors(batch: TrainBatch, texts_B: Tensor, depth: int) -> Tensor:

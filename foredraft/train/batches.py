@@ -48,28 +48,15 @@ class Window:
 
 def windows_of(number: int, text: Text, length: int) -> list[Window]:
     """Windows of at most ``length`` tokens that show all of a reply."""
-    num_tokens, found = len(text.tokens), []
+    num_tokens, windows = len(text.tokens), []
     start, learnt_from = 0, text.num_prompt
     if num_tokens > length:
         start = max(0, learnt_from - length // 2)
     while learnt_from < num_tokens:
         stop = min(start + length, num_tokens)
-        found.append(Window(number, start, stop, learnt_from))
+        windows.append(Window(number, start, stop, learnt_from))
         start, learnt_from = stop - length // 2, stop
-    return found
-
-
-@dataclass(frozen=True)
-class Order:
-    """Where training is in its text.
-
-    Attributes:
-        epoch: times that all text was seen.
-        position: batches of this epoch that were seen.
-    """
-
-    epoch: int = 0
-    position: int = 0
+    return windows
 
 
 def batches_of(

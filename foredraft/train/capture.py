@@ -1,4 +1,4 @@
-"""What the target made of the texts, kept on disk and shared by all kinds of heads.
+"""The target's states of the texts, kept on disk and shared by all kinds of heads.
 
 Texts are captured in chunks that are named by their content: a folder for each target
 (`TrainingTarget.forward_key`: all weights, and how they are run), in it one for each chunk, in it a
@@ -61,14 +61,14 @@ class Chunk:
 def chunks_of(texts: Sequence[Text]) -> list[Chunk]:
     """Texts in order. Chunks end where a text's content says so: they are the same again soon
     after something was put in or left out."""
-    found, first, num_tokens = [], 0, 0
+    chunks, first, num_tokens = [], 0, 0
     for i, text in enumerate(texts):
         num_tokens += len(text.tokens)
         ends = num_tokens >= CHUNK_TOKENS and text.number_by_content % _ENDS_ONE_IN == 0
         if ends or num_tokens >= 2 * CHUNK_TOKENS or i + 1 == len(texts):
-            found.append(Chunk(range(first, i + 1), digest_of(texts[first : i + 1]), num_tokens))
+            chunks.append(Chunk(range(first, i + 1), digest_of(texts[first : i + 1]), num_tokens))
             first, num_tokens = i + 1, 0
-    return found
+    return chunks
 
 
 class Capture:
@@ -79,7 +79,7 @@ class Capture:
         texts: all of them; none longer than the target's context.
         taps: the layers that are wanted; the last one is kept in any case, for the logits.
         root: where captures are kept.
-        max_bytes: of all captures in there.
+        max_bytes: of all captures in that folder.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Capture:
             for number in chunk.texts:
                 self._places[number] = (chunk, start)
                 start += len(texts[number].tokens)
-        self._there: set[str] = set()
+        self._on_disk: set[str] = set()
         self._open: OrderedDict[Path, Any] = OrderedDict()
 
     @property
@@ -111,12 +111,12 @@ class Capture:
     @property
     def captured_tokens(self) -> int:
         """On disk."""
-        return sum(chunk.num_tokens for chunk in self._chunks if chunk.digest in self._there)
+        return sum(chunk.num_tokens for chunk in self._chunks if chunk.digest in self._on_disk)
 
     @property
     def captured(self) -> set[int]:
         """Positions of the texts whose states are on disk."""
-        return {n for chunk in self._chunks if chunk.digest in self._there for n in chunk.texts}
+        return {n for chunk in self._chunks if chunk.digest in self._on_disk for n in chunk.texts}
 
     def fill(self, monitor: Monitor, seconds: float = math.inf) -> bool:
         """Capture what is not there yet, as far as the cap allows.
@@ -141,7 +141,7 @@ class Capture:
             room -= chunk.num_tokens * self._bytes_per_token()
             if room < 0:
                 return True
-            if self._there and time.monotonic() - began > seconds:
+            if self._on_disk and time.monotonic() - began > seconds:
                 return False
             states: list[States] = []
             for group in self._packed(chunk.texts):
@@ -160,12 +160,12 @@ class Capture:
 
     def read(self, numbers: Sequence[int]) -> list[States]:
         """The states of some texts, by their positions in the list of all."""
-        found = {n: self._stored(n) for n in numbers if self._places[n][0].digest in self._there}
-        missing = [n for n in numbers if found.get(n) is None]
+        stored = {n: self._stored(n) for n in numbers if self._places[n][0].digest in self._on_disk}
+        missing = [n for n in numbers if stored.get(n) is None]
         for group in self._packed(missing):
             states = self._target.read([self._texts[n].tokens for n in group], self.layers)
-            found |= dict(zip(group, states, strict=True))
-        return [state for n in numbers if (state := found[n]) is not None]
+            stored |= dict(zip(group, states, strict=True))
+        return [state for n in numbers if (state := stored[n]) is not None]
 
     # --------------------------------------------------------------------------------- files
 
@@ -184,7 +184,7 @@ class Capture:
             if [e["shape"][0] for e in entries.values()] != [chunk.num_tokens]:
                 return False
         os.utime(self._folder / chunk.digest)
-        self._there.add(chunk.digest)
+        self._on_disk.add(chunk.digest)
         return True
 
     def store(self, chunk: Chunk, states: Sequence[States]) -> None:
@@ -196,7 +196,7 @@ class Capture:
             write_tensors(files[f"layer-{layer:03d}"], {"states": x_TE})
         normaliser_T = torch.cat([state.normaliser_L for state in states]).float()
         write_tensors(files[_NORMALISER], {"states": normaliser_T})
-        self._there.add(chunk.digest)
+        self._on_disk.add(chunk.digest)
 
     def _stored(self, number: int) -> States | None:
         """None: it is not there any more."""
@@ -207,7 +207,7 @@ class Capture:
                 name: self._opened(path)[start:stop] for name, path in self._files(chunk).items()
             }
         except (OSError, SafetensorError):
-            self._there.discard(chunk.digest)
+            self._on_disk.discard(chunk.digest)
             return None
         layers = {layer: read[f"layer-{layer:03d}"] for layer in self.layers}
         return States(layers, read[_NORMALISER])

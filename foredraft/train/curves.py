@@ -50,13 +50,13 @@ class Curves:
 
 def read_curves(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a file of curves."""
-    found = []
+    lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError:  # a kill in the middle of the last one
             continue
-    return found
+    return lines
 
 
 def draw_curves(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> bool:
@@ -166,9 +166,9 @@ def _naming(name: str, numbers: int, info: HeadInfo) -> list[ComparedHead]:
     """What names tokens without computing, in greedy text."""
     made = {"tokens learnt from": info.provenance.get("reply tokens", 0)}
     names = {TABLE: name, COPIES: "copies", BOTH: f"{name} + copies"}
-    found = []
+    compared = []
     for who, shares in info.measured["greedy"].get(BY_DEPTH, {}).items():
         measured = {"greedy": shares, "committed_greedy": tokens_a_step(shares)}
         learnt = (0, {}) if who == COPIES else (numbers, made)
-        found.append(ComparedHead(names[who], KIND, *learnt, measured, ()))
-    return found
+        compared.append(ComparedHead(names[who], KIND, *learnt, measured, ()))
+    return compared

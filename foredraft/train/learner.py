@@ -224,17 +224,17 @@ def take_over(module: HeadModule, older: HeadModule) -> None:
         raise ConfigError(
             f"a {module.kind} head cannot start from this {older.kind} head: their layers differ"
         )
-    here, there = _shared_rows(module, older)
+    rows, older_rows = _shared_rows(module, older)
     for name, parameter in module.named_parameters():
-        known = names[name].to(parameter.device)
-        if known.shape == parameter.shape and not _names_tokens(module, parameter):
-            parameter.copy_(known)
-        elif known.shape[1:] == parameter.shape[1:]:
-            parameter[here] = known[there]
+        older_parameter = names[name].to(parameter.device)
+        if older_parameter.shape == parameter.shape and not _names_tokens(module, parameter):
+            parameter.copy_(older_parameter)
+        elif older_parameter.shape[1:] == parameter.shape[1:]:
+            parameter[rows] = older_parameter[older_rows]
         else:
             raise ConfigError(
-                f"{name} is {[*parameter.shape]} here and {[*known.shape]} in the head to start "
-                "from: train with its options"
+                f"{name} is {[*parameter.shape]} here and {[*older_parameter.shape]} in the head "
+                "to start from: train with its options"
             )
 
 
@@ -247,11 +247,11 @@ def _shared_rows(module: HeadModule, older: HeadModule) -> tuple[Tensor, Tensor]
     """Output rows of the tokens that both name, in each."""
     ids = [_named_tokens(module), _named_tokens(older)]
     shared = torch.tensor(sorted(set(ids[0]) & set(ids[1])), dtype=torch.int64)
-    found = []
+    rows = []
     for tokens in ids:
         place = {token: row for row, token in enumerate(tokens)}
-        found.append(torch.tensor([place[int(token)] for token in shared], dtype=torch.int64))
-    return found[0], found[1]
+        rows.append(torch.tensor([place[int(token)] for token in shared], dtype=torch.int64))
+    return rows[0], rows[1]
 
 
 def _named_tokens(module: HeadModule) -> list[int]:

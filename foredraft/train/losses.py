@@ -225,17 +225,17 @@ def _in_place(logits_NR: Tensor, goal: Goal, part: slice, loss: Loss, overlap_N:
     summed = torch.zeros((), device=logits_NR.device)
     for first in range(0, len(logits_NR), step):
         rows = slice(first, min(first + step, len(logits_NR)))
-        there = slice(part.start + rows.start, part.start + rows.stop)
-        value_N, gradient_NR, overlap_N[there] = piece_loss(
+        places = slice(part.start + rows.start, part.start + rows.stop)
+        value_N, gradient_NR, overlap_N[places] = piece_loss(
             logits_NR[rows].float(),
-            goal.candidates_TC[goal.rows_N[there]],
-            goal.probs_TC[goal.rows_N[there]],
-            goal.labels_N[there],
-            goal.weights_N[there],
+            goal.candidates_TC[goal.rows_N[places]],
+            goal.probs_TC[goal.rows_N[places]],
+            goal.labels_N[places],
+            goal.weights_N[places],
             loss,
         )
         logits_NR[rows] = gradient_NR
-        summed += (value_N * goal.weights_N[there]).sum()
+        summed += (value_N * goal.weights_N[places]).sum()
     return summed
 
 

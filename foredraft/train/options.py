@@ -212,12 +212,12 @@ def checked_options(module: type[HeadModule], options: Mapping[str, Any]) -> dic
     Raises:
         ConfigError: it has no such option.
     """
-    known = module.option_help()
+    options_of_kind = module.option_help()
     for name in options:
-        if name not in known and not known:
+        if name not in options_of_kind and not options_of_kind:
             raise ConfigError(f"{module.kind} has no options, and {name!r} was given")
-        if name not in known:
-            raise unknown(f"option of {module.kind!r}", name, known)
+        if name not in options_of_kind:
+            raise unknown(f"option of {module.kind!r}", name, options_of_kind)
     return {name: _as_list(value) for name, value in options.items()}
 
 

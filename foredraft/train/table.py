@@ -74,8 +74,8 @@ class _Order:
         keys_G: their hashes.
         totals_G: how often each was seen.
         tokens_GK, chances_GK: successors, interpolated.
-        told_G, sure_G: first successor, and its chance, of what is stored for a context or for the
-            longest shorter one of it.
+        best_G, chance_G: likeliest successor and its chance, as they are stored for the context or
+            else for the longest shorter one of it.
         is_stored_G: whether it is stored itself.
         group_T: number of the context before each token; -1: none.
     """
@@ -84,8 +84,8 @@ class _Order:
     totals_G: Ints
     tokens_GK: Ints
     chances_GK: Floats
-    told_G: Ints
-    sure_G: Floats
+    best_G: Ints
+    chance_G: Floats
     is_stored_G: NDArray[np.bool_]
     group_T: Ints
 
@@ -152,17 +152,17 @@ def _count(
             (1.0 - weights_G1) * shorter.chances_GK[parent_G],
         )
     is_stored_G = counts_GK[:, 0] >= min_count
-    told_G, sure_G = tokens_GK[:, 0], chances_GK[:, 0]
+    best_G, chance_G = tokens_GK[:, 0], chances_GK[:, 0]
     if shorter is not None:
-        theirs, as_sure = shorter.told_G[parent_G], shorter.sure_G[parent_G]
-        is_stored_G &= (theirs != told_G) | (np.abs(as_sure - sure_G) > _SAME)
-        told_G = np.where(is_stored_G, told_G, theirs)
-        sure_G = np.where(is_stored_G, sure_G, as_sure)
+        theirs, as_sure = shorter.best_G[parent_G], shorter.chance_G[parent_G]
+        is_stored_G &= (theirs != best_G) | (np.abs(as_sure - chance_G) > _SAME)
+        best_G = np.where(is_stored_G, best_G, theirs)
+        chance_G = np.where(is_stored_G, chance_G, as_sure)
     else:
-        told_G, sure_G = np.where(is_stored_G, told_G, -1), np.where(is_stored_G, sure_G, 0.0)
+        best_G, chance_G = np.where(is_stored_G, best_G, -1), np.where(is_stored_G, chance_G, 0.0)
     group_T = np.full(len(tokens_T), -1, np.int64)
     group_T[places_N] = group_N
-    return _Order(keys_G, totals_G, tokens_GK, chances_GK, told_G, sure_G, is_stored_G, group_T)
+    return _Order(keys_G, totals_G, tokens_GK, chances_GK, best_G, chance_G, is_stored_G, group_T)
 
 
 def _most_frequent(group_N: Ints, next_N: Ints, num_groups: int) -> tuple[Ints, Ints, Ints]:
@@ -298,8 +298,8 @@ def _tally(
             trials[opinion.situation, opinion.chance_class] += 1
         follower.commit(tokens[i])
         own.commit(tokens[i])
-    for name, found in right.items():
-        tally.rights[name].append(found)
+    for name, rights in right.items():
+        tally.rights[name].append(rights)
 
 
 def train_table(
@@ -323,10 +323,10 @@ def train_table(
         TrainingError: it cannot be written.
     """
     kept = kept_table(target, out)
-    known = usable(texts, target.shape.vocab_size, target.max_context)
-    trained, held_out = split_texts(known)
-    learnt = [known[n] for n in trained]
-    tested = [known[n] for n in held_out][:_HELD_OUT_TEXTS]
+    whole = usable(texts, target.shape.vocab_size, target.max_context)
+    trained, held_out = split_texts(whole)
+    learnt = [whole[n] for n in trained]
+    tested = [whole[n] for n in held_out][:_HELD_OUT_TEXTS]
     progress.stage(f"Counting {sum(map(_num_reply, learnt))} tokens of replies")
     table = learn_table(learnt, target.shape.vocab_size, options)
     progress.stage("Measuring on held-out replies")
@@ -383,9 +383,9 @@ def _some_contexts(texts: Sequence[Text]) -> list[list[int]]:
 
 def _card(target: TargetIdentity, measured: Mapping[str, Any], made: Mapping[str, Any]) -> str:
     rows = "\n".join(
-        f"| {name} | {found[TABLE]:.3f} | {found[COPIES]:.3f} | {found[BOTH]:.3f} "
-        f"| {found['places']:,} |"
-        for name, found in measured.items()
+        f"| {name} | {part[TABLE]:.3f} | {part[COPIES]:.3f} | {part[BOTH]:.3f} "
+        f"| {part['places']:,} |"
+        for name, part in measured.items()
     )
     return f"""\
 # A table of what {target.name} writes

@@ -84,8 +84,8 @@ class Text:
 
 def shard_paths(directory: Path) -> list[Path]:
     """The shards of a folder, in the order they were written."""
-    found = [path for path in directory.glob("part-*.npz") if _SHARD.fullmatch(path.name)]
-    return sorted(found, key=_number_of)
+    paths = [path for path in directory.glob("part-*.npz") if _SHARD.fullmatch(path.name)]
+    return sorted(paths, key=_number_of)
 
 
 def _number_of(path: Path) -> int:

@@ -1,6 +1,7 @@
-"""Text of a target's own: its answers to prompts, and prompts that it makes up.
+"""Text of a target's own: its replies to prompts, and prompts that it makes up.
 
-Whoever runs the target hands in what writes replies; here it is decided which, and they are kept.
+The caller runs the target and hands in a function that writes replies. This module decides which
+replies are written, and keeps them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -100,61 +100,32 @@ class SourcePrompt:
     split: bool | None = None
 
 
-class Words(Protocol):
-    """How text becomes the ids of a prompt, and back.
+class PromptEncoder:
+    """Encodes prompts as a target expects them.
+
+    A chat model gets conversations of one message in its chat template, a base model the beginning
+    of a text, which it continues.
 
     Attributes:
-        plain: whether the target is a base model, which continues texts.
-        user_prefix: ids that a prompt of anybody's begins with; empty: there are none, so the
-            target cannot make up prompts.
+        plain: whether the target is a base model.
+        user_prefix: the ids that every prompt begins with. The target makes up a prompt by
+            continuing them; where there are none, it cannot.
     """
 
-    plain: bool
-    user_prefix: tuple[int, ...]
-
-    def encode(self, text: str) -> list[int]:
-        """A prompt, ready for the reply."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-
-class ChatWords:
-    """Prompts to a chat model: conversations of one message, by its chat template."""
-
-    plain = False
-
     def __init__(self, tokenizer: Tokenizer) -> None:
-        tokenizer.require_chat_template()
         self._tokenizer = tokenizer
+        self.plain = tokenizer.chat_template is None
         self.user_prefix = common_prefix([self.encode(words) for words in _ANY_WORDS])
 
     def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, ready for the reply."""
+        if self.plain:
+            return self._tokenizer.encode(text)
         return self._tokenizer.encode_chat([{"role": "user", "content": text}])
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a reply."""
         return self._tokenizer.decode(token_ids)
-
-
-class PlainWords:
-    """Prompts to a base model: beginnings of texts, which it continues."""
-
-    plain = True
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.user_prefix = tuple(tokenizer.encode(""))
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids)
-
-
-def words_of(tokenizer: Tokenizer) -> Words:
-    """As a target wants its prompts: by its chat template, if it has one."""
-    return PlainWords(tokenizer) if tokenizer.chat_template is None else ChatWords(tokenizer)
 
 
 def common_prefix(encodings: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -180,7 +151,7 @@ class Writer:
     Args:
         directory: the folder.
         write: runs the target.
-        words: encodes its prompts.
+        encoder: of its prompts.
         identity: who it is.
         max_context: tokens that its context holds.
         prompts: to be answered; without any, all are made up.
@@ -199,22 +170,22 @@ class Writer:
         self,
         directory: Path,
         write: WriteReplies,
-        words: Words,
+        encoder: PromptEncoder,
         identity: TargetIdentity,
         max_context: int,
         prompts: Sequence[SourcePrompt],
         options: WriteOptions,
     ) -> None:
         check_origin(directory, identity)
-        self._directory, self._write, self._words = directory, write, words
+        self._directory, self._write, self._encoder = directory, write, encoder
         self._identity, self._prompts, self._options = identity, prompts, options
         self.prompt_limit, self.num_skipped = options.prompt_limit(max_context), 0
-        there = read_texts(directory) if is_shard_folder(directory) else []
-        self.tokens = sum(len(text.reply_ids) for text in there)
+        texts = read_texts(directory) if is_shard_folder(directory) else []
+        self.tokens = sum(len(text.reply_ids) for text in texts)
         self._makes_up = options.made_up or not prompts
         self._next_number = next_number(directory)
         self._articles: list[_Article] = []
-        self._keep_articles(there)
+        self._keep_articles(texts)
 
     def run(self, progress: Progress, should_end: Callable[[], bool]) -> int:
         """Write until there are enough tokens, the prompts are used up, or it should end.
@@ -270,7 +241,7 @@ class Writer:
     def _keep_articles(self, texts: Sequence[Text]) -> None:
         for text in texts:
             if text.source.split("-")[0] in ARTICLES:
-                words = self._words.decode([int(token) for token in text.reply_ids])
+                words = self._encoder.decode([int(token) for token in text.reply_ids])
                 self._articles.append(_Article(text.number, words.strip(), text.is_held_out))
 
     def _is_wanted(self, number: int) -> bool:
@@ -288,7 +259,7 @@ class Writer:
         prompts |= self._made_up([n for n in numbers if self._is_made_up(n)], should_end)
         requests: dict[int, ReplyRequest] = {}
         for number, prompt in sorted(prompts.items()):
-            ids = tuple(self._words.encode(prompt.text))
+            ids = tuple(self._encoder.encode(prompt.text))
             if not 0 < len(ids) <= self.prompt_limit:
                 self.num_skipped += 1
                 continue
@@ -316,7 +287,7 @@ class Writer:
         prompts: dict[int, SourcePrompt] = {}
         for number in numbers:
             random_ = random.Random(f"{self._options.seed} {number} task")
-            if random_.random() < _TASKS or not self._words.user_prefix:
+            if random_.random() < _TASKS or not self._encoder.user_prefix:
                 prompts[number] = self._task(number, random_)
         return prompts | self._own([n for n in numbers if n not in prompts], should_end)
 
@@ -328,11 +299,13 @@ class Writer:
         """
         is_held_out = random_.random() < 1 / HELD_OUT_ONE_IN
         # Of a shard before this one, so that it is the same wherever shards were cut.
-        known = [each for each in self._articles if each.number < number - self._options.shard]
-        usable = [each for each in known if each.is_held_out == is_held_out]
+        earlier = [a for a in self._articles if a.number < number - self._options.shard]
+        usable = [article for article in earlier if article.is_held_out == is_held_out]
         most = max(_SHORTEST_PROMPT, int(_WORDS_PER_TOKEN * self.prompt_limit))
         passages = [" ".join(article.text.split()[:most]) for article in usable]
-        task = made_up_task(random_, [each for each in passages if each], self._words.plain)
+        task = made_up_task(
+            random_, [passage for passage in passages if passage], self._encoder.plain
+        )
         split = is_held_out if task.on_passages else None
         return SourcePrompt(f"{task.kind}-{number}", task.text, split)
 
@@ -346,8 +319,8 @@ class Writer:
         prompts: dict[int, SourcePrompt] = {}
         with closing(self._write(requests)) as replies:
             for reply in replies:
-                text = self._words.decode(reply.token_ids).strip()
-                is_whole = reply.finished or self._words.plain
+                text = self._encoder.decode(reply.token_ids).strip()
+                is_whole = reply.finished or self._encoder.plain
                 if is_whole and len(text) >= _SHORTEST_PROMPT:
                     prompts[reply.number] = SourcePrompt(f"self-{reply.number}", text)
                 if should_end():
@@ -357,10 +330,10 @@ class Writer:
     def _request_of_own(self, number: int) -> ReplyRequest:
         seed = seed_of(self._options.seed, number, "prompt")
         longest = _LONGEST_OWN_PROMPT
-        if self._words.plain:
+        if self._encoder.plain:
             longest = random.Random(seed).randint(*_OWN_BEGINNING)
         most = min(longest, self.prompt_limit)
-        return ReplyRequest(number, self._words.user_prefix, 1.0, seed, most)
+        return ReplyRequest(number, self._encoder.user_prefix, 1.0, seed, most)
 
 
 def _text(request: ReplyRequest, reply: WrittenReply, prompt: SourcePrompt) -> Text:

@@ -17,6 +17,7 @@ from foredraft.train.options import WriteOptions
 from foredraft.train.tasks import task_data
 from foredraft.train.texts import read_texts, shard_paths, write_shard
 from foredraft.train.writing import (
+    PromptEncoder,
     ReplyRequest,
     SourcePrompt,
     Writer,
@@ -29,7 +30,7 @@ from tests.train.helpers import Watch, some_texts
 WHO = TargetIdentity("tiny", "abc", "words")
 
 
-class Echo:
+class Echo(PromptEncoder):
     """Replies with the prompt backwards; as a user it says a few letters."""
 
     plain = False

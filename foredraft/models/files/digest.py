@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from foredraft.core.errors import TrainingError
+from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint, check_safetensors
 from foredraft.system.files import write_text
 
@@ -17,7 +18,7 @@ _FOLDER = "weights"
 _DIGITS = 32
 
 
-def weights_digest(checkpoint: Checkpoint, cache: Path) -> str:
+def weights_digest(checkpoint: Checkpoint, cache: Path, progress: Progress | None = None) -> str:
     """The hexadecimal sha256, cut to 32 digits, of every tensor: name, type, shape and bytes.
 
     How the tensors are spread over files does not matter. Reading 270 MB takes about half a
@@ -26,6 +27,7 @@ def weights_digest(checkpoint: Checkpoint, cache: Path) -> str:
     Args:
         checkpoint: whose weights.
         cache: foredraft's cache, where results are kept.
+        progress: told when the files are read.
 
     Raises:
         ModelLoadError: a file of weights is damaged.
@@ -34,6 +36,8 @@ def weights_digest(checkpoint: Checkpoint, cache: Path) -> str:
     kept = cache / _FOLDER / f"{_state_of(files)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(kept.read_text())["digest"])
+    if progress is not None:
+        progress.stage("Reading the weights once, to tell them from those of fine-tunes")
     digest = _digest_of(files)
     with suppress(OSError, TrainingError):  # a cache that cannot be written costs time only
         kept.parent.mkdir(parents=True, exist_ok=True)
