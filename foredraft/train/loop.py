@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.drafters.heads.base import HeadModule, TextBatch
 from foredraft.drafters.heads.store import META, load_head, save_head
 from foredraft.train.acceptance import Acceptance, AcceptanceCount
@@ -117,7 +118,7 @@ class Trainer:
             rows = frequent_tokens(
                 [self._texts[n] for n in trained], self._options.output_rows, shape.vocab_size
             )
-            module = job.kind.start(self._target, rows, job.kind_options)
+            module = _new_module(job, self._target, rows)
             if job.start_from is not None:
                 take_over(module, load_head(job.start_from, job.kind, self._target.identity))
             return Learner(module, self._target, self._options)
@@ -352,3 +353,21 @@ class Trainer:
             self._options.left_s(counters),
             acceptance or self._acceptance,
         )
+
+
+def _new_module(job: Job, target: TrainingTarget, rows: Sequence[int] | None) -> HeadModule:
+    """A head that has learnt nothing.
+
+    Raises:
+        ConfigError: the kind cannot be made with these options.
+    """
+    try:
+        return job.kind.start(target, rows, job.kind_options)
+    except ForedraftError:
+        raise
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in job.kind_options.items())
+        raise ConfigError(
+            f"a head of kind {job.kind.kind!r} cannot be made with the options {given or 'none'} "
+            f"for this target: {error}"
+        ) from error

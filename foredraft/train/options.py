@@ -218,10 +218,13 @@ def checked_options(module: type[HeadModule], options: Mapping[str, Any]) -> dic
             raise ConfigError(f"{module.kind} has no options, and {name!r} was given")
         if name not in options_of_kind:
             raise unknown(f"option of {module.kind!r}", name, options_of_kind)
-    return {name: _as_list(value) for name, value in options.items()}
+    return {name: _as_list(name, value) for name, value in options.items()}
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(name: str, value: Any) -> Any:
+    """Layers to tap are always a list, also a single one."""
+    if name == "taps" and isinstance(value, int):
+        return [value]
     if not isinstance(value, str) or "," not in value:
         return value
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from foredraft.models.native.target import NativeTarget
 from foredraft.train.options import checked_options
 from foredraft.train.target import TrainingTarget
 from tests.conformance.harness import run
-from tests.train.helpers import Watch, options_of, train
+from tests.train.helpers import Watch, options_of, train, trainer_of
 
 
 @pytest.mark.parametrize("kind", head_kinds())
@@ -87,3 +88,22 @@ def test_unknown_kinds_and_options_name_the_nearest() -> None:
         checked_options(head_class("hidden_head"), {"tapps": 1})
     assert checked_options(head_class("hidden_head"), {"taps": "0,2"}) == {"taps": [0, 2]}
     assert checked_options(head_class("hidden_head"), {"taps": "2,"}) == {"taps": [2]}
+    assert checked_options(head_class("hidden_head"), {"taps": 2}) == {"taps": [2]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("hidden_head", {"taps": "low"}),
+        ("hydra", {"width": "wide"}),
+        ("hydra", {"width": -3}),
+        ("medusa", {"num_heads": "x"}),
+        ("early_exit", {"exit_layer": "first"}),
+        ("draft_model", {"num_layers": 99}),
+    ],
+)
+def test_values_that_a_kind_cannot_be_made_with_are_named(
+    target: TrainingTarget, tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError):
+        trainer_of(target, tmp_path / "head", kind=head_class(kind), kind_options=options)
