@@ -164,8 +164,7 @@ def train_head(
         ends_at = began + 60 * options.minutes - read_counters(out).total_s
     with settled(), _loaded_target(load, ends_at) as (llm, target, display):
         texts = _read_texts(data, out, llm, target, display, _writing_ends_at(ends_at))
-        if display.wants_stop():
-            raise typer.Exit(130)
+        _check_stop(display, out)
         job = Job(
             module,
             out,
@@ -200,8 +199,7 @@ def train_table(
     with _loaded_target(load) as (llm, target, display):
         kept_table(target, out)  # before text is written, see that the folder may be
         texts = _read_texts(data, out, llm, target, display)
-        if display.wants_stop():
-            raise typer.Exit(130)
+        _check_stop(display, out)
         made = {"data": [*data.data], "command": _command()}
         measured = train_table(target, texts, out, options, made, display)
     right = ", ".join(f"{name} {part[BOTH]:.3f}" for name, part in measured.items())
@@ -357,6 +355,13 @@ def _move_aside(out: Path) -> None:
 
     if (aside := move_aside(out)) is not None:
         _print(f"{out}: what was there is kept as {aside}")
+
+
+def _check_stop(display: TrainingDisplay, out: Path) -> None:
+    """End here if a signal has asked for it."""
+    if display.wants_stop():
+        display.say(f"{out}: stopped; the same command goes on")
+        raise typer.Exit(130)
 
 
 def _writing_ends_at(ends_at: float | None) -> float | None:

@@ -60,6 +60,7 @@ class TrainingDisplay:
 
     def advance(self, fraction: float) -> None:
         """The share of it that is done."""
+        fraction = min(fraction, 1.0)
         now = time.monotonic()
         if self._ends_at is not None:
             detail = f"{duration(self._ends_at - now)} left of the whole run"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -34,6 +35,8 @@ from foredraft.train.texts import (
 )
 
 _ORIGIN = "texts.json"
+_LEAST_SHARD = 16
+"""Texts of a shard, where few tokens are lacking."""
 _LONGEST_OWN_PROMPT = 256
 """Tokens of a prompt that a chat model makes up."""
 _OWN_BEGINNING = (8, 48)
@@ -211,7 +214,9 @@ class Writer:
 
     def _write_shard(self, progress: Progress, should_end: Callable[[], bool]) -> bool:
         """Write a shard; False: all prompts are used up."""
-        first, self._next_number = self._next_number, self._next_number + self._options.shard
+        lacking = math.ceil((self._options.tokens - self.tokens) / self._options.max_tokens)
+        num_texts = min(self._options.shard, max(_LEAST_SHARD, lacking))
+        first, self._next_number = self._next_number, self._next_number + num_texts
         numbers = [n for n in range(first, self._next_number) if self._is_wanted(n)]
         if not numbers:
             return False

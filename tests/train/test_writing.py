@@ -217,3 +217,9 @@ def test_held_out_articles_are_in_no_prompt_that_is_trained_on(tmp_path: Path) -
         prompt = echo.decode([int(token) for token in text.prompt_ids])
         within = {held_out for words, held_out in articles.items() if words in prompt}
         assert within == {text.is_held_out}, prompt
+
+
+def test_few_tokens_are_few_texts(tmp_path: Path) -> None:
+    echo = Echo()
+    writer(tmp_path / "texts", echo, tokens=10).run(Watch(), lambda: False)
+    assert len(read_texts(tmp_path / "texts")) <= 16
