@@ -309,15 +309,15 @@ def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: 
         CapabilityError: ``exact`` was asked for and the backend cannot keep it.
         ModelLoadError: the checkpoint does not hold a model that can be run.
     """
-    from foredraft.models.native.config import is_native, read_config
+    from foredraft.models.native.config import read_config, why_not_native
     from foredraft.models.native.weights import fit
 
-    native = options.backend == "native" or (
-        options.backend == "auto"
-        and is_native(checkpoint.config, checkpoint.directory / "config.json")
-    )
-    if native:
-        config, _ = fit(checkpoint, read_config(checkpoint.directory))
+    reason = None
+    if options.backend == "auto":
+        path = checkpoint.directory / "config.json"
+        reason = why_not_native(checkpoint.config, path, options.max_context)
+    if options.backend == "native" or (options.backend == "auto" and reason is None):
+        config, _ = fit(checkpoint, read_config(checkpoint.directory, options.max_context))
         return plan_native(name, checkpoint, config, options, device)
     if options.exact:
         raise CapabilityError(
@@ -325,7 +325,8 @@ def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: 
             "whose bits depend on what is scored together; leave exact out (the distribution "
             "is the target's either way)"
         )
-    return _plan_hf(name, checkpoint, options, device)
+    notes = () if reason is None else (f"{reason}; it runs through transformers",)
+    return _plan_hf(name, checkpoint, options, device, notes)
 
 
 def plan_native(
@@ -416,8 +417,10 @@ def _bf16_is_fast(kernel_problem: str | None) -> bool:
     return kernel_problem is None or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _plan_hf(name: str, checkpoint: Checkpoint, options: LoadOptions, device: str) -> ModelPlan:
-    from foredraft.models.hf.sizes import read_sizes
+def _plan_hf(
+    name: str, checkpoint: Checkpoint, options: LoadOptions, device: str, notes: tuple[str, ...]
+) -> ModelPlan:
+    from foredraft.models.hf.sizes import NO_LIMIT, read_sizes
 
     if options.weights in _BITS:
         raise _no_packed(options.weights, f"{name!r} runs through transformers")
@@ -426,7 +429,7 @@ def _plan_hf(name: str, checkpoint: Checkpoint, options: LoadOptions, device: st
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     kind: torch.dtype = getattr(torch, dtype)
-    heads, limit = sizes.num_attention_heads, sizes.max_position_embeddings
+    heads, limit = sizes.num_attention_heads, sizes.max_position_embeddings or NO_LIMIT
     kv_shape = KVShape(
         sizes.num_hidden_layers,
         sizes.num_key_value_heads or heads,
@@ -447,4 +450,5 @@ def _plan_hf(name: str, checkpoint: Checkpoint, options: LoadOptions, device: st
         cache_bytes_per_token=kv_shape.bytes_per_token(kind),
         max_context=min(options.max_context or limit, limit),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
+        notes=notes,
     )

@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 
 import foredraft.load
+from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ConfigError, ModelLoadError, VocabularyMismatchError
 from foredraft.load import load_models, load_target, plan_models, plan_native
 from foredraft.options import LoadOptions
-from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.checkpoints import (
+    NATIVE_CONFIGS,
+    VOCAB_SIZE,
+    save_checkpoint,
+    save_tokenizer,
+    tiny_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +121,66 @@ def test_a_plan_without_a_checkpoint_cannot_be_loaded() -> None:
     plan = plan_native("made up", None, random_config("smollm2-135m"), LoadOptions(), "cpu")
     with pytest.raises(ConfigError, match="'made up' has no checkpoint to load"):
         load_target(plan)
+
+
+def save(directory: Path, config: Any, kind: Any = None) -> Path:
+    model = tiny_model(config) if kind is None else kind(config)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=64, n_layer=2, n_head=4),
+        transformers.MptConfig(vocab_size=VOCAB_SIZE, d_model=64, n_layers=2, n_heads=4),
+    ],
+    ids=["bloom", "mpt"],
+)
+def test_configurations_with_names_of_their_own(config: Any, tmp_path: Path) -> None:
+    llm = LLM.load(save(tmp_path, config), drafter="suffix", calibrate=False)
+    expected = LLM.load(tmp_path, drafter="none").generate([[5, 6, 7] * 9])[0]
+    assert llm.generate([[5, 6, 7] * 9])[0].token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "reason"),
+    [
+        (
+            transformers.MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2),
+            transformers.MambaForCausalLM,
+            "model_type 'mamba' names no attention heads.*is not supported",
+        ),
+        (
+            transformers.T5Config(
+                vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4
+            ),
+            transformers.T5ForConditionalGeneration,
+            "model_type 't5' is an encoder and a decoder.*is not supported",
+        ),
+    ],
+    ids=["mamba", "t5"],
+)
+def test_other_architectures_are_named(config: Any, kind: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=reason) as refused:
+        LLM.load(save(tmp_path, config, kind))
+    assert "Correct the file" not in str(refused.value)
+
+
+def test_a_sliding_window_cuts_no_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = transformers.MistralConfig(
+        **{**NATIVE_CONFIGS["mistral"]().to_dict(), "sliding_window": 16}
+    )
+    save(tmp_path, config)
+    llm = LLM.load(tmp_path, drafter="none")
+    assert llm.plan is not None
+    assert llm.plan.backend == "hf"
+    assert "attends to a window of 16 tokens" in caplog.text
+    assert llm.target.max_context == config.max_position_embeddings
+    assert len(llm.generate([[5] * 200], SamplingParams(max_tokens=3))[0].token_ids) == 3
+    short = LLM.load(tmp_path, drafter="none", max_context=16)
+    assert short.plan is not None
+    assert (short.plan.backend, short.target.max_context) == ("native", 16)
+    with pytest.raises(ModelLoadError, match="which the native engine does not do yet"):
+        LLM.load(tmp_path, drafter="none", backend="native")

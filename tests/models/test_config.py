@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.native.config import is_native, read_config
+from foredraft.models.native.config import read_config, why_not_native
 from foredraft.models.native.rope import inverse_frequencies
 from tests.models.checkpoints import NATIVE_CONFIGS, tiny_model
 
@@ -45,7 +46,7 @@ def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> No
     theirs = NATIVE_CONFIGS[name]()
     theirs.save_pretrained(tmp_path)
     ours = read_config(tmp_path)
-    assert is_native(json.loads((tmp_path / "config.json").read_text()), tmp_path)
+    assert why_not_native(json.loads((tmp_path / "config.json").read_text()), tmp_path) is None
     for field in (
         "model_type",
         "vocab_size",
@@ -87,25 +88,35 @@ def test_defaults_that_a_config_may_leave_out(tmp_path: Path) -> None:
     assert read(tmp_path, {**LLAMA, "eos_token_id": [1, 2]}).eos_token_ids == (1, 2)
 
 
+MISTRAL, QWEN2 = {**LLAMA, "model_type": "mistral"}, {**LLAMA, "model_type": "qwen2"}
+SLIDING = {"sliding_window": 100, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
-    ("raw", "context"),
+    ("raw", "window"),
     [
-        (LLAMA, 512),
-        ({**LLAMA, "sliding_window": 100}, 512),
-        ({**LLAMA, "model_type": "mistral", "sliding_window": 100}, 100),
-        ({**LLAMA, "model_type": "mistral", "sliding_window": None}, 512),
-        ({**LLAMA, "model_type": "mistral", "max_position_embeddings": 8192}, 4096),
-        ({**LLAMA, "model_type": "qwen2", "sliding_window": 100}, 512),
-        (
-            {**LLAMA, "model_type": "qwen2", "sliding_window": 100, "use_sliding_window": True},
-            100,
-        ),
+        (LLAMA, None),
+        ({**LLAMA, "sliding_window": 100}, None),
+        ({**MISTRAL, "sliding_window": 100}, 100),
+        ({**MISTRAL, "sliding_window": 512}, None),
+        ({**MISTRAL, "sliding_window": None}, None),
+        ({**MISTRAL, "max_position_embeddings": 8192}, 4096),
+        ({**QWEN2, "sliding_window": 100}, None),
+        ({**QWEN2, **SLIDING, "max_window_layers": 0}, 100),
+        ({**QWEN2, **SLIDING, "max_window_layers": 28}, None),
     ],
 )
-def test_the_context_ends_where_a_sliding_window_would_slide(
-    raw: dict[str, Any], context: int, tmp_path: Path
+def test_a_sliding_window_does_not_cut_the_context(
+    raw: dict[str, Any], window: int | None, tmp_path: Path
 ) -> None:
-    assert read(tmp_path, raw).max_context == context
+    if window is None:
+        assert read(tmp_path, raw).max_context == raw["max_position_embeddings"]
+        return
+    with pytest.raises(ModelLoadError, match=f"attends to a window of {window} tokens"):
+        read(tmp_path, raw)
+    assert read_config(tmp_path, max_context=window).max_context > window
+    with pytest.raises(ModelLoadError, match="the native engine does not do yet"):
+        read_config(tmp_path, max_context=window + 1)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +134,7 @@ def test_what_the_decoder_lacks_is_refused(
     change: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     raw = {**LLAMA, **change}
-    assert not is_native(raw, tmp_path)
+    assert re.search(reason, why_not_native(raw, tmp_path) or "")
     with pytest.raises(ModelLoadError, match=reason) as refused:
         read(tmp_path, raw)
     assert "backend 'hf'" in str(refused.value)
@@ -177,7 +188,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(
         read(tmp_path, raw)
     assert str(tmp_path / "config.json") in str(refused.value)
     with pytest.raises(ModelLoadError, match=message):
-        is_native(raw, tmp_path)
+        why_not_native(raw, tmp_path)
 
 
 def test_minus_one_stands_for_no_token(tmp_path: Path) -> None:

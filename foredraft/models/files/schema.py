@@ -104,6 +104,7 @@ class LlamaFields(_Schema):
     mlp_bias: bool | None = None
     use_sliding_window: bool | None = None
     sliding_window: Count | None = None
+    max_window_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = 28
     quantization_config: Any = None
     eos_token_id: TokenIds = ()
 
@@ -131,17 +132,27 @@ class LlamaFields(_Schema):
         return self
 
 
-def _either(*names: str) -> Any:
-    return Field(validation_alias=AliasChoices(*names))
+def _either(*names: str, default: Any = ...) -> Any:
+    return Field(default, validation_alias=AliasChoices(*names))
+
+
+ATTENTION_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+"""What configurations call the number of attention heads."""
 
 
 class SizeFields(_Schema):
-    """``config.json`` of any other causal language model: how large it is."""
+    """``config.json`` of any other causal language model: how large it is.
 
-    num_hidden_layers: Count = _either("num_hidden_layers", "n_layer")
-    num_attention_heads: Count = _either("num_attention_heads", "n_head")
-    hidden_size: Count = _either("hidden_size", "n_embd")
-    max_position_embeddings: Count = _either("max_position_embeddings", "n_positions")
+    Attributes:
+        max_position_embeddings: None for positions that go on (those by attention bias).
+    """
+
+    num_hidden_layers: Count = _either("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    num_attention_heads: Count = _either(*ATTENTION_HEADS)
+    hidden_size: Count = _either("hidden_size", "n_embd", "d_model")
+    max_position_embeddings: Count | None = _either(
+        *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"), default=None
+    )
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     vocab_size: Count | None = None

@@ -6,22 +6,30 @@ whether the weight files hold them.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.safety import FLOATS, Checkpoint
-from foredraft.models.files.schema import SizeFields, parse_fields
+from foredraft.models.files.schema import ATTENTION_HEADS, SizeFields, parse_fields
+
+NO_LIMIT = 1 << 30
+"""Context of models whose config names no limit (positions by attention bias)."""
 
 
 def read_sizes(checkpoint: Checkpoint) -> SizeFields:
     """The sizes in ``config.json``, of the text part where there are several.
 
     Raises:
-        ModelLoadError: they are malformed or larger than what the weight files hold; or the
-            weights are of a type that means nothing without scales.
+        ModelLoadError: they are malformed or larger than what the weight files hold; the
+            architecture is not supported; or the weights are of a type that means nothing without
+            scales.
     """
     path, raw = checkpoint.directory / "config.json", checkpoint.config
     text = raw.get("text_config") or raw
     if not isinstance(text, dict):
         raise ModelLoadError(f"{path}: text_config is {text!r:.80}; it must be an object")
+    _check_architecture(checkpoint.directory, text)
     sizes = parse_fields(path, text, SizeFields)
     largest = max((max(t.shape, default=1) for t in checkpoint.tensors.values()), default=0)
     limits = {
@@ -42,6 +50,26 @@ def read_sizes(checkpoint: Checkpoint) -> SizeFields:
     if not raw.get("quantization_config"):
         _check_types(checkpoint)
     return sizes
+
+
+def _check_architecture(directory: Path, config: dict[str, Any]) -> None:
+    """Refuse what is no decoder with attention, before its sizes are looked for.
+
+    Raises:
+        ModelLoadError: it is none.
+    """
+    kind = f"{directory}: model_type {config.get('model_type')!r:.80}"
+    if config.get("is_encoder_decoder"):
+        raise ModelLoadError(
+            f"{kind} is an encoder and a decoder, an architecture that is not supported: choose a "
+            "decoder-only language model"
+        )
+    if config.keys().isdisjoint(ATTENTION_HEADS):
+        raise ModelLoadError(
+            f"{kind} names no attention heads, and an architecture without attention (such as a "
+            "state-space model) is not supported: a rejected token cannot be taken out of its "
+            "state. Choose a model with attention"
+        )
 
 
 def _check_types(checkpoint: Checkpoint) -> None:

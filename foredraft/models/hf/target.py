@@ -35,13 +35,10 @@ from foredraft.models.base import (
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.hf.cache import HFCache, layer_factory
 from foredraft.models.hf.parts import HFParts, find_parts
-from foredraft.models.hf.sizes import read_sizes
+from foredraft.models.hf.sizes import NO_LIMIT, read_sizes
 from foredraft.models.native.joins import native_join
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.runner import NativeHeadRunner, head_config
-
-_NO_LIMIT = 1 << 30
-"""Context of models whose config names no limit (positions by attention bias)."""
 
 
 class HFTarget:
@@ -283,7 +280,7 @@ def _vocab_size(model: Any, config: Any) -> int:
 
 
 def _context_limit(config: Any) -> int:
-    return int(getattr(config, "max_position_embeddings", None) or _NO_LIMIT)
+    return int(getattr(config, "max_position_embeddings", None) or NO_LIMIT)
 
 
 def _masks_are_known(config: Any) -> bool:

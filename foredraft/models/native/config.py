@@ -42,7 +42,6 @@ class DecoderConfig:
     output_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
-    sliding_window: int | None = None
 
     @property
     def kv_shape(self) -> KVShape:
@@ -50,10 +49,7 @@ class DecoderConfig:
 
     @property
     def max_context(self) -> int:
-        """Full attention equals sliding-window attention only inside the window."""
-        return min(
-            self.max_position_embeddings, self.sliding_window or self.max_position_embeddings
-        )
+        return self.max_position_embeddings
 
     @property
     def num_matrix_parameters(self) -> int:
@@ -75,19 +71,30 @@ class DecoderConfig:
         return self.num_hidden_layers * layer + heads + hidden
 
 
-def is_native(raw: Mapping[str, Any], path: Path) -> bool:
-    """Whether this decoder implements the checkpoint's family, and all that it asks for.
+def why_not_native(
+    raw: Mapping[str, Any], path: Path, max_context: int | None = None
+) -> str | None:
+    """What a checkpoint of these families needs that this decoder lacks; None: nothing.
+
+    Of other families the family.
+
+    Args:
+        max_context: most tokens that will be read; None: as many as the model takes.
 
     Raises:
         ModelLoadError: it is of such a family, and malformed. ``path`` is named then.
     """
-    return raw.get("model_type") in FAMILIES and not _unsupported(
-        parse_fields(path, raw, LlamaFields)
-    )
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        return f"model_type {model_type!r:.80} is not one of {', '.join(FAMILIES)}"
+    return _unsupported(parse_fields(path, raw, LlamaFields), max_context)
 
 
-def read_config(directory: Path) -> DecoderConfig:
+def read_config(directory: Path, max_context: int | None = None) -> DecoderConfig:
     """Parse ``config.json``.
+
+    Args:
+        max_context: as in `why_not_native`.
 
     Raises:
         ModelLoadError: the file is malformed, or the family or one of its features is not
@@ -95,16 +102,9 @@ def read_config(directory: Path) -> DecoderConfig:
     """
     path = directory / "config.json"
     raw = read_json(path)
-    model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
-        raise ModelLoadError(
-            f"{directory}: model_type {model_type!r:.80} is not one of {', '.join(FAMILIES)}; "
-            "load it with backend 'hf'"
-        )
-    fields = parse_fields(path, raw, LlamaFields)
-    if reason := _unsupported(fields):
+    if reason := why_not_native(raw, path, max_context):
         raise ModelLoadError(f"{directory}: {reason}; load it with backend 'hf'")
-    return _resolve(fields)
+    return _resolve(parse_fields(path, raw, LlamaFields))
 
 
 def _resolve(fields: LlamaFields) -> DecoderConfig:
@@ -128,14 +128,17 @@ def _resolve(fields: LlamaFields) -> DecoderConfig:
         output_bias=bias,
         qk_norm=fields.model_type == "qwen3",
         eos_token_ids=fields.eos_token_id,
-        sliding_window=_sliding_window(fields),
     )
 
 
 def _sliding_window(fields: LlamaFields) -> int | None:
+    """How many tokens some layer sees; None where all of them see the whole context."""
+    window = fields.sliding_window
     if fields.model_type == "mistral":  # windowed unless it says null
-        return fields.sliding_window if "sliding_window" in fields.model_fields_set else 4096
-    return fields.sliding_window if fields.use_sliding_window else None
+        window = window if "sliding_window" in fields.model_fields_set else 4096
+    elif not fields.use_sliding_window or fields.max_window_layers >= fields.num_hidden_layers:
+        window = None
+    return None if window is None or window >= fields.max_position_embeddings else window
 
 
 def _rope(fields: LlamaFields) -> RopeFields:
@@ -149,7 +152,7 @@ def _scales(rope: RopeFields) -> bool:
     return rope.rope_type not in (None, "default")
 
 
-def _unsupported(fields: LlamaFields) -> str | None:
+def _unsupported(fields: LlamaFields, max_context: int | None) -> str | None:
     """What this checkpoint needs that the decoder lacks, or None."""
     if fields.hidden_act != "silu":
         return f"activation {fields.hidden_act!r:.80} is not implemented"
@@ -157,6 +160,12 @@ def _unsupported(fields: LlamaFields) -> str | None:
         return "mlp_bias is not implemented"
     if fields.quantization_config:
         return "quantised checkpoints are not implemented"
+    window = _sliding_window(fields)
+    if window is not None and (max_context is None or max_context > window):
+        return (
+            f"the model attends to a window of {window} tokens, which the native engine does not "
+            f"do yet (up to max_context={window} it can run the model)"
+        )
     if _rope(fields).rope_type not in (None, "default", "linear", "llama3"):
         return f"rotary scaling {_rope(fields).rope_type!r:.80} is not implemented"
     return None

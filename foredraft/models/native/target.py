@@ -121,7 +121,7 @@ class NativeTarget:
             ModelLoadError: the checkpoint is incomplete, damaged or of another kind.
         """
         checkpoint = Checkpoint.of(source)
-        config, _ = fit(checkpoint, read_config(checkpoint.directory))
+        config, _ = fit(checkpoint, read_config(checkpoint.directory, max_context))
         weights = load_weights(checkpoint, config, dtype, device, bits)
         target = cls(config, weights, new_decoder, max_context, cache_memory)
         if torch.device(device).type == "cpu":
