@@ -109,11 +109,6 @@ class Capture:
         return sum(chunk.num_tokens for chunk in self._chunks)
 
     @property
-    def captured_tokens(self) -> int:
-        """On disk."""
-        return sum(chunk.num_tokens for chunk in self._chunks if chunk.digest in self._on_disk)
-
-    @property
     def captured(self) -> set[int]:
         """Positions of the texts whose states are on disk."""
         return {n for chunk in self._chunks if chunk.digest in self._on_disk for n in chunk.texts}

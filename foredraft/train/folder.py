@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters.heads.store import (
+    CARD,
     META,
     TargetIdentity,
     check_kind,
@@ -50,11 +51,16 @@ def check_out(out: Path, kind: str, start_from: Path | None = None) -> None:
     is there is what it starts from. In all these cases a head is replaced only by a better one.
 
     Raises:
-        ConfigError: there is a head that this training knows nothing of.
+        ConfigError: there is a head that this training knows nothing of, or something else.
         ModelLoadError: there is a head, and its ``head.json`` cannot be used.
     """
     finish_saving(out)
     if not (out / META).exists():
+        if (out / CARD).exists():
+            raise ConfigError(
+                f"{out} holds a {CARD} that is not of a head, and a head's would take its place; "
+                "give another --out"
+            )
         return
     info = read_info(out)
     if info.kind == kind and state_path(out).is_file():

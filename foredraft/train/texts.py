@@ -202,22 +202,6 @@ def digest_of(texts: Sequence[Text]) -> str:
     return digest.hexdigest()[:32]
 
 
-def check_ids(texts: Sequence[Text], vocab_size: int, where: str) -> None:
-    """Refuse texts of another vocabulary.
-
-    Raises:
-        ConfigError: an id is not below ``vocab_size``, or there is nothing to learn from.
-    """
-    largest = max((int(t.tokens.max(initial=0)) for t in texts), default=0)
-    if largest >= vocab_size:
-        raise ConfigError(
-            f"{where} holds token {largest} and the target's vocabulary has {vocab_size}: the "
-            "texts are another model's; write some with: foredraft train write-text"
-        )
-    if not sum(len(t.tokens) - t.num_prompt for t in texts):
-        raise ConfigError(f"{where} holds no replies: there is nothing to learn from")
-
-
 def is_shard_folder(path: Path) -> bool:
     return path.is_dir() and any(_SHARD.fullmatch(name) for name in os.listdir(path))
 
@@ -228,7 +212,14 @@ def usable(texts: Sequence[Text], vocab_size: int, max_context: int) -> list[Tex
     Raises:
         ConfigError: they are of another vocabulary, or there are none.
     """
-    check_ids(texts, vocab_size, "the text")
+    largest = max((int(text.tokens.max(initial=0)) for text in texts), default=0)
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"the text holds token {largest} and the target's vocabulary has {vocab_size}: it is "
+            "another model's; write some with: foredraft train write-text"
+        )
+    if not any(len(text.tokens) > text.num_prompt for text in texts):
+        raise ConfigError("the text holds no replies: there is nothing to learn from")
     return [
         text
         if len(text.tokens) <= max_context

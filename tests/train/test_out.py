@@ -120,3 +120,10 @@ def test_a_head_of_another_target_is_not_replaced(head: Path, other_checkpoint: 
     with pytest.raises(ConfigError, match="trained for 'tiny'"):
         train(other, head, start_from=head)
     assert load_head(head, LinearHead, read_info(head).target)
+
+
+def test_a_folder_of_something_else_is_left_alone(target: TrainingTarget, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("my notes")
+    with pytest.raises(ConfigError, match=r"README\.md that is not of a head"):
+        trainer_of(target, tmp_path)
+    assert (tmp_path / "README.md").read_text() == "my notes"
