@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import LoadOptions
-from tests.models.checkpoints import VOCAB_SIZE
+from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
 from tests.server.conftest import Running, running
 from tests.server.events import data_of, names_of
 from tests.server.test_lifecycle import SlowTarget, wait_until
@@ -87,6 +90,39 @@ def test_echo(client: httpx.Client) -> None:
     nothing = client.post("/v1/completions", json=body | {"echo": True, "max_tokens": 0}).json()
     assert nothing["choices"][0]["text"] == "The ferry"
     assert nothing["usage"]["completion_tokens"] == 0
+
+
+def test_an_echo_repeats_what_was_sent_and_no_start_token(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    saved = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    start = "<|im_start|>"
+    saved.post_processor = TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, saved.token_to_id(start))]
+    )
+    saved.save(str(tmp_path / "tokenizer.json"))
+
+    def load(trace: Any) -> LLM:
+        target = TableModel.random(VOCAB_SIZE, seed=5)
+        return LLM(target, Tokenizer(tmp_path), LoadOptions(drafter="none"), trace=trace)
+
+    body = {"prompt": "The ferry", "echo": True, "logprobs": 0, "max_tokens": 3, **COMMON}
+    with running(load) as server, server.client() as client:
+        for more in ({}, {"stream": True}, {"max_tokens": 0}, {"prompt": ["The ferry"]}):
+            response = client.post("/v1/completions", json=body | more)
+            chunks = data_of(response)[:-1] if "stream" in more else [response.json()]
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
+            text = "".join(choice["text"] for choice in choices)
+            assert text.startswith("The ferry")
+            scored = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+            tokens = [token for each in scored for token in each["tokens"]]
+            offsets = [offset for each in scored for offset in each["text_offset"]]
+            assert start not in tokens[:1]
+            assert offsets[0] == 0
+            assert "".join(tokens).startswith("The ferry")
+            assert len(tokens) == sum(len(each["token_logprobs"]) for each in scored)
+        ids = server.context.tokenizer.encode("The ferry")
+        told = client.post("/v1/completions", json=body | {"prompt": ids}).json()["choices"][0]
+        assert told["text"].startswith(f"{start}The ferry"), "ids are echoed as they were sent"
 
 
 def test_prompts_are_scored(client: httpx.Client, tokenizer: Tokenizer) -> None:

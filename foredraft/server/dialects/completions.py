@@ -100,7 +100,11 @@ class CompletionWriter(ChoicesWriter):
         self, context: ServerContext, request: GenerationRequest, body: CompletionRequest
     ) -> None:
         super().__init__(context, request, body.check_stream_options())
-        self._prompts, self._echo, self._is_empty = body.prompts(), body.echo, body.is_empty
+        self._echo, self._is_empty = body.echo, body.is_empty
+        texts = body.prompts()
+        self._num_added = [
+            self._count_added(*each) for each in zip(texts, request.prompts, strict=True)
+        ]
         self._begun: set[int] = set()
         self._logprobs: list[CompletionLogprobs] = []
         if request.params.logprobs is not None:
@@ -141,8 +145,18 @@ class CompletionWriter(ChoicesWriter):
             reply.result = replace(reply.result, text="", token_ids=(), finish_reason="length")
             reply.num_tokens = 0
 
+    def _count_added(self, prompt: str | list[int], tokens: list[int]) -> int:
+        """How many start tokens the tokenizer put before a text: an echo does not repeat them."""
+        decode, first = self._context.tokenizer.decode, tokens[:1]
+        if not isinstance(prompt, str) or decode(first, skip_special_tokens=True):
+            return 0
+        start = decode(first, skip_special_tokens=False)
+        return int(bool(start) and not prompt.startswith(start))
+
     def _prompt(self, index: int) -> list[int]:
-        return self._request.prompts[index // self._request.params.n]
+        """The tokens of a prompt as an echo shows them."""
+        number = index // self._request.params.n
+        return self._request.prompts[number][self._num_added[number] :]
 
     def _prompt_text(self, index: int) -> str:
         return self._context.tokenizer.decode(self._prompt(index), skip_special_tokens=False)
@@ -162,7 +176,8 @@ class CompletionWriter(ChoicesWriter):
         if not self._logprobs:
             return None
         prompt = [] if prompt_entries is None else self._prompt(index)
-        together = [*(prompt_entries or ()), *entries]
+        num_added = self._num_added[index // self._request.params.n]
+        together = [*(prompt_entries or ())[num_added:], *entries]
         shown = prompt if self._is_empty else [*prompt, *tokens]
         # Where a prompt is only scored, its last token is what was generated.
         return self._logprobs[index].format(shown, together[: len(shown)], len(prompt))
