@@ -168,8 +168,8 @@ class AnthropicErrorBody(BaseModel):
 
 _TEXTS = {
     400: "a field cannot be used as given",
-    401: "no API key that is known here",
-    403: "the server does not go by that name",
+    401: "the API key is missing or unknown",
+    403: "the server was called by a name that is not its own",
     404: "no such model or route",
     408: "the body or the reply took too long",
     413: "the body is too large",

@@ -158,8 +158,8 @@ class Gate:
 
 def _host_name(host: str) -> str | None:
     """The name in a Host header, without its port."""
-    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@\s]+)(:\d{1,5})?", host)
-    return found[1].strip("[]").lower().rstrip(".") if found else None
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@\s]+)(:\d{1,5})?", host)
+    return match[1].strip("[]").lower().rstrip(".") if match else None
 
 
 def _is_address(name: str) -> bool:
@@ -248,8 +248,8 @@ def _is_deeper(body: bytes, limit: int) -> bool:
     if body.count(b"[") + body.count(b"{") <= limit:
         return False
     depth = 0
-    for found in _STRUCTURE.finditer(body):
-        first = body[found.start()]
+    for match in _STRUCTURE.finditer(body):
+        first = body[match.start()]
         if first in b"[{":
             depth += 1
             if depth > limit:

@@ -17,7 +17,7 @@ from foredraft.server.errors import ApiError
 
 
 @dataclass
-class Reply:
+class ReplyState:
     """What is known of one reply so far.
 
     Attributes:
@@ -58,7 +58,7 @@ class Generation:
 
     def __init__(self, streams: Sequence[EventStream], prompt_sizes: Sequence[int], n: int) -> None:
         self._streams, self._n = streams, n
-        self.replies = [Reply(size) for size in prompt_sizes for _ in range(n)]
+        self.replies = [ReplyState(size) for size in prompt_sizes for _ in range(n)]
         self.num_prompt_tokens = sum(prompt_sizes)
         self.began = time.perf_counter()
         self._error: ApiError | None = None
@@ -210,5 +210,5 @@ def stop_string(result: GenerationResult, stops: Sequence[str], tokenizer: Token
     if result.finish_reason != "stop" or not stops:
         return None
     behind = tokenizer.decode(result.token_ids)[len(result.text) :]
-    found = [stop for stop in stops if behind.startswith(stop)]
-    return max(found, key=len, default=None)
+    matches = [stop for stop in stops if behind.startswith(stop)]
+    return max(matches, key=len, default=None)

@@ -146,8 +146,8 @@ def include_page(app: FastAPI, context: ServerContext) -> None:
 
     @router.get("/page/info")
     async def info() -> Response:
-        told = await run_in_threadpool(lambda: page.lanes.info())
-        return JsonResponse(told | {"version": __version__, "cpu": cpu_name()})
+        figures = await run_in_threadpool(lambda: page.lanes.info())
+        return JsonResponse(figures | {"version": __version__, "cpu": cpu_name()})
 
     @router.post("/page/run")
     async def run(body: RunBody, request: Request) -> Response:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.server.errors import ApiError
-from foredraft.server.generation import Generation, Reply
+from foredraft.server.generation import Generation, ReplyState
 from foredraft.version import __version__
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class RequestSpans:
             return
         from opentelemetry.trace import SpanKind, StatusCode
 
-        attributes = _asked(operation, model, params)
+        attributes = _attributes(operation, model, params)
         span = self._tracer.start_span(
             f"{operation} {model}", kind=SpanKind.SERVER, attributes=attributes
         )
@@ -78,7 +78,7 @@ class RequestSpans:
             raise
         finally:
             if watched.generation is not None:
-                span.set_attributes(_made(watched.generation))
+                span.set_attributes(_outcome(watched.generation))
             span.end()
 
     def close(self) -> None:
@@ -94,8 +94,8 @@ def _error_type(error: BaseException) -> str:
     return "client_disconnected" if is_gone else type(error).__name__
 
 
-def _asked(operation: Operation, model: str, params: SamplingParams) -> dict[str, Any]:
-    asked = {
+def _attributes(operation: Operation, model: str, params: SamplingParams) -> dict[str, Any]:
+    attributes = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "foredraft",
         "gen_ai.request.model": model,
@@ -109,10 +109,10 @@ def _asked(operation: Operation, model: str, params: SamplingParams) -> dict[str
         "gen_ai.request.frequency_penalty": params.frequency_penalty,
         "gen_ai.request.presence_penalty": params.presence_penalty,
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
-def _made(generation: Generation) -> dict[str, Any]:
+def _outcome(generation: Generation) -> dict[str, Any]:
     replies = generation.replies
     made: dict[str, Any] = {
         "gen_ai.usage.input_tokens": generation.num_prompt_tokens,
@@ -130,7 +130,7 @@ def _made(generation: Generation) -> dict[str, Any]:
     return made
 
 
-def _first_arrival(replies: Sequence[Reply]) -> float | None:
+def _first_arrival(replies: Sequence[ReplyState]) -> float | None:
     return min((reply.arrived[0] for reply in replies if reply.arrived), default=None)
 
 

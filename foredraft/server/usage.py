@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.server.generation import Reply
+from foredraft.server.generation import ReplyState
 from foredraft.server.replies import END_THINK, THINK
 
 _MAX_MASKS = 256
@@ -16,7 +16,7 @@ _MAX_MASKS = 256
 
 
 def usage_of(
-    replies: Sequence[Reply],
+    replies: Sequence[ReplyState],
     n: int,
     repeated: Sequence[Repeated] = (),
     thoughts: Thoughts | None = None,
@@ -55,7 +55,7 @@ class Thoughts:
     def __init__(self, tokenizer: Tokenizer, in_thoughts: bool) -> None:
         self._tokenizer, self._in_thoughts = tokenizer, in_thoughts
 
-    def __call__(self, reply: Reply) -> int:
+    def __call__(self, reply: ReplyState) -> int:
         tokens = reply.result.token_ids if reply.result is not None else ()
         text = self._text(tokens)
         if not (self._in_thoughts or text.lstrip().startswith(THINK)):
@@ -69,7 +69,7 @@ class Thoughts:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
-def num_cached(replies: Sequence[Reply]) -> int:
+def num_cached(replies: Sequence[ReplyState]) -> int:
     """Prompt tokens that were not read anew; known at the end."""
     return sum(reply.result.num_cached_tokens for reply in replies if reply.result is not None)
 
@@ -130,7 +130,7 @@ class Repeated:
             self._left = ((left + matched) | (left - matched)) & self._all
 
 
-def speculation_of(replies: Sequence[Reply], detail: str) -> dict[str, Any] | None:
+def speculation_of(replies: Sequence[ReplyState], detail: str) -> dict[str, Any] | None:
     """vLLM's ``metrics`` of one reply that is over; None for several, or where not asked for.
 
     As there (vllm-project/vllm#48915), only steps with a draft count: `num_spec_steps` is the sum

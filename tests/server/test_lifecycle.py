@@ -107,7 +107,7 @@ def test_a_client_that_never_reads_is_cut_off(
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connections.append(connection)
         wait_until(lambda: server.context.engine.stats().running > 0)
-        wait_until(server.is_idle, 30)
+        wait_until(server.is_idle, 120)
         for connection in connections:
             connection.close()
     for text in ("Traceback", "without completing"):

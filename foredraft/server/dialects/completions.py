@@ -84,8 +84,8 @@ async def create_completion(
     """Continue prompts: text, texts, token ids, or lists of token ids."""
     body.check_stream_options()
     special = body.add_special_tokens is not False
-    asked = await read_prompts(context, body, body.prompts(), special, key_id)
-    writer = CompletionWriter(context, replace(asked, scores_only=body.is_empty), body)
+    wanted = await read_prompts(context, body, body.prompts(), special, key_id)
+    writer = CompletionWriter(context, replace(wanted, scores_only=body.is_empty), body)
     return await respond(writer, body.stream, body.ignored(), context, request)
 
 

@@ -45,7 +45,7 @@ from foredraft.server.dialects.request import (
 )
 from foredraft.server.dialects.sampling import response_grammar
 from foredraft.server.errors import ApiError
-from foredraft.server.generation import Reply, finish_reason, stop_string
+from foredraft.server.generation import ReplyState, finish_reason, stop_string
 from foredraft.server.replies import Part
 from foredraft.server.tools import read_tools
 from foredraft.server.usage import num_cached, speculation_of
@@ -268,7 +268,7 @@ class MessagesWriter:
             for event_of_end in self._end(reply, parser.num_calls):
                 yield named_event(event_of_end)
 
-    def _end(self, reply: Reply, num_calls: int) -> Iterator[dict[str, Any]]:
+    def _end(self, reply: ReplyState, num_calls: int) -> Iterator[dict[str, Any]]:
         result = reply.result
         assert result is not None
         stop = stop_string(result, list(self._request.params.stop), self._context.tokenizer)
@@ -282,7 +282,7 @@ class MessagesWriter:
         yield {"type": "message_delta", "delta": delta, "usage": usage}
         yield {"type": "message_stop"}
 
-    def _begun(self, reply: Reply) -> dict[str, Any]:
+    def _begun(self, reply: ReplyState) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
@@ -336,7 +336,7 @@ def _input(block: Block) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"_unparsed": block.text}
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _usage(reply: ReplyState) -> dict[str, int]:
     cached = num_cached([reply])
     return {
         "input_tokens": reply.num_prompt_tokens - cached,

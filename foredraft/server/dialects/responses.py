@@ -43,7 +43,7 @@ from foredraft.server.dialects.request import (
 )
 from foredraft.server.dialects.sampling import response_grammar
 from foredraft.server.errors import ApiError, as_api_error
-from foredraft.server.generation import Generation, Reply
+from foredraft.server.generation import Generation, ReplyState
 from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
 from foredraft.server.replies import Part
 from foredraft.server.usage import Thoughts, num_cached, speculation_of
@@ -287,7 +287,7 @@ class ResponsesWriter:
         self._finish(reply)
         yield {"type": f"response.{self._response['status']}", "response": self._response}
 
-    def _finish(self, reply: Reply) -> None:
+    def _finish(self, reply: ReplyState) -> None:
         self._response |= {
             "status": "incomplete" if self._is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
@@ -415,7 +415,7 @@ def _begun(request: GenerationRequest, body: ResponsesRequest) -> dict[str, Any]
     }
 
 
-def _usage(reply: Reply, thoughts: Thoughts | None) -> dict[str, Any]:
+def _usage(reply: ReplyState, thoughts: Thoughts | None) -> dict[str, Any]:
     return {
         "input_tokens": reply.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": num_cached([reply]), "cache_write_tokens": 0},
