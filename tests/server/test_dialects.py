@@ -384,8 +384,8 @@ def test_health(client: httpx.Client) -> None:
         assert client.get(path).status_code == 200
 
 
-def test_metrics_and_health_know_of_the_engine_for_predictions(tokenizer: Tokenizer) -> None:
-    """Requests with a prediction run on one of their own."""
+def test_requests_with_a_prediction_run_in_the_same_engine(tokenizer: Tokenizer) -> None:
+    """Metrics and health are about all of them."""
 
     def load(trace: Any) -> LLM:
         asked = LoadOptions(drafter="suffix")
@@ -403,12 +403,13 @@ def test_metrics_and_health_know_of_the_engine_for_predictions(tokenizer: Tokeni
         with client.stream("POST", "/v1/chat/completions", json=body | expected) as reply:
             next(reply.iter_lines())
             wait_until(lambda: running_requests() == 1)
-        second = server.context._for_predictions
-        assert second is not None
-        second._worker.problem = "its thread has failed"
+        view, engine = server.context._for_predictions, server.context.engine
+        assert view is not None
+        assert view.engine is engine.llm.engine
+        engine._worker.problem = "its thread has failed"
         assert client.get("/health").status_code == 503
         assert client.get("/ready").status_code == 503
-        second._worker.problem = None
+        engine._worker.problem = None
 
 
 def test_metrics_have_the_names_that_operators_graph(client: httpx.Client) -> None:
