@@ -31,7 +31,7 @@ _KEEPS = (". ", "source ", "cd ", "export ")
 """Commands that change the shell in which the later ones run."""
 _TYPED = {"foredraft chat": "Name a river.\n/bye\n"}
 """What is typed into commands that talk with a person."""
-_SECONDS = 600.0
+_SECONDS = 1800.0
 
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:

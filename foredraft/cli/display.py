@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from foredraft.core.record import SpeculationStats
     from foredraft.engine.request import Event
     from foredraft.engine.text import Piece
+    from foredraft.llm import LLM
 
 DRAFTED = "underline green"
 """Accepted draft tokens: the underline tells them apart without colour, too."""
@@ -44,14 +45,32 @@ def legend() -> Text:
     )
 
 
-def stats_line(stats: SpeculationStats, tokens_per_s: float) -> Text:
-    """One line of what speculation did."""
+def why_nothing_was_drafted(llm: LLM) -> str:
+    """The reason why a reply of several steps holds no drafts, in a few words."""
+    from foredraft.control.adaptive import AdaptiveBudget
+
+    controller = llm.controller
+    if llm.drafter_name == "none" or llm.options.num_draft_tokens == 0:
+        return "plain decoding was asked for"
+    if isinstance(controller, AdaptiveBudget) and not controller.report()["drafting"]:
+        return "the controller expected no draft to pay on this machine and text"
+    return f"drafter {llm.drafter_name} had nothing to propose for this text"
+
+
+def stats_line(stats: SpeculationStats, tokens_per_s: float, why_none: str | None = None) -> Text:
+    """One line of what speculation did.
+
+    Args:
+        why_none: said where nothing was drafted.
+    """
     words = f"{stats.committed} tokens in {stats.steps} steps, {tokens_per_s:.1f} tokens/s"
     if stats.drafted:
         words += (
             f"; drafted {stats.drafted}: {stats.accepted} accepted, {stats.rejected} rejected, "
             f"{stats.discarded} past the stop; {stats.committed_per_step:.2f} committed per step"
         )
+    elif why_none is not None and stats.steps > 1:
+        words += f"; nothing was drafted: {why_none}"
     return Text(words, style="dim")
 
 
@@ -68,23 +87,45 @@ class RichProgress:
 
     Args:
         console: where to draw; stderr by default, so that stdout stays clean.
+        waiting: a stage that begins by itself if none has begun in time.
+        delay_s: the time after which it begins.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(
+        self, console: Console | None = None, waiting: str | None = None, delay_s: float = 1.0
+    ) -> None:
         self._console = console or Console(stderr=True)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._waiting, self._begun, self._lock = waiting, False, threading.Lock()
+        self._timer = threading.Timer(delay_s, self._begin_waiting)
+        self._timer.daemon = True
 
     def __enter__(self) -> RichProgress:
+        if self._waiting is not None:
+            self._timer.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._timer.cancel()
+        if self._timer.ident is not None:
+            self._timer.join()
         if self._progress is not None:
             self._progress.stop()
         self._progress = self._task = None
 
     def stage(self, text: str) -> None:
         """A new piece of work begins."""
+        with self._lock:
+            self._begin(text)
+
+    def _begin_waiting(self) -> None:
+        with self._lock:
+            if self._waiting is not None and not self._begun:
+                self._begin(self._waiting)
+
+    def _begin(self, text: str) -> None:
+        self._begun = True
         if not self._console.is_terminal:
             self._console.print(f"{text} …", markup=False, highlight=False, soft_wrap=True)
             return
@@ -172,7 +213,8 @@ class PromptProgress:
         self._timer.cancel()
         if self._timer.ident is not None:
             self._timer.join()
-        self._progress.stop()
+        if self._progress.live.is_started:  # stopping what never began would print an empty line
+            self._progress.stop()
 
 
 @contextmanager

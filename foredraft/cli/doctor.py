@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from foredraft.load import ModelPlan
 
 
+OPTIONAL = {
+    "matplotlib": "pictures of trainings",
+    "opentelemetry-exporter-otlp-proto-http": "spans (serve --otlp-traces-endpoint)",
+}
+"""Packages that a plain installation lacks, and what each is for."""
+
+
 @o.with_options
 def doctor(
     load: Annotated[LoadOptions, o.loading()],
@@ -45,7 +52,7 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     from foredraft.cli.display import RichProgress
     from foredraft.drafters import drafter_spec
     from foredraft.load import plan_models, resolve_drafter
-    from foredraft.system.machine import describe_machine
+    from foredraft.system.machine import describe_machine, package_version
 
     resolve_drafter(options)  # says what is wrong before anything is downloaded
     if options.threads is not None:
@@ -62,6 +69,11 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
         "num_draft_tokens": spec.num_draft_tokens if budget is None else budget,
         "drafter_summary": spec.summary,
         "tokens": tokens,
+        "optional": [
+            {"package": package, "for": purpose}
+            for package, purpose in OPTIONAL.items()
+            if package_version(package) is None
+        ],
         "models": {role: _model_report(plan, options, tokens) for role, plan in plans.items()},
     }
 
@@ -123,8 +135,12 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     console.print()
     for note in notes:
         console.print(f"missing: {note}", style="yellow", markup=False)
+    for each in report["optional"]:
+        line = f"not installed: {each['package']}, for {each['for']}: pip install {each['package']}"
+        console.print(line, markup=False, soft_wrap=True)
     if not notes:
-        console.print("nothing is missing", style="green")
+        left = "nothing that generating or serving needs is missing"
+        console.print(left if report["optional"] else "nothing is missing", style="green")
 
 
 def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:

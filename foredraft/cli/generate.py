@@ -21,6 +21,7 @@ from foredraft.cli.display import (
     show_pieces,
     stats_dict,
     stats_line,
+    why_nothing_was_drafted,
 )
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
@@ -106,7 +107,7 @@ def _generate(llm: LLM, text: str, params: SamplingParams, *, chat: bool, as_jso
         typer.echo(json.dumps(_report(llm, run, text), ensure_ascii=False))
         _fail_if(run.result.error)
     else:
-        _show(events, len(token_ids))
+        _show(llm, events, len(token_ids))
 
 
 def _draft_with_prediction(load: LoadOptions) -> LoadOptions:
@@ -148,7 +149,7 @@ def _read_input(what: str) -> str:
         raise ConfigError(f"{what} on standard input cannot be read: {error}") from error
 
 
-def _show(events: Any, num_prompt_tokens: int) -> None:
+def _show(llm: LLM, events: Any, num_prompt_tokens: int) -> None:
     """Print the text as it comes, and what it took; Ctrl-C ends it between two steps."""
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     num_tokens, num_accepted, num_steps, seconds = 0, 0, 0, 0.0
@@ -180,7 +181,8 @@ def _show(events: Any, num_prompt_tokens: int) -> None:
         raise typer.Exit(130)
     if run.result.stats.accepted and console.is_terminal:
         notes.print(legend())
-    notes.print(stats_line(run.result.stats, run.tokens_per_s))
+    stats = run.result.stats
+    notes.print(stats_line(stats, run.tokens_per_s, why_nothing_was_drafted(llm)))
     _fail_if(run.result.error)
 
 

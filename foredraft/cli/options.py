@@ -454,7 +454,8 @@ def load_llm(options: LoadOptions, trace: Trace | None = None) -> LLM:
         trace: called with the record of every step.
     """
     from foredraft.cli.display import RichProgress
-    from foredraft.llm import LLM
 
-    with RichProgress() as progress:
+    with RichProgress(waiting=f"Loading {options.model}") as progress:
+        from foredraft.llm import LLM  # takes its part of the time
+
         return LLM.load(**vars(options), progress=progress, trace=trace)

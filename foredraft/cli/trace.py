@@ -128,6 +128,7 @@ def _read(file: Path, request: int | None) -> Trace:
 # ---------------------------------------------------------------------- how a trace looks
 
 
+_ACCEPTED = "✓"
 _STYLES = {"draft": "underline green", "correction": "bold yellow", "bonus": "blue"}
 """By shape and colour: who wrote a token."""
 
@@ -142,7 +143,7 @@ def show_run(console: Console, trace: Trace) -> None:
         console.print(_text(trace, request_id), soft_wrap=True)
     console.print(_legend())
     table = Table("step", box=None, padding=(0, 2, 0, 0))
-    table.add_column("draft (accepted underlined)", ratio=1, overflow="fold")
+    table.add_column(f"draft ({_ACCEPTED} accepted)", ratio=1, overflow="fold")
     table.add_column("then")
     for title in ("accepted", "ms"):
         table.add_column(title, justify="right")
@@ -216,10 +217,44 @@ def _draft(row: Row) -> Text:
         return Text(f"{row.num_read} tokens of the prompt", style="dim")
     if not row.draft.tokens:
         return Text("nothing", style="dim")
-    return Text(" ").join(
-        Text(_shown(text), style=_STYLES["draft"] if node in row.path else "dim")
-        for node, text in enumerate(row.draft.texts)
-    )
+    lines = [_line(row, depth, nodes) for depth, nodes in branches(row.draft.parents)]
+    return Text("\n").join(lines)
+
+
+def branches(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """A tree as lines: each a path of nodes from its depth downward.
+
+    The first child of a node goes on in its line; every other child begins a line of its own below,
+    the deepest first.
+    """
+    children: dict[int, list[int]] = {node: [] for node in range(-1, len(parents))}
+    for node, parent in enumerate(parents):
+        children[parent].append(node)
+    lines: list[tuple[int, list[int]]] = []
+
+    def follow(node: int, depth: int) -> None:
+        path, others = [node], list[tuple[int, int]]()
+        lines.append((depth, path))
+        while children[path[-1]]:
+            first, *rest = children[path[-1]]
+            others += [(each, depth + len(path)) for each in reversed(rest)]
+            path.append(first)
+        for each, below in reversed(others):
+            follow(each, below)
+
+    for root in children[-1]:
+        follow(root, 0)
+    return lines
+
+
+def _line(row: Row, depth: int, nodes: Sequence[int]) -> Text:
+    words = [
+        Text(_ACCEPTED + _shown(row.draft.texts[node]), style=_STYLES["draft"])
+        if node in row.path
+        else Text(_shown(row.draft.texts[node]), style="dim")
+        for node in nodes
+    ]
+    return Text("  " * depth + ("└ " if depth else "")) + Text(" ").join(words)
 
 
 def _then(row: Row) -> Text:
@@ -234,7 +269,8 @@ def _tree(row: Row) -> Tree:
     top = Tree(Text("text so far", style="dim"))
     below = {-1: top}
     for node, parent in enumerate(draft.parents):
-        line = Text(_shown(draft.texts[node]))
+        sign = _ACCEPTED if node in row.path else ""
+        line = Text(sign + _shown(draft.texts[node]))
         line.stylize(_STYLES["draft"] if node in row.path else "dim")
         for name, values in (
             ("target", draft.target_probs),

@@ -71,3 +71,11 @@ def test_reset_keeps_the_system_message(llm: LLM) -> None:
     talk.answer("Hello")
     talk.reset()
     assert talk.messages == [{"role": "system", "content": "Be brief."}]
+
+
+@pytest.mark.parametrize("word", ["/bye", "/exit", "/quit"])
+def test_words_that_leave(llm: LLM, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.setattr("foredraft.cli.chat.read_message", lambda: f" {word} ")
+    talk = conversation(llm)
+    assert talk.turn() is False
+    assert talk.messages == []

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from foredraft.bench.measure import MeasuredRun
 from foredraft.cli import demo as demo_module
+from foredraft.cli import doctor
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
 from foredraft.kernels import build
@@ -25,6 +26,24 @@ def test_generate_streams_the_text(run: Run) -> None:
     assert plain.exit_code == drafted.exit_code == 0
     assert plain.stdout == drafted.stdout
     assert "12 tokens in 12 steps" in plain.stderr
+
+
+def test_generate_piped_prints_no_empty_lines(run: Run) -> None:
+    result = run("generate", "The ferry", "--max-tokens", "12", "--drafter", "ngram")
+    assert "\n\n" not in result.stderr
+    assert not result.stderr.startswith("\n")
+
+
+def test_it_is_said_why_nothing_was_drafted(run: Run) -> None:
+    def said(*options: str) -> str:
+        result = run("generate", "The ferry", "--max-tokens", "5", *options)
+        return " ".join(result.stderr.split())
+
+    assert "nothing was drafted: plain decoding was asked for" in said("--drafter", "none")
+    assert "nothing was drafted: plain decoding" in said("--num-draft-tokens", "0")
+    long = ("--drafter-option", "min-ngram-size=9", "--drafter-option", "max-ngram-size=9")
+    found = said("--drafter", "ngram", "--num-draft-tokens", "3", *long)
+    assert "nothing was drafted: drafter ngram had nothing to propose for this text" in found
 
 
 def test_generate_json_holds_everything(run: Run) -> None:
@@ -141,6 +160,16 @@ def test_doctor_says_how_to_get_a_compiler(
     command = "apt install g++" if os.geteuid() == 0 else "sudo apt install g++"
     assert note == f"no fused CPU kernel: no C++ compiler found; install one with: {command}"
     assert "missing: no fused CPU kernel" in run("doctor").stdout
+
+
+def test_doctor_lists_what_is_not_installed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.system.machine.package_version", lambda name: None)
+    shown = " ".join(run("doctor").stdout.split())
+    for package, purpose in doctor.OPTIONAL.items():
+        assert f"not installed: {package}, for {purpose}: pip install {package}" in shown
+    assert "nothing is missing" not in shown
+    monkeypatch.setattr("foredraft.system.machine.package_version", lambda name: "1")
+    assert "not installed" not in run("doctor").stdout
 
 
 def test_doctor_describes_the_draft_model(run: Run, checkpoint: Path) -> None:

@@ -71,3 +71,23 @@ def test_stdout_stays_clean(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "fetching" in captured.err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_loading_is_said_where_it_takes_long(terminal: bool) -> None:
+    drawn, out = console(terminal=terminal)
+    with RichProgress(drawn, waiting="Loading tiny", delay_s=0.0) as progress:
+        progress._timer.join()
+        if progress._progress is not None:
+            progress._progress.refresh()
+    assert "Loading tiny" in out.getvalue()
+
+
+def test_loading_is_not_said_where_it_is_quick_or_something_else_is() -> None:
+    drawn, out = console(terminal=False)
+    with RichProgress(drawn, waiting="Loading tiny", delay_s=60.0):
+        pass
+    with RichProgress(drawn, waiting="Loading tiny", delay_s=60.0) as progress:
+        progress.stage("Fetching tiny")
+        progress._begin_waiting()
+    assert out.getvalue() == "Fetching tiny …\n"
