@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
 from foredraft.drafters.chain import ChainDrafter, ModelPredictor
-from foredraft.drafters.heads.base import CausalHead, HeadSource, num_rows_of, rows_of
+from foredraft.drafters.heads.base import LARGEST_SIZE, CausalHead, HeadOption, HeadSource
 from foredraft.drafters.heads.layers import LlamaLayer
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.heads.store import trained_head
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import (
     Capabilities,
     Computed,
@@ -47,43 +47,29 @@ class AdapterModule(CausalHead):
 
     kind = "early_exit"
 
+    OPTIONS: ClassVar = {
+        "exit_layer": HeadOption(
+            "how many of the target's first layers it stands on (2)",
+            lambda shape: min(2, shape.num_hidden_layers - 1),
+            most=LARGEST_SIZE,
+        ),
+        "num_layers": HeadOption("layers of its own (1)", 1),
+    }
+
     def __init__(
-        self, shape: ModelShape, num_rows: int | None, exit_layer: int, num_layers: int = 1
+        self, shape: ModelShape, num_rows: int | None, exit_layer: int, num_layers: int
     ) -> None:
-        super().__init__(shape, (exit_layer - 1,), num_rows, num_layers)
+        if exit_layer >= shape.num_hidden_layers:
+            raise ConfigError(
+                f"exit_layer is {exit_layer}; the target has {shape.num_hidden_layers} layers, so "
+                f"it must be 1 to {shape.num_hidden_layers - 1}"
+            )
+        more = {"num_rows": num_rows, "exit_layer": exit_layer}
+        super().__init__(shape, (exit_layer - 1,), num_layers, **more)
         self.exit_layer = exit_layer
 
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        num_target_layers = source.shape.num_hidden_layers
-        counts = {name: checked_count(name, value) for name, value in options.items()}
-        counts.setdefault("exit_layer", min(2, num_target_layers - 1))
-        if counts["exit_layer"] >= num_target_layers:
-            raise ConfigError(
-                f"exit_layer is {counts['exit_layer']}; the target has {num_target_layers} layers, "
-                f"so it must be 1 to {num_target_layers - 1}"
-            )
-        module = cls(source.shape, num_rows_of(output_ids), **counts)
-        module.take(source, output_ids, [*range(-module.num_layers, 0)])
-        return module
-
-    @classmethod
-    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        counts = (int(config[name]) for name in ("exit_layer", "num_layers"))
-        return cls(shape, rows_of(config), *counts)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {**super().config, "exit_layer": self.exit_layer}
-
-    @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        return {
-            "exit_layer": "how many of the target's first layers it stands on (2)",
-            "num_layers": "layers of its own (1)",
-        }
+    def take_layers(self, source: HeadSource) -> None:
+        self.take_from(source, range(-self.num_layers, 0))
 
     def inputs(self, embeddings: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
         return taps[self.exit_layer - 1].to(self.output.dtype)

@@ -38,6 +38,7 @@ from foredraft.drafters.heads.store import (
     check_target,
     check_weights,
     identify,
+    named_folder,
     read_info,
     shipped_head,
 )
@@ -343,11 +344,11 @@ def found_table(context: DrafterContext, option: str) -> NgramTable | None:
         ConfigError: it is not there, or of another target.
         ModelLoadError: it is damaged.
     """
-    given = context.options.get(option) or shipped_head(KIND, context.target)
+    given = named_folder(context, KIND, option) or shipped_head(KIND, context.target)
     if given is None:
         return None
     identity = identify(context.target, None, getattr(context.tokenizer, "fingerprint", None))
-    return load_table(Path(str(given)).expanduser(), identity, context.target.vocab_size)
+    return load_table(given, identity, context.target.vocab_size)
 
 
 def _build(context: DrafterContext) -> TableDrafter:

@@ -28,7 +28,7 @@ def new_target(decoder: str) -> NativeTarget:
 
 def new_module(target: NativeTarget) -> HiddenHeadModule:
     torch.manual_seed(1)
-    module = HiddenHeadModule(TinySource(target).shape, (0, 2), 48)
+    module = HiddenHeadModule(TinySource(target).shape, 48, (0, 2))
     assert module.output_ids_R is not None
     module.output_ids_R.mul_(2)
     return module.eval()

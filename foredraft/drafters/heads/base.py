@@ -15,13 +15,14 @@ K columns of the output product (E, or more).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from foredraft.core.errors import ConfigError, unknown
 from foredraft.drafters.heads.layers import LlamaLayer, RMSNorm
 from foredraft.models.base import ModelShape
 
@@ -170,30 +171,149 @@ def output_rows(source_VE: Tensor, output_ids: Sequence[int] | None) -> Tensor:
     return source_VE[torch.as_tensor(output_ids, device=source_VE.device)].clone()
 
 
-class NamingHead(HeadModule, ABC):
-    """What heads that name some tokens have in common: which tokens their output rows stand for.
+LARGEST_SIZE = 1 << 24
+"""No size of a head is larger."""
+
+
+@dataclass(frozen=True)
+class HeadOption:
+    """What a user may choose when a head of some kind is trained, and what its config then holds.
+
+    A value is a whole number, a list of the target's layers, or one of a few words.
+
+    Attributes:
+        help: one line for people.
+        usual: the value where none is chosen, or what makes it of the target's shape.
+        words: those that are allowed; none: it is no word.
+        is_layers: it lists layers of the target, ascending.
+        least, most: of a number.
+    """
+
+    help: str
+    usual: Any
+    words: Sequence[str] = ()
+    is_layers: bool = False
+    least: int = 1
+    most: int = 64
+
+    def usual_for(self, shape: ModelShape) -> Any:
+        return self.usual(shape) if callable(self.usual) else self.usual
+
+    def checked(self, name: str, value: object, shape: ModelShape) -> Any:
+        """The value as it goes into a config; layers also as text such as ``5,14,29``.
+
+        Raises:
+            ConfigError: it is none that the option takes.
+        """
+        if self.is_layers:
+            return _checked_layers(name, value, shape.num_hidden_layers)
+        if self.words:
+            if value not in self.words:
+                raise unknown(f"value of {name}", str(value), self.words)
+            return value
+        if type(value) is not int or not self.least <= value <= self.most:
+            raise ConfigError(
+                f"{name} is {value!r:.60}; it must be a whole number, {self.least} to {self.most}"
+            )
+        return value
+
+
+def _checked_layers(name: str, value: object, num_layers: int) -> list[int]:
+    items = value.split(",") if isinstance(value, str) else value
+    if isinstance(items, int):
+        items = [items]
+    try:
+        layers = [int(item) for item in items if item != ""]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} is {value!r:.60}; write layers such as 9,19,29") from None
+    layers = sorted({*layers})
+    if not layers or not 0 <= layers[0] <= layers[-1] < num_layers:
+        raise ConfigError(f"{name} is {value!r:.60}; the target has layers 0 to {num_layers - 1}")
+    return layers
+
+
+class RowsHead(HeadModule, ABC):
+    """A head with output rows of its own: usually those of the tokens that the target writes most.
+
+    A subclass names its `OPTIONS` and takes them as keyword arguments, after the target's shape and
+    ``num_rows`` (R; None: a row for every token).
 
     Args:
         shape: of the target.
-        taps: the layers it reads.
-        num_rows: R; None: a row for every token.
+        reads: the target's layers it reads.
+        config: ``num_rows`` and the options.
+
+    Attributes:
+        OPTIONS: what users may choose.
+        output: the output rows [R, E].
     """
 
-    def __init__(self, shape: ModelShape, taps: Sequence[int], num_rows: int | None) -> None:
+    OPTIONS: ClassVar[Mapping[str, HeadOption]] = {}
+    output: Any
+
+    def __init__(self, shape: ModelShape, reads: Sequence[int], **config: Any) -> None:
         super().__init__()
-        self.shape, self.taps = shape, tuple(taps)
+        self.shape, self.taps, self._config = shape, tuple(reads), config
+        num_rows: int | None = config["num_rows"]
         ids_R = None if num_rows is None else torch.arange(num_rows)
         self.register_buffer("output_ids_R", ids_R)
+        self.output = self.new_output(num_rows or shape.vocab_size, shape.hidden_size)
+
+    @staticmethod
+    def new_output(num_rows: int, hidden_size: int) -> nn.Parameter | nn.Linear:
+        """The output rows, not trained yet."""
+        return nn.Parameter(torch.randn(num_rows, hidden_size) * hidden_size**-0.5)
 
     @property
-    @abstractmethod
     def rows(self) -> Tensor:
         """The output rows [R, E]."""
+        rows: Tensor = self.output
+        return rows
 
     @property
-    def num_rows(self) -> int | None:
-        """R, as `config` has it."""
-        return None if self.output_ids_R is None else len(self.output_ids_R)
+    def config(self) -> dict[str, Any]:
+        return dict(self._config)
+
+    @classmethod
+    def option_help(cls) -> Mapping[str, str]:
+        return {name: option.help for name, option in cls.OPTIONS.items()}
+
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        shape = source.shape
+        usual = {name: option.usual_for(shape) for name, option in cls.OPTIONS.items()}
+        num_rows = None if output_ids is None else len(output_ids)
+        module = cls.from_config(shape, {"num_rows": num_rows, **usual, **options})
+        module.take_output(source, output_ids)
+        with torch.no_grad():
+            module.take_layers(source)
+        return module
+
+    @abstractmethod
+    def take_layers(self, source: HeadSource) -> None:
+        """Start all but the output rows from the target's weights."""
+
+    @classmethod
+    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        known = {"num_rows", *cls.OPTIONS}
+        for name in config.keys() - known:
+            raise unknown(f"option of {cls.kind!r}", name, cls.OPTIONS)
+        for name in known - config.keys():
+            raise ConfigError(f"{name} is missing")
+        num_rows = config["num_rows"]
+        if num_rows is not None and (
+            type(num_rows) is not int or not 1 <= num_rows <= shape.vocab_size
+        ):
+            raise ConfigError(
+                f"num_rows is {num_rows!r:.60}; it must be 1 to {shape.vocab_size}, or null"
+            )
+        options = {
+            name: option.checked(name, config[name], shape) for name, option in cls.OPTIONS.items()
+        }
+        new: Callable[..., Self] = cls  # subclasses take their options by name
+        return new(shape, num_rows, **options)
 
     @torch.no_grad()
     def take_output(self, source: HeadSource, output_ids: Sequence[int] | None) -> None:
@@ -203,36 +323,36 @@ class NamingHead(HeadModule, ABC):
             self.output_ids_R.copy_(torch.as_tensor(output_ids))
 
 
-class RowsHead(NamingHead, ABC):
-    """A `NamingHead` with rows of its own.
-
-    Attributes:
-        output: the output rows [R, E].
-    """
-
-    def __init__(self, shape: ModelShape, taps: Sequence[int], num_rows: int | None) -> None:
-        super().__init__(shape, taps, num_rows)
-        size = (num_rows or shape.vocab_size, shape.hidden_size)
-        self.output = nn.Parameter(torch.randn(size) * shape.hidden_size**-0.5)
-
-    @property
-    def rows(self) -> Tensor:
-        return self.output
-
-
-def num_rows_of(output_ids: Sequence[int] | None) -> int | None:
-    return None if output_ids is None else len(output_ids)
-
-
-def rows_of(config: Mapping[str, Any]) -> int | None:
-    """``num_rows`` of a config."""
-    num_rows = config.get("num_rows")
-    return None if num_rows is None else int(num_rows)
-
-
 def following(x_BLE: Tensor, by: int) -> Tensor:
     """What stands ``by`` tokens later, for every token; behind the end something meaningless."""
     return x_BLE.roll(-by, 1) if by else x_BLE
+
+
+def unrolled(
+    batch: TextBatch,
+    depth: int,
+    output_RE: Tensor,
+    state_BLE: Tensor,
+    step: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> list[Prediction]:
+    """Predictions of a head that drafts token by token from a state that it carries on.
+
+    Args:
+        state_BLE: what is known at the anchor.
+        step: from the number ``k`` of the draft token (from 1), the embeddings of the token before
+            it and the state there: what the output rows read, and the next state.
+    """
+    predictions = []
+    for k in range(1, depth + 1):
+        embeddings_BLE = following(batch.embeddings_BLE, k).to(state_BLE.dtype)
+        read_BLE, state_BLE = step(k, embeddings_BLE, state_BLE)
+        predictions.append(Prediction(read_BLE, output_RE, shift=k + 1, depth=k))
+    return predictions
+
+
+def usual_taps(num_layers: int) -> tuple[int, ...]:
+    """A low, a middle and the last layer."""
+    return tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 1}))
 
 
 class CausalHead(RowsHead, ABC):
@@ -240,8 +360,7 @@ class CausalHead(RowsHead, ABC):
 
     Args:
         shape: of the target, and of the layers.
-        taps: the target's layers it reads.
-        num_rows: see `RowsHead`.
+        reads: the target's layers it reads.
         num_layers: of its own.
 
     Attributes:
@@ -251,9 +370,9 @@ class CausalHead(RowsHead, ABC):
     shift: ClassVar[int] = 1
 
     def __init__(
-        self, shape: ModelShape, taps: Sequence[int], num_rows: int | None, num_layers: int
+        self, shape: ModelShape, reads: Sequence[int], num_layers: int, **config: Any
     ) -> None:
-        super().__init__(shape, taps, num_rows)
+        super().__init__(shape, reads, num_layers=num_layers, **config)
         self.num_layers = num_layers
         self.layers = nn.ModuleList(LlamaLayer(shape) for _ in range(num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -267,19 +386,11 @@ class CausalHead(RowsHead, ABC):
             taps: what the target made of them.
         """
 
-    @torch.no_grad()
-    def take(
-        self, source: HeadSource, output_ids: Sequence[int] | None, layers: Sequence[int]
-    ) -> None:
-        """Start from these layers of the target, its final norm and its output rows."""
-        self.take_output(source, output_ids)
+    def take_from(self, source: HeadSource, layers: Iterable[int]) -> None:
+        """Start from these layers of the target and its final norm."""
         self.norm.weight.copy_(source.final_norm())
         for layer, index in zip(self.layers, layers, strict=True):
             layer.load_state_dict(dict(source.layer(index)))
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {"num_rows": self.num_rows, "num_layers": self.num_layers}
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
         """One while it is trained; else all, which are the same states seen from other anchors."""

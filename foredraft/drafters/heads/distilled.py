@@ -8,16 +8,15 @@ entry early, beside the one before it as all heads do, so a text's very first to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.heads.base import CausalHead, HeadSource, following, num_rows_of, rows_of
+from foredraft.drafters.heads.base import CausalHead, HeadOption, HeadSource, following
 from foredraft.drafters.heads.layers import LlamaLayer
 from foredraft.drafters.heads.steps import ModuleDrafter
-from foredraft.drafters.spec import checked_count
 from foredraft.models.base import HeadRow, HeadTarget, HeadWeights, ModelShape
 
 
@@ -27,32 +26,18 @@ class DraftModelModule(CausalHead):
     kind = "draft_model"
     shift = 2
 
-    def __init__(self, shape: ModelShape, num_rows: int | None, num_layers: int = 2) -> None:
-        super().__init__(shape, (), num_rows, num_layers)
+    OPTIONS: ClassVar = {"num_layers": HeadOption("layers of the draft model (2)", 2)}
 
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        counts = {name: checked_count(name, value) for name, value in options.items()}
-        module = cls(source.shape, num_rows_of(output_ids), **counts)
-        if module.num_layers > source.shape.num_hidden_layers:
+    def __init__(self, shape: ModelShape, num_rows: int | None, num_layers: int) -> None:
+        if num_layers > shape.num_hidden_layers:
             raise ConfigError(
-                f"num_layers is {module.num_layers}; the target itself has "
-                f"{source.shape.num_hidden_layers}"
+                f"num_layers is {num_layers}; the target itself has {shape.num_hidden_layers}"
             )
-        num_last = module.num_layers // 2
-        first = [*range(module.num_layers - num_last)]
-        module.take(source, output_ids, [*first, *range(-num_last, 0)])
-        return module
+        super().__init__(shape, (), num_layers, num_rows=num_rows)
 
-    @classmethod
-    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        return cls(shape, rows_of(config), int(config["num_layers"]))
-
-    @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        return {"num_layers": "layers of the draft model (2)"}
+    def take_layers(self, source: HeadSource) -> None:
+        num_last = self.num_layers // 2
+        self.take_from(source, [*range(self.num_layers - num_last), *range(-num_last, 0)])
 
     def inputs(self, embeddings: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
         return following(embeddings, 1).to(self.output.dtype)

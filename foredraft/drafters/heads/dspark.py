@@ -16,27 +16,27 @@ D head size, M rank of the Markov head, R output rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, cast
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.core.choices import DrawnChoices
-from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
 from foredraft.drafters.common.price import Worth
 from foredraft.drafters.heads.base import (
+    LARGEST_SIZE,
+    HeadOption,
     HeadSource,
     Prediction,
     RowsHead,
     TextBatch,
     following,
-    num_rows_of,
-    rows_of,
+    usual_taps,
 )
 from foredraft.drafters.heads.layers import (
     Joined,
@@ -48,7 +48,7 @@ from foredraft.drafters.heads.layers import (
 )
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
 
 _CONFIDENCE_STRIDE = 4
@@ -72,17 +72,33 @@ class DsparkModule(RowsHead):
     kind = "dspark"
 
     confidence_scale_S: Tensor
+    OPTIONS: ClassVar = {
+        "taps": HeadOption(
+            "layers of the target to read, such as 9,19,29 (low, middle, last)",
+            lambda shape: usual_taps(shape.num_hidden_layers),
+            is_layers=True,
+        ),
+        "block_size": HeadOption("the most tokens of a draft (4)", 4),
+        "num_layers": HeadOption("of the backbone (2)", 2),
+        "rank": HeadOption(
+            "of the Markov head; 0 leaves it and the confidence head out (64)",
+            64,
+            least=0,
+            most=LARGEST_SIZE,
+        ),
+    }
 
     def __init__(
         self,
         shape: ModelShape,
-        taps: Sequence[int],
         num_rows: int | None,
-        block_size: int = 4,
-        num_layers: int = 2,
-        rank: int = 64,
+        taps: Sequence[int],
+        block_size: int,
+        num_layers: int,
+        rank: int,
     ) -> None:
-        super().__init__(shape, taps, num_rows)
+        counts = {"block_size": block_size, "num_layers": num_layers, "rank": rank}
+        super().__init__(shape, taps, num_rows=num_rows, taps=[*taps], **counts)
         self.block_size, self.num_layers, self.rank = block_size, num_layers, rank
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.tap_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in self.taps)
@@ -96,56 +112,19 @@ class DsparkModule(RowsHead):
             self.confidence = nn.Linear(hidden + rank, 1)
             self.register_buffer("confidence_scale_S", torch.ones(block_size))
 
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        options = dict(options)
-        taps = _taps(options.pop("taps", None), source.shape.num_hidden_layers)
-        counts = {
-            name: checked_count(name, value, low=0 if name == "rank" else 1)
-            for name, value in options.items()
-        }
-        module = cls(source.shape, taps, num_rows_of(output_ids), **counts)
-        module.take_output(source, output_ids)
-        with torch.no_grad():
-            module.norm.weight.copy_(source.final_norm())
-            embedding_VE = source.embedding()
-            module.mask_E.copy_(embedding_VE.mean(0))
-            module.fuse.weight.mul_(0.1)
-            module.fuse.weight[:, -source.shape.hidden_size :] += torch.eye(len(module.mask_E))
-            for i, layer in enumerate(module.layers):
-                layer.load_state_dict(dict(source.layer(i - module.num_layers)))
-            if module.rank:
-                # Alike tokens start alike: what one learns serves the others.
-                projection_EM = torch.randn(embedding_VE.shape[1], module.rank)
-                rows_VM = F.normalize(embedding_VE.float(), dim=-1) @ projection_EM
-                module.markov.weight.copy_(rows_VM)
-        return module
-
-    @classmethod
-    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        counts = (int(config[name]) for name in ("block_size", "num_layers", "rank"))
-        return cls(shape, config["taps"], rows_of(config), *counts)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {
-            "taps": list(self.taps),
-            "num_rows": self.num_rows,
-            "block_size": self.block_size,
-            "num_layers": self.num_layers,
-            "rank": self.rank,
-        }
-
-    @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        return {
-            "taps": "layers of the target to read, such as 9,19,29 (low, middle, last)",
-            "block_size": "the most tokens of a draft (4)",
-            "num_layers": "of the backbone (2)",
-            "rank": "of the Markov head; 0 leaves it and the confidence head out (64)",
-        }
+    def take_layers(self, source: HeadSource) -> None:
+        self.norm.weight.copy_(source.final_norm())
+        embedding_VE = source.embedding()
+        self.mask_E.copy_(embedding_VE.mean(0))
+        self.fuse.weight.mul_(0.1)
+        self.fuse.weight[:, -source.shape.hidden_size :] += torch.eye(len(self.mask_E))
+        for i, layer in enumerate(self.layers):
+            layer.load_state_dict(dict(source.layer(i - self.num_layers)))
+        if self.rank:
+            # Alike tokens start alike: what one learns serves the others.
+            projection_EM = torch.randn(embedding_VE.shape[1], self.rank)
+            rows_VM = F.normalize(embedding_VE.float(), dim=-1) @ projection_EM
+            self.markov.weight.copy_(rows_VM)
 
     # ------------------------------------------------------------------------------- one forward
 
@@ -289,24 +268,6 @@ def _over_all_anchors(layer: LlamaLayer, x_BSLE: Tensor, context_BLE: Tensor) ->
     attended = attended + torch.einsum("bhslt,bhtld->bhsld", weights[..., length:], values)
     flat = attended.flatten(2, 3)  # places and anchors side by side, as `finish` wants them
     return layer.finish(x_BSLE.flatten(1, 2), flat).view(batch, size, length, -1)
-
-
-def _taps(given: object, num_layers: int) -> tuple[int, ...]:
-    """Layers as the user names them; a low, a middle and the last one if they do not.
-
-    Raises:
-        ConfigError: it is no list of layers.
-    """
-    if given is None:
-        return tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 1}))
-    parts = given.split(",") if isinstance(given, str) else given
-    try:
-        taps = sorted({int(part) for part in parts})  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise ConfigError(f"taps is {given!r}; write layers like 9,19,29") from None
-    if not taps or not 0 <= taps[0] <= taps[-1] < num_layers:
-        raise ConfigError(f"taps is {given!r}; the target has layers 0 to {num_layers - 1}")
-    return tuple(taps)
 
 
 class Injection:

@@ -18,22 +18,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
-from foredraft.core.errors import ConfigError, ModelLoadError, unknown
+from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.heads.base import (
+    LARGEST_SIZE,
+    HeadOption,
     HeadSource,
     Prediction,
     RowsHead,
     TextBatch,
-    following,
-    num_rows_of,
-    rows_of,
+    unrolled,
 )
 from foredraft.drafters.heads.layers import (
     AnchoredAttention,
@@ -44,10 +45,14 @@ from foredraft.drafters.heads.layers import (
 )
 from foredraft.drafters.heads.published import (
     CheckpointTensors,
+    Count,
+    Rope,
+    Sizes,
+    check_fits,
+    checked_as,
     fill,
     final_norm,
     layer_names,
-    shape_of,
     under_our_names,
 )
 from foredraft.drafters.heads.steps import GROWTH_OPTIONS, ModuleDrafter, built_with
@@ -62,19 +67,6 @@ from foredraft.models.base import (
     TargetParts,
 )
 from foredraft.models.files.json_files import read_json
-
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "tap_norms": ("each", "all", "none"),
-    "residual": ("plain", "normed"),
-    "returns": ("normed", "plain"),
-}
-"""Values of the options, those of a new head first."""
-_HELP = {
-    "taps": "layers of the target to read, such as 1,14,26",
-    "tap_norms": "norms of their outputs: of each, of all together, or none (each)",
-    "residual": "what the layer adds to: the state as it is, or behind its norm (plain)",
-    "returns": "which output goes on to the next token: behind the last norm, or plain (normed)",
-}
 
 
 class WideLayer(LlamaLayer):
@@ -113,26 +105,45 @@ class EagleModule(RowsHead):
     Args:
         shape: of the target; feed-forward size, heads and rotary base are the layer's own.
         taps: the target's layers whose outputs it reads.
-        num_rows: see `RowsHead`.
-        tap_norms, residual, returns: see `CHOICES`.
+        tap_norms, residual, returns: see `OPTIONS`.
     """
 
     kind = "eagle"
+    OPTIONS: ClassVar = {
+        "taps": HeadOption(
+            "layers of the target to read, such as 1,14,26",
+            lambda shape: published_taps(shape.num_hidden_layers),
+            is_layers=True,
+        ),
+        "tap_norms": HeadOption(
+            "norms of their outputs: of each, of all together, or none (each)",
+            "each",
+            ("each", "all", "none"),
+        ),
+        "residual": HeadOption(
+            "what the layer adds to: the state as it is, or behind its norm (plain)",
+            "plain",
+            ("plain", "normed"),
+        ),
+        "returns": HeadOption(
+            "which output goes on to the next token: behind the last norm, or plain (normed)",
+            "normed",
+            ("normed", "plain"),
+        ),
+    }
 
     def __init__(
         self,
         shape: ModelShape,
-        taps: Sequence[int],
         num_rows: int | None,
-        tap_norms: str = "each",
-        residual: str = "plain",
-        returns: str = "normed",
+        taps: Sequence[int],
+        tap_norms: str,
+        residual: str,
+        returns: str,
     ) -> None:
-        super().__init__(shape, taps, num_rows)
-        self._chosen = {"tap_norms": tap_norms, "residual": residual, "returns": returns}
-        for name, value in self._chosen.items():
-            if value not in CHOICES[name]:
-                raise unknown(f"value of {name}", value, CHOICES[name])
+        self._tap_norms, self._returns = tap_norms, returns
+        chosen = {"tap_norms": tap_norms, "residual": residual, "returns": returns}
+        super().__init__(shape, taps, num_rows=num_rows, taps=[*taps], **chosen)
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         count = {"each": len(self.taps), "all": 1, "none": 0}[tap_norms]
         size = hidden if tap_norms == "each" else hidden * len(self.taps)
@@ -141,62 +152,40 @@ class EagleModule(RowsHead):
         self.layer = WideLayer(shape, residual == "normed")
         self.norm = RMSNorm(hidden, eps)
 
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        more = dict(options)
-        taps = more.pop("taps", None) or published_taps(source.shape.num_hidden_layers)
-        module = cls(source.shape, taps, num_rows_of(output_ids), **more)
-        module.take_output(source, output_ids)
+    def take_layers(self, source: HeadSource) -> None:
         last, size = dict(source.layer(-1)), source.shape.hidden_size
-        with torch.no_grad():
-            module.norm.weight.fill_(1.0 / float(module.output.norm(dim=1).mean()))
-            module.join_taps.weight.mul_(0.1)
-            module.join_taps.weight[:, -size:] += torch.eye(size)
-            module.layer.qkv.weight.mul_(0.1)
-            module.layer.qkv.weight[:, size:] = last.pop("qkv.weight")
-            module.layer.load_state_dict(last, strict=False)
-        return module
-
-    @classmethod
-    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        chosen = {name: str(config[name]) for name in CHOICES}
-        return cls(shape, config["taps"], rows_of(config), **chosen)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {"taps": list(self.taps), "num_rows": self.num_rows, **self._chosen}
-
-    @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        return _HELP
+        self.norm.weight.fill_(1.0 / float(self.output.norm(dim=1).mean()))
+        self.join_taps.weight.mul_(0.1)
+        self.join_taps.weight[:, -size:] += torch.eye(size)
+        self.layer.qkv.weight.mul_(0.1)
+        self.layer.qkv.weight[:, size:] = last.pop("qkv.weight")
+        self.layer.load_state_dict(last, strict=False)
 
     def fused(self, taps: Sequence[Tensor]) -> Tensor:
         """One state [..., E] of the tapped layers' outputs."""
         states = [tap.to(self.output.dtype) for tap in taps]
-        if self._chosen["tap_norms"] == "each":
+        if self._tap_norms == "each":
             states = [norm(x) for norm, x in zip(self.tap_norms, states, strict=True)]
         joined = torch.cat(states, -1)
-        if self._chosen["tap_norms"] == "all":
+        if self._tap_norms == "all":
             joined = self.tap_norms[0](joined)
         fused: Tensor = self.join_taps(joined)
         return fused
 
     def next_state(self, x: Tensor, normed: Tensor) -> Tensor:
         """What goes on to the next token, of the layer's output and its norm."""
-        return normed if self._chosen["returns"] == "normed" else x
+        return normed if self._returns == "normed" else x
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        attention = AnchoredAttention(self.layer)
+
+        def step(k: int, embeddings: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            x = attention.step(torch.cat((embeddings, state), -1), k - 1)
+            normed = self.norm(x)
+            return normed, self.next_state(x, normed)
+
         state_BLE = self.fused([batch.taps[layer] for layer in self.taps])
-        attention, found = AnchoredAttention(self.layer), list[Prediction]()
-        for k in range(1, depth + 1):
-            embeddings_BLE = following(batch.embeddings_BLE, k).to(state_BLE.dtype)
-            x_BLE = attention.step(torch.cat((embeddings_BLE, state_BLE), -1), k - 1)
-            normed_BLE = self.norm(x_BLE)
-            state_BLE = self.next_state(x_BLE, normed_BLE)
-            found.append(Prediction(normed_BLE, self.output, shift=k + 1, depth=k))
-        return found
+        return unrolled(batch, depth, self.output, state_BLE, step)
 
 
 def published_taps(num_layers: int) -> tuple[int, ...]:
@@ -243,14 +232,14 @@ class FirstEagleModule(nn.Module):
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
         """See `HeadModule.predictions`."""
+        attention = AnchoredAttention(self.layer)
+
+        def step(k: int, embeddings: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            x = attention.step(self.join(torch.cat((embeddings, state), -1)), k - 1)
+            return x, x
+
         state_BLE = self.target_norm(batch.taps[self.taps[0]].to(self.output.dtype))
-        attention, found = AnchoredAttention(self.layer), list[Prediction]()
-        for k in range(1, depth + 1):
-            embeddings_BLE = following(batch.embeddings_BLE, k).to(state_BLE.dtype)
-            x_BLE = self.join(torch.cat((embeddings_BLE, state_BLE), -1))
-            state_BLE = attention.step(x_BLE, k - 1)
-            found.append(Prediction(state_BLE, self.output, shift=k + 1, depth=k))
-        return found
+        return unrolled(batch, depth, self.output, state_BLE, step)
 
 
 class FirstEagleRunner:
@@ -387,14 +376,14 @@ class _Published:
 
     Attributes:
         where: its directory, for messages.
-        config: all of ``config.json``.
+        config: what it says of itself.
         shape: the layer's, with the target's vocabulary and number of layers.
         tensors: by name, those of the target left out.
         layer: what the layer's names begin with.
     """
 
     where: Path
-    config: Mapping[str, Any]
+    config: _Config
     shape: ModelShape
     tensors: Mapping[str, Tensor]
     layer: str
@@ -415,11 +404,9 @@ def read_published(directory: Path, target: HeadTarget) -> EagleModule | FirstEa
             place here.
         ModelLoadError: the checkpoint is damaged.
     """
-    parts, vocab_size = target.parts, target.vocab_size
-    config = read_json(directory / "config.json")
-    sizes = _sizes(config, directory)
-    shape = shape_of({"vocab_size": vocab_size, **sizes}, directory / "config.json")
-    _check_fits(shape, parts, vocab_size, directory)
+    parts = target.parts
+    config, shape = _read_config(directory, target.vocab_size)
+    check_fits(shape, target, f"the EAGLE head in {directory}")
     with ExitStack() as stack:
         tensors = CheckpointTensors(directory, stack)
         layer = next((p for p in _LAYERS if any(n.startswith(p) for n in tensors.names)), None)
@@ -438,38 +425,59 @@ def read_published(directory: Path, target: HeadTarget) -> EagleModule | FirstEa
     )  # fmt: skip
 
 
-def _sizes(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
-    """The part of a config that has the layer's sizes; what cannot be run is refused."""
-    kind = config.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
+class _Layer(Sizes):
+    """What a config says of the layer."""
+
+    hidden_act: str = "silu"
+    attention_bias: bool | None = False
+
+
+_LayerIds = list[Annotated[int, Field(ge=0, le=LARGEST_SIZE)]]
+
+
+class _Inner(BaseModel):
+    eagle_aux_hidden_state_layer_ids: _LayerIds | None = None
+
+
+class _Config(BaseModel):
+    """What a config says of the head; further keys are left alone."""
+
+    speculators_model_type: str = "eagle3"
+    transformer_layer_config: dict[str, Any] | None = None
+    target_hidden_size: Count | None = None
+    eagle_aux_hidden_state_layer_ids: _LayerIds | None = None
+    eagle_config: _Inner | None = None
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
+
+
+def _read_config(directory: Path, vocab_size: int) -> tuple[_Config, ModelShape]:
+    """What is known of a head before its weights are looked at; what cannot be run is refused."""
+    path = directory / "config.json"
+    content = read_json(path)
+    config = checked_as(_Config, content, path)
+    if config.speculators_model_type != "eagle3":
+        kind = config.speculators_model_type
         raise ConfigError(f"{directory} holds a speculator of type {kind!r:.40}, not 'eagle3'")
-    sizes: Mapping[str, Any] = config.get("transformer_layer_config") or config
-    rope = sizes.get("rope_scaling") or sizes.get("rope_parameters") or {}
+    sizes = config.transformer_layer_config or content
+    layer = checked_as(_Layer, {"vocab_size": vocab_size, **sizes}, path)
+    width = config.target_hidden_size or layer.hidden_size
+    rope = layer.rope_scaling or layer.rope_parameters or Rope()
     differs = {
-        "num_hidden_layers": sizes.get("num_hidden_layers", 1) != 1,
-        "hidden_act": sizes.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(sizes.get("attention_bias")),
-        "rope_scaling": (rope.get("rope_type") or rope.get("type") or "default") != "default",
-        "target_hidden_size": (config.get("target_hidden_size") or sizes.get("hidden_size"))
-        != sizes.get("hidden_size"),
+        "num_hidden_layers": layer.num_hidden_layers != 1,
+        "hidden_act": layer.hidden_act != "silu",
+        "attention_bias": bool(layer.attention_bias),
+        "rope_scaling": not rope.is_plain,
+        "target_hidden_size": width != layer.hidden_size,
     }
     for name, is_other in differs.items():
         if is_other:
-            value = config.get(name, sizes.get(name))
+            value = content.get(name, sizes.get(name))
             raise ConfigError(
                 f"the EAGLE head in {directory} has {name} {value!r:.60}, which is not run here: "
                 f"one layer, silu, plain rotary embedding, as wide as the target. {_ADVICE}"
             )
-    return sizes
-
-
-def _check_fits(shape: ModelShape, parts: TargetParts, vocab_size: int, directory: Path) -> None:
-    theirs, ours = (shape.hidden_size, shape.vocab_size), (parts.hidden_size, vocab_size)
-    if theirs != ours:
-        raise ConfigError(
-            f"the EAGLE head in {directory} is for a target {theirs[0]} wide with {theirs[1]} "
-            f"tokens, and this one is {ours[0]} wide with {ours[1]}"
-        )
+    return config, layer.shape
 
 
 def _check_embeddings(stored_VE: Tensor | None, parts: TargetParts, directory: Path) -> None:
@@ -500,7 +508,8 @@ def _read_first(published: _Published, parts: TargetParts) -> FirstEagleModule:
         "target_norm.weight": final_norm(parts, published.shape.rms_norm_eps),
         "output": parts.head_rows(torch.arange(published.shape.vocab_size)),
     }
-    module = FirstEagleModule(published.shape, has_bias)
+    with torch.device("meta"):
+        module = FirstEagleModule(published.shape, has_bias)
     fill(module, weights, published.what)
     return module
 
@@ -512,16 +521,16 @@ def _read_third(published: _Published, parts: TargetParts) -> EagleModule:
     tensors, shape, config = published.tensors, published.shape, published.config
     ids_R = _output_ids(published)
     num_norms = sum(name.startswith("fc_norm.") for name in tensors)
-    tap_norms = "each" if num_norms else "all" if "input_norm.weight" in tensors else "none"
     width = tensors["fc.weight"].shape[-1]
-    module = EagleModule(
-        shape,
-        _taps(config, width // shape.hidden_size, shape.num_hidden_layers, published.what),
-        None if ids_R is None else len(ids_R),
-        tap_norms,
-        "normed" if config.get("norm_before_residual") else "plain",
-        "normed" if config.get("norm_output") else "plain",
-    )
+    recipe = {
+        "num_rows": None if ids_R is None else len(ids_R),
+        "taps": _taps(config, width // shape.hidden_size, shape.num_hidden_layers, published.what),
+        "tap_norms": "each" if num_norms else "all" if "input_norm.weight" in tensors else "none",
+        "residual": "normed" if config.norm_before_residual else "plain",
+        "returns": "normed" if config.norm_output else "plain",
+    }
+    with torch.device("meta"):
+        module = EagleModule.from_config(shape, recipe)
     shared = () if "lm_head.weight" in tensors else ("output",)
     wanted = {n: t for n, t in names_of(module, published.layer).items() if n not in shared}
     own = {name: tensor for name, tensor in tensors.items() if name not in _MAPS}
@@ -558,11 +567,16 @@ def names_of(module: EagleModule, layer: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _taps(config: Mapping[str, Any], count: int, num_layers: int, what: str) -> Sequence[int]:
-    key = "eagle_aux_hidden_state_layer_ids"
-    read, inner = config.get(key), (config.get("eagle_config") or {}).get(key)
-    taps = [int(n) - 1 for n in read] if read else [*(inner or published_taps(num_layers))]
-    if len(taps) != count or taps != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] < num_layers:
+def _taps(config: _Config, count: int, num_layers: int, what: str) -> Sequence[int]:
+    read = config.eagle_aux_hidden_state_layer_ids
+    inner = (config.eagle_config or _Inner()).eagle_aux_hidden_state_layer_ids
+    taps = [n - 1 for n in read] if read else [*(inner or published_taps(num_layers))]
+    if (
+        not taps
+        or len(taps) != count
+        or taps != sorted(set(taps))
+        or not 0 <= taps[0] <= taps[-1] < num_layers
+    ):
         raise ConfigError(
             f"{what} reads {count} layers of its target, and its config names the outputs of "
             f"{taps}; there are {num_layers}, and they have to ascend"

@@ -1,4 +1,4 @@
-"""EAGLE: one decoder layer that reads what the target made of the text, and drafts step by step.
+"""One decoder layer that reads what the target made of the text, and drafts step by step.
 
 An entry of the layer stands for a token whose hidden states are known together with the token
 that follows it. Its input joins both: normed outputs of several of the target's layers (low,
@@ -12,19 +12,20 @@ D head size, S draft steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from foredraft.drafters.heads.base import (
+    HeadOption,
     HeadSource,
-    NamingHead,
     Prediction,
+    RowsHead,
     TextBatch,
-    following,
-    num_rows_of,
+    unrolled,
+    usual_taps,
 )
 from foredraft.drafters.heads.layers import (
     AnchoredAttention,
@@ -39,19 +40,24 @@ from foredraft.drafters.spec import DrafterSpec
 from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
 
 
-class HiddenHeadModule(NamingHead):
+class HiddenHeadModule(RowsHead):
     """See the module docstring.
 
     Args:
-        shape: of the target.
         taps: the target's layers whose outputs it reads.
-        num_rows: see `NamingHead`.
     """
 
     kind = "hidden_head"
+    OPTIONS: ClassVar = {
+        "taps": HeadOption(
+            "layers of the target to read, such as 9,19,29 (low, middle, last)",
+            lambda shape: usual_taps(shape.num_hidden_layers),
+            is_layers=True,
+        )
+    }
 
-    def __init__(self, shape: ModelShape, taps: Sequence[int], num_rows: int | None) -> None:
-        super().__init__(shape, taps, num_rows)
+    def __init__(self, shape: ModelShape, num_rows: int | None, taps: Sequence[int]) -> None:
+        super().__init__(shape, taps, num_rows=num_rows, taps=[*taps])
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.tap_norms = nn.ModuleList(RMSNorm(hidden, eps) for _ in taps)
         self.own_norm, self.embedding_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
@@ -60,37 +66,20 @@ class HiddenHeadModule(NamingHead):
         self.join_embedding = nn.Linear(hidden, hidden, bias=False)
         self.layer = LlamaLayer(shape)
         self.norm = RMSNorm(hidden, eps)
-        self.output = nn.Linear(hidden, num_rows or shape.vocab_size, bias=False)
+
+    @staticmethod
+    def new_output(num_rows: int, hidden_size: int) -> nn.Linear:
+        return nn.Linear(hidden_size, num_rows, bias=False)
 
     @property
     def rows(self) -> Tensor:
-        return self.output.weight
+        rows: Tensor = self.output.weight
+        return rows
 
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        taps = options.get("taps") or usual_taps(source.shape.num_hidden_layers)
-        module = cls(source.shape, taps, num_rows_of(output_ids))
-        module.take_output(source, output_ids)
-        with torch.no_grad():
-            # Logits of about 1: a layer that knows nothing yet must not be sure of anything.
-            module.norm.weight.fill_(1.0 / float(module.rows.norm(dim=1).mean()))
-            module.layer.load_state_dict(dict(source.layer(-1)))
-        return module
-
-    @classmethod
-    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        num_rows = config["num_rows"]
-        return cls(shape, config["taps"], None if num_rows is None else int(num_rows))
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {"taps": list(self.taps), "num_rows": self.num_rows}
-
-    @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        return {"taps": "layers of the target to read, such as 9,19,29 (low, middle, last)"}
+    def take_layers(self, source: HeadSource) -> None:
+        # Logits of about 1: a layer that knows nothing yet must not be sure of anything.
+        self.norm.weight.fill_(1.0 / float(self.rows.norm(dim=1).mean()))
+        self.layer.load_state_dict(dict(source.layer(-1)))
 
     def inputs(self, embeddings: Tensor, taps: Sequence[Tensor]) -> Tensor:
         """Entries whose token the target has read; [..., E].
@@ -113,23 +102,17 @@ class HiddenHeadModule(NamingHead):
         return joined
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        embeddings_BLE = following(batch.embeddings_BLE, 1)
-        x_BLE = self.inputs(embeddings_BLE, [batch.taps[layer] for layer in self.taps])
         attention = AnchoredAttention(self.layer)
-        found = []
-        for step in range(depth):
-            if step:
-                embeddings_BLE = following(batch.embeddings_BLE, step + 1)
-                x_BLE = self.own_inputs(embeddings_BLE, x_BLE)
-            x_BLE = attention.step(x_BLE, step)
-            states = self.norm(x_BLE)
-            found.append(Prediction(states, self.output.weight, step + 2, step + 1))
-        return found
 
+        def step(k: int, embeddings: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            if k == 1:
+                x = self.inputs(embeddings, [batch.taps[layer] for layer in self.taps])
+            else:
+                x = self.own_inputs(embeddings, state)
+            x = attention.step(x, k - 1)
+            return self.norm(x), x
 
-def usual_taps(num_layers: int) -> tuple[int, ...]:
-    """A low, a middle and the last layer."""
-    return tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 1}))
+        return unrolled(batch, depth, self.rows, batch.embeddings_BLE, step)
 
 
 class HiddenHeadRunner:

@@ -11,27 +11,27 @@ Shape legend: E hidden size, F width of the feed-forward layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.drafters.heads.base import (
+    LARGEST_SIZE,
+    HeadOption,
     HeadSource,
     Prediction,
     RowsHead,
     TextBatch,
-    following,
-    num_rows_of,
-    rows_of,
+    unrolled,
 )
 from foredraft.drafters.heads.layers import Joined, JoinedTokens, RMSNorm
 from foredraft.drafters.heads.steps import GROWTH_OPTIONS, ModuleDrafter, built_with
 from foredraft.drafters.heads.store import HEAD_OPTION
-from foredraft.drafters.spec import DrafterSpec, checked_count
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
 
 
@@ -62,10 +62,16 @@ class HydraModule(RowsHead):
     """
 
     kind = "hydra"
+    OPTIONS: ClassVar = {
+        "width": HeadOption(
+            "of the feed-forward layer (the target's own)", 0, least=0, most=LARGEST_SIZE
+        )
+    }
 
-    def __init__(self, shape: ModelShape, num_rows: int | None, width: int = 0) -> None:
-        super().__init__(shape, (shape.num_hidden_layers - 1,), num_rows)
+    def __init__(self, shape: ModelShape, num_rows: int | None, width: int) -> None:
         self.width = width or shape.intermediate_size
+        last = shape.num_hidden_layers - 1
+        super().__init__(shape, (last,), num_rows=num_rows, width=self.width)
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.hidden_norm, self.own_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.token_norm = RMSNorm(hidden, eps)
@@ -74,35 +80,15 @@ class HydraModule(RowsHead):
         self.layer = FeedForward(hidden, self.width, eps)
         self.norm = RMSNorm(hidden, eps)
 
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        counts = {name: checked_count(name, value) for name, value in options.items()}
-        module = cls(source.shape, num_rows_of(output_ids), **counts)
-        module.take_output(source, output_ids)
+    def take_layers(self, source: HeadSource) -> None:
         size = source.shape.hidden_size
-        with torch.no_grad():
-            module.norm.weight.copy_(source.final_norm())
-            for join in (module.join_hidden, module.join_own):
-                join.weight.mul_(0.1)
-                join.weight[:, :size] += torch.eye(size)
-            if module.width == source.shape.intermediate_size:
-                last = source.layer(-1)
-                module.layer.load_state_dict({name: last[name] for name in module.layer.weights()})
-        return module
-
-    @classmethod
-    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        return cls(shape, rows_of(config), int(config["width"]))
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {"num_rows": self.num_rows, "width": self.width}
-
-    @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        return {"width": "of the feed-forward layer (the target's own)"}
+        self.norm.weight.copy_(source.final_norm())
+        for join in (self.join_hidden, self.join_own):
+            join.weight.mul_(0.1)
+            join.weight[:, :size] += torch.eye(size)
+        if self.width == source.shape.intermediate_size:
+            last = source.layer(-1)
+            self.layer.load_state_dict({name: last[name] for name in self.layer.weights()})
 
     def inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         """What goes into the layer for a token that the target has read; [..., E].
@@ -126,14 +112,11 @@ class HydraModule(RowsHead):
         return normed
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        x_BLE = self.inputs(following(batch.embeddings_BLE, 1), batch.taps[self.taps[0]])
-        found = list[Prediction]()
-        for k in range(1, depth + 1):
-            if k > 1:
-                x_BLE = self.own_inputs(following(batch.embeddings_BLE, k), x_BLE)
-            x_BLE = self.layer(x_BLE)
-            found.append(Prediction(self.norm(x_BLE), self.output, shift=k + 1, depth=k))
-        return found
+        def step(k: int, embeddings: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.layer((self.inputs if k == 1 else self.own_inputs)(embeddings, state))
+            return self.norm(x), x
+
+        return unrolled(batch, depth, self.output, batch.taps[self.taps[0]], step)
 
 
 class HydraRunner:

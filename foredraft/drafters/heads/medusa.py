@@ -9,8 +9,8 @@ Shape legend: B texts, L tokens, E hidden size, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self, cast
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,11 @@ from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.common.best_first import best_first
 from foredraft.drafters.common.shapes import RANK_ACCEPTANCE, PlannedGrowth, planned_parents
 from foredraft.drafters.heads.base import (
+    HeadOption,
     HeadSource,
     Prediction,
     RowsHead,
     TextBatch,
-    num_rows_of,
-    rows_of,
 )
 from foredraft.drafters.heads.layers import RMSNorm
 from foredraft.drafters.heads.rows import OutputRows
@@ -67,48 +66,25 @@ class MedusaModule(RowsHead):
     """
 
     kind = "medusa"
+    OPTIONS: ClassVar = {
+        "num_heads": HeadOption("heads, and so the most tokens on a path of a draft (4)", 4),
+        "num_blocks": HeadOption("residual blocks of each head (1)", 1),
+    }
 
     def __init__(
-        self, shape: ModelShape, num_rows: int | None, num_heads: int = 4, num_blocks: int = 1
+        self, shape: ModelShape, num_rows: int | None, num_heads: int, num_blocks: int
     ) -> None:
-        super().__init__(shape, (shape.num_hidden_layers - 1,), num_rows)
-        self.num_heads, self.num_blocks = num_heads, num_blocks
+        counts = {"num_heads": num_heads, "num_blocks": num_blocks}
+        super().__init__(shape, (shape.num_hidden_layers - 1,), num_rows=num_rows, **counts)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         heads = [_Head(shape.hidden_size, num_blocks) for _ in range(num_heads)]
         self.heads = nn.ModuleList(heads)
         self.output_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        counts = {name: checked_count(name, value) for name, value in options.items()}
-        module = cls(source.shape, num_rows_of(output_ids), **counts)
-        module.take_output(source, output_ids)
-        with torch.no_grad():
-            module.output_norm.weight.copy_(source.final_norm())
-        for head in module.heads:
+    def take_layers(self, source: HeadSource) -> None:
+        self.output_norm.weight.copy_(source.final_norm())
+        for head in self.heads:
             cast(_Head, head).start()
-        return module
-
-    @classmethod
-    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        return cls(shape, rows_of(config), int(config["num_heads"]), int(config["num_blocks"]))
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {
-            "num_rows": self.num_rows,
-            "num_heads": self.num_heads,
-            "num_blocks": self.num_blocks,
-        }
-
-    @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        return {
-            "num_heads": "heads, and so the most tokens on a path of a draft (4)",
-            "num_blocks": "residual blocks of each head (1)",
-        }
 
     def projected(self, hidden: Tensor, count: int) -> Tensor:
         """What the first heads make of the last layer's output [..., E], before the norm.

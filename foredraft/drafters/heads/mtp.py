@@ -17,24 +17,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from foredraft.cache.base import CacheLayers
-from foredraft.core.errors import ConfigError, ModelLoadError, unknown
+from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.heads.base import (
+    HeadOption,
     HeadSource,
     Prediction,
     RowsHead,
     TextBatch,
-    following,
-    num_rows_of,
-    rows_of,
+    unrolled,
 )
 from foredraft.drafters.heads.layers import (
     AnchoredAttention,
@@ -45,15 +44,17 @@ from foredraft.drafters.heads.layers import (
 )
 from foredraft.drafters.heads.published import (
     CheckpointTensors,
+    Sizes,
+    check_fits,
+    checked_as,
     fill,
     final_norm,
     layer_names,
-    shape_of,
     under_our_names,
 )
 from foredraft.drafters.heads.steps import GROWTH_OPTIONS, ModuleDrafter, built_with
 from foredraft.drafters.heads.store import HEAD_OPTION
-from foredraft.drafters.spec import DrafterSpec, checked_count
+from foredraft.drafters.spec import DrafterSpec
 from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
 from foredraft.models.files.json_files import read_json
 
@@ -112,45 +113,23 @@ class MtpModule(RowsHead):
     """
 
     kind = "mtp"
+    OPTIONS: ClassVar = {
+        "returns": HeadOption(
+            "what stands for the target's state behind the anchor (normed)", "normed", RETURNS
+        ),
+        "heads": HeadOption("one for each depth, the last for all further ones too (1)", 1),
+    }
 
-    def __init__(
-        self, shape: ModelShape, num_rows: int | None, returns: str = "normed", heads: int = 1
-    ) -> None:
-        super().__init__(shape, (shape.num_hidden_layers - 1,), num_rows)
-        if returns not in RETURNS:
-            raise unknown("value of returns", returns, RETURNS)
-        self.returns = returns
+    def __init__(self, shape: ModelShape, num_rows: int | None, returns: str, heads: int) -> None:
+        last = shape.num_hidden_layers - 1
+        super().__init__(shape, (last,), num_rows=num_rows, returns=returns, heads=heads)
         self.target_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.heads = nn.ModuleList(
-            MtpHead(shape, returns) for _ in range(checked_count("heads", heads))
-        )
+        self.heads = nn.ModuleList(MtpHead(shape, returns) for _ in range(heads))
 
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        module = cls(source.shape, num_rows_of(output_ids), **options)
-        module.take_output(source, output_ids)
-        with torch.no_grad():
-            module.target_norm.weight.copy_(source.final_norm())
-        for head in module.each_head():
+    def take_layers(self, source: HeadSource) -> None:
+        self.target_norm.weight.copy_(source.final_norm())
+        for head in self.each_head():
             head.start(source)
-        return module
-
-    @classmethod
-    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        return cls(shape, rows_of(config), str(config["returns"]), int(config["heads"]))
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return {"num_rows": self.num_rows, "returns": self.returns, "heads": len(self.heads)}
-
-    @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        return {
-            "returns": "what stands for the target's state behind the anchor (normed)",
-            "heads": "one for each depth, the last for all further ones too (1)",
-        }
 
     def each_head(self) -> list[MtpHead]:
         """In the order of their depths."""
@@ -162,18 +141,18 @@ class MtpModule(RowsHead):
         return normed
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        state_BLE, found = self.first_state(batch.taps[self.taps[0]]), list[Prediction]()
         heads = self.each_head()
         attentions = [AnchoredAttention(head.layer) for head in heads]
-        for k in range(1, depth + 1):
+
+        def step(k: int, embeddings: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
             at = min(k, len(heads)) - 1
-            x_BLE = heads[at].inputs(following(batch.embeddings_BLE, k), state_BLE)
             # A head's own entries are of the text, until it is used again.
-            x_BLE = attentions[at].step(x_BLE, k - 1 - at)
-            normed_BLE = heads[at].norm(x_BLE)
-            state_BLE = heads[at].next_state(x_BLE, normed_BLE)
-            found.append(Prediction(normed_BLE, self.output, shift=k + 1, depth=k))
-        return found
+            x = attentions[at].step(heads[at].inputs(embeddings, state), k - 1 - at)
+            normed = heads[at].norm(x)
+            return normed, heads[at].next_state(x, normed)
+
+        state_BLE = self.first_state(batch.taps[self.taps[0]])
+        return unrolled(batch, depth, self.output, state_BLE, step)
 
 
 class _Head:
@@ -486,7 +465,8 @@ def read_native(directory: Path, target: HeadTarget) -> MtpModule:
     """
     path = directory / "config.json"
     config = read_json(path)
-    shape = shape_of(config, path)
+    shape = checked_as(Sizes, config, path).shape
+    check_fits(shape, target, f"the MTP layer in {directory}")
     weights: dict[str, Tensor] = {}
     with ExitStack() as stack:
         tensors = CheckpointTensors(directory, stack)
@@ -499,7 +479,9 @@ def read_native(directory: Path, target: HeadTarget) -> MtpModule:
     parts = target.parts
     norm_E = final_norm(parts, shape.rms_norm_eps)
     weights |= {"target_norm.weight": norm_E, "output": parts.head_rows(ids_V)}
-    module = MtpModule(shape, None, layout.returns, len(prefixes))
+    recipe = {"num_rows": None, "returns": layout.returns, "heads": len(prefixes)}
+    with torch.device("meta"):
+        module = MtpModule.from_config(shape, recipe)
     fill(module, weights, f"the MTP layer in {directory}")
     return module
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.models.base import ModelShape, TargetParts
+from foredraft.drafters.heads.base import LARGEST_SIZE
+from foredraft.models.base import HeadTarget, ModelShape, TargetParts
 from foredraft.models.files.safety import check_safetensors
 
 LAYER_PARTS: Mapping[str, tuple[str, ...]] = {
@@ -31,7 +32,6 @@ LAYER_PARTS: Mapping[str, tuple[str, ...]] = {
     "down.weight": ("mlp.down_proj.weight",),
 }
 """Names of `LlamaLayer`, and of what lies below one another in each."""
-_REAL = ("rms_norm_eps", "rope_theta")
 _NEVER_NEEDED = ("rotary_emb.inv_freq",)
 
 
@@ -116,6 +116,9 @@ def _more(names: Sequence[str]) -> str:
 def fill(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
     """Load weights, floating ones in float32, into a module whose shapes the config asked for.
 
+    Args:
+        module: made on the device ``meta``, so that sizes are compared before memory is asked for.
+
     Raises:
         ModelLoadError: the shapes are others, or a weight is no number.
     """
@@ -127,9 +130,8 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
                 f"{what}: {name} has shape {[*weights[name].shape]}, and the config asks for "
                 f"{[*own.shape]}"
             )
-    module.load_state_dict(
-        {n: w.float().cpu() if w.is_floating_point() else w.cpu() for n, w in weights.items()}
-    )
+    whole = {n: w.float().cpu() if w.is_floating_point() else w.cpu() for n, w in weights.items()}
+    module.load_state_dict(whole, assign=True)
     module.eval()
 
 
@@ -139,25 +141,85 @@ def final_norm(parts: TargetParts, eps: float) -> Tensor:
     return parts.norm(ones_1E)[0] * math.sqrt(1.0 + eps)
 
 
-def shape_of(config: Mapping[str, Any], where: Path) -> ModelShape:
-    """Sizes as a ``config.json`` has them.
+Count = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+C = TypeVar("C", bound=BaseModel)
+
+
+class Rope(BaseModel):
+    """How a config describes its rotary embedding, as far as it is looked at."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Annotated[float, Field(gt=0.0, le=1e12)] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return (self.rope_type or self.type or "default") == "default"
+
+
+class Sizes(BaseModel):
+    """The sizes of a decoder layer as a ``config.json`` has them; further keys are left alone."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count = 1
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-6
+    rope_theta: Annotated[float, Field(gt=0.0, le=1e12)] | None = None
+    rope_parameters: Rope | None = None
+    rope_scaling: Rope | None = None
+
+    @property
+    def shape(self) -> ModelShape:
+        rope = self.rope_parameters or Rope()
+        return ModelShape(
+            self.vocab_size,
+            self.hidden_size,
+            self.intermediate_size,
+            self.num_hidden_layers,
+            self.num_attention_heads,
+            self.num_key_value_heads or self.num_attention_heads,
+            self.head_dim or max(1, self.hidden_size // self.num_attention_heads),
+            self.rms_norm_eps,
+            self.rope_theta or rope.rope_theta or 10000.0,
+        )
+
+
+def checked_as(kind: type[C], content: Mapping[str, Any], where: Path) -> C:
+    """What a JSON file holds, checked.
 
     Raises:
-        ModelLoadError: a size is missing or is none.
+        ModelLoadError: a value is missing or is none that it may have.
     """
-    heads = config.get("num_attention_heads", 0)
-    rope = config.get("rope_parameters") or {}
     try:
-        usual = {
-            "num_key_value_heads": heads,
-            "head_dim": config.get("hidden_size", 0) // max(1, heads),
-            "rms_norm_eps": 1e-6,
-            "rope_theta": rope.get("rope_theta", 10000.0),
-        }
-        values: dict[str, Any] = {}
-        for name in (field.name for field in fields(ModelShape)):
-            kind = float if name in _REAL else int
-            values[name] = kind(config.get(name) or usual[name])
-        return ModelShape(**values)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelLoadError(f"{where} lacks a size that its layer needs: {error}") from None
+        return kind.model_validate(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise ModelLoadError(f"{where} lacks {name}") from None
+        raise ModelLoadError(f"{where}: {name} is {first['input']!r:.60}: {first['msg']}") from None
+
+
+def check_fits(shape: ModelShape, target: HeadTarget, what: str) -> None:
+    """Refuse a head of a target of other sizes.
+
+    Raises:
+        ConfigError: it is.
+    """
+    theirs, ours = (
+        (shape.hidden_size, shape.vocab_size),
+        (
+            target.parts.hidden_size,
+            target.vocab_size,
+        ),
+    )
+    if theirs != ours:
+        raise ConfigError(
+            f"{what} is for a target {theirs[0]} wide with {theirs[1]} tokens, and this one is "
+            f"{ours[0]} wide with {ours[1]}"
+        )

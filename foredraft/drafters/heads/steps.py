@@ -26,7 +26,7 @@ from foredraft.drafters.common.growing import Growth, GrowthLimits, Guide
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.published import is_checkpoint
 from foredraft.drafters.heads.rows import OutputRows
-from foredraft.drafters.heads.store import trained_head
+from foredraft.drafters.heads.store import named_folder, trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterFactory, checked_count, checked_ms
 from foredraft.models.base import HeadRow, HeadTarget
 
@@ -404,8 +404,8 @@ def built_with(
 
     def build(context: DrafterContext) -> Drafter:
         limits, target = growth_limits(context), cast(HeadTarget, context.target)
-        directory = Path(str(context.options.get("head", ""))).expanduser()
-        if read is not None and is_checkpoint(directory):
+        directory = named_folder(context, module.kind, "head")
+        if read is not None and directory is not None and is_checkpoint(directory):
             return drafter(read(directory, target), target, limits)
         return drafter(trained_head(context, module), target, limits)
 

@@ -16,17 +16,20 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
+from pydantic import BaseModel, ConfigDict, field_validator
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.drafters.heads.base import HeadModule, TextBatch
+from foredraft.drafters.heads.published import Sizes, checked_as
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import ModelShape, PartsTarget, Target
 from foredraft.models.files.json_files import read_json
@@ -43,8 +46,8 @@ META, WEIGHTS, SELF_TEST, CARD = (
 _FORMAT = 1
 _NEXT, _READY = ".next", ".ready"
 _SAMPLED_ROWS = 512
-_LARGEST = 1 << 24
-"""No number of a head's config is larger: sizes are looked at before memory is asked for."""
+_CHANCES = ("greedy", "sampled", "overlap")
+"""Figures of `HeadInfo.measured` that are chances by depth."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,16 @@ def identify(
             f"a trained head needs a target that hands out its embeddings, which "
             f"{type(target).__name__} does not"
         )
-    parts, vocab = cast(PartsTarget, target).parts, target.vocab_size
-    layers = target.capabilities.taps
-    digest = fingerprint((vocab, parts.hidden_size, len(layers)), parts.embed)
-    described = f"a target of {len(layers)} layers, {parts.hidden_size} wide, {vocab} tokens"
+    sizes = sizes_of(target)
+    digest = fingerprint(sizes, cast(PartsTarget, target).parts.embed)
+    described = f"a target of {sizes[2]} layers, {sizes[1]} wide, {sizes[0]} tokens"
     return TargetIdentity(name or described, digest, tokenizer)
+
+
+def sizes_of(target: Target) -> tuple[int, int, int]:
+    """Its vocabulary, the width of its hidden states, and how many layers it has."""
+    hidden_size = cast(PartsTarget, target).parts.hidden_size
+    return target.vocab_size, hidden_size, len(target.capabilities.taps)
 
 
 def fingerprint(sizes: tuple[int, int, int], embed: Callable[[Tensor], Tensor]) -> str:
@@ -214,34 +222,80 @@ def read_info(directory: Path) -> HeadInfo:
             f"{path} is of format {content.get('format')!r:.40} and this version reads format "
             f"{_FORMAT}; train it again, or use the version that it was made with"
         )
-    try:
-        _check_numbers(content["config"])
-        _check_numbers(content["shape"])
-        return HeadInfo(
-            kind=str(content["kind"]),
-            config=dict(content["config"]),
-            shape=ModelShape(**content["shape"]),
-            target=TargetIdentity(**content["target"]),
-            provenance=dict(content["provenance"]),
-            measured=dict(content["measured"]),
-            weights_sha256=str(content["weights_sha256"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be used: {error!r:.200}") from error
+    found = checked_as(_Meta, content, path)
+    _check_kind_name(found.kind, found.config, path)
+    return HeadInfo(
+        kind=found.kind,
+        config=found.config,
+        shape=found.shape.shape,
+        target=TargetIdentity(**found.target.model_dump()),
+        provenance=found.provenance,
+        measured=found.measured,
+        weights_sha256=found.weights_sha256,
+    )
 
 
-def _check_numbers(value: Any) -> None:
-    """Refuse sizes that no head has."""
+class _Target(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    fingerprint: str
+    tokenizer: str | None = None
+
+
+class _Meta(BaseModel):
+    """What ``head.json`` holds."""
+
+    kind: str
+    config: dict[str, Any]
+    shape: Sizes
+    target: _Target
+    provenance: dict[str, Any]
+    measured: dict[str, Any]
+    weights_sha256: str
+
+    @field_validator("measured")
+    @classmethod
+    def _check_measured(cls, measured: dict[str, Any]) -> dict[str, Any]:
+        for name, value in measured.items():
+            _check_figures(name, value)
+        return measured
+
+
+def _check_figures(name: str, value: object) -> None:
+    """Numbers, and lists and tables of them; those of `HeadInfo.promise` are chances."""
     if isinstance(value, Mapping):
-        for each in value.values():
-            _check_numbers(each)
+        for key, each in value.items():
+            _check_figures(f"{name}.{key}", each)
     elif isinstance(value, list):
-        if len(value) > _LARGEST:
-            raise ValueError(f"a list of {len(value)} entries")
-        for each in value:
-            _check_numbers(each)
-    elif isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:
-        raise ValueError(f"the number {value}, which is larger than {_LARGEST}")
+        if name not in _CHANCES:
+            for each in value:
+                _check_figures(name, each)
+        elif not all(type(each) in (int, float) and 0.0 <= each <= 1.0 for each in value):
+            raise ValueError(f"{name} is {value!r:.60}, and chances are 0 to 1")
+    elif value is not None and (
+        isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value)
+    ):
+        raise ValueError(f"{name} is {value!r:.60} and not a number")
+    elif name in _CHANCES and value is not None:
+        raise ValueError(f"{name} is {value!r:.60} and not a list of chances by depth")
+
+
+def _check_kind_name(kind: str, config: Mapping[str, Any], path: Path) -> None:
+    """Refuse kinds by the names that they had.
+
+    Raises:
+        ModelLoadError: it is one; the message says what to change.
+    """
+    if kind == "eagle3":
+        raise ModelLoadError(
+            f"{path}: kind 'eagle3' is called 'eagle' now; write \"kind\": \"eagle\" there"
+        )
+    if kind == "eagle" and "num_output_rows" in config:
+        raise ModelLoadError(
+            f"{path}: what was called 'eagle' is called 'hidden_head' now; write \"kind\": "
+            '"hidden_head" there, and "num_rows" in place of "num_output_rows"'
+        )
 
 
 def check_target(info: HeadInfo, target: TargetIdentity, where: Path) -> None:
@@ -378,6 +432,7 @@ def load_head(
     module: type[M],
     target: TargetIdentity,
     *,
+    sizes: tuple[int, int, int] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> M:
@@ -386,6 +441,7 @@ def load_head(
     Args:
         module: the class of the kind.
         target: what it is to draft for; see `identify`.
+        sizes: of the target, see `sizes_of`; None: they are not compared.
         dtype: of the weights.
         device: where they go.
 
@@ -396,6 +452,7 @@ def load_head(
     info = read_info(directory)
     check_kind(info, module.kind, directory)
     check_target(info, target, directory)
+    _check_sizes(info.shape, sizes, directory / META)
     head = read_head(directory, module, info).to(device=device, dtype=dtype)
     head.promise = info.promise
     return head
@@ -410,18 +467,33 @@ def read_head(directory: Path, module: type[M], info: HeadInfo) -> M:
     path = directory / WEIGHTS
     stored = check_weights(directory, info)
     try:
-        head = module.from_config(info.shape, info.config)
+        with torch.device("meta"):  # sizes are compared before memory is asked for
+            head = module.from_config(info.shape, info.config)
+    except ConfigError as error:
+        raise ModelLoadError(f"{directory / META}: {error}") from error
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ModelLoadError(f"{directory / META} cannot be used: {error!r:.200}") from error
+        raise ModelLoadError(
+            f"{directory / META}: its config describes no head of kind {module.kind!r}"
+        ) from error
     _check_shapes(path, head, stored)
     weights = load_file(path)
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ModelLoadError(f"{path}: {name} holds NaN or infinity; train the head again")
-    head.load_state_dict({name: _loaded(t, torch.float32) for name, t in weights.items()})
+    whole = {name: _loaded(tensor, torch.float32) for name, tensor in weights.items()}
+    head.load_state_dict(whole, assign=True)
     head.eval()
     _run_self_test(directory / SELF_TEST, head)
     return head
+
+
+def _check_sizes(shape: ModelShape, sizes: tuple[int, int, int] | None, path: Path) -> None:
+    theirs = (shape.vocab_size, shape.hidden_size, shape.num_hidden_layers)
+    if sizes not in (None, theirs):
+        raise ModelLoadError(
+            f"{path}: its shape is that of a target of {theirs[2]} layers, {theirs[1]} wide, with "
+            f"{theirs[0]} tokens, unlike the target that it names"
+        )
 
 
 def _check_shapes(path: Path, head: HeadModule, stored: Mapping[str, Any]) -> None:
@@ -454,7 +526,7 @@ def _run_self_test(path: Path, head: HeadModule) -> None:
             actual_DLS = _test_logits(head, batch, len(expected_DLS))
         error = float((actual_DLS - expected_DLS).abs().max())
     except (KeyError, IndexError, RuntimeError, ValueError) as problem:
-        raise ModelLoadError(f"{path} cannot be run: {problem!r:.200}") from problem
+        raise ModelLoadError(f"{path} is no test of this head: copy it again") from problem
     scale = 1.0 + float(expected_DLS.abs().max())
     if not error <= _TOLERANCE * scale:
         raise ModelLoadError(
@@ -499,16 +571,46 @@ def fingerprint_of_files(checkpoint: Checkpoint) -> str | None:
 
 
 def _of_fingerprint(kind: str, fingerprint: str, shipped: Path) -> Path | None:
-    for path in sorted(shipped.glob(f"*/*/{META}")):
-        said = json.loads(path.read_text())
-        if said["kind"] == kind and said["target"]["fingerprint"] == fingerprint:
-            return path.parent
-    return None
+    return dict(_shipped_for(fingerprint, shipped)).get(kind)
+
+
+def _shipped_for(fingerprint: str, shipped: Path) -> list[tuple[str, Path]]:
+    """Heads for a target, each with its kind."""
+    metas = [(path, json.loads(path.read_text())) for path in sorted(shipped.glob(f"*/*/{META}"))]
+    return [
+        (meta["kind"], path.parent)
+        for path, meta in metas
+        if meta["target"]["fingerprint"] == fingerprint
+    ]
 
 
 HEAD_OPTION = MappingProxyType(
     {"head": "directory of the trained head (needed, but for models whose head is built in)"}
 )
+
+
+def named_folder(context: DrafterContext, drafter: str, option: str) -> Path | None:
+    """The directory that the user named with an option; None: the option is not there.
+
+    Raises:
+        ConfigError: it is empty.
+    """
+    given = context.options.get(option)
+    if given is None:
+        return None
+    if not str(given).strip():
+        raise ConfigError(
+            f"option {option} of drafter {drafter!r} is empty; name a directory, or leave it out"
+        )
+    return Path(str(given)).expanduser()
+
+
+def _what_comes_along(target: Target) -> str:
+    """For messages: the kinds of heads that come with the package for a target."""
+    fingerprint = identify(target).fingerprint
+    kinds = [kind for kind, _ in _shipped_for(fingerprint, SHIPPED)]
+    named = " and ".join(map(repr, kinds))
+    return f". With this model comes {named}: drafter {named} needs no option" if kinds else ""
 
 
 def trained_head(context: DrafterContext, module: type[M], option: str = "head") -> M:
@@ -522,16 +624,16 @@ def trained_head(context: DrafterContext, module: type[M], option: str = "head")
         ConfigError: none was named, it is not there, or it is of another kind or target.
         ModelLoadError: it is damaged.
     """
-    given = context.options.get(option)
+    given = named_folder(context, module.kind, option)
     if given is None and option == "head":
         given = shipped_head(module.kind, context.target)
     if given is None:
-        kind = module.kind.replace("_", "-")
         raise ConfigError(
-            f"drafter {kind!r} needs a trained head. Train one with 'foredraft train {kind} "
-            f"--target MODEL --out DIR', and name its directory with the drafter option {option}"
+            f"drafter {module.kind!r} needs a trained head. Train one with 'foredraft train "
+            f"{module.kind} --target MODEL --out DIR', and name its directory with the drafter "
+            f"option {option}{_what_comes_along(context.target)}"
         )
     tokenizer = getattr(context.tokenizer, "fingerprint", None)
     identity = identify(context.target, None, tokenizer)
     device = cast(PartsTarget, context.target).parts.device
-    return load_head(Path(str(given)).expanduser(), module, identity, device=device)
+    return load_head(given, module, identity, sizes=sizes_of(context.target), device=device)

@@ -1,0 +1,177 @@
+"""Folders of heads that are forged, damaged, of older names or not named at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
+from foredraft.drafters import build_drafter
+from foredraft.drafters.heads.base import HeadModule
+from foredraft.drafters.heads.distilled import DraftModelModule
+from foredraft.drafters.heads.hidden_head import HiddenHeadModule
+from foredraft.drafters.heads.store import identify, read_head, read_info, save_head
+from foredraft.drafters.registry import head_class, head_kinds
+from foredraft.drafters.spec import DrafterContext
+from foredraft.models.native.target import NativeTarget
+from tests.drafters.heads import OUTPUT_IDS, TinySource, random_text, text_batch, tiny_target
+
+MEASURED = {"greedy": [0.5, 0.4], "sampled": [0.3, 0.2], "committed_greedy": 1.7, "covered": None}
+
+
+@pytest.fixture(scope="module")
+def target() -> NativeTarget:
+    return tiny_target()
+
+
+@pytest.fixture
+def new_head(target: NativeTarget, tmp_path: Path) -> Callable[[type[HeadModule]], Path]:
+    def save(kind: type[HeadModule]) -> Path:
+        module = kind.start(TinySource(target), OUTPUT_IDS, {})
+        text = text_batch(target, [random_text(8)], module.taps)
+        info = {"target": identify(target), "provenance": {}, "measured": MEASURED}
+        save_head(tmp_path / "head", module, info, text, 2, "A head that nobody trained.")
+        return tmp_path / "head"
+
+    return save
+
+
+@pytest.fixture
+def head(new_head: Callable[[type[HeadModule]], Path]) -> Path:
+    return new_head(HiddenHeadModule)
+
+
+def change(directory: Path, part: str | None, name: str, value: object) -> None:
+    path = directory / "head.json"
+    content = json.loads(path.read_text())
+    (content if part is None else content[part])[name] = value
+    path.write_text(json.dumps(content))
+
+
+def load(directory: Path | str, target: NativeTarget, name: str = "hidden_head") -> None:
+    build_drafter(name, DrafterContext(target, options={"head": str(directory)}))
+
+
+def is_plain(error: BaseException) -> bool:
+    """Whether a message shows nothing of Python's."""
+    internal = ("Error(", "NoneType", "object has", "argument", "<class", "Traceback")
+    return not [word for word in internal if word in str(error)]
+
+
+def test_it_loads_as_it_was_saved(head: Path, target: NativeTarget) -> None:
+    load(head, target)
+    assert read_info(head).promise == (0.5, 0.3)
+
+
+FORGED = [
+    *(("shape", "vocab_size", value) for value in (60000, 0, -1, "x", 1.5, None, True, 10**12)),
+    *(("shape", "hidden_size", value) for value in (60000, 2**24, 0, "x")),
+    *(("shape", "num_hidden_layers", value) for value in (4, 2**24, 0)),
+    *(("shape", "num_attention_heads", value) for value in (2**24, 0, -3)),
+    *(("shape", name, value) for name in ("rms_norm_eps", "rope_theta") for value in ("x", 0, -1)),
+    *(("config", "num_rows", value) for value in (0, -1, 2**24, "x", 1.5, [3], True)),
+    *(("config", "taps", value) for value in ("x", [99], [-1], [], None, [[1]], {})),
+    ("config", "unheard_of", 1),
+    *(("measured", "greedy", value) for value in ("x", [1.5], [-0.1], ["x"], 0.5, [None])),
+    ("measured", "committed_greedy", "x"),
+    ("measured", "covered", True),
+    *((None, name, 3) for name in ("kind", "config", "shape", "target", "measured")),
+    ("target", "fingerprint", 3),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "value"), FORGED)
+def test_a_forged_description_is_refused(
+    head: Path, target: NativeTarget, part: str | None, name: str, value: object
+) -> None:
+    change(head, part, name, value)
+    with pytest.raises(ModelLoadError, match=r"head\.json|weights\.safetensors") as raised:
+        load(head, target)
+    assert is_plain(raised.value), raised.value
+
+
+def test_numbers_of_layers_are_bounded(
+    new_head: Callable[[type[HeadModule]], Path], target: NativeTarget
+) -> None:
+    """Each is a module, which takes memory on any device."""
+    head = new_head(DraftModelModule)
+    change(head, "config", "num_layers", 10**7)
+    with pytest.raises(ModelLoadError, match="num_layers is 10000000; it must be"):
+        load(head, target, "draft_model")
+
+
+def test_sizes_are_compared_before_memory_is_asked_for(head: Path) -> None:
+    devices = []
+
+    class Watched(HiddenHeadModule):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            devices.append(torch.empty(0).device.type)
+            super().__init__(*args, **options)
+
+    loaded = read_head(head, Watched, read_info(head))
+    assert devices == ["meta"]
+    assert {tensor.device.type for tensor in loaded.state_dict().values()} == {"cpu"}
+    assert {tensor.dtype for tensor in loaded.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", head_kinds())
+def test_every_kind_refuses_what_its_options_do_not_take(kind: str, target: NativeTarget) -> None:
+    module, source = head_class(kind), TinySource(target)
+    for name in module.option_help():
+        for value in ("x", -1, 10**9, [99], None, 1.5):
+            with pytest.raises(ConfigError, match=name) as raised:
+                module.start(source, OUTPUT_IDS, {name: value})
+            assert is_plain(raised.value), raised.value
+    with pytest.raises(ConfigError, match="nonsense"):
+        module.start(source, OUTPUT_IDS, {"nonsense": 1})
+
+
+@pytest.mark.parametrize("value", [2, "2", "2,", [2]])
+def test_one_layer_may_be_written_as_a_number(value: object, target: NativeTarget) -> None:
+    module = HiddenHeadModule.start(TinySource(target), OUTPUT_IDS, {"taps": value})
+    assert module.taps == (2,)
+
+
+def test_older_names_of_kinds_are_refused_with_what_to_write(
+    head: Path, target: NativeTarget
+) -> None:
+    change(head, None, "kind", "eagle3")
+    with pytest.raises(ModelLoadError, match="'eagle3' is called 'eagle' now; write"):
+        load(head, target)
+    change(head, None, "kind", "eagle")
+    change(head, None, "config", {"taps": [0, 1, 2], "num_output_rows": 32})
+    with pytest.raises(ModelLoadError, match=r"is called 'hidden_head' now; write .*num_rows"):
+        load(head, target)
+
+
+@pytest.fixture
+def beside_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current directory looks like a model's."""
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 30}')
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("beside_a_checkpoint")
+@pytest.mark.parametrize("name", ["eagle", "mtp", "hidden_head", "dspark", "table"])
+def test_the_current_directory_is_never_read(name: str, target: NativeTarget) -> None:
+    with pytest.raises(ConfigError, match=r"needs a (trained head|table).*option head"):
+        build_drafter(name, DrafterContext(target))
+    for empty in ("", " "):
+        with pytest.raises(ConfigError, match=f"option head of drafter '{name}' is empty"):
+            load(empty, target, name)
+
+
+def test_what_comes_with_the_model_is_named(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch, head: Path
+) -> None:
+    shipped = head.parent / "shipped"
+    shutil.copytree(head, shipped / "tiny" / "hidden_head")
+    monkeypatch.setattr("foredraft.drafters.heads.store.SHIPPED", shipped)
+    with pytest.raises(ForedraftError, match="With this model comes 'hidden_head'"):
+        build_drafter("eagle", DrafterContext(target))
