@@ -17,7 +17,6 @@ from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters import build_drafter
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import (
-    CHOICES,
     EagleDrafter,
     EagleModule,
     FirstEagleDrafter,
@@ -106,7 +105,7 @@ def test_each_layout_is_read(layout: str, output_ids: list[int] | None, tmp_path
 
 
 VARIANTS = [
-    {**PLAIN, name: value} for name, values in CHOICES.items() for value in values
+    {**PLAIN, name: value} for name, option in EagleModule.OPTIONS.items() for value in option.words
 ]  # each option by itself
 
 

@@ -241,6 +241,7 @@ class _Target(BaseModel):
     name: str
     fingerprint: str
     tokenizer: str | None = None
+    weights: str | None = None
 
 
 class _Meta(BaseModel):
