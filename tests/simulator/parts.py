@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.control.base import OWN, Allowance, Row
+from foredraft.cache.base import NO_MEMORY, KVShape
+from foredraft.control.base import OWN, Allowance, Controller, Row
 from foredraft.core.errors import CacheFullError
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
-from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.base import RowScores, ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
 
 VOCAB_SIZE = 8
@@ -60,16 +62,29 @@ class SimTarget(TableModel):
             raise InjectedError("device lost")
         return super().score(rows, taps)
 
+    def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> RowScores:
+        scores = super()._score_row(row, taps)
+        if isinstance(self.cache, SimCache) and self.cache.spoils(row.slot):
+            scores.logits_NV.fill_(torch.nan)
+        return scores
+
     def _logits_after(self, context: tuple[int, ...]) -> Tensor:
         return self._table[(0, *context)[-ORDER:]]
 
 
 class SimCache(TokenCache):
-    """Memory for so many tokens in all, which is refused at times though there is some."""
+    """Memory for so many tokens in all, which is refused at times though there is some.
 
-    def __init__(self, max_tokens: int | None, block_size: int, dice: Dice, failing: float) -> None:
+    Entries go bad now and then, and so do all that are computed from them, until logits say so.
+    """
+
+    def __init__(
+        self, max_tokens: int | None, block_size: int, dice: Dice, failing: float, spoiling: float
+    ) -> None:
         super().__init__(max_tokens=max_tokens, block_size=block_size)
-        self._dice, self._failing = dice, failing
+        self._dice, self._failing, self._spoiling = dice, failing, spoiling
+        self._origins: dict[int, list[int]] = {}  # of bad entries, by block; 0: it is good
+        self._num_origins = 0
 
     def reserve(self, slot: int, num_tokens: int) -> None:
         self._refuse_at_times()
@@ -79,34 +94,112 @@ class SimCache(TokenCache):
         self._refuse_at_times()
         return super().allocate()
 
+    def write(self, slot: int, tokens: Sequence[int]) -> None:
+        super().write(slot, tokens)
+        start = self.length(slot)
+        origin = max(self.origins(slot, 0, start), default=0)
+        if not origin and self._dice.happens(self._spoiling):
+            self._num_origins += 1
+            origin = self._num_origins
+        for entry in range(start, start + len(tokens)):
+            block, place = divmod(entry, self.block_size)
+            self._origins[self.table(slot)[block]][place] = origin
+
+    def spoils(self, slot: int) -> bool:
+        """Whether the last forward of a slot read or wrote a bad entry."""
+        state = self.slot(slot)
+        return bool(self.origins(slot, 0, state.length + state.written))
+
+    def origins(self, slot: int, start: int, end: int) -> set[int]:
+        """Where the bad entries of a slot come from."""
+        places = (divmod(entry, self.block_size) for entry in range(start, end))
+        found = {self._origins[self.table(slot)[block]][place] for block, place in places}
+        return found - {0}
+
+    def _make_room(self, blocks: Sequence[int]) -> None:
+        super()._make_room(blocks)
+        for block in blocks:
+            self._origins[block] = [0] * self.block_size
+
+    def _copy_block(self, source: int, target: int) -> None:
+        super()._copy_block(source, target)
+        self._origins[target] = self._origins[source].copy()
+
     def _refuse_at_times(self) -> None:
         if self._dice.happens(self._failing):
             raise self._dice.choice([CacheFullError, MemoryError])("injected: no memory now")
 
 
 class SimController:
-    """Allows anything, more than there is room for too, and fails at all it does now and then."""
+    """Allows anything, more than there is room for too, and fails at all it does now and then.
 
-    def __init__(self, dice: Dice, most: int, failing: float) -> None:
+    Attributes:
+        said: who drafts for each request, as it said last.
+    """
+
+    def __init__(
+        self, dice: Dice, most: int, failing: float, names: Sequence[str] = (OWN,)
+    ) -> None:
         self._dice, self._most, self._failing = dice, most, failing
+        self._names: list[str | None] = [*names, *([None] if len(names) > 1 else [])]
+        self.said: dict[int, str | None] = {}
 
-    def begin(self, row: Row, others: Sequence[Row]) -> str:
+    def begin(self, row: Row, others: Sequence[Row]) -> str | None:
+        self.said[row.request_id] = None  # nobody, if it fails now
         self._fail()
-        return OWN
+        self.said[row.request_id] = self._dice.choice(self._names)
+        return self.said[row.request_id]
 
     def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
         self._fail()
-        return [Allowance(row.drafter, self._dice.randint(0, self._most)) for row in rows]
+        allowed = []
+        for row in rows:
+            name = row.drafter
+            if len(self._names) > 1 and self._dice.happens(0.2):
+                name = self.said[row.request_id] = self._dice.choice(self._names)
+            most = self._dice.randint(0, self._most)
+            allowed.append(Allowance(name, most, num_forced=self._dice.choice([0, most])))
+        return allowed
 
     def observe(self, record: StepRecord) -> None:
         self._fail()
 
     def end(self, request_id: int) -> None:
+        self.said.pop(request_id, None)
         self._fail()
 
     def _fail(self) -> None:
         if self._dice.happens(self._failing):
             raise InjectedError("the controller is lost")
+
+
+class Noting:
+    """A controller, and who drafts for each request as it said last.
+
+    Args:
+        controller: the one that decides.
+    """
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self.said: dict[int, str | None] = {}
+
+    def begin(self, row: Row, others: Sequence[Row]) -> str | None:
+        self.said[row.request_id] = self._controller.begin(row, others)
+        return self.said[row.request_id]
+
+    def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
+        allowed = self._controller.allow(rows, others)
+        pairs = zip(rows, allowed, strict=True)
+        self.said |= {row.request_id: allowance.drafter for row, allowance in pairs}
+        return allowed
+
+    def observe(self, record: StepRecord) -> None:
+        self._controller.observe(record)
+
+    def end(self, request_id: int) -> None:
+        self.said.pop(request_id, None)
+        self._controller.end(request_id)
 
 
 class SimDrafter:
@@ -119,6 +212,8 @@ class SimDrafter:
     def __init__(self, dice: Dice, failing: float, nonsense: float) -> None:
         self._dice, self._failing, self._nonsense = dice, failing, nonsense
         self.followed: set[int] = set()
+        self.asked: dict[int, int] = {}
+        """Budgets of the step under way, by request."""
 
     def begin(self, request: DraftRequest) -> None:
         assert request.request_id not in self.followed
@@ -127,6 +222,7 @@ class SimDrafter:
 
     def propose(self, rows: Sequence[DraftRow]) -> Any:
         assert all(row.request_id in self.followed for row in rows)
+        self.asked |= {row.request_id: row.budget for row in rows}
         self._fail("propose")
         drafts = [self._nonsense_for(row) or self._draft(row) for row in rows]
         return drafts[1:] if self._dice.happens(self._nonsense) else drafts
@@ -178,3 +274,64 @@ class SimDrafter:
     def _fail(self, where: str) -> None:
         if self._dice.happens(self._failing):
             raise InjectedError(where)
+
+
+class SimHead(SimDrafter):
+    """Keeps a token for each position in layers of the cache, late at times, and checks them."""
+
+    def __init__(self, dice: Dice, failing: float, nonsense: float, cache: TokenCache) -> None:
+        super().__init__(dice, failing, nonsense)
+        self.layers = (cache.add_layers(KVShape(1, 1, 1), torch.float32),)
+        self.skips_gaps = dice.happens(0.7)
+        self._requests: dict[int, DraftRequest] = {}
+        self._waiting: dict[int, tuple[int, list[int]]] = {}  # start and tokens, by request
+
+    def begin(self, request: DraftRequest) -> None:
+        self._requests[request.request_id] = request
+        super().begin(request)
+
+    def propose(self, rows: Sequence[DraftRow]) -> Any:
+        for row in rows:
+            self._catch_up(row.request_id)
+            self._check(row)
+        return super().propose(rows)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        super().observe(observations)
+        for seen in observations:
+            start, tokens = self._waiting.setdefault(seen.request_id, (seen.start, []))
+            assert start + len(tokens) == seen.start, "it has missed a part of the text"
+            tokens += seen.tokens[seen.start : seen.end]
+            if self._dice.happens(0.5):
+                self._catch_up(seen.request_id)
+
+    def end(self, request_id: int) -> None:
+        with contextlib.suppress(*NO_MEMORY):
+            self._catch_up(request_id)
+        self._waiting.pop(request_id, None)
+        self._requests.pop(request_id, None)
+        super().end(request_id)
+
+    def _catch_up(self, request_id: int) -> None:
+        """Write what waits, from where it may be written on."""
+        if request_id not in self._waiting:
+            return
+        (layers,), slot = self.layers, self._requests[request_id].slot
+        start, tokens = self._waiting[request_id]
+        first = layers.next_start(slot, start)
+        assert self.skips_gaps or first == start, "it follows a text that it lacks"
+        if first < start + len(tokens):
+            values = torch.tensor(tokens[first - start :], dtype=torch.float32).view(1, -1, 1)
+            layers.write(0, slot, first, values, -values)
+        del self._waiting[request_id]
+
+    def _check(self, row: DraftRow) -> None:
+        """Its entries are those of the text, but for a few that were late and are repeated."""
+        (layers,) = self.layers
+        end = layers.covered(row.slot)
+        if not end:
+            return
+        held = layers.read(0, row.slot, end)[0].flatten().tolist()
+        text = row.tokens[layers.first(row.slot) : end]
+        wrong = [i for i, (mine, token) in enumerate(zip(held, text, strict=True)) if mine != token]
+        assert all(i and held[i] == held[i - 1] for i in wrong), "entries of another text"

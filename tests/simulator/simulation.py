@@ -5,19 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from foredraft.cache.index import common_prefix
+from foredraft.control.adaptive import AdaptiveBudget
+from foredraft.control.base import OWN, Controller, DrafterTraits
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
+from foredraft.engine.engine import Engine, EngineOptions
+from foredraft.engine.guard import LoadedDrafter
+from foredraft.engine.policy import Policy
 from foredraft.engine.request import Event, GenerationResult, Request, RequestOptions
 from tests.engine.helpers import check_sums, engine_of
 from tests.simulator.parts import (
     VOCAB_SIZE,
     Dice,
+    Noting,
     SimCache,
     SimController,
     SimDrafter,
+    SimHead,
     SimTarget,
 )
 
@@ -58,13 +66,14 @@ class Simulation:
         self.is_calm = calm
         self.target = SimTarget(self.model, dice, rate(0.05))
         self.memory = dice.choice([None, None, 40, 60, 100, 250])
-        self.cache = SimCache(self.memory, dice.choice([1, 2, 4, 16]), dice, rate(0.1))
+        block_size = dice.choice([1, 2, 4, 16])
+        self.cache = SimCache(self.memory, block_size, dice, rate(0.1), rate(0.02))
         self.target.cache = self.cache
-        self.drafter = self._new_drafter(rate(0.1), rate(0.1))
-        self.engine = engine_of(
-            self.target,
-            self.drafter,
-            SimController(dice, dice.randint(0, 6), rate(0.1)),
+        self.drafters: dict[Policy, dict[str, Drafter]] = {}
+        self.policies = [
+            self._new_policy(rate(0.1), rate(0.1), rate(0.1)) for _ in range(dice.choice([1, 1, 2]))
+        ]
+        options = EngineOptions(
             max_batch_size=dice.randint(1, 6),
             max_step_tokens=dice.choice([1, 3, 8, 32]),
             eos_token_ids=(0,) if dice.happens(0.3) else (),
@@ -73,8 +82,16 @@ class Simulation:
             clock=iter(range(1 << 60)).__next__,
             new_seed=lambda: dice.getrandbits(64),
         )
+        self.engine = Engine(self.target, self.policies[0], options)
         # Small replies are to run out of memory, too.
-        self.engine._places._headroom = dice.choice([0, 0, 5, 64])
+        self.places = self.engine._places
+        self.places._headroom = dice.choice([0, 0, 5, 64])
+        self._open, self._close = self.places.open, self.places.close
+        self.places.open, self.places.close = self._checked_open, self._checked_close  # type: ignore[method-assign]
+        self.left: list[tuple[str | None, list[int]]] = []
+        """Texts that requests have left in the cache, and whose they are."""
+        self.distrusted: set[int] = set()
+        self.all_is_kept = self.memory is None and self.places.prefixes.enabled
         self.asked: dict[int, Asked] = {}
         self.live: set[int] = set()
         self.num_steps = 0
@@ -99,15 +116,32 @@ class Simulation:
             assert self.num_steps <= _PATIENCE * (needed + 10), "somebody starves"
         assert not self.cache.slots, "an idle engine holds slots"
         assert not self.cache.usage.used, "an idle engine holds memory beside its cache"
-        assert not getattr(self.drafter, "followed", None), "a drafter follows what is over"
         assert not self.engine.has_work
         self.seen["preemption"] = self.engine.stats().preemptions
         self.seen["token from the cache"] = self.engine.prefixes.stats.cached_tokens
 
-    def _new_drafter(self, failing: float, nonsense: float) -> Drafter:
-        simulated = [SimDrafter(self.dice, failing, nonsense) for _ in range(3)]
-        drafters: list[Drafter] = [NoDrafter(), NgramDrafter(min_ngram_size=1), *simulated]
-        return self.dice.choice(drafters)
+    def _new_policy(self, failing: float, nonsense: float, failing_control: float) -> Policy:
+        """One drafter, or one that keeps entries and one that copies, as in the default."""
+        dice, most = self.dice, self.dice.randint(0, 6)
+        copies = SimDrafter(dice, failing, nonsense)
+        drafters: dict[str, Drafter] = {OWN: copies}
+        if dice.happens(0.5):
+            drafters = {"head": SimHead(dice, failing, nonsense, self.cache), "copies": copies}
+        elif dice.happens(0.6):
+            others = [NoDrafter(), NgramDrafter(min_ngram_size=1)]
+            others.append(SimHead(dice, failing, nonsense, self.cache))
+            drafters = {OWN: dice.choice(others)}
+        traits = [DrafterTraits(name, 4, joins_late=not d.layers) for name, d in drafters.items()]
+        controller: Controller = SimController(dice, most, failing_control, [*drafters])
+        if dice.happens(0.3):
+            controller = Noting(AdaptiveBudget(traits))
+        loaded = [
+            LoadedDrafter(drafter, self.target, each)
+            for drafter, each in zip(drafters.values(), traits, strict=True)
+        ]
+        policy = Policy(controller, loaded)
+        self.drafters[policy] = drafters
+        return policy
 
     def _submit(self) -> int:
         """A random request; returns how many steps it needs alone at most."""
@@ -132,7 +166,8 @@ class Simulation:
             **self._rules(),
         )
         tenant = dice.choice([None, "a", "b"])
-        options = RequestOptions(tenant, dice.choice([0, 0, 0, 1]))
+        policy = dice.choice(self.policies)
+        options = RequestOptions(tenant, dice.choice([0, 0, 0, 1]), policy=policy)
         rows = self.engine.prepare(prompt, params, options)
         self.engine.add(rows, self._read)
         for row in rows:
@@ -160,6 +195,17 @@ class Simulation:
 
     def _trace(self, record: StepRecord) -> None:
         """Told in the middle of a step."""
+        for row in record.rows:
+            policy = self._row(row.request_id).policy
+            asked = dict[int, int]()
+            for drafter in self.drafters[policy].values():
+                asked |= getattr(drafter, "asked", {})
+            is_known = row.drafter is None or hasattr(self.drafters[policy][row.drafter], "asked")
+            if is_known and not row.proposal.tree.tokens:
+                assert row.budget == asked.get(row.request_id, 0), "what was not asked is counted"
+        for drafters in self.drafters.values():
+            for drafter in drafters.values():
+                getattr(drafter, "asked", {}).clear()
         if self._abort_inside and self.live:
             self._abort_inside = False
             assert self.engine.cancel(self.dice.choice(sorted(self.live))) is None
@@ -194,8 +240,56 @@ class Simulation:
         assert all(order == sorted(order) for order in orders)
         cache.check()
         assert self.memory is None or cache.usage.used + cache.usage.cached <= self.memory
-        followed: set[int] = getattr(self.drafter, "followed", set())
-        assert followed <= {row.request_id for row in scheduler.running}
+        for policy, drafters in self.drafters.items():
+            rows = [row for row in scheduler.running if row.policy is policy]
+            for name, drafter in drafters.items():
+                mine = {row.request_id for row in rows if row.drafter == name}
+                assert getattr(drafter, "followed", mine) == mine, "a drafter follows others"
+            for row in rows:
+                self._check_drafter(row)
+
+    def _check_drafter(self, row: Request) -> None:
+        """Whoever was named for a row drafts for it, if it can: also after a preemption."""
+        controller: Any = row.policy.controller
+        name = controller.said.get(row.request_id)
+        can_begin_anywhere = name is not None and row.policy.drafters[name].traits.joins_late
+        if can_begin_anywhere and name not in row.failed_drafters:
+            assert row.drafter == name, f"{name} was named, {row.drafter} drafts"
+
+    def _row(self, request_id: int) -> Request:
+        row = self.engine._scheduler.find(request_id)
+        assert row is not None
+        return row
+
+    def _checked_open(self, row: Request) -> None:
+        """What is found of a text does not depend on drafters, and is never distrusted."""
+        leader = row.leader if row.leader is not None and row.leader.has_read_prompt else None
+        self._open(row)
+        if leader is not None:
+            assert row.num_cached == row.num_prompt - 1, "a prompt is read twice"
+            return
+        found = self.cache.origins(row.slot, 0, row.num_cached)
+        assert found.isdisjoint(self.distrusted), "bad entries are found again"
+        if self.all_is_kept and row.prompt_logprobs is None:
+            texts = [text for tenant, text in self.left if tenant == row.options.tenant]
+            size = self.cache.block_size
+            for other in self.engine._scheduler.running:
+                if other.options.tenant == row.options.tenant and not other.is_over:
+                    texts.append(other.tokens[: other.num_cached // size * size])
+            most = max((common_prefix(row.tokens, text) for text in texts), default=0)
+            assert row.num_cached == min(most, len(row.tokens) - 1), "what is cached is not found"
+
+    def _checked_close(self, row: Request) -> None:
+        """Note what a request leaves."""
+        if row.slot >= 0 and row.finish_reason == "error":
+            start = 0 if row.has_read_nonsense else row.num_begun_with
+            bad = self.cache.origins(row.slot, start, row.num_cached)
+            self.distrusted |= bad - self.cache.origins(row.slot, 0, start)
+            self.all_is_kept = False
+        elif row.slot >= 0:
+            held = row.tokens[: self.cache.length(row.slot)]
+            self.left.append((row.options.tenant, held))
+        self._close(row)
 
     def _check_result(self, asked: Asked, result: GenerationResult) -> None:
         reason = result.finish_reason
@@ -205,8 +299,14 @@ class Simulation:
         check_sums(result, sum(event.num_accepted for event in asked.events))
         alone = self._alone(asked)
         by_model = reason == "error" and str(result.error).startswith("NonFiniteScoresError: ")
-        if reason == "error" and not by_model:
+        mine, theirs = ((r.finish_reason, r.token_ids) for r in (result, alone))
+        if by_model and mine != theirs:  # bad entries
+            assert not self.is_calm
+            by_model = False
+            self._count("error by a bad entry")
+        elif reason == "error" and not by_model:
             by_memory = self.memory is not None and "no room for" in str(result.error)
+            assert not by_memory or self._is_too_large(result, asked.params.max_tokens)
             assert by_memory or "njected" in str(result.error), result.error
             assert by_memory or not self.is_calm
             self._count("error by a fault")
@@ -219,6 +319,13 @@ class Simulation:
             assert str(result.prompt_logprobs) == str(alone.prompt_logprobs)
         else:
             assert result.token_ids == alone.token_ids[: len(result.token_ids)]
+
+    def _is_too_large(self, result: GenerationResult, max_tokens: int) -> bool:
+        """Whether a request does not even fit alone."""
+        size, num_made = self.cache.block_size, len(result.token_ids)
+        beside = min(self.places._headroom, max_tokens - num_made)
+        num_blocks = -(-(result.num_prompt_tokens + num_made + beside) // size)
+        return num_blocks > self.cache.memory.num_tokens // size
 
     def _alone(self, asked: Asked) -> GenerationResult:
         """The same request by itself, where nothing fails and nothing is drafted."""
