@@ -148,7 +148,9 @@ def test_state_and_text_of_two_turns(kind: Kind, target: NativeTarget, temperatu
     border = len(done.turns[0]) - 1
     others = (i for i in range(len(text)) if not 0 < border - i <= len(head.layers))
     kept = [i for i in others if i < len(text) - 1 - len(head.layers)]
-    for mine, theirs in zip(found, entries(once, engine, text), strict=True):
+    for i, (mine, theirs) in enumerate(zip(found, entries(once, engine, text), strict=True)):
+        if i and len(head.layers) > 1:  # these heads read what the first one made of such entries
+            kept = [entry for entry in kept if entry < border]
         torch.testing.assert_close(mine[:, kept], theirs[:, kept], rtol=close, atol=close)
 
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
+from foredraft.cache.base import KVShape
+from foredraft.control.base import DrafterTraits
+from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
-from foredraft.drafters.base import Drafter
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
 from foredraft.drafters.ngram import NgramDrafter
+from foredraft.engine.engine import Engine, EngineOptions
+from foredraft.engine.guard import LoadedDrafter
+from foredraft.engine.policy import Policy
 from foredraft.engine.request import RequestOptions
 from foredraft.llm import LLM
 from foredraft.load import native_decoder
+from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel, TokenCache
 from foredraft.options import LoadOptions
@@ -114,3 +125,112 @@ def test_memory_is_what_the_tokens_need() -> None:
         most = max(most, target.cache.usage.used)
     assert most <= 2048 + 64 + 16 * 64
     assert target.cache.usage.used == 0
+
+
+# ----------------------------------------------------------------------- requests that run together
+
+
+class Reads(TableModel):
+    """Counts the tokens that it reads: of prompts, and of replies one by one."""
+
+    num_read = 0
+
+    def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        self.num_read += sum(len(row.pending) for row in rows if len(row.pending) > 1)
+        return super().score(rows, taps)
+
+
+def reading(max_tokens: int | None = None) -> Reads:
+    target = Reads(10, counting_model().probs)
+    target.cache = TokenCache(max_tokens=max_tokens, block_size=4)
+    return target
+
+
+class Keeper(BaseDrafter):
+    """Keeps an entry a token in cache layers, like a head, and drafts nothing."""
+
+    def __init__(self, target: TableModel) -> None:
+        self.layers = (target.cache.add_layers(KVShape(1, 1, 1), torch.float32),)
+        self._slots: dict[int, int] = {}
+
+    def begin(self, request: DraftRequest) -> None:
+        self._slots[request.request_id] = request.slot
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        return [NO_PROPOSAL] * len(rows)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            entries_HTD = torch.zeros(1, seen.end - seen.start, 1)
+            slot = self._slots[seen.request_id]
+            self.layers[0].write(0, slot, seen.start, entries_HTD, entries_HTD)
+
+
+SYSTEM = [i * 7 % 10 for i in range(60)]
+
+
+@pytest.mark.parametrize("drafts", ["nobody", "a head", "another than the head"])
+def test_a_burst_with_one_system_prompt_reads_it_once_while_it_runs(drafts: str) -> None:
+    target = reading()
+    head = LoadedDrafter(Keeper(target), target, DrafterTraits("head"))
+    copies = LoadedDrafter(NgramDrafter(), target, DrafterTraits("copies", joins_late=True))
+    name = {"nobody": None, "a head": "head", "another than the head": "copies"}[drafts]
+    policy = Policy(FixedBudget(4, drafter=name), [head, copies])
+    engine = Engine(target, policy, EngineOptions(max_batch_size=12, max_step_tokens=16))
+    asked = [[*SYSTEM, i % 10, i // 3, 5] for i in range(12)]
+    numbers = [engine.submit(prompt, PARAMS) for prompt in asked]
+    results = drain(engine)
+    alone = new_engine(counting_model())
+    for number, prompt in zip(numbers, asked, strict=True):
+        assert results[number].token_ids == generate(alone, [prompt], PARAMS)[0].token_ids
+    assert target.num_read <= len(SYSTEM) + 12 * (3 + target.cache.block_size)
+    assert [results[n].num_cached_tokens >= len(SYSTEM) for n in numbers] == [False] + [True] * 11
+
+
+@pytest.mark.parametrize("max_tokens", [None, 400])
+def test_each_prompt_of_several_replies_is_read_once_and_kept_whoever_drafts(
+    max_tokens: int | None,
+) -> None:
+    """Twelve prompts of four replies each, which the head does not follow, as under load."""
+    target = reading(None if max_tokens is None else 3 * max_tokens)
+    head = LoadedDrafter(Keeper(target), target, DrafterTraits("head"))
+    copies = LoadedDrafter(NgramDrafter(), target, DrafterTraits("copies", joins_late=True))
+    policy = Policy(FixedBudget(4, drafter="copies"), [head, copies])
+    engine = Engine(target, policy, EngineOptions(max_batch_size=8, max_step_tokens=16))
+    dice = random.Random(5)
+    asked = [[i % 10, i // 10, *(dice.randrange(10) for _ in range(30))] for i in range(12)]
+    for prompt in asked:
+        engine.submit(prompt, replace(PARAMS, n=4))
+    assert len(drain(engine)) == 48
+    assert engine.stats().preemptions == 0
+    assert target.num_read <= 12 * 32
+    if max_tokens is None:
+        assert [engine.prefixes.num_found(prompt) for prompt in asked] == [32] * 12
+
+
+def test_nobody_waits_for_a_leader_that_is_gone() -> None:
+    target = reading()
+    engine = new_engine(target, max_batch_size=4, max_step_tokens=4)
+    leader = engine.submit([*SYSTEM, 1], PARAMS)
+    follower = engine.submit([*SYSTEM, 2], PARAMS)
+    other = engine.submit([9, 9, 9], PARAMS)
+    for _ in range(4):
+        engine.step()
+    assert engine.stats().waiting == 1
+    engine.cancel(leader)
+    engine.step()
+    assert engine.stats().waiting == 0
+    results = drain(engine)
+    assert {*results} <= {follower, other}
+    assert results[follower].num_cached_tokens == 16
+
+
+def test_a_place_in_the_batch_is_kept_for_who_waits_for_a_leader() -> None:
+    target = reading()
+    engine = new_engine(target, max_batch_size=3, max_step_tokens=4)
+    asked = [[*SYSTEM, 1], [*SYSTEM, 2], [9, 9], [8, 8]]
+    numbers = [engine.submit(prompt, replace(PARAMS, max_tokens=100)) for prompt in asked]
+    while engine.stats().waiting > 1:
+        engine.step()
+    running = [request.request_id for request in engine._scheduler.running]
+    assert running == numbers[:3]
