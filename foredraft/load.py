@@ -16,7 +16,7 @@ import torch
 
 from foredraft.cache.base import KVShape
 from foredraft.cache.blocks import in_blocks
-from foredraft.cache.memory import checked_memory
+from foredraft.cache.memory import CacheMemory, checked_memory
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.drafters import check_options, drafter_key, drafter_spec, needs_draft_model
@@ -144,9 +144,10 @@ def load_models(
     draft_tokenizer = Tokenizer(draft_plan.directory)
     if spec.draft_model != "any vocabulary":
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
+    memory = CacheMemory.of(plan.cache_memory, plan.device)  # for both
     return (
-        LoadedModel(plan, load_target(plan, asked.threads), tokenizer),
-        LoadedModel(draft_plan, load_target(draft_plan, asked.threads), draft_tokenizer),
+        LoadedModel(plan, load_target(plan, asked.threads, memory), tokenizer),
+        LoadedModel(draft_plan, load_target(draft_plan, asked.threads, memory), draft_tokenizer),
     )
 
 
@@ -186,11 +187,14 @@ def _check_same_vocabulary(
         )
 
 
-def load_target(plan: ModelPlan, threads: int | None = None) -> Target:
+def load_target(
+    plan: ModelPlan, threads: int | None = None, memory: CacheMemory | None = None
+) -> Target:
     """Load the weights of a resolved plan.
 
     Args:
         threads: of each forward, where our own kernel runs it; None: as many as are fastest.
+        memory: what its cache shares with those of other models; None: the plan says how much.
 
     Raises:
         ModelLoadError: the checkpoint is incomplete or damaged.
@@ -198,12 +202,11 @@ def load_target(plan: ModelPlan, threads: int | None = None) -> Target:
     if plan.checkpoint is None:
         raise ConfigError(f"{plan.name!r} has no checkpoint to load; its weights are made up")
     dtype = getattr(torch, plan.dtype)
+    memory = memory or CacheMemory.of(plan.cache_memory, plan.device)
     if plan.backend == "hf":
         from foredraft.models.hf.target import HFTarget
 
-        return HFTarget.load(
-            plan.checkpoint, dtype, plan.device, plan.max_context, plan.cache_memory
-        )
+        return HFTarget.load(plan.checkpoint, dtype, plan.device, plan.max_context, memory)
     from foredraft.models.native.fixed_shape import probe
     from foredraft.models.native.target import NativeTarget
 
@@ -211,7 +214,7 @@ def load_target(plan: ModelPlan, threads: int | None = None) -> Target:
     target = NativeTarget.load(
         *(plan.checkpoint, dtype, plan.device, decoder, plan.max_context),
         bits=plan.packed_bits,
-        cache_memory=plan.cache_memory,
+        cache_memory=memory,
     )
     if plan.decoder == "fixed-shape":
         probe(target)

@@ -57,9 +57,10 @@ class LoadOptions:
         max_batch_size: most requests in one step.
         max_step_tokens: most tokens of prompts read in one step, while others decode in it: fewer
             keep the pace of their replies, more read prompts sooner. None takes the engine's 512.
-        cache_memory: bytes that the target's cache may take, or a size such as "2GB": keys and
-            values of running requests, and of texts that may come again. None: a quarter of the
-            machine's memory (of a GPU's, of what is free). None of it is taken before it is needed.
+        cache_memory: bytes that all caches together may take, or a size such as "2GB": the
+            target's, a draft model's and a head's keys and values of running requests, and of texts
+            that may come again. None: a quarter of the machine's memory, or of its cgroup's limit
+            (of a GPU's, of what is free). None of it is taken before it is needed.
         prefix_caching: keep what was read, as far as there is room: a request that begins as an
             earlier one of the same tenant reads only what is new.
         revision: of a hub id.

@@ -213,10 +213,8 @@ class Drafter(Protocol):
         layers: the cache layers in which it keeps something for each token of the text (see
             `Cache.add_layers`); usually none. With any, taps come with every step, chunks of
             prompts included, and `observe` writes the entries from ``start`` to ``end``, or keeps
-            what it takes to write them until they are needed, or `end`: what they lack is read
-            again in a conversation's next turn.
-        look_ahead: how many tokens behind its own such an entry depends on. A conversation's next
-            turn then shares that many entries fewer.
+            what it takes to write them until they are needed, or `end`: where they lack entries
+            of a text it cannot be followed from there on (but see `BaseDrafter.skips_gaps`).
     """
 
     @property
@@ -224,9 +222,6 @@ class Drafter(Protocol):
 
     @property
     def layers(self) -> Sequence[CacheLayers]: ...
-
-    @property
-    def look_ahead(self) -> int: ...
 
     def begin(self, request: DraftRequest) -> None:
         """A request starts."""
@@ -271,7 +266,6 @@ class BaseDrafter:
     skips_gaps: bool = False
     taps: Sequence[int] = ()
     layers: Sequence[CacheLayers] = ()
-    look_ahead: int = 0
 
     def begin(self, request: DraftRequest) -> None:
         pass

@@ -90,7 +90,6 @@ class Cascade:
         self.taps: Sequence[int] = sorted({tap for drafter in drafters for tap in drafter.taps})
         self.layers = tuple(layers for drafter in drafters for layers in drafter.layers)
         self.skips_gaps = all(skips_gaps(each) for each in drafters if each.layers)
-        self.look_ahead = max((drafter.look_ahead for drafter in drafters), default=0)
 
     @property
     def stage_counts(self) -> Mapping[str, StageCounts]:

@@ -36,7 +36,7 @@ SHARED = frozenset(
     }
 )
 """Modules beside the drafters that are none."""
-_PARTS = ("taps", "layers", "look_ahead", "begin", "propose", "observe", "end")
+_PARTS = ("taps", "layers", "begin", "propose", "observe", "end")
 """What the engine uses of every drafter."""
 RENAMED = {"eagle3": "eagle"}
 """Earlier names of drafters, each with today's."""

@@ -314,7 +314,7 @@ class Wrapped:
         self.inner = inner
 
         self.taps = inner.taps
-        self.layers, self.look_ahead = inner.layers, inner.look_ahead
+        self.layers = inner.layers
         self.skips_gaps = skips_gaps(inner)
 
     def begin(self, request: DraftRequest) -> None:

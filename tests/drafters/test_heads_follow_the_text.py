@@ -99,7 +99,7 @@ class Helped(BaseDrafter):
 
     def __init__(self, head: Drafter, turns: Sequence[Sequence[int]]) -> None:
         self.head, self._turns = head, turns
-        self.taps, self.layers, self.look_ahead = head.taps, head.layers, head.look_ahead
+        self.taps, self.layers = head.taps, head.layers
         self.skips_gaps = skips_gaps(head)
 
     def begin(self, request: DraftRequest) -> None:

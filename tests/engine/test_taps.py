@@ -65,8 +65,6 @@ class Keeping(Tapping):
 class Joining(Keeping):
     """An entry joins a token with the one that follows it."""
 
-    look_ahead = 1
-
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
             joined = joined_pairs(seen.tokens)[seen.start : seen.end]

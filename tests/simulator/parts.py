@@ -106,9 +106,10 @@ class SimCache(TokenCache):
             self._origins[self.table(slot)[block]][place] = origin
 
     def spoils(self, slot: int) -> bool:
-        """Whether the last forward of a slot read or wrote a bad entry."""
+        """Whether the last forward of a slot read or wrote a bad entry, and its logits say so."""
         state = self.slot(slot)
-        return bool(self.origins(slot, 0, state.length + state.written))
+        is_bad = bool(self.origins(slot, 0, state.length + state.written))
+        return is_bad and self._dice.happens(0.2)
 
     def origins(self, slot: int, start: int, end: int) -> set[int]:
         """Where the bad entries of a slot come from."""
@@ -207,7 +208,6 @@ class SimDrafter:
 
     taps: Sequence[int] = ()
     layers: Sequence[Any] = ()
-    look_ahead = 0
 
     def __init__(self, dice: Dice, failing: float, nonsense: float) -> None:
         self._dice, self._failing, self._nonsense = dice, failing, nonsense

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from foredraft.cache.paged import PagedCache
+from foredraft.cache.prefix import PrefixCache
+from foredraft.control.base import Allowance
+from foredraft.engine.drafting import Drafting
 from foredraft.engine.engine import Engine
 from foredraft.engine.places import Places
 from foredraft.engine.request import Request
+from foredraft.engine.turn import Turn
 from tests.simulator.__main__ import simulate
 from tests.simulator.simulation import Simulation
 
@@ -72,6 +77,71 @@ def test_it_notices_a_row_that_resumes_too_late_in_its_text(
         del row.tokens[-1:]
 
     monkeypatch.setattr(Engine, "_preempt", forgetful)
+    assert notices()
+
+
+def test_it_notices_drafts_that_are_counted_and_were_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take = Drafting._take
+
+    def counting(self: Drafting, turn: Turn, allowance: Allowance) -> None:
+        take(self, turn, allowance)
+        turn.budget = turn.allowed
+
+    monkeypatch.setattr(Drafting, "_take", counting)
+    monkeypatch.setattr(Drafting, "_ask", lambda self, loaded, turns: None)
+    assert notices()
+
+
+def test_it_notices_a_row_that_nobody_drafts_for_after_a_preemption(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = Drafting.begin
+
+    def once(self: Drafting, request: Request, running: Sequence[Request]) -> None:
+        if request.num_prompt == len(request.tokens):
+            begin(self, request, running)
+
+    monkeypatch.setattr(Drafting, "begin", once)
+    assert notices()
+
+
+def test_it_notices_a_text_that_is_kept_only_as_far_as_a_drafter_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release = PrefixCache.release
+
+    def covered(self: PrefixCache, slot: int, tokens: Sequence[int]) -> None:
+        cache = self._cache
+        assert isinstance(cache, PagedCache)
+        held = min((layers.covered(slot) for layers in cache._layers), default=len(tokens))
+        release(self, slot, tokens[:held])
+
+    monkeypatch.setattr(PrefixCache, "release", covered)
+    assert notices()
+
+
+def test_it_notices_bad_entries_that_are_found_by_way_of_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def own_blocks(self: PagedCache, slot: int, tokens: Sequence[int], start: int = 0) -> None:
+        for block in self.table(slot):
+            if block in self.pool.index:
+                self.pool.unname(block)
+
+    monkeypatch.setattr(PagedCache, "distrust", own_blocks)
+    assert notices()
+
+
+def test_it_notices_a_request_that_fails_for_the_memory_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hasty(self: Engine, batch: Sequence[Turn], error: Exception) -> list[Turn]:
+        batch[-1].request.fail(error)
+        return []
+
+    monkeypatch.setattr(Engine, "_with_room", hasty)
     assert notices()
 
 

@@ -380,7 +380,6 @@ class MtpDrafter(ModuleDrafter):
         super().__init__(module, target, limits)
         self._heads = cast(MtpRunner, self._runner)
         self.layers = self._heads.all_layers
-        self.look_ahead = len(self.layers)
 
     def begin(self, request: DraftRequest) -> None:
         self._heads.forget(request.slot)

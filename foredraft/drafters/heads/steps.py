@@ -143,7 +143,6 @@ class StepDrafter(BaseDrafter):
             self._limits = replace(self._limits, width=1, branching=1)
         self.taps = tuple(taps)
         self.layers = () if runner.layers is None else (runner.layers,)
-        self.look_ahead = len(self.layers)  # an entry joins a token and the one that follows it
         self._requests: dict[int, _Request] = {}
         self._reliabilities: dict[float, Reliability] = {}
 
