@@ -56,7 +56,7 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
         words = line.removeprefix("$ ").split()
         if len(words) > 1 and words[0] == "foredraft":
             yield "foredraft", words[1:]
-        elif len(words) > 3 and words[:3] == BENCHMARKS:
+        elif len(words) > 3 and words[:3] == BENCHMARKS and words[3] != "…":
             yield "benchmarks", words[3:]
 
 
