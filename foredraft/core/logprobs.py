@@ -34,13 +34,13 @@ class TokenLogprobs:
 
     @classmethod
     def of(cls, logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
-        """By the target's logits at the place of ``token``.
+        """By the target's logits at the place of ``token``, in float64.
 
         Args:
-            count: of ``top``.
+            count: how many of the likeliest tokens ``top`` names.
         """
-        values_V = logits_V.detach().cpu().numpy()
+        values_V = logits_V.detach().cpu().numpy().astype(np.float64)
         best = float(values_V.max())
-        log_total = best + math.log(float(np.exp(values_V - best).sum(dtype=np.float64)))
+        log_total = best + math.log(float(np.exp(values_V - best).sum()))
         top = tuple((i, float(values_V[i]) - log_total) for i in largest(values_V, count))
         return cls(token, float(values_V[token]) - log_total, top)

@@ -39,11 +39,11 @@ _REFUSED = {
 class SamplingParams:
     """What distribution to draw from and when to stop.
 
-    Rules apply in this order, each to the logits that the one before left: a grammar, allowed
-    tokens, logit_bias, min_tokens, bad_words, repetition, frequency and presence penalties,
-    temperature, top-k, top-p, min-p. Each filter works on the renormalised result of the one
-    before. Tokens that tie with the last one kept are kept too, so the outcome never depends on a
-    sort's tie-breaking.
+    Rules apply in this order, each to the logits that the one before left: what rules tokens out
+    (grammar, allowed_token_ids, bad_words, min_tokens), logit_bias, the repetition, frequency and
+    presence penalties, temperature, top-k, top-p, min-p. Each filter works on the renormalised
+    result of the one before. Tokens that tie with the last one kept are kept too, so the outcome
+    never depends on a sort's tie-breaking.
 
     Attributes:
         temperature: 0 is greedy: all probability on the most likely token.

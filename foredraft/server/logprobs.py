@@ -135,7 +135,3 @@ class _Offsets:
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
-
-
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.token_text(token)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from foredraft.engine.text import TokenDecoder
+
+_MAX_DECODERS = 4096
+"""More than the requests that are ever under way at once."""
 
 
 class Decoding(Protocol):
@@ -27,7 +31,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Decoding | None) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
-        self._decoders: dict[int, TokenDecoder] = {}
+        self._decoders: OrderedDict[int, TokenDecoder] = OrderedDict()  # the last used behind
 
     def of(self, token: int) -> str:
         """What a token says by itself; bytes of an unfinished character show as such."""
@@ -44,9 +48,11 @@ class TokenTexts:
         """The whole characters that a request's next token completes."""
         if self._tokenizer is None:
             return ""
-        if request_id not in self._decoders:
-            self._decoders[request_id] = self._tokenizer.new_decoder()
-        return self._decoders[request_id](token) or ""
+        decode = self._decoders.pop(request_id, None) or self._tokenizer.new_decoder()
+        self._decoders[request_id] = decode
+        if len(self._decoders) > _MAX_DECODERS:  # no record says that a request was cancelled
+            self._decoders.popitem(last=False)
+        return decode(token) or ""
 
     def end(self, request_id: int) -> None:
         """The request is over."""

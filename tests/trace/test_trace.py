@@ -21,6 +21,7 @@ from foredraft.models.table import TableModel
 from foredraft.trace.files import Trace, TraceFile, read_trace
 from foredraft.trace.format import Draft
 from foredraft.trace.replay import StepCost, replay
+from foredraft.trace.texts import TokenTexts
 from tests.engine.helpers import engine_of, limited
 
 LETTERS = "abcdefghij"
@@ -258,3 +259,14 @@ def test_a_nodes_own_chance_leaves_out_those_above_it() -> None:
     assert draft.own_chances is None
     draft = draft.model_copy(update={"chances": (0.5, 0.25, 0.0, 0.0)})
     assert draft.own_chances == (0.5, 0.5, 0.0, 0.0)
+
+
+def test_cancelled_requests_leave_no_decoders_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record says that they are over."""
+    monkeypatch.setattr("foredraft.trace.texts._MAX_DECODERS", 8)
+    texts = TokenTexts(Letters())
+    for request_id in range(40):
+        texts.push(0, request_id % 10)
+        texts.push(1000 + request_id, 2)
+    assert len(texts._decoders) == 8
+    assert 0 in texts._decoders

@@ -1,8 +1,6 @@
-"""All rules of one request together.
+"""All rules of one request together, in the order that `SamplingParams` states (vLLM's).
 
-Their order is vLLM's: grammar, allowed tokens, bad words, min_tokens, logit_bias, repetition,
-frequency and presence penalty, then temperature and filters. Whatever bans a token commutes with
-whatever only moves its logit, so bans are put last here.
+Bans may come last here all the same: they commute with what only moves logits.
 
 Shape legend: V vocabulary.
 """

@@ -17,7 +17,6 @@ from foredraft.server.answers import Context, error_responses
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, RequestBody, entries, json_characters
 from foredraft.server.dialects.prompts import chat_messages
-from foredraft.server.logprobs import token_text
 from foredraft.server.tools import read_tools
 from foredraft.server.wire import JsonResponse
 
@@ -103,8 +102,7 @@ def _tokenized(context: ServerContext, body: TokenizeRequest) -> Response:
         "token_strs": None,
     }
     if body.return_token_strs:
-        texts = {token: token_text(tokenizer, token) for token in set(tokens)}
-        answer["token_strs"] = [texts[token] for token in tokens]
+        answer["token_strs"] = [tokenizer.token_text(token) for token in tokens]
     return JsonResponse(answer)
 
 
