@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 import foredraft.drafters
+from foredraft.cli.drafters import described
 from foredraft.drafters import drafter_names, drafter_spec
 from tests.docs.pages import REPO, blocks
 
@@ -29,6 +31,23 @@ def test_page_agrees_with_the_spec(name: str) -> None:
 def test_every_page_is_of_a_drafter() -> None:
     pages = {path.stem for path in (REPO / "docs" / "drafters").glob("*.md")}
     assert sorted(pages - {"index"}) == BUILT_IN
+
+
+def test_the_table_of_drafters_is_that_of_the_specs() -> None:
+    rows = ["| drafter | in one line | needs |", "|---|---|---|"]
+    for name in BUILT_IN:
+        drafter = described(drafter_spec(name))
+        needs = "; ".join(drafter["needs"]) or "nothing"
+        rows.append(f"| [{name}]({name}.md) | {drafter['summary']} | {needs} |")
+    page = REPO / "docs" / "drafters" / "index.md"
+    text = page.read_text()
+    found = re.search(r"(<!-- drafters:.*?-->\n)(.*?)(<!-- /drafters -->)", text, re.DOTALL)
+    assert found is not None
+    written = "\n".join([*rows, ""])
+    if os.environ.get("FOREDRAFT_WRITE"):
+        page.write_text(text.replace(found[0], f"{found[1]}{written}{found[3]}"))
+    else:
+        assert found[2] == written, "FOREDRAFT_WRITE=1 pytest tests/docs/test_drafters.py writes it"
 
 
 def test_add_a_drafter_shows_the_example_as_it_is() -> None:
