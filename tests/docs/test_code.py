@@ -71,7 +71,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             command = COMMANDS[name].load(name) if name in COMMANDS else get_command(app)
         else:
             command = get_command(benchmarks)
-        while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        while hasattr(command, "commands") and words and not words[0].startswith(("-", "…")):
             _, command, _ = command.resolve_command(Context(command), words)
             name = words.pop(0)
             assert command.name != "KIND" or name in ("KIND", *head_kinds()), name
