@@ -12,11 +12,12 @@ from foredraft.drafters import build_drafter, drafter_names
 from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
+from foredraft.engine.policy import Policy
 from foredraft.models.table import TableModel
 
 
 def generate(target: TableModel, drafter: Drafter, params: SamplingParams) -> GenerationResult:
-    engine = Engine(target, drafter, FixedBudget(4))
+    engine = Engine(target, Policy.of(target, drafter, FixedBudget(4)))
     engine.submit([1, 2], params)
     return next(event.result for event in engine.run() if event.result is not None)
 

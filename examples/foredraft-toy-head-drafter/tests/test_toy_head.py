@@ -19,7 +19,8 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter, drafter_names
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext
-from foredraft.engine.engine import Engine
+from foredraft.engine.engine import Engine, EngineOptions
+from foredraft.engine.policy import Policy
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import native_decoder
 from foredraft.models.native.target import NativeTarget
@@ -79,12 +80,8 @@ def converse(
     max_step_tokens: int = CHUNK,
     num_draft_tokens: int = 4,
 ) -> Conversation:
-    engine = Engine(
-        target,
-        drafter,
-        FixedBudget(num_draft_tokens),
-        max_step_tokens=max_step_tokens,
-    )
+    policy = Policy.of(target, drafter, FixedBudget(num_draft_tokens))
+    engine = Engine(target, policy, EngineOptions(max_step_tokens=max_step_tokens))
     engine.prefixes.clear()  # nothing of an earlier conversation of the test
     done = Conversation(engine, [])
     text = PROMPT
@@ -171,7 +168,7 @@ def test_both_turns_are_those_of_plain_decoding(target: NativeTarget, temperatur
 def test_its_guesses_are_right_now_and_then() -> None:
     """By chance: the noise that it shares with the target is large against two flat laws."""
     target = new_target("eager")
-    engine = Engine(target, ToyHeadDrafter(target), FixedBudget(4))
+    engine = Engine(target, Policy.of(target, ToyHeadDrafter(target), FixedBudget(4)))
     params = SamplingParams(temperature=8.0, seed=1, max_tokens=60)
     engine.submit(PROMPT, params)
     result = next(event.result for event in engine.run() if event.result is not None)
@@ -188,7 +185,7 @@ def test_its_state_is_that_of_reading_all_at_once(target: NativeTarget, temperat
     text = done.turns[-1]
     found = entries(head, done.engine, text)
     once = ToyHeadDrafter(target)
-    engine = Engine(target, once, FixedBudget(0))
+    engine = Engine(target, Policy.of(target, once, FixedBudget(0)))
     engine.prefixes.clear()
     engine.submit(text, sampling(0.0, max_tokens=1))
     list(engine.run())
