@@ -116,6 +116,22 @@ class TokenTree:
             paths.append((*(() if parent == ROOT else paths[parent]), node))
         return tuple(paths)
 
+    def hang(self, tree: TokenTree, below: int) -> TokenTree:
+        """This tree with another below its node ``below`` (or ``ROOT``); its nodes come last."""
+        size = len(self)
+        parents = (below if parent == ROOT else size + parent for parent in tree.parents)
+        return TokenTree((*self.tokens, *tree.tokens), (*self.parents, *parents))
+
+    def subset(self, nodes: Sequence[int]) -> TokenTree:
+        """Some of the nodes, in the order given; those whose parent is left out become first-level.
+
+        Args:
+            nodes: no child before its parent.
+        """
+        places = {node: place for place, node in enumerate(nodes)}
+        parents = (places.get(self.parents[node], ROOT) for node in nodes)
+        return TokenTree(tuple(self.tokens[node] for node in nodes), tuple(parents))
+
     def is_path(self, nodes: Sequence[int]) -> bool:
         """Whether ``nodes`` is a root-to-node path of this tree (the empty path is one)."""
         return not nodes or (0 <= nodes[-1] < len(self) and tuple(nodes) == self.paths[nodes[-1]])

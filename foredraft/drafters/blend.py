@@ -14,8 +14,7 @@ from typing import Protocol, cast
 from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
-from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.growing import SURE, GrowthLimits, Guide
+from foredraft.drafters.grow import SURE, GrowthLimits, Guide, best_first
 from foredraft.drafters.heads.hidden_head import HiddenHeadDrafter, HiddenHeadModule
 from foredraft.drafters.heads.steps import GROWTH_OPTIONS, growth_limits
 from foredraft.drafters.heads.store import HEAD_OPTION, trained_head

@@ -253,7 +253,9 @@ class _Relay:
     def take(self, offer: Proposal, stage: Stage) -> None:
         """Add what ``stage`` offers, behind what is there."""
         if offer.tree.tokens:
-            joined = Proposal.chosen(_joined(self.proposal.tree, offer.tree))
+            joined = Proposal.chosen(
+                self.proposal.tree.hang(offer.tree, len(self.proposal.tree) - 1)
+            )
             self.proposal = joined if self.authors else offer
             self.authors += [stage] * len(offer.tree)
 
@@ -277,13 +279,6 @@ class HorizontalCascade(Cascade):
         for relay in relays:
             self._authors[relay.row.request_id] = relay.authors
         return [relay.proposal for relay in relays]
-
-
-def _joined(chain: TokenTree, tree: TokenTree) -> TokenTree:
-    """``tree`` hung off the end of ``chain``."""
-    last = len(chain) - 1
-    parents = (last if parent == ROOT else last + 1 + parent for parent in tree.parents)
-    return TokenTree((*chain.tokens, *tree.tokens), (*chain.parents, *parents))
 
 
 _MODES = ("vertical", "horizontal")

@@ -20,7 +20,7 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
 from foredraft.drafters.chain import ChainDrafter, DraftCache, ModelPredictor
-from foredraft.drafters.common.shapes import BestFirstShape, FixedShape, Growth, Shape
+from foredraft.drafters.grow import BestFirstShape, DepthGrowth, FixedShape, Shape
 from foredraft.drafters.heads.distilled import DistilledDrafter, DraftModelModule
 from foredraft.drafters.heads.steps import growth_limits
 from foredraft.drafters.heads.store import trained_head
@@ -79,7 +79,7 @@ class DraftTreeDrafter(BaseDrafter):
         num_scored = self._shape.max_scored(row.budget)
         return row.budget > 0 and len(row.tokens) + num_scored <= self._model.max_context
 
-    def _grow(self, rows: Sequence[DraftRow], growths: Sequence[Growth]) -> None:
+    def _grow(self, rows: Sequence[DraftRow], growths: Sequence[DepthGrowth]) -> None:
         """Add one depth to each tree."""
         reads = [
             ScoreRow(

@@ -31,7 +31,7 @@ _PACKAGE = "foredraft.drafters"
 _FOLDER = Path(__file__).parent
 SHARED = frozenset(
     {
-        *("base", "spec", "registry", "chain", "confidence", "per_request", "common"),
+        *("base", "spec", "registry", "chain", "confidence", "per_request", "grow"),
         *("heads", "layers", "rows", "steps", "store", "published", "distilled"),
     }
 )

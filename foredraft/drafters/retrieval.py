@@ -28,9 +28,8 @@ from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
-from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.price import asked_price
 from foredraft.drafters.confidence import MatchConfidence, priors
+from foredraft.drafters.grow import asked_price, best_first
 from foredraft.drafters.per_request import PerRequestDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
 from foredraft.models.files.manifest import MANIFEST_NAME, find_damage, write_manifest

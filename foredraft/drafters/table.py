@@ -26,9 +26,8 @@ from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
-from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.price import asked_price
 from foredraft.drafters.confidence import MatchConfidence
+from foredraft.drafters.grow import asked_price, best_first
 from foredraft.drafters.heads.store import (
     SELF_TEST,
     WEIGHTS,
@@ -239,7 +238,7 @@ class Opinion:
 
 
 class TableText:
-    """One request's text, and what may follow it. A `foredraft.drafters.common.growing.Guide`.
+    """One request's text, and what may follow it. A `foredraft.drafters.grow.Guide`.
 
     Args:
         prompt: the text so far.

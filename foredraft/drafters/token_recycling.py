@@ -20,9 +20,8 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.largest import largest
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
-from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.price import asked_price
 from foredraft.drafters.confidence import priors
+from foredraft.drafters.grow import asked_price, best_first
 from foredraft.drafters.per_request import PerRequestDrafter, PerTenant
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
 

@@ -181,8 +181,8 @@ class Drafting:
             if proposal is None:
                 self._lose(turn.request)
             elif _goes_on(turn):
-                tail = permitted(Proposal.chosen(_behind(turn.forced, proposal.tree)), turn.request)
-                turn.proposal = tail
+                tree = TokenTree.chain(turn.forced).hang(proposal.tree, len(turn.forced) - 1)
+                turn.proposal = permitted(Proposal.chosen(tree), turn.request)
             elif len(proposal.tree):
                 turn.proposal = permitted(proposal, turn.request)
 
@@ -254,21 +254,8 @@ def permitted(proposal: Proposal, request: Request) -> Proposal:
     if len(paths) > len(tree):
         return proposal
     del paths[ROOT]
-    numbers = {node: number for number, node in enumerate(paths)} | {ROOT: ROOT}
-    return Proposal.chosen(
-        TokenTree(
-            tuple(tree.tokens[node] for node in paths),
-            tuple(numbers[tree.parents[node]] for node in paths),
-        )
-    )
+    return Proposal.chosen(tree.subset([*paths]))
 
 
 def _chain(tokens: Sequence[int]) -> Proposal:
     return Proposal.chosen(TokenTree.chain(tokens))
-
-
-def _behind(chain: Sequence[int], tree: TokenTree) -> TokenTree:
-    """A tree that hangs off the end of a chain."""
-    first, size = TokenTree.chain(chain), len(chain)
-    parents = (size - 1 if parent == ROOT else parent + size for parent in tree.parents)
-    return TokenTree((*first.tokens, *tree.tokens), (*first.parents, *parents))

@@ -21,13 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.heads.store import (
-    META,
-    Learnt,
-    TargetIdentity,
-    read_info,
-    write_folder,
-)
+from foredraft.drafters.heads.store import META, Learnt, TargetIdentity, read_info, write_folder
 from foredraft.drafters.suffix import SuffixText
 from foredraft.drafters.table import (
     BOTH,

@@ -154,3 +154,21 @@ def test_paths_share_what_they_begin_with() -> None:
 def test_of_paths_that_do_not_fit_the_first_ones_stay() -> None:
     tree = TokenTree.of_paths([(1, 2, 3), (4, 5), (1, 2)], max_nodes=4)
     assert (tree.tokens, tree.parents) == ((1, 2, 3, 4), (-1, 0, 1, -1))
+
+
+def test_a_tree_hangs_below_a_node_of_another() -> None:
+    chain, tree = TokenTree.chain([1, 2]), TokenTree((3, 4, 5), (ROOT, ROOT, 1))
+    joined = chain.hang(tree, 1)
+    assert joined.tokens == (1, 2, 3, 4, 5)
+    assert joined.parents == (ROOT, 0, 1, 1, 3)
+    assert chain.hang(tree, ROOT).parents == (ROOT, 0, ROOT, ROOT, 3)
+    assert EMPTY_TREE.hang(tree, ROOT) == tree
+    assert chain.hang(EMPTY_TREE, 1) == chain
+
+
+def test_some_nodes_of_a_tree_are_a_tree() -> None:
+    tree = TokenTree((1, 2, 3, 4), (ROOT, 0, 0, 2))
+    assert tree.subset(range(4)) == tree
+    assert tree.subset([0, 2, 3]) == TokenTree((1, 3, 4), (ROOT, 0, 1))
+    assert tree.subset([2, 1]) == TokenTree((3, 2), (ROOT, ROOT))  # their parent is left out
+    assert tree.subset([]) == EMPTY_TREE

@@ -15,8 +15,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import logits_to_probs
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRequest, DraftRow
-from foredraft.drafters.common.shapes import BestFirstShape, FixedShape, Shape
 from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
+from foredraft.drafters.grow import BestFirstShape, FixedShape, Shape
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores
 from foredraft.models.table import TableModel

@@ -9,7 +9,7 @@ from foredraft.core.cost import FREE_NODES
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.common.growing import Growth, GrowthLimits
+from foredraft.drafters.grow import Growth, GrowthLimits
 
 TEXT = (1, 2, 3)
 LIMITS = GrowthLimits(max_depth=3, width=2, branching=2, round_cost=0.0)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.common.growing import GrowthLimits
 from foredraft.drafters.early_exit import AdaptedDrafter, AdapterModule
+from foredraft.drafters.grow import GrowthLimits
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.distilled import DistilledDrafter, DraftModelModule
 from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule

@@ -15,8 +15,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.common.price import Worth
-from foredraft.drafters.common.shapes import BestFirstShape, FixedShape, Shape, planned_parents
+from foredraft.drafters.grow import BestFirstShape, FixedShape, Shape, Worth, planned_parents
 from foredraft.models.base import ScoreRow
 from foredraft.models.table import TableModel
 

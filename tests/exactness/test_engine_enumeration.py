@@ -22,8 +22,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.rng import keyed_uniform
 from foredraft.drafters import base as drafters_base
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.common.shapes import BestFirstShape, FixedShape
 from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
+from foredraft.drafters.grow import BestFirstShape, FixedShape
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.suffix import SuffixDrafter

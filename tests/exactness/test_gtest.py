@@ -17,8 +17,8 @@ import pytest
 
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.common.shapes import FixedShape
 from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
+from foredraft.drafters.grow import FixedShape
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
 from tests.exactness.drafting import SHAPES, Chosen, Draft, Drawn, TableDrafter

@@ -15,8 +15,7 @@ from foredraft.core.cost import LinearPrice
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRow
-from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.shapes import BestFirstShape, FixedShape, Shape
+from foredraft.drafters.grow import BestFirstShape, FixedShape, Shape, best_first
 from foredraft.drafters.none import NoDrafter
 from tests.exactness.engine_runs import generate, texts
 from tests.exactness.worlds import Tokens, world

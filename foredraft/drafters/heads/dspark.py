@@ -27,7 +27,7 @@ from foredraft.core.choices import DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
-from foredraft.drafters.common.price import Worth
+from foredraft.drafters.grow import Worth
 from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
     HeadOption,

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.drafters.common.growing import GrowthLimits
+from foredraft.drafters.grow import GrowthLimits
 from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
     HeadOption,

@@ -19,15 +19,8 @@ from torch import Tensor, nn
 from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
-from foredraft.drafters.common.best_first import best_first
-from foredraft.drafters.common.shapes import RANK_ACCEPTANCE, PlannedGrowth, planned_parents
-from foredraft.drafters.heads.base import (
-    HeadOption,
-    HeadSource,
-    Prediction,
-    RowsHead,
-    TextBatch,
-)
+from foredraft.drafters.grow import RANK_ACCEPTANCE, PlannedGrowth, best_first, planned_parents
+from foredraft.drafters.heads.base import HeadOption, HeadSource, Prediction, RowsHead, TextBatch
 from foredraft.drafters.heads.layers import RMSNorm
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.heads.store import HEAD_OPTION, trained_head

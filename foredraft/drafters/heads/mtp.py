@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from foredraft.cache.base import CacheLayers
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRequest
-from foredraft.drafters.common.growing import GrowthLimits
+from foredraft.drafters.grow import GrowthLimits
 from foredraft.drafters.heads.base import (
     HeadOption,
     HeadSource,
@@ -347,20 +346,11 @@ def _part(row: HeadRow, first: int, k: int, is_last: bool) -> _Part:
         row.slot,
         max(0, num_text - 1),
         shown,
-        _only(tree, read),
+        tree.subset(read),
         num_known=shown + len(read) - len(new),
         num_wanted=len(new) if says else 0,
     )
     return _Part(mine, [first + node - known for node in new])
-
-
-def _only(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
-    """Some nodes of a tree; those whose parents are left out hang off the root."""
-    if len(nodes) == len(tree):
-        return tree
-    places = {node: place for place, node in enumerate(nodes)}
-    parents = tuple(places.get(tree.parents[node], ROOT) for node in nodes)
-    return TokenTree(tuple(tree.tokens[node] for node in nodes), parents)
 
 
 def _with_tokens(states_TE: Tensor, tokens: Sequence[int]) -> Tensor:

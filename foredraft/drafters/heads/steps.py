@@ -22,7 +22,7 @@ from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
-from foredraft.drafters.common.growing import Growth, GrowthLimits, Guide
+from foredraft.drafters.grow import Growth, GrowthLimits, Guide
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.published import is_checkpoint
 from foredraft.drafters.heads.rows import OutputRows
