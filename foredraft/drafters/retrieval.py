@@ -80,7 +80,7 @@ class Datastore:
 
     @classmethod
     def open(cls, directory: Path, fingerprint: str | None, vocab_size: int) -> Datastore:
-        """Map the index that `build_index` wrote; nothing is read until it is searched.
+        """Map the index that `build_index` wrote, after its files have been checked byte by byte.
 
         Args:
             fingerprint: of the tokenizer in use; None skips the comparison.

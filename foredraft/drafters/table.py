@@ -365,7 +365,7 @@ DRAFTER = DrafterSpec(
     summary="looks up what followed the last tokens in text that the target wrote before",
     copies=True,
     options={
-        "head": "directory of the table (needed, but for models whose table is built in)",
+        "head": "directory of the table (needed unless one comes with the model)",
         "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
     },
     num_draft_tokens=16,

@@ -586,7 +586,7 @@ def _shipped_for(fingerprint: str, shipped: Path) -> list[tuple[str, Path]]:
 
 
 HEAD_OPTION = MappingProxyType(
-    {"head": "directory of the trained head (needed, but for models whose head is built in)"}
+    {"head": "directory of the trained head (needed unless one comes with the model)"}
 )
 
 
