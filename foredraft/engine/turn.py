@@ -16,8 +16,7 @@ from foredraft.core.rules import Rules
 from foredraft.core.sampling import Law
 from foredraft.core.text_view import TextView
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.core.verify import Verdict, verify
-from foredraft.core.verify.evidence import Evidence
+from foredraft.core.verify import Evidence, Verdict, verify
 from foredraft.drafters.base import DraftRow, Observation
 from foredraft.engine.fetch import FetchedRow
 from foredraft.engine.request import Request

@@ -18,8 +18,7 @@ from foredraft.core.record import RowStep
 from foredraft.core.rng import Purpose, keyed_uniform
 from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT
-from foredraft.core.verify.evidence import Evidence
-from foredraft.core.verify.verdict import Verdict
+from foredraft.core.verify import Evidence, Verdict
 from foredraft.trace import format as f
 from foredraft.trace.texts import TokenTexts
 

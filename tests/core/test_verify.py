@@ -17,11 +17,8 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
 from foredraft.core.sampling import Law, NodeLaws, law_of
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.core.verify import Verdict, verify
-from foredraft.core.verify.block import verify_block
-from foredraft.core.verify.recursive import verify_recursive
-from foredraft.core.verify.token_rule import verify_token_rule
-from foredraft.core.verify.traversal import verify_traversal
+from foredraft.core.verify import Verdict, verify, verify_block, verify_traversal
+from tests.exactness.reference_rules import verify_recursive, verify_token_rule
 
 Rule = Callable[[Proposal, NodeLaws, VerifyChoices], Verdict]
 RULES = [verify_token_rule, verify_block, verify_recursive, verify_traversal]

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from foredraft.core.verify.block import verify_block
-from foredraft.core.verify.recursive import verify_recursive
-from foredraft.core.verify.target_only import verify_target_only
-from foredraft.core.verify.token_rule import verify_token_rule
-from foredraft.core.verify.traversal import verify_traversal
+from foredraft.core.verify import verify_block, verify_target_only, verify_traversal
 from tests.exactness.drafting import SHAPES, Drawn
 from tests.exactness.laws import Rule, Steps
+from tests.exactness.reference_rules import verify_recursive, verify_token_rule
 from tests.exactness.worlds import KINDS, World, world
 
 ROUNDING = 1e-12

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import ROOT
-from foredraft.core.verify import verify
-from foredraft.core.verify.block import verify_block
-from foredraft.core.verify.recursive import verify_recursive
-from foredraft.core.verify.target_only import verify_target_only
-from foredraft.core.verify.token_rule import verify_token_rule
-from foredraft.core.verify.traversal import verify_traversal
+from foredraft.core.verify import verify, verify_block, verify_target_only, verify_traversal
 from tests.exactness.drafting import (
     SHAPES,
     Chosen,
@@ -30,6 +25,7 @@ from tests.exactness.drafting import (
 )
 from tests.exactness.laws import Rule, Steps
 from tests.exactness.ledger import total_variation
+from tests.exactness.reference_rules import verify_recursive, verify_token_rule
 from tests.exactness.worlds import KINDS, PLAIN, Tokens, World, target_law, world
 
 ROUNDING = 1e-12

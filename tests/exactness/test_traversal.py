@@ -9,17 +9,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from foredraft.core import verify
 from foredraft.core.choices import DrawnChoices, KeyedDrawnChoices, KeyedVerifyChoices
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
 from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT
-from foredraft.core.verify import traversal
-from foredraft.core.verify.block import verify_block
-from foredraft.core.verify.recursive import verify_recursive
-from foredraft.core.verify.traversal import verify_traversal
+from foredraft.core.verify import verify_block, verify_traversal
 from tests.exactness.drafting import SHAPES, Conditional, Drawn
 from tests.exactness.laws import Rule, Steps
 from tests.exactness.ledger import total_variation
+from tests.exactness.reference_rules import verify_recursive
 from tests.exactness.worlds import KINDS, PLAIN, Tokens, TreeProbs, target_law, world
 from tests.exactness.worlds import Distributions as Probs
 
@@ -80,7 +79,7 @@ def test_another_weight_after_a_rejection_is_found(monkeypatch: pytest.MonkeyPat
     right = Steps(w, Drawn(shape), verify_traversal).text_law(3)
     assert total_variation(right, target_law(w, PLAIN, 3)) < ROUNDING
     monkeypatch.setattr(
-        traversal, "_weight_after_rejection", lambda weight, uncovered: min(1.0, uncovered / 0.6)
+        verify, "_weight_after_rejection", lambda weight, uncovered: min(1.0, uncovered / 0.6)
     )
     wrong = Steps(w, Drawn(shape), verify_traversal).text_law(3)
     assert total_variation(wrong, target_law(w, PLAIN, 3)) > 1e-3
