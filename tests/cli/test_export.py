@@ -20,7 +20,7 @@ from foredraft.train.target import TrainingTarget
 
 @pytest.fixture
 def head(checkpoint: Path, tmp_path: Path) -> Path:
-    source = TrainingTarget(NativeTarget.load(checkpoint), "tiny")
+    source = TrainingTarget(NativeTarget.load(checkpoint), "tiny", "its weights")
     module = EagleModule.start(source, range(20), {})
     tokens = torch.arange(6)
     (states,) = source.read([tokens.numpy()], module.taps)
