@@ -200,6 +200,12 @@ def zero_where_drawn(row: DraftRow) -> Proposal:
     return dataclasses.replace(proposal, draft_probs_NV=probs_NV)
 
 
+def siblings(row: DraftRow, probs_NV: torch.Tensor, tokens: tuple[int, int] = (1, 2)) -> Proposal:
+    """Two children of the root, said to be drawn from these rows without replacement."""
+    tree = TokenTree(tokens, (ROOT, ROOT))
+    return dataclasses.replace(drawn(row), tree=tree, draft_probs_NV=probs_NV, replacement=False)
+
+
 MALFORMED: dict[str, Callable[[DraftRow], Any]] = {
     "too many nodes": lambda row: chain(*range(row.budget + 1)),
     "a token outside the vocabulary": lambda row: chain(V),
@@ -226,6 +232,12 @@ MALFORMED_DRAWS: dict[str, Callable[[DraftRow], Any]] = {
     "negative": lambda row: drawn(row, draft_probs_NV=torch.arange(V)[None] - 1.0),
     "a list": lambda row: drawn(row, draft_probs_NV=[[1 / V] * V]),
     "zero for the token drawn": zero_where_drawn,
+    "siblings of two distributions": lambda row: siblings(
+        row, torch.stack((torch.full((V,), 1 / V), torch.arange(V) + 1.0))
+    ),
+    "one token twice without replacement": lambda row: siblings(
+        row, torch.full((2, V), 1 / V), (1, 1)
+    ),
 }
 
 
