@@ -13,7 +13,6 @@ import pytest
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.models.text.tokenizer import Tokenizer
-from foredraft.server.dialects import tokenize
 from tests.server.conftest import Running, running
 from tests.server.events import data_of
 
@@ -217,7 +216,7 @@ def test_long_texts_do_not_hold_the_others_up(
 
     watch(Tokenizer, "encode")
     watch(Tokenizer, "encode_chat")
-    watch(tokenize, "token_text")
+    watch(Tokenizer, "token_text")
     body = BODY | {"prediction": {"type": "content", "content": "the ferry " * 50}}
     assert client.post(PATH, json=body).status_code == 200
     prompt = {"prompt": "the ferry " * 50, "max_tokens": 2}
