@@ -6,7 +6,7 @@ the token's entry, so what a cache holds can be read back as tokens and compared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import pytest
@@ -368,3 +368,27 @@ def test_holds_what_a_list_would_hold(data: st.DataObject, new: Callable[[], Pro
             del lists[slot]
         assert {slot: probe.read(slot) for slot in lists} == lists
         assert all(probe.cache.length(slot) == len(held) for slot, held in lists.items())
+
+
+class _Untouchable(dict[int, object]):
+    """What another thread may be changing."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("it is read by a thread that does not own it")
+
+    items = values = keys = __iter__  # type: ignore[assignment]
+
+
+def test_usage_reads_counters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for by any thread, while the engine's changes slots."""
+    probe = HFProbe()
+    for tokens in ([1, 2, 3], [4]):
+        slot, _ = probe.cache.share(b"somebody", [])
+        probe.write(slot, tokens)
+        probe.cache.keep(slot, len(tokens), ())
+    probe.cache.retire(slot, [4])
+    usage = probe.cache.usage
+    assert (usage.used, usage.cached) == (64, 64)
+    for name in ("_pasts", "_parked", "_texts", "_rooms"):
+        monkeypatch.setattr(probe.cache, name, _Untouchable())
+    assert probe.cache.usage == usage

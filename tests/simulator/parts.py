@@ -109,7 +109,7 @@ class SimCache(TokenCache):
         """Whether the last forward of a slot read or wrote a bad entry, and its logits say so."""
         state = self.slot(slot)
         is_bad = bool(self.origins(slot, 0, state.length + state.written))
-        return is_bad and self._dice.happens(0.2)
+        return is_bad and self._dice.happens(0.1)
 
     def origins(self, slot: int, start: int, end: int) -> set[int]:
         """Where the bad entries of a slot come from."""

@@ -67,7 +67,7 @@ class Simulation:
         self.target = SimTarget(self.model, dice, rate(0.05))
         self.memory = dice.choice([None, None, 40, 60, 100, 250])
         block_size = dice.choice([1, 2, 4, 16])
-        self.cache = SimCache(self.memory, block_size, dice, rate(0.1), rate(0.02))
+        self.cache = SimCache(self.memory, block_size, dice, rate(0.1), rate(0.1))
         self.target.cache = self.cache
         self.drafters: dict[Policy, dict[str, Drafter]] = {}
         self.policies = [
