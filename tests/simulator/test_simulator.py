@@ -9,7 +9,6 @@ import pytest
 
 from foredraft.cache.paged import PagedCache
 from foredraft.cache.prefix import PrefixCache
-from foredraft.control.base import Allowance
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.engine import Engine
 from foredraft.engine.places import Places
@@ -83,14 +82,14 @@ def test_it_notices_a_row_that_resumes_too_late_in_its_text(
 def test_it_notices_drafts_that_are_counted_and_were_not_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    take = Drafting._take
+    propose = Drafting.propose
 
-    def counting(self: Drafting, turn: Turn, allowance: Allowance) -> None:
-        take(self, turn, allowance)
-        turn.budget = turn.allowed
+    def counting(self: Drafting, batch: Sequence[Turn]) -> None:
+        propose(self, batch)
+        for turn in batch:
+            turn.budget = turn.allowed
 
-    monkeypatch.setattr(Drafting, "_take", counting)
-    monkeypatch.setattr(Drafting, "_ask", lambda self, loaded, turns: None)
+    monkeypatch.setattr(Drafting, "propose", counting)
     assert notices()
 
 
