@@ -61,19 +61,23 @@ class CacheLayers(Protocol):
 
     A slot holds an unbroken run of entries. A slot that begins with blocks of an earlier request
     takes over what these layers hold of them. Where they hold nothing of a cached beginning, the
-    run begins behind it, at the border of a block: see `next_start`.
+    run begins behind it: see `next_start`.
     """
 
     @property
     def shape(self) -> KVShape: ...
 
-    def next_start(self, slot: int, position: int) -> int:
-        """The first position from ``position`` on whose entry may be written next.
+    def next_start(self, slot: int, position: int, num_tokens: int) -> int:
+        """The first position from ``position`` on whose entry is to be written next.
 
         It is ``position`` itself unless a gap would be left behind the run. For a gap of a few
         entries the last one of the run is repeated: heads that read some tokens ahead make their
-        entries late, and entries matter to drafts only. Behind a larger one it is the next border
-        of a block, where a new run may begin; entries before it are then not seen any more.
+        entries late, and entries matter to drafts only. Behind a larger one a new run begins, at
+        the next border of a block where the text goes on well beyond it; entries before the new
+        run are then not seen any more.
+
+        Args:
+            num_tokens: how many entries there are to write from ``position`` on.
         """
         ...
 

@@ -50,6 +50,8 @@ class StoredLayers:
     def table(self, slot: int) -> array[int]:
         """The blocks of the slot's run, the first of which holds position `first`.
 
+        Entries are counted from that block's beginning: `skipped` of them are not there.
+
         Do not change it, nor keep it while slots change.
         """
         run, state = self._run(slot), self._cache.slot(slot)
@@ -64,24 +66,29 @@ class StoredLayers:
     def covered(self, slot: int) -> int:
         return self._run(slot).end
 
-    def next_start(self, slot: int, position: int) -> int:
+    def skipped(self, slot: int) -> int:
+        """How many entries of the run's first block come before the run."""
+        return self._run(slot).first % self.store.block_size
+
+    def next_start(self, slot: int, position: int, num_tokens: int) -> int:
         run, size = self._run(slot), self.store.block_size
         end = min(run.ends, default=position)
         if run.first <= position <= end or self._repeat_last(slot, position):
             return position
-        return -(-position // size) * size
+        border = -(-position // size) * size
+        # Entries of a block that the run does not fill cost attention more, and nobody else finds
+        # them: they are worth it where there are few others.
+        return border if position + num_tokens >= border + size else position
 
     def begin(self, slot: int, start: int) -> None:
         """Entries are about to be written from ``start`` on: a new run, if there is a gap.
 
         Raises:
             KeyError: the slot is not allocated.
-            ValueError: they would leave a gap that is no new run.
         """
         run = self._run(slot)
-        self._check_gap(slot, start, min(run.ends, default=start))
-        if start > min(run.ends, default=start):
-            run.first, run.ends = start, [start] * len(run.ends)
+        if not run.first <= start <= min(run.ends, default=start):
+            run.first, run.ends, run.noted = start, [start] * len(run.ends), 0
 
     def reserve(self, slot: int, start: int, end: int) -> None:
         """Make room for the entries ``start`` to ``end`` in all, for one who writes past `write`.
@@ -120,8 +127,7 @@ class StoredLayers:
 
         Raises:
             KeyError: the slot is not allocated.
-            ValueError: the layer does not exist, the entries have another shape, or they would
-                leave a gap behind those written before.
+            ValueError: the layer does not exist, or the entries have another shape.
             CacheFullError, MemoryError, RuntimeError: as `reserve`.
         """
         self._check_layer(layer)
@@ -132,10 +138,9 @@ class StoredLayers:
                 f"[{expected[0]}, tokens, {expected[2]}]"
             )
         run, end = self._run(slot), start + keys_HTD.shape[1]
-        self._check_gap(slot, start, run.ends[layer])
+        if not run.first <= start <= run.ends[layer]:
+            run.first, run.ends, run.noted = start, [start] * len(run.ends), 0
         self.reserve(slot, start, end)
-        if start > run.ends[layer]:
-            run.first, run.ends = start, [start] * len(run.ends)
         self.store.put(layer, self._cache.table(slot), start, keys_HTD, values_HTD)
         run.ends[layer] = max(run.ends[layer], end)
         self._note(slot)
@@ -152,7 +157,9 @@ class StoredLayers:
         written = run.ends[layer]
         if not run.first <= end <= written:
             raise ValueError(f"{end} entries wanted; layer {layer} of slot {slot} holds {written}")
-        return self.store.get(layer, self.table(slot), end - run.first)
+        skipped = self.skipped(slot)
+        keys_HTD, values_HTD = self.store.get(layer, self.table(slot), end - run.first + skipped)
+        return keys_HTD[:, skipped:], values_HTD[:, skipped:]
 
     # What the cache tells of its slots and blocks.
 
@@ -209,7 +216,10 @@ class StoredLayers:
         """Note for each block which leading entries the slot's run holds by now."""
         run, state, size = self._run(slot), self._cache.slot(slot), self.store.block_size
         end = min(run.end, state.length)  # guesses do not count
-        for place in range(max(run.noted, run.first) // size, -(-end // size)):
+        border = -(-run.first // size) * size
+        if run.first < border and end >= border + size:
+            run.first = border  # there are others enough by now
+        for place in range(max(run.noted, border) // size, -(-end // size)):
             block, held = state.table[place], min(size, end - place * size)
             if held > self.num_held(block):
                 self._notes[block] = held
@@ -218,11 +228,6 @@ class StoredLayers:
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.shape.num_layers:
             raise ValueError(f"layer {layer} does not exist; there are {self.shape.num_layers}")
-
-    def _check_gap(self, slot: int, start: int, end: int) -> None:
-        """Refuse a gap between ``end`` and ``start``, unless a new run begins there."""
-        if start > end and start % self.store.block_size:
-            raise ValueError(f"entries from {start} on leave a gap: slot {slot} holds {end}")
 
     def _repeat_last(self, slot: int, end: int) -> bool:
         """Let the last entry of a run stand for the few that follow it, before ``end``."""

@@ -17,10 +17,11 @@ class Run:
     """The entries that further layers hold of a slot: an unbroken run of positions.
 
     Attributes:
-        first: where it begins, at the border of a block.
+        first: where it begins.
         ends: where it ends, by layer.
         noted: how far the blocks' notes say so.
-        table: the blocks from ``first`` on, where that is not 0; see `StoredLayers.table`.
+        table: the blocks from the one of ``first`` on, where that is not the text's first; see
+            `StoredLayers.table`.
     """
 
     first: int

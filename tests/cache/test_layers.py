@@ -77,8 +77,6 @@ def test_what_was_not_written_cannot_be_read(probe: Probe) -> None:
     write(layers, slot, 0, [1, 2])
     with pytest.raises(ValueError, match="3 entries wanted; layer 0 of slot 0 holds 2"):
         layers.read(0, slot, 3)
-    with pytest.raises(ValueError, match="from 3 on leave a gap: slot 0 holds 2"):
-        write(layers, slot, 3, [4])
     entry_HTD = torch.zeros(1, 1, 3)
     with pytest.raises(ValueError, match="layer 2 does not exist"):
         layers.write(2, slot, 0, entry_HTD, entry_HTD)
@@ -86,6 +84,10 @@ def test_what_was_not_written_cannot_be_read(probe: Probe) -> None:
         layers.write(0, slot, 0, entry_HTD, entry_HTD[..., :2])
     with pytest.raises(KeyError, match="slot 1 is not allocated"):
         layers.read(0, 1, 0)
+    write(layers, slot, 3, [4])  # behind a gap: what is before it is not seen any more
+    assert (layers.first(slot), layers.covered(slot)) == (3, 4)
+    with pytest.raises(ValueError, match="2 entries wanted"):
+        layers.read(0, slot, 2)
 
 
 def test_a_freed_slot_leaves_nothing_to_the_next_user(probe: Probe) -> None:

@@ -109,7 +109,8 @@ def test_a_hit_is_the_target_s_and_layers_say_how_far_they_cover_it(probe: Probe
     requests.run(TEXT)
     slot, num_cached = requests.begin([*TEXT[:150], 5])  # nobody wrote the layers' entries
     assert (num_cached, layers.covered(slot)) == (150, 0)
-    assert layers.next_start(slot, 150) == 192
+    assert layers.next_start(slot, 150, 1) == layers.next_start(slot, 150, 100) == 150
+    assert layers.next_start(slot, 150, 150) == 192
     requests.prefixes.release(slot, [*TEXT[:150], 5])
     other = [*range(500, 700)]
     slot, _ = requests.begin(other)
@@ -125,7 +126,8 @@ def test_a_hit_is_the_target_s_and_layers_say_how_far_they_cover_it(probe: Probe
     assert torch.equal(layers.read(0, slot, 150)[0], state(150))
     longer, num_cached = requests.begin([*other[:180], 5])
     assert num_cached == 180 > layers.covered(longer)  # too many are missing
-    assert layers.next_start(longer, 180) == 192
+    assert layers.next_start(longer, 180, 1) == 180
+    assert layers.next_start(longer, 180, 76) == 192
 
 
 def test_several_layers_cover_a_text_each_for_itself(probe: Probe) -> None:
@@ -139,16 +141,35 @@ def test_several_layers_cover_a_text_each_for_itself(probe: Probe) -> None:
     assert (one.covered(slot), other.covered(slot)) == (199, 0)
 
 
+def test_layers_begin_right_behind_what_they_lack(probe: Probe) -> None:
+    """In the middle of a block, whose earlier entries nobody sees, until there are enough others."""
+    requests = Requests(probe)
+    layers = probe.cache.add_layers(LAYERS, torch.float32)
+    requests.run(TEXT[:101])
+    slot, num_cached = requests.begin(TEXT)
+    assert (num_cached, layers.next_start(slot, 100, 1)) == (100, 100)
+    layers.write(0, slot, 100, state(60), -state(60))
+    assert (layers.first(slot), layers.skipped(slot), layers.covered(slot)) == (100, 36, 160)
+    assert torch.equal(layers.read(0, slot, 160)[0], state(60))
+    assert torch.equal(layers.read(0, slot, 160)[1], -state(60))
+    assert list(layers.table(slot)) == list(probe.cache.slot(slot).table[1:])
+    fork, _ = requests.prefixes.fork(slot, 101)
+    assert (layers.first(fork), layers.covered(fork)) == (0, 0)
+    layers.write(0, slot, 160, state(39), -state(39))
+    assert (layers.first(slot), layers.skipped(slot), layers.covered(slot)) == (128, 0, 199)
+    requests.prefixes.release(slot, TEXT)
+    slot, num_cached = requests.begin([*TEXT, 1])  # nobody sees the block that begins in its middle
+    assert (num_cached, layers.first(slot), layers.covered(slot)) == (199, 128, 199)
+
+
 def test_layers_begin_behind_what_they_lack_at_the_border_of_a_block(probe: Probe) -> None:
     requests = Requests(probe)
     layers = probe.cache.add_layers(LAYERS, torch.float32)
     requests.run(TEXT[:101])
     slot, num_cached = requests.begin(TEXT)
     assert num_cached == 100
-    start = layers.next_start(slot, 100)
+    start = layers.next_start(slot, 100, 99)
     assert start == 128
-    with pytest.raises(ValueError, match="from 100 on leave a gap"):
-        layers.write(0, slot, 100, state(3), state(3))
     layers.write(0, slot, start, state(71), -state(71))
     assert (layers.first(slot), layers.covered(slot)) == (128, 199)
     assert torch.equal(layers.read(0, slot, 199)[0], state(71))
@@ -171,7 +192,7 @@ def test_a_few_entries_that_come_late_are_stood_in_for(probe: Probe) -> None:
     requests.prefixes.release(slot, TEXT)
     slot, num_cached = requests.begin(TEXT)
     assert (num_cached, layers.covered(slot)) == (199, 196)
-    assert layers.next_start(slot, 199) == layers.covered(slot) == 199
+    assert layers.next_start(slot, 199, 1) == layers.covered(slot) == 199
     keys_HTD = layers.read(0, slot, 199)[0]
     assert torch.equal(keys_HTD[:, :196], state(196))
     assert torch.equal(keys_HTD[0, 196:], state(196)[0, 195].expand(3, 2))

@@ -137,7 +137,8 @@ class Machine(RuleBasedStateMachine):
     def follow(self, slot: int, guesses: int) -> None:
         """The drafter writes what it lacks, if it can, and some guesses behind."""
         text = self.lists[slot]
-        start = self.layers.next_start(slot, self.layers.covered(slot))
+        covered = self.layers.covered(slot)
+        start = self.layers.next_start(slot, covered, len(text) - covered)
         if start > len(text):
             return
         values = [*text[start:], *([-1] * guesses)]
@@ -149,11 +150,12 @@ class Machine(RuleBasedStateMachine):
         self.cache.slot(slot).runs[self.layers].cut(len(text))
 
     @rule(slot=slots)
-    def follow_from_the_next_border(self, slot: int) -> None:
-        """A drafter that does not care for what is there begins where it may."""
+    def follow_from_near_the_end(self, slot: int) -> None:
+        """A drafter that does not care for what is there begins behind it."""
         text = self.lists[slot]
-        start = -(-max(len(text) - 5, 0) // BLOCK) * BLOCK
-        if self.layers.next_start(slot, start) != start or start >= len(text):
+        position = max(len(text) - 5, 0)
+        start = self.layers.next_start(slot, position, len(text) - position)
+        if start >= len(text):
             return
         state = torch.tensor(text[start:], dtype=torch.float32).view(1, -1, 1)
         with contextlib.suppress(CacheFullError):

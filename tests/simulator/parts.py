@@ -318,7 +318,7 @@ class SimHead(SimDrafter):
             return
         (layers,), slot = self.layers, self._requests[request_id].slot
         start, tokens = self._waiting[request_id]
-        first = layers.next_start(slot, start)
+        first = layers.next_start(slot, start, len(tokens))
         assert self.skips_gaps or first == start, "it follows a text that it lacks"
         if first < start + len(tokens):
             values = torch.tensor(tokens[first - start :], dtype=torch.float32).view(1, -1, 1)

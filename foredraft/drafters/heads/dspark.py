@@ -345,7 +345,7 @@ class DsparkDrafter(BaseDrafter):
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
             slot, layers = self._requests[seen.request_id].slot, self._runner.layers
-            start = layers.next_start(slot, seen.start)
+            start = layers.next_start(slot, seen.start, seen.end - seen.start)
             if start >= seen.end:  # what is cached of the text has no entries here
                 continue
             taps = [seen.hidden(tap)[start - seen.start :] for tap in self.taps]

@@ -93,11 +93,11 @@ class _Request:
     def num_waiting(self) -> int:
         return sum(len(read.following) for read in self.waiting)
 
-    def next_start(self, position: int, layers: Sequence[CacheLayers]) -> int:
-        """The first position from ``position`` on that the head may read next."""
+    def next_start(self, position: int, num_tokens: int, layers: Sequence[CacheLayers]) -> int:
+        """The first of ``num_tokens`` positions from ``position`` on that the head reads next."""
         if self.waiting:
             return position
-        return max(each.next_start(self.slot, position) for each in layers)
+        return max(each.next_start(self.slot, position, num_tokens) for each in layers)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ class StepDrafter(BaseDrafter):
         following = seen.tokens[seen.start + 1 : seen.end + 1]
         skipped = max(0, len(following) - 1)
         if self.layers:  # where a cached beginning has no entries, those of the text begin later
-            first = self._requests[seen.request_id].next_start(seen.start, self.layers)
+            request = self._requests[seen.request_id]
+            first = request.next_start(seen.start, len(following), self.layers)
             skipped = min(first - seen.start, len(following))
         taps = [seen.hidden(tap)[skipped : len(following)] for tap in self.taps]
         return _Read(seen.start + skipped, following[skipped:], taps)

@@ -23,7 +23,7 @@ from foredraft.models.native.interface import Forward, Row
 MOST_TOKENS = 16
 """Of a prepared forward: more are worth a plan."""
 
-_MOST_EXTRAS = 1024
+_MOST_EXTRAS = 4096
 _ENTRIES_AT_ONCE = 1024
 """By which work memory grows."""
 
@@ -67,21 +67,27 @@ class PreparedForward:
         """See `foredraft.models.base.HeadRunner`; for what `can_run`, its entries reserved."""
         assert self._layers is not None
         count, tree = len(inputs_TE), row.tree
-        before = self._layers.first(row.slot)  # entries are counted from there, positions are not
+        skipped = self._layers.skipped(row.slot)
+        # Entries are counted from the first block that the run touches, positions are not.
+        before = self._layers.first(row.slot) - skipped
         root = row.start + row.num_text - before
         end = root + len(tree)
         lists, first = self._lists, end - count
         entries = range(first, end)
         positions, extras = [*range(before + first, before + end)], list[int]()
         starts = [0] * (count + 1)
-        for at in range(max(0, root - first), count):
-            path = _path(tree.parents, first + at - root)
-            positions[at] = before + root - 1 + len(path)
-            extras += [root + node for node in reversed(path)]
+        first_node = max(0, root - first)
+        for at in range(0 if skipped else first_node, count):
+            if skipped:  # what is not there cannot be in a prefix
+                extras += range(skipped, min(first + at + 1, root))
+            if at >= first_node:
+                path = _path(tree.parents, first + at - root)
+                positions[at] = before + root - 1 + len(path)
+                extras += [root + node for node in reversed(path)]
             starts[at + 1] = len(extras)
         lists.entries[:count] = entries
         lists.positions[:count] = positions
-        lists.prefixes[:count] = [min(entry + 1, root) for entry in entries]
+        lists.prefixes[:count] = [0 if skipped else min(entry + 1, root) for entry in entries]
         lists.extra_starts[: count + 1] = starts
         lists.extras[: len(extras)] = extras
         lists.wanted[: row.num_wanted] = range(count - row.num_wanted, count)
@@ -92,7 +98,11 @@ class PreparedForward:
 
     def can_run(self, row: HeadRow, num_tokens: int) -> bool:
         """Whether a run of so many tokens fits the lists."""
+        assert self._layers is not None
         most_extras = num_tokens * len(row.tree)
+        if self._layers.skipped(row.slot):
+            num_seen = row.start + row.num_text - self._layers.first(row.slot)
+            most_extras += num_tokens * num_seen
         return 0 < num_tokens <= MOST_TOKENS and most_extras <= _MOST_EXTRAS and not row.is_block
 
     def _run(self, inputs_TE: Tensor, num_wanted: int, num_entries: int) -> Tensor:

@@ -101,7 +101,7 @@ class NativeHeadRunner:
 
     @torch.no_grad()
     def _run_plan(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        firsts = [self.layers.first(row.slot) for row in rows]
+        firsts = [(self.layers.first(row.slot), self.layers.skipped(row.slot)) for row in rows]
         plan = plan_run(rows, inputs_TE, range(self._last + 1), firsts)
         logits_NR, tapped = self._decoder.forward(plan, self.layers, (self._last,))
         return tapped[self._last].float(), logits_NR
@@ -119,21 +119,25 @@ class NativeHeadRunner:
 
 
 def plan_run(
-    rows: Sequence[HeadRow], inputs_TE: Tensor, layers: range, firsts: Sequence[int] = ()
+    rows: Sequence[HeadRow],
+    inputs_TE: Tensor,
+    layers: range,
+    firsts: Sequence[tuple[int, int]] = (),
 ) -> ForwardPlan:
     """Lay out a run: of each row the tokens that are not known yet.
 
     Args:
-        firsts: of each row the position that its first entry is of; 0 where not given. Positions
-            are those of the text, entries are counted from there.
+        firsts: of each row the position that its first entry is of, and how many entries of its
+            first block come before that; both 0 where not given. Positions are those of the text,
+            entries are counted from the beginning of that block.
     """
     plan = ForwardPlan([], [], [], [], [], [], [], [], layers=layers, hidden_TE=inputs_TE)
-    for row, first in zip(rows, firsts or [0] * len(rows), strict=True):
-        _add_row(plan, row, first)
+    for row, (first, skipped) in zip(rows, firsts or [(0, 0)] * len(rows), strict=True):
+        _add_row(plan, row, first - skipped, skipped)
     return plan
 
 
-def _add_row(plan: ForwardPlan, row: HeadRow, first: int) -> None:
+def _add_row(plan: ForwardPlan, row: HeadRow, first: int, skipped: int) -> None:
     start = len(plan)
     root = row.start + row.num_text  # entries from here on belong to nodes
     end = root + len(row.tree)
@@ -142,11 +146,14 @@ def _add_row(plan: ForwardPlan, row: HeadRow, first: int) -> None:
     depths, paths = row.tree.depths, row.tree.paths
     plan.positions.extend(text)
     plan.positions.extend(root - 1 + depths[node] for node in nodes)
-    plan.prefixes.extend(position + 1 - first for position in text)
-    plan.prefixes.extend([root - first] * len(nodes))
-    plan.extras.extend([()] * len(text))
+    prefixes = [position + 1 - first for position in text] + [root - first] * len(nodes)
     seen = [range(len(row.tree))] * len(row.tree) if row.is_block else paths
-    plan.extras.extend(tuple(root - first + on for on in seen[node]) for node in nodes)
+    extras = [()] * len(text) + [tuple(root - first + on for on in seen[node]) for node in nodes]
+    if skipped:  # what is not there cannot be in a prefix
+        extras = [(*range(skipped, end), *on) for end, on in zip(prefixes, extras, strict=True)]
+        prefixes = [0] * len(prefixes)
+    plan.prefixes.extend(prefixes)
+    plan.extras.extend(extras)
     entries = range(end - first - len(text) - len(nodes), end - first)
     plan.entries.extend(entries)
     plan.token_ids.extend([0] * len(entries))
