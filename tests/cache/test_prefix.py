@@ -142,7 +142,7 @@ def test_several_layers_cover_a_text_each_for_itself(probe: Probe) -> None:
 
 
 def test_layers_begin_right_behind_what_they_lack(probe: Probe) -> None:
-    """In the middle of a block, whose earlier entries nobody sees, until there are enough others."""
+    """In the middle of a block; its earlier entries are not seen, and it is left when others do."""
     requests = Requests(probe)
     layers = probe.cache.add_layers(LAYERS, torch.float32)
     requests.run(TEXT[:101])
