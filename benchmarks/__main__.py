@@ -13,6 +13,7 @@ from benchmarks.priors import priors
 from benchmarks.prompts import prompts
 from benchmarks.quality import quality
 from benchmarks.results import report
+from benchmarks.revisions import revisions
 from benchmarks.serve_load import serve_load
 from benchmarks.serve_sim import serve_sim
 from benchmarks.serve_stream import serve_stream
@@ -37,7 +38,7 @@ def _alone(context: typer.Context) -> None:
 
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream),
-    *(prefix, grammar, quality, memory, priors, report),
+    *(prefix, grammar, quality, memory, priors, revisions, report),
 )
 for command in COMMANDS:
     app.command()(command)
