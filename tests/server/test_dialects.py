@@ -401,7 +401,8 @@ def test_requests_with_a_prediction_run_in_the_same_engine(tokenizer: Tokenizer)
 
     with running(load) as server, server.client() as client:
         with client.stream("POST", "/v1/chat/completions", json=body | expected) as reply:
-            next(reply.iter_lines())
+            lines = reply.iter_lines()  # kept: without it the connection is closed
+            next(lines)
             wait_until(lambda: running_requests() == 1)
         view, engine = server.context._for_predictions, server.context.engine
         assert view is not None
