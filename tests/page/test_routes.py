@@ -227,7 +227,8 @@ def test_a_drain_waits_for_runs_and_ends_them_with_an_error(
 def test_runs_are_in_the_metrics(slow: Any) -> None:
     with running(slow) as server, server.client() as client:
         with client.stream("POST", "/page/run", json={"messages": ASKED}) as reply:
-            next(reply.iter_lines())
+            lines = reply.iter_lines()  # kept: without it the connection is closed
+            next(lines)
             assert "foredraft:num_page_runs 1.0" in client.get("/metrics").text
         wait_until(lambda: "foredraft:num_page_runs 0.0" in client.get("/metrics").text)
 
