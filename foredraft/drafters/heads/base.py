@@ -255,7 +255,9 @@ class RowsHead(HeadModule, ABC):
         super().__init__()
         self.shape, self.taps, self._config = shape, tuple(reads), config
         num_rows: int | None = config["num_rows"]
-        ids_R = None if num_rows is None else torch.arange(num_rows)
+        # Not by arange: on the meta device it imports a second's worth of torch.
+        counts_R = None if num_rows is None else torch.ones(num_rows, dtype=torch.int64)
+        ids_R = None if counts_R is None else counts_R.cumsum(0) - 1
         self.register_buffer("output_ids_R", ids_R)
         self.output = self.new_output(num_rows or shape.vocab_size, shape.hidden_size)
 
