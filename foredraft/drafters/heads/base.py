@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -255,9 +256,10 @@ class RowsHead(HeadModule, ABC):
         super().__init__()
         self.shape, self.taps, self._config = shape, tuple(reads), config
         num_rows: int | None = config["num_rows"]
-        # Not by arange: on the meta device it imports a second's worth of torch.
-        counts_R = None if num_rows is None else torch.ones(num_rows, dtype=torch.int64)
-        ids_R = None if counts_R is None else counts_R.cumsum(0) - 1
+        # On the meta device arange imports a second's worth of torch, and no values are wanted.
+        is_meta = torch.get_default_device().type == "meta"
+        new_ids = partial(torch.empty, dtype=torch.int64) if is_meta else torch.arange
+        ids_R = None if num_rows is None else new_ids(num_rows)
         self.register_buffer("output_ids_R", ids_R)
         self.output = self.new_output(num_rows or shape.vocab_size, shape.hidden_size)
 
