@@ -87,8 +87,7 @@ class StoredLayers:
             KeyError: the slot is not allocated.
         """
         run = self._run(slot)
-        if not run.first <= start <= min(run.ends, default=start):
-            run.first, run.ends, run.noted = start, [start] * len(run.ends), 0
+        run.go_on(start, min(run.ends, default=start))
 
     def reserve(self, slot: int, start: int, end: int) -> None:
         """Make room for the entries ``start`` to ``end`` in all, for one who writes past `write`.
@@ -138,8 +137,7 @@ class StoredLayers:
                 f"[{expected[0]}, tokens, {expected[2]}]"
             )
         run, end = self._run(slot), start + keys_HTD.shape[1]
-        if not run.first <= start <= run.ends[layer]:
-            run.first, run.ends, run.noted = start, [start] * len(run.ends), 0
+        run.go_on(start, run.ends[layer])
         self.reserve(slot, start, end)
         self.store.put(layer, self._cache.table(slot), start, keys_HTD, values_HTD)
         run.ends[layer] = max(run.ends[layer], end)

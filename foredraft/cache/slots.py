@@ -35,6 +35,15 @@ class Run:
         end = min(self.ends, default=0)
         return end if end > self.first else 0
 
+    def go_on(self, start: int, end: int) -> None:
+        """Entries are about to be written from ``start`` on: a new run, if that leaves a gap.
+
+        Args:
+            end: where the entries end that are there.
+        """
+        if not self.first <= start <= end:
+            self.first, self.ends, self.noted = start, [start] * len(self.ends), 0
+
     def cut(self, length: int) -> None:
         """Forget the entries from ``length`` on."""
         self.ends, self.noted = [min(end, length) for end in self.ends], min(self.noted, length)
