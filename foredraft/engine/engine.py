@@ -31,7 +31,7 @@ from foredraft.engine.request import (
 from foredraft.engine.scheduler import MAX_STEP_TOKENS, Scheduler
 from foredraft.engine.stats import EngineStats, Totals
 from foredraft.engine.step import Stepper
-from foredraft.engine.text import TextAssembler, TokenDecoder
+from foredraft.engine.text import NewDecoder, TextAssembler
 from foredraft.engine.turn import Turn
 from foredraft.models.base import Target
 
@@ -52,7 +52,7 @@ class EngineOptions:
         prefix_caching: what was read of a text is kept for requests that begin likewise, as long
             as there is room.
         eos_token_ids: ids that end every request unless it ignores them.
-        new_decoder: makes a token decoder for a request; None when there is no tokenizer.
+        new_decoder: makes the decoder of a reply; None when there is no tokenizer.
         rule_book: what requests ask of a distribution; None: all but what needs a tokenizer.
         cost: what steps cost here; it follows the steps that are made. None: nobody wants to know.
         trace: told of each step.
@@ -64,7 +64,7 @@ class EngineOptions:
     max_step_tokens: int = MAX_STEP_TOKENS
     prefix_caching: bool = True
     eos_token_ids: Sequence[int] = ()
-    new_decoder: Callable[[], TokenDecoder] | None = None
+    new_decoder: NewDecoder | None = None
     rule_book: RuleBook | None = None
     cost: CostModel | None = None
     trace: Trace | None = None
@@ -301,7 +301,7 @@ class Engine:
         """One of the replies to a prompt."""
         assert params.seed is not None
         new_decoder, eos = self._options.new_decoder, self._eos_token_ids
-        decode = new_decoder() if new_decoder else None
+        decode = new_decoder(prompt) if new_decoder else None
         stop_ids = (frozenset() if params.ignore_eos else eos) | set(params.stop_token_ids)
         policy = options.policy or self._policy
         return Request(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from foredraft.cache.base import Cache
-from foredraft.core.errors import ConfigError, NonFiniteScoresError
+from foredraft.core.errors import ConfigError, ForedraftError, NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import FinishReason, SpeculationStats
@@ -75,6 +75,10 @@ class GenerationResult:
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: how many of them were still in the cache from an earlier turn.
         error: what went wrong, for finish reason "error".
+        error_code: names it for programs, such as "grammar_too_complex", where the request's own
+            rules are the cause; None: the fault lies elsewhere.
+        error_field: the sampling parameter that it is about, if it is one.
+        stop_string: the one that ended the text; None: none did.
         parent_id: the id of the first of the replies to one prompt; its own where there is one.
         index: which of these replies it is.
         logprobs: of each generated id, where the request asks for them.
@@ -95,6 +99,9 @@ class GenerationResult:
     index: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    error_code: str | None = None
+    error_field: str | None = None
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True)
@@ -209,6 +216,8 @@ class Request:
     num_prompt_read: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    error_code: str | None = None
+    error_field: str | None = None
     has_read_nonsense: bool = False
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     prompt_logprobs: PromptLogprobs | None = None
@@ -267,13 +276,21 @@ class Request:
         return self.request_id if self.leader is None else self.leader.request_id
 
     def fail(self, error: Exception) -> None:
-        """End this request, and no other. What it committed stays; one that is over stays so."""
+        """End this request, and no other. What it committed stays; one that is over stays so.
+
+        An error with a code says by itself what is wrong with the request. Any other is logged with
+        its traceback.
+        """
         if self.finish_reason is not None:
             return
         self.finish_reason = "error"
-        self.error = f"{type(error).__name__}: {error}"
         self.has_read_nonsense = isinstance(error, NonFiniteScoresError)
-        _log.warning("request %d ends: %s", self.request_id, self.error, exc_info=error)
+        if isinstance(error, ForedraftError) and error.code is not None:
+            self.error, self.error_code, self.error_field = str(error), error.code, error.field
+            _log.warning("request %d ends: %s", self.request_id, error)
+        else:
+            self.error = f"{type(error).__name__}: {error}"
+            _log.warning("request %d ends: %s", self.request_id, self.error, exc_info=error)
 
     def check(self) -> None:
         """Assert the invariants between steps."""
@@ -336,6 +353,9 @@ class Request:
             index=self.index,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=self._logprobs_of_prompt(),
+            error_code=self.error_code,
+            error_field=self.error_field,
+            stop_string=self.text.found_stop,
         )
 
     def _logprobs_of_prompt(self) -> tuple[TokenLogprobs | None, ...] | None:

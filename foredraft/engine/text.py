@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TokenDecoder = Callable[[int], str | None]
-"""Fed one token, returns the whole characters it completes, or None."""
+"""Takes a reply's next token; returns the whole characters that it completes, or None."""
+NewDecoder = Callable[[Sequence[int]], TokenDecoder]
+"""Makes the decoder of one reply, given the tokens of its prompt."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class TextAssembler:
         stop: strings that end the text.
         min_tokens: no stop string counts that is complete with the token of this number, or before.
         include_stop: whether the text ends with what stopped it, and not before.
+
+    Attributes:
+        text: so far.
+        found_stop: the stop string that ended the text; None: none did.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class TextAssembler:
         self._stopped = False
         self._num_seen = self._held = 0  # characters at the last look, and those held back then
         self.text = ""
+        self.found_stop: str | None = None
 
     def push(self, token: int, drafted: bool) -> bool:
         """Add a committed token; True when it completes a stop string."""
@@ -62,9 +69,12 @@ class TextAssembler:
         self.text += delta
         self._pieces.append(Piece(delta, drafted))
         found = self._found_from(before) if self._num_tokens > self._min_tokens else None
-        if found is not None:
-            self._cut(found[1] if self._include_stop else found[0])
-        return found is not None
+        if found is None:
+            return False
+        begin, end = found
+        self.found_stop = self.text[begin:end]
+        self._cut(end if self._include_stop else begin)
+        return True
 
     def push_stop(self, token: int, drafted: bool) -> None:
         """Add the stop id that ends the text: its own text counts if stops are included."""

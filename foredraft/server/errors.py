@@ -97,6 +97,13 @@ class ApiError(Exception):
         """The body of an answer on this path."""
         return self.for_anthropic if is_anthropic(path) else self.for_openai
 
+    def in_words_of(self, names: Mapping[str, str]) -> ApiError:
+        """The same error about a field as the client calls it; see the function of that name."""
+        name = names.get(self.param or "")
+        if name is None or name == self.param:
+            return self
+        return ApiError(self.status, f"{name}: {self.message}", param=name, code=self.code)
+
     def response(self, path: str) -> Response:
         return JsonResponse(self.body_for(path), self.status, self.headers)
 
@@ -143,12 +150,9 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except (ConfigError, ApiError) as error:
         known = as_api_error(error)
-        name = names.get(known.param or "")
-        if name is None or name == known.param:
+        if (renamed := known.in_words_of(names)) is known:
             raise
-        raise ApiError(
-            known.status, f"{name}: {known.message}", param=name, code=known.code
-        ) from error
+        raise renamed from error
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

@@ -12,7 +12,6 @@ from foredraft.core.errors import PromptError
 from foredraft.core.params import SamplingParams
 from foredraft.engine.policy import Policy
 from foredraft.engine.request import Event, GenerationResult
-from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.errors import ApiError
 
 
@@ -164,6 +163,9 @@ class Generation:
     def _check(self, result: GenerationResult) -> None:
         if result.finish_reason == "cancelled":
             raise self._ended
+        if result.error_code is not None:  # the request's own rules
+            text = f"the reply ends after {len(result.token_ids)} tokens: {result.error}"
+            raise ApiError(400, text, param=result.error_field, code=result.error_code)
         if result.finish_reason == "error":
             raise ApiError(500, f"the reply failed: {result.error}", code="generation_failed")
 
@@ -203,12 +205,3 @@ def finish_reason(result: GenerationResult, num_calls: int = 0) -> str:
     if num_calls and result.finish_reason == "stop":
         return "tool_calls"
     return result.finish_reason
-
-
-def stop_string(result: GenerationResult, stops: Sequence[str], tokenizer: Tokenizer) -> str | None:
-    """Which stop string ended the reply; None: none did."""
-    if result.finish_reason != "stop" or not stops:
-        return None
-    behind = tokenizer.decode(result.token_ids)[len(result.text) :]
-    matches = [stop for stop in stops if behind.startswith(stop)]
-    return max(matches, key=len, default=None)

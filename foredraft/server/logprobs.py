@@ -40,12 +40,13 @@ class CompletionLogprobs:
 
     Args:
         tokenizer: the model's.
+        prompt: the tokens that the reply continues.
         num_top: how many of the likeliest tokens were asked for.
     """
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], num_top: int) -> None:
         self._tokenizer, self._num_top = tokenizer, num_top
-        self._offsets = _Offsets(tokenizer)
+        self._offsets = _Offsets(tokenizer, prompt)
 
     def format(
         self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], num_prompt: int = 0
@@ -78,10 +79,14 @@ class ReplyLogprobs:
     """Log probabilities of a reply's tokens, by where in its text they begin.
 
     So a stretch of the text has those of its own tokens, whichever steps brought them.
+
+    Args:
+        tokenizer: the model's.
+        prompt: the tokens that the reply continues.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._offsets = _Offsets(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._offsets = _Offsets(tokenizer, prompt)
         self._waiting: deque[tuple[int, TokenLogprobs]] = deque()
 
     def add(self, entries: Sequence[TokenLogprobs]) -> None:
@@ -110,8 +115,8 @@ class _Offsets:
     Tokens of one character begin where it does.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._decode = tokenizer, tokenizer.new_decoder()
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._decode = tokenizer, tokenizer.new_decoder(prompt)
         self._num_characters = 0
 
     def of_prompt(self, tokens: Sequence[int]) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from foredraft.engine.text import TokenDecoder
+from foredraft.engine.text import NewDecoder, TokenDecoder
 
 _MAX_DECODERS = 4096
 """More than the requests that are ever under way at once."""
@@ -18,7 +18,7 @@ class Decoding(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
     @property
-    def new_decoder(self) -> Callable[[], TokenDecoder]: ...
+    def new_decoder(self) -> NewDecoder: ...
 
 
 class TokenTexts:
@@ -48,7 +48,8 @@ class TokenTexts:
         """The whole characters that a request's next token completes."""
         if self._tokenizer is None:
             return ""
-        decode = self._decoders.pop(request_id, None) or self._tokenizer.new_decoder()
+        # Behind itself, as in `of`: a reply's first token follows its prompt.
+        decode = self._decoders.pop(request_id, None) or self._tokenizer.new_decoder([token])
         self._decoders[request_id] = decode
         if len(self._decoders) > _MAX_DECODERS:  # no record says that a request was cancelled
             self._decoders.popitem(last=False)

@@ -25,7 +25,7 @@ LETTERS = "abcdefghij"
 """One letter a token: what `letters` decodes to."""
 
 
-def letters() -> Callable[[int], str | None]:
+def letters(prompt: Sequence[int] = ()) -> Callable[[int], str | None]:
     """A new decoder over `LETTERS`."""
     return LETTERS.__getitem__
 

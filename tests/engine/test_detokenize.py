@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from foredraft.engine.text import Piece, TextAssembler, TokenDecoder
 from foredraft.models.text.tokenizer import Tokenizer
+from tests.drafters.tokenizers import codec
 
 WORDS = ["ab", "c", "abc", "stop", "st", "op", "o", " ", "xx", "é", "\n"]
 
@@ -195,6 +196,20 @@ def test_stray_bytes_never_stop_a_stream(byte_fallback: Tokenizer, tokens: list[
     whole = byte_fallback.decode(tokens)
     if "\ufffd" not in whole:
         assert text == whole
+
+
+@pytest.mark.parametrize("style", ["bpe", "gpt2", "llama2", "characters"])
+@pytest.mark.parametrize("prompt", ["A fox", "", "A fox: 🦊", "naïve\n"])
+def test_a_reply_is_what_it_adds_to_its_prompt(style: str, prompt: str) -> None:
+    """Its first space included: only the first token of a text loses it."""
+    tokenizer = codec(style)
+    before = tokenizer.encode(prompt)
+    for reply in ("The harbour lamp", "  two", "\n"):
+        tokens = tokenizer.encode(reply, add_special_tokens=False)
+        whole = tokenizer.decode(before + tokens)
+        assert whole.startswith(tokenizer.decode(before))
+        text, _, _ = assemble(tokens, decode=tokenizer.new_decoder(before))
+        assert text == whole[len(tokenizer.decode(before)) :]
 
 
 def test_words_after_a_stray_byte_keep_their_space(byte_fallback: Tokenizer) -> None:

@@ -288,7 +288,7 @@ def test_a_trace_that_fails_is_switched_off_and_said(caplog: pytest.LogCaptureFi
 
 
 def test_a_row_whose_text_cannot_be_decoded_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
-    def new_decoder() -> Callable[[int], str]:
+    def new_decoder(_: Sequence[int]) -> Callable[[int], str]:
         return {i: letter for i, letter in enumerate(LETTERS) if i != 7}.__getitem__
 
     engine = new_engine(counting_model(), counting_drafter(), new_decoder=new_decoder)

@@ -332,6 +332,10 @@ def test_the_stop_sequence_is_named(client: httpx.Client) -> None:
     stop = next(char for char in text[2:] if char.isprintable() and char not in text[:2])
     answer = client.post("/v1/messages", json=body | {"stop_sequences": ["zzzz", stop]}).json()
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
+    body |= {"include_stop_str_in_output": True}
+    answer = client.post("/v1/messages", json=body | {"stop_sequences": [stop]}).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
+    assert answer["content"][0]["text"].endswith(stop)
 
 
 def test_counting_includes_system_and_tools(client: httpx.Client) -> None:

@@ -49,9 +49,9 @@ def test_tokens_of_one_start_do_not_collapse(style: str) -> None:
     """With and without a space, and parts of characters."""
     tokenizer = codec(style)
     tokens = plain(tokenizer, "🦊🌊 t at")
-    (top,) = CompletionLogprobs(tokenizer, 9).format([tokens[0]], entries([tokens[0]], (*tokens,)))[
-        "top_logprobs"
-    ]
+    (top,) = CompletionLogprobs(tokenizer, [], 9).format(
+        [tokens[0]], entries([tokens[0]], (*tokens,))
+    )["top_logprobs"]
     assert len(top) == len(set(tokens))
     assert next(iter(top)) == tokenizer.token_text(tokens[0])
     assert top[tokenizer.token_text(tokens[0])] == -1.0
@@ -61,7 +61,7 @@ def test_tokens_of_one_start_do_not_collapse(style: str) -> None:
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_offsets_are_those_of_the_text(style: str, size: int) -> None:
     tokenizer = codec(style)
-    tokens, written = plain(tokenizer), CompletionLogprobs(tokenizer, 0)
+    tokens, written = plain(tokenizer), CompletionLogprobs(tokenizer, [], 0)
     offsets: list[int] = []
     for at in range(0, len(tokens), size):
         step = tokens[at : at + size]
@@ -75,12 +75,22 @@ def test_offsets_are_those_of_the_text(style: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
+def test_offsets_count_the_first_space_of_a_reply(style: str) -> None:
+    tokenizer = codec(style)
+    prompt, reply = tokenizer.encode("A fox"), plain(tokenizer, "lamp lamp")
+    text = tokenizer.decode(prompt + reply)[len(tokenizer.decode(prompt)) :]
+    written = CompletionLogprobs(tokenizer, prompt, 0).format(reply, [None] * len(reply))
+    last = written["text_offset"][-1]
+    assert text[last:] == tokenizer.token_text(reply[-1])
+
+
+@pytest.mark.parametrize("style", STYLES)
 def test_offsets_behind_an_echoed_prompt(style: str) -> None:
     tokenizer = codec(style)
     prompt, reply = tokenizer.encode("A fox:"), plain(tokenizer)
     text = tokenizer.decode(prompt, skip_special_tokens=False) + tokenizer.decode(reply)
     tokens = prompt + reply
-    offsets = CompletionLogprobs(tokenizer, 0).format(tokens, [None] * len(tokens), len(prompt))
+    offsets = CompletionLogprobs(tokenizer, [], 0).format(tokens, [None] * len(tokens), len(prompt))
     assert text[offsets["text_offset"][len(prompt)] :] == TEXT
     assert offsets["text_offset"][-1] == len(text) - 1
 
@@ -90,14 +100,16 @@ def test_offsets_behind_an_echoed_prompt(style: str) -> None:
 def test_a_stretch_of_text_has_those_of_its_own_tokens(style: str, size: int) -> None:
     """However many tokens a step brings."""
     tokenizer = codec(style)
-    tokens, found = plain(tokenizer), ReplyLogprobs(tokenizer)
+    tokens, found = plain(tokenizer), ReplyLogprobs(tokenizer, [])
     begin, end = TEXT.index("in"), TEXT.index(",")
     taken: list[TokenLogprobs] = []
     for at in range(0, len(tokens), size):
         found.add(entries(tokens[at : at + size]))
         known = len(tokenizer.decode(tokens[: at + size]).rstrip("\ufffd"))
         taken += found.take(begin, min(end, known))
-    offsets = CompletionLogprobs(tokenizer, 0).format(tokens, [None] * len(tokens))["text_offset"]
+    offsets = CompletionLogprobs(tokenizer, [], 0).format(tokens, [None] * len(tokens))[
+        "text_offset"
+    ]
     within = [t for t, at in zip(tokens, offsets, strict=True) if begin <= at < end]
     assert [entry.token for entry in taken] == within
     assert "🦊" in b"".join(map(tokenizer.token_bytes, within)).decode()

@@ -34,7 +34,7 @@ class Letters:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(LETTERS[t] for t in token_ids)
 
-    def new_decoder(self):  # type: ignore[no-untyped-def]
+    def new_decoder(self, before: Sequence[int]):  # type: ignore[no-untyped-def]
         return LETTERS.__getitem__
 
 

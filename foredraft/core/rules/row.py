@@ -56,7 +56,8 @@ class RowRules:
         if changed_V.max() == -math.inf and given_V.max() > -math.inf:
             raise NoTokenError(
                 f"the request's rules leave no token after {self._num_reply(text, drafted)} tokens "
-                f"of the reply ({', '.join(self._names())})"
+                f"of the reply ({', '.join(self._names())})",
+                code="no_token_left",
             )
         return law_of(torch.from_numpy(changed_V), self.params)
 

@@ -138,7 +138,7 @@ class Grammars:
         try:
             matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
         except (ValueError, TypeError, RecursionError) as error:
-            raise GrammarError(_message(grammar, error)) from error
+            raise _error(grammar, error) from error
         _check(matcher, grammar)
         matcher.compute_bitmask()  # some errors show here only
         _check(matcher, grammar)
@@ -223,7 +223,7 @@ def _pass_on(wait: Future[LLMatcher], job: Future[LLMatcher]) -> None:
 
 def _check(matcher: LLMatcher, grammar: Grammar | None = None) -> None:
     if matcher.is_error():
-        raise GrammarError(_message(grammar, matcher.get_error()))
+        raise _error(grammar, matcher.get_error())
 
 
 def _probe(matcher: LLMatcher, grammar: Grammar) -> None:
@@ -242,13 +242,15 @@ def _probe(matcher: LLMatcher, grammar: Grammar) -> None:
         _check(matcher, grammar)
 
 
-def _message(grammar: Grammar | None, error: object) -> str:
+def _error(grammar: Grammar | None, error: object) -> GrammarError:
     """What went wrong, in few words: what the library writes may hold the whole grammar."""
     kind = f"grammar ({grammar.kind})" if grammar else "the grammar"
     text = " ".join(str(error).split())
     if "ParserTooComplex" in text or "items; max is" in text:
-        text = _TOO_LARGE
-    return f"{kind} cannot be used: {text[:_MAX_ERROR]}{'…' if len(text) > _MAX_ERROR else ''}"
+        return GrammarError(f"{kind} cannot be used: {_TOO_LARGE}", code="grammar_too_complex")
+    if len(text) > _MAX_ERROR:
+        text = text[:_MAX_ERROR] + "…"
+    return GrammarError(f"{kind} cannot be used: {text}")
 
 
 def _source(grammar: Grammar) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 1 << 20
 """Of a file with a vocabulary whose hash is worth keeping."""
 _MAX_HELD = 32
+_NUM_BEFORE = 4
+"""Tokens of the text before a reply that its first tokens are decoded behind."""
 _SAMPLE = "Read it back: é 東 1\n"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNFINISHED = "\ufffd"
@@ -104,9 +107,18 @@ class Tokenizer:
         (text,) = self._fast.decode_batch([[*token_ids]], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def new_decoder(self, skip_special_tokens: bool = True) -> _StreamDecoder:
-        """A decoder for one request, fed token by token."""
-        return _StreamDecoder(self._fast, self._special if skip_special_tokens else frozenset())
+    def new_decoder(
+        self, before: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> _StreamDecoder:
+        """A decoder for one reply. It takes one token at a time.
+
+        Args:
+            before: tokens of the text that the reply continues. Decoders drop the space before the
+                first token of a text, and a reply is not where its text begins.
+            skip_special_tokens: whether special tokens are no text.
+        """
+        skipped = self._special if skip_special_tokens else frozenset()
+        return _StreamDecoder(self._fast, skipped, before)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to a text in UTF-8, its space included; nothing for an unknown id.
@@ -276,14 +288,18 @@ class _StreamDecoder:
     Args:
         fast: the tokenizer.
         skipped: ids without text.
+        before: tokens of the text that goes on here.
     """
 
-    def __init__(self, fast: FastTokenizer, skipped: Container[int]) -> None:
+    def __init__(
+        self, fast: FastTokenizer, skipped: Container[int], before: Sequence[int] = ()
+    ) -> None:
         self._fast, self._skipped = fast, skipped
         # Decoders treat the first token of a text differently, so tokens are decoded behind the
         # last ones whose text is out.
-        self._before: list[int] = []
-        self._before_text = ""
+        with_text = (token for token in reversed(before) if token not in skipped)
+        self._before = [*islice(with_text, _NUM_BEFORE)][::-1]
+        self._before_text = self._decode(self._before)
         self._held: list[int] = []  # tokens after those
         self._num_out = 0  # characters of the held tokens that are out
 

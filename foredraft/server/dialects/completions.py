@@ -109,8 +109,9 @@ class CompletionWriter(ChoicesWriter):
         self._logprobs: list[CompletionLogprobs] = []
         if request.params.logprobs is not None:
             self._logprobs = [
-                CompletionLogprobs(context.tokenizer, request.params.logprobs)
-                for _ in range(len(request.prompts) * request.params.n)
+                CompletionLogprobs(context.tokenizer, prompt, request.params.logprobs)
+                for prompt in request.prompts
+                for _ in range(request.params.n)
             ]
 
     def piece(self, index: int, event: Event) -> dict[str, Any] | None:

@@ -45,7 +45,7 @@ from foredraft.server.dialects.request import (
 )
 from foredraft.server.dialects.sampling import response_grammar
 from foredraft.server.errors import ApiError
-from foredraft.server.generation import ReplyState, finish_reason, stop_string
+from foredraft.server.generation import ReplyState, finish_reason
 from foredraft.server.replies import Part
 from foredraft.server.tools import read_tools
 from foredraft.server.usage import num_cached, speculation_of
@@ -271,7 +271,7 @@ class MessagesWriter:
     def _end(self, reply: ReplyState, num_calls: int) -> Iterator[dict[str, Any]]:
         result = reply.result
         assert result is not None
-        stop = stop_string(result, list(self._request.params.stop), self._context.tokenizer)
+        stop = result.stop_string
         reason = _REASONS[finish_reason(result, num_calls)]
         delta = {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
         usage = _usage(reply)

@@ -73,13 +73,13 @@ class GenerationRequest:
             span = stack.enter_context(
                 context.spans.request(self.operation, self.model, self.params)
             )
-            with in_words_of(self.names):  # only the engine compiles a grammar
-                generation = await stack.enter_async_context(
-                    context.generation(
-                        *(self.prompts, self.params, self.tenant, self.priority),
-                        scores_only=self.scores_only,
-                    )
+            stack.enter_context(in_words_of(self.names))  # only the engine compiles a grammar
+            generation = await stack.enter_async_context(
+                context.generation(
+                    *(self.prompts, self.params, self.tenant, self.priority),
+                    scores_only=self.scores_only,
                 )
+            )
             span.watch(generation)
             yield generation
 

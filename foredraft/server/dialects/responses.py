@@ -234,7 +234,7 @@ class ResponsesWriter:
         self._numbers = itertools.count()
         self._blocks = Blocks()
         self._is_cut = False
-        self._entries = ReplyLogprobs(context.tokenizer)  # of text that is still to come
+        self._entries = ReplyLogprobs(context.tokenizer, request.prompts[0])  # of text to come
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of text that has come, by block
         self._has_ended = False
         self._response = _begun(request, body)
@@ -254,8 +254,9 @@ class ResponsesWriter:
                 async for event in events:
                     yield self._numbered(event)
             except Exception as error:
-                known = as_api_error(error)
-                failed = {"code": "server_error", "message": known.message}
+                known = as_api_error(error).in_words_of(self._request.names)
+                code = "server_error" if known.status >= 500 else "invalid_prompt"
+                failed = {"code": code, "message": known.message}
                 response = self._response | {"status": "failed", "error": failed}
                 yield self._numbered({"type": "response.failed", "response": response})
                 raise known from error
