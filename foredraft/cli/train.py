@@ -312,7 +312,7 @@ def show_kinds() -> None:
     rows = [
         {
             "kind": kind,
-            "options": ", ".join(head_class(kind).option_help()) or "none",
+            "options": ", ".join(head_class(kind).OPTIONS) or "none",
             "summary": drafter_spec(kind).summary,
         }
         for kind in head_kinds()

@@ -15,8 +15,8 @@ from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
 from foredraft.drafters.grow import SURE, GrowthLimits, Guide, best_first
-from foredraft.drafters.heads.hidden_head import HiddenHeadDrafter, HiddenHeadModule
-from foredraft.drafters.heads.steps import GROWTH_OPTIONS, growth_limits
+from foredraft.drafters.heads.hidden_head import HiddenHeadModule
+from foredraft.drafters.heads.steps import GROWTH_OPTIONS, StepDrafter, growth_limits
 from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.suffix import SuffixText
@@ -32,7 +32,7 @@ class GrowingText(Guide, Protocol):
         ...
 
 
-class BlendDrafter(HiddenHeadDrafter):
+class BlendDrafter(StepDrafter):
     """See the module docstring.
 
     Args:

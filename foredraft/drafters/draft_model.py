@@ -21,8 +21,8 @@ from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
 from foredraft.drafters.chain import ChainDrafter, DraftCache, ModelPredictor
 from foredraft.drafters.grow import BestFirstShape, DepthGrowth, FixedShape, Shape
-from foredraft.drafters.heads.distilled import DistilledDrafter, DraftModelModule
-from foredraft.drafters.heads.steps import growth_limits
+from foredraft.drafters.heads.distilled import DraftModelModule
+from foredraft.drafters.heads.steps import StepDrafter, growth_limits
 from foredraft.drafters.heads.store import trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_ms
 from foredraft.models.base import HeadTarget, ScoreRow, Target
@@ -153,7 +153,7 @@ def _build_distilled(context: DrafterContext) -> Drafter:
     if "shape" in context.options or "draft_ms" in context.options:
         raise ConfigError("shape and draft_ms are for draft models that are no head")
     limits, module = growth_limits(context), trained_head(context, DraftModelModule)
-    return DistilledDrafter(module, cast(HeadTarget, context.target), limits)
+    return StepDrafter(module, cast(HeadTarget, context.target), limits)
 
 
 def _shape(options: Mapping[str, Any]) -> Shape | None:

@@ -21,7 +21,7 @@ from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
 from foredraft.drafters.chain import ChainDrafter, ModelPredictor
 from foredraft.drafters.heads.base import LARGEST_SIZE, CausalHead, HeadOption, HeadSource
-from foredraft.drafters.heads.layers import LlamaLayer
+from foredraft.drafters.heads.layers import head_weights
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.heads.store import trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
@@ -30,7 +30,6 @@ from foredraft.models.base import (
     Computed,
     HeadRow,
     HeadTarget,
-    HeadWeights,
     LayeredTarget,
     ModelShape,
     ScoreRow,
@@ -164,14 +163,8 @@ class AdaptedPredictor(SharedCachePredictor):
 
     def __init__(self, module: AdapterModule, target: LayeredTarget) -> None:
         super().__init__(target, target.shallow(module.exit_layer))
-        self._runner = cast(HeadTarget, target).head_runner(
-            HeadWeights(
-                [cast(LlamaLayer, layer).weights() for layer in module.layers],
-                module.norm.weight.detach(),
-                module.output.detach(),
-                module.shape,
-            )
-        )
+        weights = head_weights(module.layers, module.norm, module.output, module.shape)
+        self._runner = cast(HeadTarget, target).head_runner(weights)
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self._tap = module.exit_layer - 1
         self._slots: dict[int, int] = {}

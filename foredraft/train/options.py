@@ -207,27 +207,14 @@ class TableOptions:
 
 
 def checked_options(module: type[HeadModule], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that a kind of head takes; ``5,14,29`` and ``29,`` become lists of numbers.
+    """Options that a kind of head takes; layers such as ``5,14,29`` become lists of numbers.
 
     Raises:
-        ConfigError: it has no such option.
+        ConfigError: it has no such option, or layers are no numbers.
     """
-    options_of_kind = module.option_help()
     for name in options:
-        if name not in options_of_kind and not options_of_kind:
+        if name not in module.OPTIONS and not module.OPTIONS:
             raise ConfigError(f"{module.kind} has no options, and {name!r} was given")
-        if name not in options_of_kind:
-            raise unknown(f"option of {module.kind!r}", name, options_of_kind)
-    return {name: _as_list(name, value) for name, value in options.items()}
-
-
-def _as_list(name: str, value: Any) -> Any:
-    """Layers to tap are always a list, also a single one."""
-    if name == "taps" and isinstance(value, int):
-        return [value]
-    if not isinstance(value, str) or "," not in value:
-        return value
-    try:
-        return [int(part) for part in value.split(",") if part.strip()]
-    except ValueError:
-        return value
+        if name not in module.OPTIONS:
+            raise unknown(f"option of {module.kind!r}", name, module.OPTIONS)
+    return {name: module.OPTIONS[name].parsed(name, value) for name, value in options.items()}

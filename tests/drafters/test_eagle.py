@@ -17,15 +17,16 @@ from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters import build_drafter
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.eagle import (
-    EagleDrafter,
     EagleModule,
-    FirstEagleDrafter,
+    EagleRunner,
     FirstEagleModule,
+    FirstEagleRunner,
     published_config,
     published_taps,
     published_tensors,
     read_published,
 )
+from foredraft.drafters.heads.steps import StepDrafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import (
@@ -101,7 +102,8 @@ def test_each_layout_is_read(layout: str, output_ids: list[int] | None, tmp_path
     assert isinstance(found, EagleModule)
     assert found.config == module.config
     drafter = build_drafter("eagle", DrafterContext(TARGET, options={"head": str(tmp_path)}))
-    assert isinstance(drafter, EagleDrafter)
+    assert isinstance(drafter, StepDrafter)
+    assert isinstance(drafter._runner, EagleRunner)
 
 
 VARIANTS = [
@@ -116,7 +118,7 @@ def test_each_variant_comes_back_and_drafts_as_it_predicts(
     module = new_head(**options)
     found = read(write(tmp_path, *speculators(module)))
     assert_same_logits(module, found)
-    assert_drafts_as_it_predicts(found, EagleDrafter(module, TARGET, CHAIN))
+    assert_drafts_as_it_predicts(found, StepDrafter(module, TARGET, CHAIN))
 
 
 def assert_drafts_as_it_predicts(module: Any, drafter: Any, target: NativeTarget = TARGET) -> None:
@@ -182,8 +184,9 @@ def test_the_first_eagle_is_read_and_drafts_as_it_predicts(has_bias: bool, tmp_p
     module = read(write(tmp_path, config, tensors))
     assert isinstance(module, FirstEagleModule)
     drafter = build_drafter("eagle", DrafterContext(TARGET, options={"head": str(tmp_path)}))
-    assert isinstance(drafter, FirstEagleDrafter)
-    assert_drafts_as_it_predicts(module, FirstEagleDrafter(module, TARGET, CHAIN))
+    assert isinstance(drafter, StepDrafter)
+    assert isinstance(drafter._runner, FirstEagleRunner)
+    assert_drafts_as_it_predicts(module, StepDrafter(module, TARGET, CHAIN))
 
 
 @torch.no_grad()

@@ -13,13 +13,14 @@ from foredraft.drafters.base import Drafter
 from foredraft.drafters.early_exit import AdaptedDrafter, AdapterModule
 from foredraft.drafters.grow import GrowthLimits
 from foredraft.drafters.heads.base import HeadModule
-from foredraft.drafters.heads.distilled import DistilledDrafter, DraftModelModule
+from foredraft.drafters.heads.distilled import DraftModelModule
 from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule
-from foredraft.drafters.heads.eagle import EagleDrafter, EagleModule
-from foredraft.drafters.heads.hidden_head import HiddenHeadDrafter, HiddenHeadModule
-from foredraft.drafters.heads.hydra import HydraDrafter, HydraModule
+from foredraft.drafters.heads.eagle import EagleModule
+from foredraft.drafters.heads.hidden_head import HiddenHeadModule
+from foredraft.drafters.heads.hydra import HydraModule
 from foredraft.drafters.heads.medusa import MedusaDrafter, MedusaModule
-from foredraft.drafters.heads.mtp import MtpDrafter, MtpModule
+from foredraft.drafters.heads.mtp import MtpModule
+from foredraft.drafters.heads.steps import StepDrafter
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import (
     OUTPUT_IDS,
@@ -47,27 +48,21 @@ class Kind:
         return self.module.start(TinySource(target), output_ids, self.options)
 
 
-def mtp(heads: int) -> Kind:
-    return Kind(
-        MtpModule, lambda target, module: MtpDrafter(module, target, CHAIN), {"heads": heads}
-    )
+def stepwise(module: type[HeadModule], **options: Any) -> Kind:
+    return Kind(module, lambda target, head: StepDrafter(head, target, CHAIN), options)
 
 
 KINDS: dict[str, Kind] = {
     "medusa": Kind(MedusaModule, lambda target, module: MedusaDrafter(module, target, width=1)),
-    "mtp": mtp(1),
-    "mtp, two heads": mtp(2),
-    "mtp, three heads": mtp(3),
+    "mtp": stepwise(MtpModule),
+    "mtp, two heads": stepwise(MtpModule, heads=2),
+    "mtp, three heads": stepwise(MtpModule, heads=3),
     "dspark": Kind(DsparkModule, lambda target, module: DsparkDrafter(module, target)),
     "early_exit": Kind(AdapterModule, lambda target, module: AdaptedDrafter(module, target)),
-    "draft_model": Kind(
-        DraftModelModule, lambda target, module: DistilledDrafter(module, target, CHAIN)
-    ),
-    "hidden_head": Kind(
-        HiddenHeadModule, lambda target, module: HiddenHeadDrafter(module, target, CHAIN)
-    ),
-    "eagle": Kind(EagleModule, lambda target, module: EagleDrafter(module, target, CHAIN)),
-    "hydra": Kind(HydraModule, lambda target, module: HydraDrafter(module, target, CHAIN)),
+    "draft_model": stepwise(DraftModelModule),
+    "hidden_head": stepwise(HiddenHeadModule),
+    "eagle": stepwise(EagleModule),
+    "hydra": stepwise(HydraModule),
 }
 
 

@@ -7,7 +7,8 @@ import torch
 
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import Observation
-from foredraft.drafters.heads.hidden_head import HiddenHeadDrafter, HiddenHeadModule
+from foredraft.drafters.heads.hidden_head import HiddenHeadModule
+from foredraft.drafters.heads.steps import StepDrafter
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import native_decoder
 from foredraft.models.base import HeadRow
@@ -39,7 +40,7 @@ def target(request: pytest.FixtureRequest) -> NativeTarget:
     return new_target(request.param)
 
 
-def observed(target: NativeTarget, drafter: HiddenHeadDrafter, text: list[int]) -> None:
+def observed(target: NativeTarget, drafter: StepDrafter, text: list[int]) -> None:
     """Read a text but for its last token, as the engine would."""
     from foredraft.core.proposal import NO_PROPOSAL
     from foredraft.drafters.base import DraftRequest
@@ -71,7 +72,7 @@ def observed(target: NativeTarget, drafter: HiddenHeadDrafter, text: list[int]) 
 def test_it_drafts_what_training_predicts(target: NativeTarget) -> None:
     """At an anchor, with the text's own tokens drafted behind it."""
     module = new_module(target)
-    drafter = HiddenHeadDrafter(module, target)
+    drafter = StepDrafter(module, target)
     depth, anchor = 3, 15
     observed(target, drafter, TEXT[: anchor + 2])
     request = drafter._requests[0]

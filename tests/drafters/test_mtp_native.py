@@ -14,7 +14,8 @@ from torch import Tensor
 
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.drafters import build_drafter
-from foredraft.drafters.heads.mtp import LAYOUTS, MtpDrafter, MtpModule, read_native
+from foredraft.drafters.heads.mtp import LAYOUTS, MtpModule, MtpRunner, read_native
+from foredraft.drafters.heads.steps import StepDrafter
 from foredraft.drafters.spec import DrafterContext
 from tests.drafters.heads import TinySource, random_text, shaken, text_batch, tiny_target
 
@@ -108,7 +109,8 @@ def test_each_layout_is_read(family: str, heads: int, tmp_path: Path) -> None:
     for mine, theirs in zip(module.predictions(batch, 3), read.predictions(batch, 3), strict=True):
         torch.testing.assert_close(mine.logits_BLR, theirs.logits_BLR, rtol=1e-3, atol=1e-3)
     drafter = build_drafter("mtp", DrafterContext(TARGET, options={"head": str(tmp_path)}))
-    assert isinstance(drafter, MtpDrafter)
+    assert isinstance(drafter, StepDrafter)
+    assert isinstance(drafter._runner, MtpRunner)
     assert len(drafter.layers) == heads
 
 

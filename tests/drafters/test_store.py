@@ -123,7 +123,7 @@ def test_sizes_are_compared_before_memory_is_asked_for(head: Path) -> None:
 @pytest.mark.parametrize("kind", head_kinds())
 def test_every_kind_refuses_what_its_options_do_not_take(kind: str, target: NativeTarget) -> None:
     module, source = head_class(kind), TinySource(target)
-    for name in module.option_help():
+    for name in module.OPTIONS:
         for value in ("x", -1, 10**9, [99], None, 1.5):
             with pytest.raises(ConfigError, match=name) as raised:
                 module.start(source, OUTPUT_IDS, {name: value})

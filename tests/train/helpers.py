@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from foredraft.drafters.heads.base import HeadModule, HeadSource, Prediction, TextBatch, output_rows
+from foredraft.drafters.heads.base import (
+    HeadModule,
+    HeadOption,
+    HeadSource,
+    Prediction,
+    TextBatch,
+)
 from foredraft.models.base import ModelShape
 from foredraft.models.files.digest import weights_digest
 from foredraft.models.files.safety import Checkpoint
@@ -29,42 +35,32 @@ class LinearHead(HeadModule):
 
     kind = "linear"
 
+    OPTIONS: ClassVar = {
+        "tap": HeadOption("the layer it reads", lambda shape: shape.num_hidden_layers - 1, least=0)
+    }
+
     def __init__(self, shape: ModelShape, num_rows: int | None, tap: int) -> None:
-        super().__init__()
-        self.shape, self.taps = shape, (tap,)
-        ids = None if num_rows is None else torch.zeros(num_rows, dtype=torch.int64)
-        self.register_buffer("output_ids_R", ids)
-        rows = shape.vocab_size if num_rows is None else num_rows
+        super().__init__(shape, (tap,), num_rows=num_rows, tap=tap)
         size = shape.hidden_size
         self.joins = nn.ModuleList(nn.Linear(2 * size, size) for _ in range(3))
-        self.output = nn.Linear(size, rows, bias=False)
+
+    @staticmethod
+    def new_output(num_rows: int, hidden_size: int) -> nn.Linear:
+        return nn.Linear(hidden_size, num_rows, bias=False)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.output.weight
 
     @classmethod
     def start(
         cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
     ) -> Self:
         torch.manual_seed(0)
-        num_rows = None if output_ids is None else len(output_ids)
-        tap = options.get("tap", source.shape.num_hidden_layers - 1)
-        module = cls(source.shape, num_rows, tap)
-        if output_ids is not None:
-            module.output_ids_R = torch.tensor(output_ids)
-        with torch.no_grad():
-            module.output.weight.copy_(output_rows(source.head(), output_ids))
-        return module
+        return super().start(source, output_ids, options)
 
-    @classmethod
-    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        return cls(shape, config["num_rows"], config["tap"])
-
-    @property
-    def config(self) -> dict[str, Any]:
-        num_rows = None if self.output_ids_R is None else len(self.output_ids_R)
-        return {"num_rows": num_rows, "tap": self.taps[0]}
-
-    @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        return {"tap": "the layer it reads"}
+    def take_layers(self, source: HeadSource) -> None:
+        pass
 
     def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
         following = batch.embeddings_BLE.roll(-1, 1)

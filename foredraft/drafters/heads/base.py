@@ -1,8 +1,8 @@
 """What every trained drafter is made of: a torch module that training and drafting share.
 
-A kind of head is a folder of `foredraft.drafters` with a ``module.py`` (a `HeadModule`: what is
-trained and saved) and a ``drafter.py`` (how its guesses become proposals). Training knows modules
-only through this file, drafting never imports training.
+A kind of head is a file of this folder: a `HeadModule` (what is trained and saved), and how its
+guesses become proposals. Training knows modules only through this file, drafting never imports
+training.
 
 How positions are counted, everywhere: the *anchor* ``i`` is the last token that the target has
 read, so its hidden states are known, and so is token ``i + 1``, which the target drew from them.
@@ -96,82 +96,6 @@ class Prediction:
         return self.states_BLK @ self.output_RK.T
 
 
-class HeadModule(nn.Module, ABC):
-    """A head: parameters, and predictions for training.
-
-    Subclasses keep their options in `config`, which can be written as JSON, so that
-    ``Kind.from_config(shape, module.config)`` makes the same module with other weights. The
-    embedding is the target's: it is never a parameter of a head.
-
-    Attributes:
-        kind: the registered name of the drafter that uses it.
-        shape: of the target.
-        taps: the layers of the target that it reads; ascending.
-        output_ids_R: the token of each output row, ascending, a buffer; None: all of them.
-        promise: of a trained one, see `foredraft.drafters.base.BaseDrafter`.
-    """
-
-    kind: ClassVar[str]
-    shape: ModelShape
-    taps: tuple[int, ...]
-    output_ids_R: Tensor | None
-    promise: tuple[float, float] | None = None
-
-    @classmethod
-    @abstractmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        """A new head for a target, as close to useful as copying its weights makes it.
-
-        Args:
-            output_ids: the tokens it may name, ascending; None: all.
-            options: those of `option_help`; unknown ones have been refused.
-        """
-
-    @classmethod
-    @abstractmethod
-    def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
-        """The module that `config` describes, its weights to be loaded."""
-
-    @property
-    @abstractmethod
-    def config(self) -> dict[str, Any]:
-        """All that `from_config` needs, as JSON values; without the shape."""
-
-    @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        """Names of the options that `start` takes, each with a line of help."""
-        return {}
-
-    @abstractmethod
-    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
-        """What it would say when drafting ``depth`` tokens behind every anchor.
-
-        The tokens before the one that is predicted are those of the text. Hidden states behind an
-        anchor are the head's own, as they will be when it drafts.
-        """
-
-    def extra_loss(self, batch: TextBatch, predictions: Sequence[Prediction]) -> Tensor | None:
-        """A further term of the loss (a confidence head's, say); usually none."""
-        return None
-
-    def calibrate(self, batches: Iterable[TextBatch]) -> list[float]:
-        """Settle, on text that was kept from training, what is not learnt; usually nothing.
-
-        Returns:
-            What was settled, for people.
-        """
-        return []
-
-
-def output_rows(source_VE: Tensor, output_ids: Sequence[int] | None) -> Tensor:
-    """A copy of the rows that a head may name; [R, E]."""
-    if output_ids is None:
-        return source_VE.clone()
-    return source_VE[torch.as_tensor(output_ids, device=source_VE.device)].clone()
-
-
 LARGEST_SIZE = 1 << 24
 """No size of a head is larger."""
 
@@ -200,14 +124,38 @@ class HeadOption:
     def usual_for(self, shape: ModelShape) -> Any:
         return self.usual(shape) if callable(self.usual) else self.usual
 
+    def parsed(self, name: str, value: object) -> Any:
+        """The value of a command: layers as a list, others as they are.
+
+        Args:
+            value: of layers, also one number or text such as ``5,14,29``.
+
+        Raises:
+            ConfigError: layers are no numbers.
+        """
+        if not self.is_layers:
+            return value
+        items = value.split(",") if isinstance(value, str) else value
+        try:
+            listed: Any = [items] if isinstance(items, int) else items
+            return [int(item) for item in listed if item != ""]
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name} is {value!r:.60}; write layers such as 9,19,29") from None
+
     def checked(self, name: str, value: object, shape: ModelShape) -> Any:
-        """The value as it goes into a config; layers also as text such as ``5,14,29``.
+        """The value as it goes into a config, layers ascending.
+
+        Args:
+            value: see `parsed`.
 
         Raises:
             ConfigError: it is none that the option takes.
         """
         if self.is_layers:
-            return _checked_layers(name, value, shape.num_hidden_layers)
+            layers, last = sorted({*self.parsed(name, value)}), shape.num_hidden_layers - 1
+            if not layers or not 0 <= layers[0] <= layers[-1] <= last:
+                raise ConfigError(f"{name} is {value!r:.60}; the target has layers 0 to {last}")
+            return layers
         if self.words:
             if value not in self.words:
                 raise unknown(f"value of {name}", str(value), self.words)
@@ -219,25 +167,13 @@ class HeadOption:
         return value
 
 
-def _checked_layers(name: str, value: object, num_layers: int) -> list[int]:
-    items = value.split(",") if isinstance(value, str) else value
-    if isinstance(items, int):
-        items = [items]
-    try:
-        layers = [int(item) for item in items if item != ""]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise ConfigError(f"{name} is {value!r:.60}; write layers such as 9,19,29") from None
-    layers = sorted({*layers})
-    if not layers or not 0 <= layers[0] <= layers[-1] < num_layers:
-        raise ConfigError(f"{name} is {value!r:.60}; the target has layers 0 to {num_layers - 1}")
-    return layers
+class HeadModule(nn.Module, ABC):
+    """A head: parameters, and predictions for training.
 
-
-class RowsHead(HeadModule, ABC):
-    """A head with output rows of its own: usually those of the tokens that the target writes most.
-
-    A subclass names its `OPTIONS` and takes them as keyword arguments, after the target's shape and
-    ``num_rows`` (R; None: a row for every token).
+    It has output rows of its own, usually those of the tokens that the target writes most. The
+    embedding is the target's: it is never a parameter of a head. A subclass names its `OPTIONS` and
+    takes them as keyword arguments, after the target's shape and ``num_rows`` (R; None: a row for
+    every token).
 
     Args:
         shape: of the target.
@@ -245,12 +181,22 @@ class RowsHead(HeadModule, ABC):
         config: ``num_rows`` and the options.
 
     Attributes:
+        kind: the registered name of the drafter that uses it.
         OPTIONS: what users may choose.
-        output: the output rows [R, E].
+        shape: of the target.
+        taps: the layers of the target that it reads; ascending.
+        output: the output rows [R, E], or what holds them: see `rows`.
+        output_ids_R: the token of each output row, ascending, a buffer; None: all of them.
+        promise: of a trained one, see `foredraft.drafters.base.BaseDrafter`.
     """
 
+    kind: ClassVar[str]
     OPTIONS: ClassVar[Mapping[str, HeadOption]] = {}
+    shape: ModelShape
+    taps: tuple[int, ...]
     output: Any
+    output_ids_R: Tensor | None
+    promise: tuple[float, float] | None = None
 
     def __init__(self, shape: ModelShape, reads: Sequence[int], **config: Any) -> None:
         super().__init__()
@@ -276,31 +222,16 @@ class RowsHead(HeadModule, ABC):
 
     @property
     def config(self) -> dict[str, Any]:
+        """All that `from_config` needs, as JSON values; without the shape."""
         return dict(self._config)
 
     @classmethod
-    def option_help(cls) -> Mapping[str, str]:
-        return {name: option.help for name, option in cls.OPTIONS.items()}
-
-    @classmethod
-    def start(
-        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
-    ) -> Self:
-        shape = source.shape
-        usual = {name: option.usual_for(shape) for name, option in cls.OPTIONS.items()}
-        num_rows = None if output_ids is None else len(output_ids)
-        module = cls.from_config(shape, {"num_rows": num_rows, **usual, **options})
-        module.take_output(source, output_ids)
-        with torch.no_grad():
-            module.take_layers(source)
-        return module
-
-    @abstractmethod
-    def take_layers(self, source: HeadSource) -> None:
-        """Start all but the output rows from the target's weights."""
-
-    @classmethod
     def from_config(cls, shape: ModelShape, config: Mapping[str, Any]) -> Self:
+        """The module that `config` describes, its weights to be loaded.
+
+        Raises:
+            ConfigError: an option is unknown, missing, or has a value that it may not have.
+        """
         known = {"num_rows", *cls.OPTIONS}
         for name in config.keys() - known:
             raise unknown(f"option of {cls.kind!r}", name, cls.OPTIONS)
@@ -319,12 +250,56 @@ class RowsHead(HeadModule, ABC):
         new: Callable[..., Self] = cls  # subclasses take their options by name
         return new(shape, num_rows, **options)
 
-    @torch.no_grad()
-    def take_output(self, source: HeadSource, output_ids: Sequence[int] | None) -> None:
-        """Start from the target's own rows for these tokens."""
-        self.rows.copy_(output_rows(source.head(), output_ids))
-        if self.output_ids_R is not None and output_ids is not None:
-            self.output_ids_R.copy_(torch.as_tensor(output_ids))
+    @classmethod
+    def start(
+        cls, source: HeadSource, output_ids: Sequence[int] | None, options: Mapping[str, Any]
+    ) -> Self:
+        """A new head for a target, as close to useful as copying its weights makes it.
+
+        Args:
+            output_ids: the tokens it may name, ascending; None: all.
+            options: some of `OPTIONS`; the others get their usual values.
+
+        Raises:
+            ConfigError: see `from_config`.
+        """
+        shape = source.shape
+        usual = {name: option.usual_for(shape) for name, option in cls.OPTIONS.items()}
+        num_rows = None if output_ids is None else len(output_ids)
+        module = cls.from_config(shape, {"num_rows": num_rows, **usual, **options})
+        with torch.no_grad():
+            rows_VE = source.head()
+            if output_ids is not None and module.output_ids_R is not None:
+                ids_R = torch.as_tensor(output_ids, device=rows_VE.device)
+                module.output_ids_R.copy_(ids_R)
+                rows_VE = rows_VE[ids_R]
+            module.rows.copy_(rows_VE)
+            module.take_layers(source)
+        return module
+
+    @abstractmethod
+    def take_layers(self, source: HeadSource) -> None:
+        """Start all but the output rows from the target's weights."""
+
+    @abstractmethod
+    def predictions(self, batch: TextBatch, depth: int) -> list[Prediction]:
+        """What it would say when drafting ``depth`` tokens behind every anchor.
+
+        The tokens before the one that is predicted are those of the text. Hidden states behind an
+        anchor are the head's own, as they will be when it drafts.
+        """
+
+    def extra_loss(self, batch: TextBatch, predictions: Sequence[Prediction]) -> Tensor | None:
+        """A further term of the loss (a confidence head's, say); usually none."""
+        return None
+
+    def calibrate(self, batches: Iterable[TextBatch]) -> list[float]:
+        """Settle, on text that was kept from training, what is not learnt; usually nothing.
+
+        Returns:
+            What was settled, for people.
+        """
+        return []
 
 
 def following(x_BLE: Tensor, by: int) -> Tensor:
@@ -354,12 +329,19 @@ def unrolled(
     return predictions
 
 
-def usual_taps(num_layers: int) -> tuple[int, ...]:
+def _usual_taps(shape: ModelShape) -> tuple[int, ...]:
     """A low, a middle and the last layer."""
+    num_layers = shape.num_hidden_layers
     return tuple(sorted({num_layers // 4, num_layers // 2, num_layers - 1}))
 
 
-class CausalHead(RowsHead, ABC):
+TAPS = HeadOption(
+    "layers of the target to read, such as 9,19,29 (low, middle, last)", _usual_taps, is_layers=True
+)
+"""The option of heads that read several layers."""
+
+
+class CausalHead(HeadModule, ABC):
     """Llama layers, a norm and output rows; a subclass says what they read.
 
     Args:

@@ -8,16 +8,16 @@ entry early, beside the one before it as all heads do, so a text's very first to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.heads.base import CausalHead, HeadOption, HeadSource, following
-from foredraft.drafters.heads.layers import LlamaLayer
-from foredraft.drafters.heads.steps import ModuleDrafter
-from foredraft.models.base import HeadRow, HeadTarget, HeadWeights, ModelShape
+from foredraft.drafters.heads.layers import head_weights
+from foredraft.drafters.heads.steps import StepRunner
+from foredraft.models.base import HeadTarget, ModelShape
 
 
 class DraftModelModule(CausalHead):
@@ -42,9 +42,12 @@ class DraftModelModule(CausalHead):
     def inputs(self, embeddings: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
         return following(embeddings, 1).to(self.output.dtype)
 
+    def runner(self, target: HeadTarget) -> DistilledRunner:
+        return DistilledRunner(self, target)
 
-class DistilledRunner:
-    """See `foredraft.drafters.heads.steps.StepRunner`.
+
+class DistilledRunner(StepRunner):
+    """What goes into a `DraftModelModule`'s layers: embeddings alone.
 
     Args:
         module: a trained draft model.
@@ -52,28 +55,12 @@ class DistilledRunner:
     """
 
     def __init__(self, module: DraftModelModule, target: HeadTarget) -> None:
+        weights = head_weights(module.layers, module.norm, module.output, module.shape)
+        super().__init__(target, weights)
         self._parts = target.parts
-        self._runner = target.head_runner(
-            HeadWeights(
-                [cast(LlamaLayer, layer).weights() for layer in module.layers],
-                module.norm.weight.detach(),
-                module.output.detach(),
-                module.shape,
-            )
-        )
-        self.layers = self._runner.layers
 
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
         return self._parts.embed(torch.tensor(following))
 
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
         return self._parts.embed(torch.tensor(tokens))
-
-    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        return self._runner.run(rows, inputs_TE)
-
-
-class DistilledDrafter(ModuleDrafter):
-    """A `DraftModelModule` drafts trees."""
-
-    runner = DistilledRunner

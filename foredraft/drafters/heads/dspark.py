@@ -30,26 +30,27 @@ from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observa
 from foredraft.drafters.grow import Worth
 from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
+    TAPS,
+    HeadModule,
     HeadOption,
     HeadSource,
     Prediction,
-    RowsHead,
     TextBatch,
     following,
-    usual_taps,
 )
 from foredraft.drafters.heads.layers import (
     Joined,
     LlamaLayer,
     RMSNorm,
     behind_anchor,
+    head_weights,
     rotary,
     rotate,
 )
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
-from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
+from foredraft.models.base import Capabilities, HeadRow, HeadTarget, ModelShape
 
 _CONFIDENCE_STRIDE = 4
 """The confidence head learns at one anchor in so many: its labels cost a product with all rows."""
@@ -59,7 +60,7 @@ _SCALES = torch.logspace(-2, 2, 41, base=2.0, dtype=torch.float64)
 """Among which a confidence's scale is looked for."""
 
 
-class DsparkModule(RowsHead):
+class DsparkModule(HeadModule):
     """See the module docstring.
 
     Args:
@@ -73,11 +74,7 @@ class DsparkModule(RowsHead):
 
     confidence_scale_S: Tensor
     OPTIONS: ClassVar = {
-        "taps": HeadOption(
-            "layers of the target to read, such as 9,19,29 (low, middle, last)",
-            lambda shape: usual_taps(shape.num_hidden_layers),
-            is_layers=True,
-        ),
+        "taps": TAPS,
         "block_size": HeadOption("the most tokens of a draft (4)", 4),
         "num_layers": HeadOption("of the backbone (2)", 2),
         "rank": HeadOption(
@@ -316,16 +313,10 @@ class DsparkDrafter(BaseDrafter):
 
     def __init__(self, module: DsparkModule, target: HeadTarget) -> None:
         self._parts = target.parts
-        self._runner = target.head_runner(
-            HeadWeights(
-                [cast(LlamaLayer, layer).weights() for layer in module.layers],
-                module.norm.weight.detach(),
-                module.output.detach(),
-                module.shape,
-            )
-        )
+        weights = head_weights(module.layers, module.norm, module.output, module.shape)
+        self._runner = target.head_runner(weights)
         self._inject = Injection(module, target)
-        norms = [module.get_parameter(f"tap_norms.{i}.weight") for i in range(len(module.taps))]
+        norms = [norm.get_parameter("weight") for norm in module.tap_norms]
         self._context = Joined(target, norms, module.fuse.weight, module.shape.rms_norm_eps)
         self._module = module.to(self._parts.device, self._parts.dtype).eval()
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)

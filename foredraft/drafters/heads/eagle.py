@@ -26,13 +26,12 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.drafters.grow import GrowthLimits
 from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
+    HeadModule,
     HeadOption,
     HeadSource,
     Prediction,
-    RowsHead,
     TextBatch,
     unrolled,
 )
@@ -42,6 +41,7 @@ from foredraft.drafters.heads.layers import (
     JoinedTokens,
     LlamaLayer,
     RMSNorm,
+    head_weights,
 )
 from foredraft.drafters.heads.published import (
     CheckpointTensors,
@@ -55,17 +55,8 @@ from foredraft.drafters.heads.published import (
     layer_names,
     under_our_names,
 )
-from foredraft.drafters.heads.steps import GROWTH_OPTIONS, ModuleDrafter, built_with
-from foredraft.drafters.heads.store import HEAD_OPTION
-from foredraft.drafters.spec import DrafterSpec
-from foredraft.models.base import (
-    Capabilities,
-    HeadRow,
-    HeadTarget,
-    HeadWeights,
-    ModelShape,
-    TargetParts,
-)
+from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
+from foredraft.models.base import HeadTarget, HeadWeights, ModelShape, TargetParts
 from foredraft.models.files.json_files import read_json
 
 
@@ -99,7 +90,7 @@ class WideLayer(LlamaLayer):
         return super().finish(self.added_to(x_BLE.chunk(2, -1)[1]), attended_BHLD)
 
 
-class EagleModule(RowsHead):
+class EagleModule(HeadModule):
     """See the module docstring.
 
     Args:
@@ -187,6 +178,9 @@ class EagleModule(RowsHead):
         state_BLE = self.fused([batch.taps[layer] for layer in self.taps])
         return unrolled(batch, depth, self.output, state_BLE, step)
 
+    def runner(self, target: HeadTarget) -> EagleRunner:
+        return EagleRunner(self, target)
+
 
 def published_taps(num_layers: int) -> tuple[int, ...]:
     """The layers that EAGLE-3's authors read: what goes into layers 2, L / 2 and L - 3."""
@@ -218,6 +212,7 @@ class FirstEagleModule(nn.Module):
         output: the target's head [V, E].
     """
 
+    taps: tuple[int, ...]
     output_ids_R: Tensor | None = None
     promise: tuple[float, float] | None = None
 
@@ -241,9 +236,12 @@ class FirstEagleModule(nn.Module):
         state_BLE = self.target_norm(batch.taps[self.taps[0]].to(self.output.dtype))
         return unrolled(batch, depth, self.output, state_BLE, step)
 
+    def runner(self, target: HeadTarget) -> FirstEagleRunner:
+        return FirstEagleRunner(self, target)
 
-class FirstEagleRunner:
-    """See `foredraft.drafters.heads.steps.StepRunner`.
+
+class FirstEagleRunner(StepRunner):
+    """What goes into the layer of a `FirstEagleModule`, where the target runs it.
 
     Args:
         module: a trained head.
@@ -251,17 +249,15 @@ class FirstEagleRunner:
     """
 
     def __init__(self, module: FirstEagleModule, target: HeadTarget) -> None:
-        parts = target.parts
-        self._parts, self._norm = parts, module.target_norm.to(parts.device).eval()
+        weights = {n: _weight(w, target) for n, w in module.layer.weights().items()}
+        output_RE = _weight(module.output, target)
+        super().__init__(target, HeadWeights([weights], None, output_RE, module.shape))
+        self._parts = target.parts
+        self._norm = module.target_norm.to(self._parts.device).eval()
         bias: Tensor | None = module.join.bias
         self._join = _weight(module.join.weight, target)
         self._bias = None if bias is None else _weight(bias, target)
         self._qkv = _weight(module.layer.qkv.weight, target)
-        weights = {n: _weight(w, target) for n, w in module.layer.weights().items()}
-        self._runner = target.head_runner(
-            HeadWeights([weights], None, _weight(module.output, target), module.shape)
-        )
-        self.layers = self._runner.layers
 
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
@@ -274,22 +270,13 @@ class FirstEagleRunner:
         x_NE = F.linear(joined, self._join, self._bias)
         return torch.cat((x_NE, F.linear(x_NE, self._qkv)), 1)
 
-    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        return self._runner.run(rows, inputs_TE)
-
 
 def _weight(weight: Tensor, target: HeadTarget) -> Tensor:
     return weight.detach().to(target.parts.device, target.parts.dtype)
 
 
-class FirstEagleDrafter(ModuleDrafter):
-    """A `FirstEagleModule` drafts trees."""
-
-    runner = FirstEagleRunner
-
-
-class EagleRunner:
-    """See `foredraft.drafters.heads.steps.StepRunner`.
+class EagleRunner(StepRunner):
+    """What goes into the layer of an `EagleModule`, where the target runs it.
 
     Queries, keys and values are made by the target's joins, and handed in.
 
@@ -299,20 +286,14 @@ class EagleRunner:
     """
 
     def __init__(self, module: EagleModule, target: HeadTarget) -> None:
-        self._module, self._eps = module.to(target.parts.device).eval(), module.shape.rms_norm_eps
-        layer = module.layer
+        self._module = module.to(target.parts.device).eval()
+        layer, eps = module.layer, module.shape.rms_norm_eps
+        super().__init__(target, head_weights([layer], module.norm, module.output, module.shape))
         token, state = layer.qkv.weight.chunk(2, 1)
-        token = token * layer.token_norm.weight
-        tokens = JoinedTokens(target.parts, token, self._eps, target.vocab_size)
+        tokens = JoinedTokens(target, token * layer.token_norm.weight, eps)
         state_norm = layer.get_parameter("attention_norm.weight")
-        self._join = Joined(target, [state_norm], state, self._eps, tokens)
+        self._join = Joined(target, [state_norm], state, eps, tokens)
         self._fuse = _Fusion(module, target)
-        self._runner = target.head_runner(
-            HeadWeights(
-                [layer.weights()], module.norm.weight.detach(), module.output.detach(), module.shape
-            )
-        )
-        self.layers = self._runner.layers
 
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
@@ -328,18 +309,14 @@ class EagleRunner:
         added_to_TE = self._module.layer.added_to(states_TE)
         return torch.cat((added_to_TE, self._join([states_TE], tokens)), 1)
 
-    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        return self._runner.run(rows, inputs_TE)
-
 
 class _Fusion:
     """`EagleModule.fused` by the target's joins."""
 
     def __init__(self, module: EagleModule, target: HeadTarget) -> None:
         self._eps, weight = module.shape.rms_norm_eps, module.join_taps.weight
-        count = len(module.tap_norms)
-        norms = [module.get_parameter(f"tap_norms.{i}.weight") for i in range(count)]
-        self._is_normed, self._joins_first = bool(norms), count != len(module.taps)
+        norms = [norm.get_parameter("weight") for norm in module.tap_norms]
+        self._is_normed, self._joins_first = bool(norms), len(norms) != len(module.taps)
         no_norm = weight.new_ones(weight.shape[1])
         self._join = Joined(target, norms or [no_norm], weight, self._eps)
 
@@ -353,12 +330,6 @@ class _Fusion:
             return joined_TE
         # Joins bring what they join to a mean square of 1, and here there is to be no norm.
         return joined_TE * (x_TK.square().mean(-1, keepdim=True) + self._eps).sqrt()
-
-
-class EagleDrafter(ModuleDrafter):
-    """An `EagleModule` drafts trees."""
-
-    runner = EagleRunner
 
 
 _LAYERS = ("layers.0.", "midlayer.")
@@ -653,19 +624,9 @@ def published_config(module: EagleModule) -> dict[str, Any]:
     }
 
 
-def _drafter(
-    module: EagleModule | FirstEagleModule, target: HeadTarget, limits: GrowthLimits
-) -> ModuleDrafter:
-    kind = FirstEagleDrafter if isinstance(module, FirstEagleModule) else EagleDrafter
-    return kind(module, target, limits)
-
-
-DRAFTER = DrafterSpec(
-    build=built_with(EagleModule, _drafter, read_published),
+DRAFTER = stepwise_drafter(
+    EagleModule,
     summary="EAGLE heads in their published shape, those of other trainers included",
-    options={**HEAD_OPTION, **GROWTH_OPTIONS},
     num_draft_tokens=16,
-    needs=Capabilities(parts=True, cache_layers=True),
-    trained=EagleModule.kind,
-    head=EagleModule,
+    read=read_published,
 )

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.drafters.heads.base import (
-    HeadOption,
+    TAPS,
+    HeadModule,
     HeadSource,
     Prediction,
-    RowsHead,
     TextBatch,
     unrolled,
-    usual_taps,
 )
 from foredraft.drafters.heads.layers import (
     AnchoredAttention,
@@ -33,14 +32,13 @@ from foredraft.drafters.heads.layers import (
     JoinedTokens,
     LlamaLayer,
     RMSNorm,
+    head_weights,
 )
-from foredraft.drafters.heads.steps import GROWTH_OPTIONS, ModuleDrafter, built_with
-from foredraft.drafters.heads.store import HEAD_OPTION
-from foredraft.drafters.spec import DrafterSpec
-from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
+from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
+from foredraft.models.base import HeadTarget, ModelShape
 
 
-class HiddenHeadModule(RowsHead):
+class HiddenHeadModule(HeadModule):
     """See the module docstring.
 
     Args:
@@ -48,13 +46,7 @@ class HiddenHeadModule(RowsHead):
     """
 
     kind = "hidden_head"
-    OPTIONS: ClassVar = {
-        "taps": HeadOption(
-            "layers of the target to read, such as 9,19,29 (low, middle, last)",
-            lambda shape: usual_taps(shape.num_hidden_layers),
-            is_layers=True,
-        )
-    }
+    OPTIONS: ClassVar = {"taps": TAPS}
 
     def __init__(self, shape: ModelShape, num_rows: int | None, taps: Sequence[int]) -> None:
         super().__init__(shape, taps, num_rows=num_rows, taps=[*taps])
@@ -114,9 +106,12 @@ class HiddenHeadModule(RowsHead):
 
         return unrolled(batch, depth, self.rows, batch.embeddings_BLE, step)
 
+    def runner(self, target: HeadTarget) -> HiddenHeadRunner:
+        return HiddenHeadRunner(self, target)
 
-class HiddenHeadRunner:
-    """The module's weights where the target runs them.
+
+class HiddenHeadRunner(StepRunner):
+    """What goes into a `HiddenHeadModule`'s layer, where the target runs it.
 
     Args:
         module: a trained head.
@@ -124,52 +119,24 @@ class HiddenHeadRunner:
     """
 
     def __init__(self, module: HiddenHeadModule, target: HeadTarget) -> None:
-        eps = module.shape.rms_norm_eps
-        self._runner = target.head_runner(
-            HeadWeights(
-                [module.layer.weights()],
-                module.norm.weight.detach(),
-                module.output.weight.detach(),
-                module.shape,
-            )
-        )
-        self.layers = self._runner.layers
-
-        tokens = JoinedTokens(
-            target.parts,
-            module.join_embedding.weight * module.embedding_norm.weight,
-            eps,
-            target.vocab_size,
-        )
-        norms = [module.get_parameter(f"tap_norms.{i}.weight") for i in range(len(module.taps))]
+        shape, eps = module.shape, module.shape.rms_norm_eps
+        super().__init__(target, head_weights([module.layer], module.norm, module.rows, shape))
+        token = module.join_embedding.weight * module.embedding_norm.weight
+        tokens = JoinedTokens(target, token, eps)
+        norms = [norm.get_parameter("weight") for norm in module.tap_norms]
         self._join_taps = Joined(target, norms, module.join_taps.weight, eps, tokens)
         own_norms = [module.own_norm.weight]
         self._join_own = Joined(target, own_norms, module.join_own.weight, eps, tokens)
 
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
-        """Layer inputs [T, E] for tokens that the target has read, and those that follow them."""
         return self._join_taps(taps, following)
 
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
-        """Layer inputs [N, E] for drafted tokens, ``states_NE`` of what each was drafted from."""
         return self._join_own([states_NE], tokens)
 
-    def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
-        return self._runner.run(rows, inputs_TE)
 
-
-class HiddenHeadDrafter(ModuleDrafter):
-    """An `HiddenHeadModule` drafts trees."""
-
-    runner = HiddenHeadRunner
-
-
-DRAFTER = DrafterSpec(
-    build=built_with(HiddenHeadModule, HiddenHeadDrafter),
+DRAFTER = stepwise_drafter(
+    HiddenHeadModule,
     summary="a trained layer on the target's hidden states drafts a tree, token by token",
-    options={**HEAD_OPTION, **GROWTH_OPTIONS},
     num_draft_tokens=16,
-    needs=Capabilities(parts=True, cache_layers=True),
-    trained=HiddenHeadModule.kind,
-    head=HiddenHeadModule,
 )

@@ -21,18 +21,16 @@ from torch import Tensor, nn
 
 from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
+    HeadModule,
     HeadOption,
     HeadSource,
     Prediction,
-    RowsHead,
     TextBatch,
     unrolled,
 )
-from foredraft.drafters.heads.layers import Joined, JoinedTokens, RMSNorm
-from foredraft.drafters.heads.steps import GROWTH_OPTIONS, ModuleDrafter, built_with
-from foredraft.drafters.heads.store import HEAD_OPTION
-from foredraft.drafters.spec import DrafterSpec
-from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
+from foredraft.drafters.heads.layers import Joined, JoinedTokens, RMSNorm, head_weights
+from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
+from foredraft.models.base import HeadRow, HeadTarget, ModelShape
 
 
 class FeedForward(nn.Module):
@@ -54,7 +52,7 @@ class FeedForward(nn.Module):
         return x + product
 
 
-class HydraModule(RowsHead):
+class HydraModule(HeadModule):
     """See the module docstring.
 
     Args:
@@ -118,33 +116,29 @@ class HydraModule(RowsHead):
 
         return unrolled(batch, depth, self.output, batch.taps[self.taps[0]], step)
 
+    def runner(self, target: HeadTarget) -> HydraRunner:
+        return HydraRunner(self, target)
 
-class HydraRunner:
-    """See `foredraft.drafters.heads.steps.StepRunner`.
+
+class HydraRunner(StepRunner):
+    """What goes into a `HydraModule`'s layer, where the target runs it.
 
     Args:
         module: a trained head.
         target: its target.
     """
 
-    layers = None
-
     def __init__(self, module: HydraModule, target: HeadTarget) -> None:
-        self._parts, eps = target.parts, module.shape.rms_norm_eps
+        shape = replace(module.shape, intermediate_size=module.width)
+        super().__init__(target, head_weights([module.layer], module.norm, module.output, shape))
+        self.layers = ()
+        self._parts, eps = target.parts, shape.rms_norm_eps
         token_norm = module.token_norm.weight
         norms = [module.hidden_norm.weight, token_norm]
         self._join_hidden = Joined(target, norms, module.join_hidden.weight, eps)
         state, token = module.join_own.weight.chunk(2, 1)
-        tokens = JoinedTokens(target.parts, token * token_norm, eps, target.vocab_size)
+        tokens = JoinedTokens(target, token * token_norm, eps)
         self._join_own = Joined(target, [module.own_norm.weight], state, eps, tokens)
-        self._runner = target.head_runner(
-            HeadWeights(
-                [module.layer.weights()],
-                module.norm.weight.detach(),
-                module.output.detach(),
-                replace(module.shape, intermediate_size=module.width),
-            )
-        )
 
     @torch.no_grad()
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
@@ -158,21 +152,11 @@ class HydraRunner:
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         # Nothing attends, so it does not matter where the tokens stand.
         alone = [HeadRow(row.slot, 0, row.num_wanted, num_wanted=row.num_wanted) for row in rows]
-        return self._runner.run(alone, inputs_TE)
+        return super().run(alone, inputs_TE)
 
 
-class HydraDrafter(ModuleDrafter):
-    """A `HydraModule` drafts trees."""
-
-    runner = HydraRunner
-
-
-DRAFTER = DrafterSpec(
-    build=built_with(HydraModule, HydraDrafter),
+DRAFTER = stepwise_drafter(
+    HydraModule,
     summary="a trained head without attention drafts step by step from the last hidden state",
-    options={**HEAD_OPTION, **GROWTH_OPTIONS},
     num_draft_tokens=8,
-    needs=Capabilities(parts=True, cache_layers=True),
-    trained=HydraModule.kind,
-    head=HydraModule,
 )

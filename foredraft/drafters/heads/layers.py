@@ -8,13 +8,14 @@ Shape legend: B texts, L tokens, E hidden size, H query heads, G key-value heads
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foredraft.models.base import HeadTarget, ModelShape, TargetParts
+from foredraft.models.base import HeadTarget, HeadWeights, ModelShape
 from foredraft.models.files.kept import recipe_of
 
 
@@ -102,6 +103,14 @@ class LlamaLayer(nn.Module):
         return self.finish(x_BLE, attended)
 
 
+def head_weights(
+    layers: Iterable[nn.Module], norm: RMSNorm, output_RE: Tensor, shape: ModelShape
+) -> HeadWeights:
+    """What a target needs to run a head's layers: those with `LlamaLayer.weights`."""
+    weights = [cast(LlamaLayer, layer).weights() for layer in layers]
+    return HeadWeights(weights, norm.weight.detach(), output_RE.detach(), shape)
+
+
 class AnchoredAttention:
     """The state of one unrolled layer (training-time test, arXiv 2503.01840).
 
@@ -151,22 +160,21 @@ class JoinedTokens:
     """What tokens add to a layer's input: their normed embeddings times a matrix.
 
     Args:
-        parts: of the target, for its embeddings.
+        target: whose embeddings they are.
         weight_EE: the matrix.
         eps: of the norm.
-        vocab_size: V.
 
     Attributes:
         table_VE: it depends on nothing else, so for vocabularies that are not too large it is kept
             for all of them, in bfloat16.
     """
 
-    def __init__(self, parts: TargetParts, weight_EE: Tensor, eps: float, vocab_size: int) -> None:
-        self._parts, self._eps = parts, eps
-        self._weight_EE = weight_EE.detach().to(parts.device, parts.dtype)
+    def __init__(self, target: HeadTarget, weight_EE: Tensor, eps: float) -> None:
+        self._parts, self._eps, vocab_size = target.parts, eps, target.vocab_size
+        self._weight_EE = weight_EE.detach().to(self._parts.device, self._parts.dtype)
         self.table_VE: Tensor | None = None
         if 2 * vocab_size * len(weight_EE) <= _TABLE_BYTES:
-            recipe = recipe_of(sys.modules[__name__], self._weight_EE, eps)
+            recipe, parts = recipe_of(sys.modules[__name__], self._weight_EE, eps), self._parts
             self.table_VE = parts.kept("joined-tokens", recipe, lambda: self._of_all(vocab_size))
 
     def _of_all(self, vocab_size: int) -> Tensor:

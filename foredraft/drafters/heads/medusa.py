@@ -20,12 +20,12 @@ from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.grow import RANK_ACCEPTANCE, PlannedGrowth, best_first, planned_parents
-from foredraft.drafters.heads.base import HeadOption, HeadSource, Prediction, RowsHead, TextBatch
-from foredraft.drafters.heads.layers import RMSNorm
+from foredraft.drafters.heads.base import HeadModule, HeadOption, HeadSource, Prediction, TextBatch
+from foredraft.drafters.heads.layers import RMSNorm, head_weights
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
-from foredraft.models.base import Capabilities, HeadTarget, HeadWeights, ModelShape
+from foredraft.models.base import Capabilities, HeadTarget, ModelShape
 
 
 class _Head(nn.Module):
@@ -50,7 +50,7 @@ class _Head(nn.Module):
         return projected
 
 
-class MedusaModule(RowsHead):
+class MedusaModule(HeadModule):
     """See the module docstring.
 
     Args:
@@ -141,8 +141,8 @@ class MedusaDrafter(BaseDrafter):
 
     def __init__(self, module: MedusaModule, target: HeadTarget, width: int = 4) -> None:
         parts = target.parts
-        norm_E, output_RE = module.output_norm.weight.detach(), module.output.detach()
-        self._rows_runner = target.head_runner(HeadWeights([], norm_E, output_RE, module.shape))
+        weights = head_weights([], module.output_norm, module.output, module.shape)
+        self._rows_runner = target.head_runner(weights)
         self._module = module.to(parts.device, parts.dtype).eval()
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self._width = width if target.capabilities.tree_attention else 1

@@ -22,15 +22,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from foredraft.cache.base import CacheLayers
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.drafters.base import DraftRequest
-from foredraft.drafters.grow import GrowthLimits
 from foredraft.drafters.heads.base import (
+    HeadModule,
     HeadOption,
     HeadSource,
     Prediction,
-    RowsHead,
     TextBatch,
     unrolled,
 )
@@ -40,6 +37,7 @@ from foredraft.drafters.heads.layers import (
     JoinedTokens,
     LlamaLayer,
     RMSNorm,
+    head_weights,
 )
 from foredraft.drafters.heads.published import (
     CheckpointTensors,
@@ -51,10 +49,8 @@ from foredraft.drafters.heads.published import (
     layer_names,
     under_our_names,
 )
-from foredraft.drafters.heads.steps import GROWTH_OPTIONS, ModuleDrafter, built_with
-from foredraft.drafters.heads.store import HEAD_OPTION
-from foredraft.drafters.spec import DrafterSpec
-from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights, ModelShape
+from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
+from foredraft.models.base import HeadRow, HeadTarget, ModelShape
 from foredraft.models.files.json_files import read_json
 
 RETURNS = ("normed", "plain")
@@ -102,7 +98,7 @@ class MtpHead(nn.Module):
         return normed if self.returns == "normed" else x
 
 
-class MtpModule(RowsHead):
+class MtpModule(HeadModule):
     """See the module docstring.
 
     Args:
@@ -153,6 +149,9 @@ class MtpModule(RowsHead):
         state_BLE = self.first_state(batch.taps[self.taps[0]])
         return unrolled(batch, depth, self.output, state_BLE, step)
 
+    def runner(self, target: HeadTarget) -> MtpRunner:
+        return MtpRunner(self, target)
+
 
 class _Head:
     """One head where the target runs it.
@@ -166,11 +165,10 @@ class _Head:
     def __init__(self, head: MtpHead, output_RE: Tensor, target: HeadTarget) -> None:
         self._head, shape = head, head.layer.shape
         token, state = head.join.weight.chunk(2, 1)
-        token = token * head.embedding_norm.weight
-        tokens = JoinedTokens(target.parts, token, shape.rms_norm_eps, target.vocab_size)
-        self.inputs = Joined(target, [head.hidden_norm.weight], state, shape.rms_norm_eps, tokens)
-        norm_E = head.norm.weight.detach()
-        weights = HeadWeights([head.layer.weights()], norm_E, output_RE.detach(), shape)
+        eps = shape.rms_norm_eps
+        tokens = JoinedTokens(target, token * head.embedding_norm.weight, eps)
+        self.inputs = Joined(target, [head.hidden_norm.weight], state, eps, tokens)
+        weights = head_weights([head.layer], head.norm, output_RE, shape)
         self._runner = target.head_runner(weights)
         self.layers = self._runner.layers
 
@@ -207,8 +205,8 @@ class _Part:
     nodes: Sequence[int]
 
 
-class MtpRunner:
-    """See `foredraft.drafters.heads.steps.StepRunner`.
+class MtpRunner(StepRunner):
+    """What goes into the layers of an `MtpModule`, where the target runs them.
 
     Along with a token goes what its successors are read with: the states of all heads but the last,
     or of the only one.
@@ -225,18 +223,9 @@ class MtpRunner:
         self._last = len(self._heads) - 1
         self._num_states = max(1, self._last)
         self._ends: dict[int, _End] = {}  # by slot
+        self.layers = tuple(head.layers for head in self._heads)
 
-    @property
-    def layers(self) -> CacheLayers:
-        """Of the first head: no other has more entries."""
-        return self.all_layers[0]
-
-    @property
-    def all_layers(self) -> tuple[CacheLayers, ...]:
-        return tuple(head.layers for head in self._heads)
-
-    def forget(self, slot: int) -> None:
-        """Another request begins there."""
+    def begin(self, slot: int) -> None:
         self._ends.pop(slot, None)
 
     @torch.no_grad()
@@ -357,23 +346,6 @@ def _with_tokens(states_TE: Tensor, tokens: Sequence[int]) -> Tensor:
     """Tokens as a last column: their numbers are whole in float32."""
     ids_T = torch.tensor(tokens, dtype=states_TE.dtype, device=states_TE.device)
     return torch.cat((states_TE, ids_T[:, None]), 1)
-
-
-class MtpDrafter(ModuleDrafter):
-    """An `MtpModule` drafts trees, with a head for each depth, the last one used again."""
-
-    runner = MtpRunner
-
-    def __init__(
-        self, module: MtpModule, target: HeadTarget, limits: GrowthLimits | None = None
-    ) -> None:
-        super().__init__(module, target, limits)
-        self._heads = cast(MtpRunner, self._runner)
-        self.layers = self._heads.all_layers
-
-    def begin(self, request: DraftRequest) -> None:
-        self._heads.forget(request.slot)
-        super().begin(request)
 
 
 @dataclass(frozen=True)
@@ -518,12 +490,9 @@ def _weights(layout: Layout, found: dict[str, Tensor], directory: Path) -> dict[
     return weights
 
 
-DRAFTER = DrafterSpec(
-    build=built_with(MtpModule, MtpDrafter, read_native),
+DRAFTER = stepwise_drafter(
+    MtpModule,
     summary="trained layers carry the target's last state on, token by token",
-    options={**HEAD_OPTION, **GROWTH_OPTIONS},
     num_draft_tokens=8,
-    needs=Capabilities(parts=True, cache_layers=True),
-    trained=MtpModule.kind,
-    head=MtpModule,
+    read=read_native,
 )

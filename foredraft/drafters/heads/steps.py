@@ -8,14 +8,15 @@ Shape legend: T tokens, E hidden size, R output rows, N scored nodes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foredraft.cache.base import CacheLayers
 from foredraft.core.choices import Choice, DrawnChoices
@@ -26,9 +27,9 @@ from foredraft.drafters.grow import Growth, GrowthLimits, Guide
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.published import is_checkpoint
 from foredraft.drafters.heads.rows import OutputRows
-from foredraft.drafters.heads.store import named_folder, trained_head
-from foredraft.drafters.spec import DrafterContext, DrafterFactory, checked_count, checked_ms
-from foredraft.models.base import HeadRow, HeadTarget
+from foredraft.drafters.heads.store import HEAD_OPTION, named_folder, trained_head
+from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_ms
+from foredraft.models.base import Capabilities, HeadRow, HeadTarget, HeadWeights
 
 _HOTTEST = 2.0
 """Higher temperatures are alike."""
@@ -39,16 +40,27 @@ run, and otherwise so many at a time. A request that it follows without drafting
 nothing then, and it can begin at any moment."""
 
 
-class StepRunner(Protocol):
-    """A head's weights where the target runs them.
+class StepRunner(ABC):
+    """A head's layers where the target runs them; a subclass makes what goes into them.
+
+    Args:
+        target: runs them.
+        weights: of the layers.
 
     Attributes:
-        layers: where its entries are; None: it does not attend, and keeps none.
+        layers: where the entries of the text are; none where nothing attends.
     """
 
-    @property
-    def layers(self) -> CacheLayers | None: ...
+    layers: Sequence[CacheLayers]
 
+    def __init__(self, target: HeadTarget, weights: HeadWeights) -> None:
+        self._runner = target.head_runner(weights)
+        self.layers = (self._runner.layers,)
+
+    def begin(self, slot: int) -> None:  # noqa: B027 - most keep nothing for a slot
+        """Another request begins in a slot; nothing is done if not overridden."""
+
+    @abstractmethod
     def text_inputs(self, following: Sequence[int], taps: Sequence[Tensor]) -> Tensor:
         """Layer inputs [T, E] for tokens that the target has read.
 
@@ -56,14 +68,25 @@ class StepRunner(Protocol):
             following: the token after each.
             taps: [T, E] of each layer that the head taps.
         """
-        ...
 
+    @abstractmethod
     def own_inputs(self, tokens: Sequence[int], states_NE: Tensor) -> Tensor:
         """Layer inputs [N, E] for drafted tokens, ``states_NE`` of what each was drafted from."""
-        ...
 
     def run(self, rows: Sequence[HeadRow], inputs_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `foredraft.models.base.HeadRunner.run`."""
+        return self._runner.run(rows, inputs_TE)
+
+
+class StepHead(Protocol):
+    """A head that drafts step by step; but for `runner` see `HeadModule`."""
+
+    taps: tuple[int, ...]
+    output_ids_R: Tensor | None
+    promise: tuple[float, float] | None
+
+    def runner(self, target: HeadTarget) -> StepRunner:
+        """Its layers where its target runs them."""
         ...
 
 
@@ -119,34 +142,27 @@ class StepDrafter(BaseDrafter):
     """See the module docstring.
 
     Args:
-        runner: the head.
+        head: what drafts.
         target: its target.
-        taps: the layers it reads.
-        output_ids_R: see `HeadModule`.
         limits: how far a tree may grow.
     """
 
     skips_gaps = True
 
     def __init__(
-        self,
-        runner: StepRunner,
-        target: HeadTarget,
-        taps: Sequence[int],
-        output_ids_R: Tensor | None,
-        limits: GrowthLimits | None = None,
+        self, head: StepHead, target: HeadTarget, limits: GrowthLimits | None = None
     ) -> None:
-        self._runner = runner
-        self._rows = OutputRows(output_ids_R, target.vocab_size)
+        self._runner = head.runner(target)
+        self._rows = OutputRows(head.output_ids_R, target.vocab_size)
         self._limits = limits or GrowthLimits()
         if not target.capabilities.tree_attention:
             self._limits = replace(self._limits, width=1, branching=1)
-        self.taps = tuple(taps)
-        self.layers = () if runner.layers is None else (runner.layers,)
+        self.taps, self.layers, self.promise = head.taps, self._runner.layers, head.promise
         self._requests: dict[int, _Request] = {}
         self._reliabilities: dict[float, Reliability] = {}
 
     def begin(self, request: DraftRequest) -> None:
+        self._runner.begin(request.slot)
         # Requests are as like as their temperatures are, to a tenth; few such values occur.
         temperature = round(min(request.params.temperature, _HOTTEST), 1)
         reliability = self._reliabilities.setdefault(temperature, Reliability())
@@ -275,27 +291,6 @@ class StepDrafter(BaseDrafter):
         return draft.build()
 
 
-class ModuleDrafter(StepDrafter):
-    """A trained module drafts trees; a subclass names what runs it.
-
-    Args:
-        module: of the kind that ``runner`` takes; its ``taps``, ``output_ids_R`` and ``promise``
-            are as those of a `HeadModule`.
-        target: its target.
-        limits: how far a tree may grow.
-
-    Attributes:
-        runner: a `StepRunner`, made of module and target.
-    """
-
-    runner: ClassVar[type[Any]]
-
-    def __init__(self, module: Any, target: HeadTarget, limits: GrowthLimits | None = None) -> None:
-        runner: StepRunner = self.runner(module, target)
-        super().__init__(runner, target, module.taps, module.output_ids_R, limits)
-        self.promise = module.promise
-
-
 def _joined(reads: Sequence[_Read]) -> _Read:
     """One of reads that follow each other."""
     if len(reads) == 1:
@@ -386,30 +381,37 @@ GROWTH_OPTIONS = MappingProxyType(
 """Options of heads that draft step by step; see `GrowthLimits`."""
 
 
-M = TypeVar("M", bound=HeadModule)
-
-
-def built_with(
-    module: type[M],
-    drafter: Callable[[Any, HeadTarget, GrowthLimits], Drafter],
-    read: Callable[[Path, HeadTarget], nn.Module] | None = None,
-) -> DrafterFactory:
-    """What builds a drafter that grows trees with a trained head.
+def stepwise_drafter(
+    head: type[HeadModule],
+    *,
+    summary: str,
+    num_draft_tokens: int,
+    read: Callable[[Path, HeadTarget], StepHead] | None = None,
+) -> DrafterSpec:
+    """The spec of a drafter that grows trees with a trained head.
 
     Args:
-        module: the class of the head's kind.
-        drafter: made from the head, its target, and how far a tree may grow.
+        head: the kind of head, a `StepHead`.
+        summary, num_draft_tokens: see `DrafterSpec`.
         read: reads a head from somebody's checkpoint; None: only heads that were saved here.
     """
 
     def build(context: DrafterContext) -> Drafter:
         limits, target = growth_limits(context), cast(HeadTarget, context.target)
-        directory = named_folder(context, module.kind, "head")
+        directory = named_folder(context, head.kind, "head")
         if read is not None and directory is not None and is_checkpoint(directory):
-            return drafter(read(directory, target), target, limits)
-        return drafter(trained_head(context, module), target, limits)
+            return StepDrafter(read(directory, target), target, limits)
+        return StepDrafter(cast(StepHead, trained_head(context, head)), target, limits)
 
-    return build
+    return DrafterSpec(
+        build=build,
+        summary=summary,
+        options={**HEAD_OPTION, **GROWTH_OPTIONS},
+        num_draft_tokens=num_draft_tokens,
+        needs=Capabilities(parts=True, cache_layers=True),
+        trained=head.kind,
+        head=head,
+    )
 
 
 def growth_limits(context: DrafterContext) -> GrowthLimits:
