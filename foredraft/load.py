@@ -8,7 +8,7 @@ cost the loading of the target.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from foredraft.drafters.heads.store import shipped_head, shipped_head_of_files
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus
 from foredraft.models.base import Target
-from foredraft.models.files.kept import KeptFiles, recipe_of
+from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
@@ -105,6 +105,13 @@ class ModelPlan:
         if self.tiles:
             return f"{self.dtype} on tiles"
         return self.dtype if self.weights == self.dtype else f"{self.dtype}, {self.weights} weights"
+
+    @cached_property
+    def kept(self) -> KeptFiles:
+        """What is kept of the model between processes; nothing where it does not run on CPU."""
+        if self.checkpoint is None or self.device != "cpu":
+            return NOTHING_KEPT
+        return KeptFiles.of(self.checkpoint)
 
     def cache_bytes(self, num_tokens: int) -> int:
         """Keys and values of one row of ``num_tokens``, as the cache allocates them."""
@@ -215,6 +222,7 @@ def load_target(
         *(plan.checkpoint, dtype, plan.device, decoder, plan.max_context),
         bits=plan.packed_bits,
         cache_memory=memory,
+        kept=plan.kept,
     )
     if plan.decoder == "fixed-shape":
         probe(target)
@@ -230,7 +238,7 @@ def forward_cost(plan: ModelPlan, target: Target, options: LoadOptions) -> CostM
         *(cpu_name(), available_cpus(), torch.get_num_threads(), options.threads),
         *(kernel, plan.decoder, plan.number_format),
     )
-    return kept_cost(KeptFiles.of(plan.checkpoint), recipe, target, options.max_batch_size)
+    return kept_cost(plan.kept, recipe, target, options.max_batch_size)
 
 
 def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import pkgutil
-from collections.abc import Iterable
-from functools import cache
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,12 +65,30 @@ def _built_in() -> dict[str, str]:
     }
 
 
-def _installed() -> dict[str, list[EntryPoint]]:
-    """What other packages have registered, by name."""
-    installed: dict[str, list[EntryPoint]] = {}
+def _installed() -> Mapping[str, Sequence[EntryPoint]]:
+    """What other packages have registered, by name; also those installed a moment ago."""
+    return _listed(tuple((folder, _last_change(folder)) for folder in sys.path))
+
+
+@lru_cache(maxsize=1)
+def _listed(folders: tuple[tuple[str, int], ...]) -> Mapping[str, Sequence[EntryPoint]]:
+    """The same, listed once: that takes milliseconds, and loading a model asks many times.
+
+    Args:
+        folders: where packages lie, and when each folder changed; installing a package changes it.
+    """
+    listed: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=_GROUP):
-        installed.setdefault(drafter_key(entry.name), []).append(entry)
-    return installed
+        listed.setdefault(drafter_key(entry.name), []).append(entry)
+    return listed
+
+
+def _last_change(folder: str) -> int:
+    """In nanoseconds; 0 where there is no such folder."""
+    try:
+        return os.stat(folder or os.curdir).st_mtime_ns
+    except OSError:
+        return 0
 
 
 def drafter_spec(name: str) -> DrafterSpec:
@@ -80,7 +100,7 @@ def drafter_spec(name: str) -> DrafterSpec:
     key = drafter_key(name)
     if key in RENAMED:
         raise ConfigError(f"drafter {name!r} is called {RENAMED[key]!r} now")
-    entries = _installed().get(key, [])
+    entries = _installed().get(key, ())
     module = _built_in().get(key)
     _check_single(key, module is not None, entries)
     if module is not None:
@@ -91,7 +111,7 @@ def drafter_spec(name: str) -> DrafterSpec:
     return _loaded(key, entries[0])
 
 
-def _check_single(key: str, is_built_in: bool, entries: list[EntryPoint]) -> None:
+def _check_single(key: str, is_built_in: bool, entries: Sequence[EntryPoint]) -> None:
     owners = [*(["foredraft itself"] if is_built_in else []), *map(_package, entries)]
     if len(owners) > 1:
         raise ConfigError(

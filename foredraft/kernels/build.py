@@ -24,8 +24,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from filelock import FileLock
-
 from foredraft.kernels.instructions import (
     SWITCH,
     InstructionSet,
@@ -190,6 +188,8 @@ def build(
         _make_private(directory)
         if library := _intact(directory, prefix):
             return library
+        from filelock import FileLock  # takes longer to import than to find the library
+
         with FileLock(directory / "building.lock", timeout=2 * _TIMEOUT_SECONDS):
             if library := _intact(directory, prefix):
                 return library

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
+from collections.abc import Iterator, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ import foredraft.drafters.registry
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.drafters import build_drafter, drafter_names, drafter_spec, ready_drafters
 from foredraft.drafters.none import NoDrafter
-from foredraft.drafters.registry import RENAMED, SHARED, _package, head_class, head_kinds
+from foredraft.drafters.registry import (
+    RENAMED,
+    SHARED,
+    _listed,
+    _package,
+    head_class,
+    head_kinds,
+)
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.load import resolve_drafter
 from foredraft.models.base import Capabilities
@@ -36,7 +44,7 @@ HUNGRY = DrafterSpec(
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if packages had registered the specs above."""
     entries = [
         EntryPoint(name, f"{__name__}:{attribute}", "foredraft.drafters")
@@ -55,6 +63,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     entries.append(EntryPoint("gone", "no_such_module_of_ours:SPEC", "foredraft.drafters"))
     monkeypatch.setattr(foredraft.drafters.registry, "entry_points", lambda group: entries)
+    _listed.cache_clear()
+    yield
+    _listed.cache_clear()
 
 
 def test_the_built_in_ones_are_the_files_of_the_folder() -> None:
@@ -62,6 +73,38 @@ def test_the_built_in_ones_are_the_files_of_the_folder() -> None:
     assert "base" not in drafter_names()
     for name in drafter_names():
         assert drafter_spec(name).summary
+
+
+def _register(folder: Path, drafter: str) -> None:
+    """As an installer leaves a package that registers a drafter."""
+    info = folder / f"{drafter}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {drafter}\nVersion: 1.0\n")
+    line = f"{drafter} = {__name__}:SPEC"
+    (info / "entry_points.txt").write_text(f"[foredraft.drafters]\n{line}\n")
+
+
+def test_packages_are_listed_once_and_again_when_one_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_listings = 0
+
+    def listing(group: str) -> Sequence[EntryPoint]:
+        nonlocal num_listings
+        num_listings += 1
+        return tuple(entry_points(group=group))
+
+    monkeypatch.setattr(foredraft.drafters.registry, "entry_points", listing)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _register(tmp_path, "first_guess")
+    _listed.cache_clear()
+    for _ in range(3):
+        assert "first_guess" in drafter_names()
+        assert drafter_spec("suffix").summary
+    assert num_listings == 1
+    _register(tmp_path, "second_guess")
+    assert drafter_spec("second-guess").summary == "from elsewhere"
+    assert num_listings == 2
 
 
 def test_dashes_and_underscores_are_the_same() -> None:

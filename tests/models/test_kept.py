@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.load import forward_cost, load_models
 from foredraft.models.base import Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
@@ -18,6 +19,7 @@ from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import load_weights
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost
+from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
 
@@ -131,15 +133,31 @@ def test_kept_weights_are_the_weights(
     config = read_config(directory)
     plain = load_weights(directory, config, torch.bfloat16, bits=bits)
     folder = KeptFiles(tmp_path / "kept")
-    monkeypatch.setattr(weights_module.KeptFiles, "of", lambda checkpoint: folder)
-    made = load_weights(directory, config, torch.bfloat16, bits=bits)
+    made = load_weights(directory, config, torch.bfloat16, bits=bits, kept=folder)
     monkeypatch.setattr(weights_module, "_Reader", None)  # nothing is read from the checkpoint
     monkeypatch.setattr(weights_module, "fit", lambda checkpoint, config: (config, frozenset()))
-    kept = load_weights(directory, config, torch.bfloat16, bits=bits)
+    kept = load_weights(directory, config, torch.bfloat16, bits=bits, kept=folder)
     for one, other, third in zip(plain.tensors(), made.tensors(), kept.tensors(), strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)
     assert (kept.head_VE is kept.embedding_VE) == (plain.head_VE is plain.embedding_VE)
+
+
+def test_a_load_looks_for_kept_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    places: list[Path] = []
+
+    def of(checkpoint: Checkpoint) -> KeptFiles:
+        places.append(checkpoint.directory)
+        return KeptFiles(tmp_path / "kept")
+
+    monkeypatch.setattr(KeptFiles, "of", of)
+    asked = LoadOptions(model=str(_model(tmp_path / "model")), backend="native")
+    loaded, _ = load_models(asked)
+    forward_cost(loaded.plan, loaded.target, asked)
+    assert loaded.target.parts.kept("table", "recipe", lambda: TENSORS["a"]) is not None
+    assert places == [tmp_path / "model"]
+    assert {path.suffix for path in (tmp_path / "kept").iterdir()} == {"", ".index", ".json"}
 
 
 MEASURED = (((1, 10.0), (4, 12.0)), (0.001, 0.0001), 64)

@@ -479,13 +479,19 @@ def read_head(directory: Path, module: type[M], info: HeadInfo) -> M:
     _check_shapes(path, head, stored)
     weights = load_file(path)
     for name, tensor in weights.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and not _is_finite(tensor):
             raise ModelLoadError(f"{path}: {name} holds NaN or infinity; train the head again")
     whole = {name: _loaded(tensor, torch.float32) for name, tensor in weights.items()}
     head.load_state_dict(whole, assign=True)
     head.eval()
     _run_self_test(directory / SELF_TEST, head)
     return head
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """In one pass: NaN comes through as least and largest element, and infinity is one of them."""
+    least, largest = torch.aminmax(tensor)
+    return isfinite(least) and isfinite(largest)
 
 
 def _check_sizes(shape: ModelShape, sizes: tuple[int, int, int] | None, path: Path) -> None:

@@ -127,6 +127,9 @@ class KeptFiles:
             _try_to_keep(name, partial(_write_tensors, path, recipe, tensors), size)
 
 
+NOTHING_KEPT = KeptFiles(None)
+
+
 def recipe_of(*parts: object) -> str:
     """A recipe of what a piece depends on: modules by their source, tensors by their bytes."""
     return hashlib.sha256("\n".join(map(_described, parts)).encode()).hexdigest()[:24]

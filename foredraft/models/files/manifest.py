@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ _SMALL_BYTES = 8 << 20
 """Files up to this size are compared by sha256, larger ones by their block sums."""
 _BLOCK_BYTES = 64 << 10
 _READ_BYTES = 4 << 20
+_READERS = 2
 
 
 def sha256_of(path: Path) -> str:
@@ -30,23 +32,31 @@ def block_sums_of(path: Path) -> str:
     pages, flipped bits, blocks in the wrong place) at the speed of memory; it does not find a
     change that somebody has contrived, as a sha256 would at eight times the cost.
     """
-    import numpy as np
-
+    size = path.stat().st_size
+    share = max(1, -(-size // (_READERS * _READ_BYTES))) * _READ_BYTES
     digest = hashlib.sha256()
-    for piece in _pieces(path):
-        blocks = np.frombuffer(piece, np.uint64).reshape(-1, _BLOCK_BYTES // 8)
-        digest.update(blocks.sum(axis=1, dtype=np.uint64).tobytes())
+    with ThreadPoolExecutor(_READERS) as readers:
+        for sums in readers.map(partial(_sums_between, path, share), range(0, size, share)):
+            digest.update(sums)
     return digest.hexdigest()
 
 
-def _pieces(path: Path) -> Iterator[memoryview]:
-    """The file in whole blocks, the last one filled up with zeros; all in the same memory."""
-    buffer = bytearray(_READ_BYTES)
+def _sums_between(path: Path, share: int, start: int) -> bytes:
+    """The sums of the blocks that lie in ``share`` bytes from ``start``.
+
+    Each block of 64 KiB is whole, the last one of the file filled up with zeros.
+    """
+    import numpy as np
+
+    buffer, sums = bytearray(_READ_BYTES), []
     with path.open("rb") as file:
-        while num_bytes := file.readinto(buffer):
+        file.seek(start)
+        while file.tell() < start + share and (num_bytes := file.readinto(buffer)):
             end = -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
             buffer[num_bytes:end] = bytes(end - num_bytes)
-            yield memoryview(buffer)[:end]
+            blocks = np.frombuffer(buffer, np.uint64, end // 8).reshape(-1, _BLOCK_BYTES // 8)
+            sums.append(blocks.sum(axis=1, dtype=np.uint64).tobytes())
+    return b"".join(sums)
 
 
 def write_manifest(directory: Path, recipe: str) -> None:

@@ -49,6 +49,7 @@ class EagerDecoder:
     partial = True
     reads_unseen = False
     draws = False
+    runs_heads = False
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self._config, self._weights = config, weights

@@ -70,6 +70,7 @@ class FusedDecoder:
     partial = True
     reads_unseen = False
     draws = True
+    runs_heads = True
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None

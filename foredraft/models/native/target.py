@@ -16,7 +16,7 @@ from foredraft.cache.store import Entries
 from foredraft.core.draws import DrawRows, Wanted
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
-from foredraft.models.files.kept import KeptFiles
+from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.eager import EagerDecoder
@@ -49,6 +49,11 @@ class Decoder(Protocol):
         """Whether it fills in `ForwardPlan.draws`."""
         ...
 
+    @property
+    def runs_heads(self) -> bool:
+        """Whether its kernel also runs heads and their joins; else plain torch does."""
+        ...
+
     def forward(
         self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]: ...
@@ -71,6 +76,7 @@ class NativeTarget:
         max_context: most tokens a row may hold; the model's own limit when None.
         cache_memory: what the cache may take, in bytes, or shared with other caches (see
             `KVCache`). Views of some layers share it.
+        kept: what is kept of the model between processes.
     """
 
     def __init__(
@@ -80,9 +86,10 @@ class NativeTarget:
         new_decoder: DecoderFactory = EagerDecoder,
         max_context: int | None = None,
         cache_memory: CacheMemory | int | None = None,
+        kept: KeptFiles = NOTHING_KEPT,
     ) -> None:
         self.config, self.weights = config, weights
-        self._kept = KeptFiles(None)
+        self._kept = kept
         self.decoder = new_decoder(config, weights)
         self._new_decoder = new_decoder
         self.vocab_size = config.vocab_size
@@ -111,22 +118,24 @@ class NativeTarget:
         max_context: int | None = None,
         bits: int | None = None,
         cache_memory: CacheMemory | int | None = None,
+        kept: KeptFiles | None = None,
     ) -> NativeTarget:
         """Load a checkpoint; with ``bits``, weights are quantised (see `packed`).
 
         Args:
             source: the checkpoint; a directory is checked first.
+            kept: what is kept of it between processes; None: what `KeptFiles.of` finds, on CPU.
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged or of another kind.
         """
         checkpoint = Checkpoint.of(source)
         config, _ = fit(checkpoint, read_config(checkpoint.directory, max_context))
-        weights = load_weights(checkpoint, config, dtype, device, bits)
-        target = cls(config, weights, new_decoder, max_context, cache_memory)
-        if torch.device(device).type == "cpu":
-            target._kept = KeptFiles.of(checkpoint)
-        return target
+        if kept is None:
+            on_cpu = torch.device(device).type == "cpu"
+            kept = KeptFiles.of(checkpoint) if on_cpu else NOTHING_KEPT
+        weights = load_weights(checkpoint, config, dtype, device, bits, kept)
+        return cls(config, weights, new_decoder, max_context, cache_memory, kept)
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.
     @torch.no_grad()
@@ -153,13 +162,12 @@ class NativeTarget:
         return NativeParts(self.config, self.weights, self.decoder.logits, self._kept)
 
     def head_runner(self, weights: HeadWeights) -> NativeHeadRunner:
-        fused = self.decoder.name == "fused"
         layers = self.cache.add_layers(head_config(weights).kv_shape, self.weights.dtype)
-        return NativeHeadRunner(weights, layers, self.weights.dtype, fused)
+        return NativeHeadRunner(weights, layers, self.weights.dtype, self.decoder.runs_heads)
 
     def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
-        fused = self.decoder.name == "fused"
-        return native_join(weight_EK, table_VE, eps, self.weights.dtype, fused)
+        dtype, fused = self.weights.dtype, self.decoder.runs_heads
+        return native_join(weight_EK, table_VE, eps, dtype, fused)
 
     @property
     def num_layers(self) -> int:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.files.kept import KeptFiles, recipe_of
+from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.safety import FLOATS, Checkpoint
 from foredraft.models.native import packed
 from foredraft.models.native.config import DecoderConfig
@@ -110,6 +110,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     bits: int | None = None,
+    kept: KeptFiles = NOTHING_KEPT,
 ) -> DecoderWeights:
     """Read a checkpoint.
 
@@ -120,6 +121,7 @@ def load_weights(
         device: where the weights go.
         bits: 8 or 4: quantise the linear layers, and the head to 8, each as it is read. What the
             model comes with in as many bits is taken as it is. 16: bfloat16 laid out for tiles.
+        kept: where weights on CPU are kept in this form, and taken from at the next start.
 
     Raises:
         ModelLoadError: a tensor is missing, has another shape or no float type, or holds NaN or
@@ -128,8 +130,6 @@ def load_weights(
     checkpoint = Checkpoint.of(source)
     config, unused = fit(checkpoint, config)
     checkpoint.warn_of_unused(unused)
-    is_on_cpu = torch.device(device).type == "cpu"
-    kept = KeptFiles.of(checkpoint) if is_on_cpu else KeptFiles(None)
     name = f"weights-{dtype}-{bits}".replace("torch.", "")
     recipe = recipe_of(sys.modules[__name__], packed, config)
     if (tensors := kept.tensors(name, recipe)) is not None:
