@@ -166,8 +166,7 @@ class NativeTarget:
         return NativeHeadRunner(weights, layers, self.weights.dtype, self.decoder.runs_heads)
 
     def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
-        dtype, fused = self.weights.dtype, self.decoder.runs_heads
-        return native_join(weight_EK, table_VE, eps, dtype, fused)
+        return native_join(weight_EK, table_VE, eps, self.weights.dtype, self.decoder.runs_heads)
 
     @property
     def num_layers(self) -> int:
