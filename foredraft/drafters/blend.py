@@ -9,7 +9,7 @@ on. So each token is proposed by whoever is likelier right about it, and nobody 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
@@ -22,14 +22,6 @@ from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.suffix import SuffixText
 from foredraft.drafters.table import NgramTable, TableText, found_table
 from foredraft.models.base import Capabilities, HeadTarget
-
-
-class GrowingText(Guide, Protocol):
-    """A request's text that says what may follow."""
-
-    def commit(self, token: int) -> None:
-        """Append a committed token."""
-        ...
 
 
 class BlendDrafter(StepDrafter):
@@ -50,7 +42,7 @@ class BlendDrafter(StepDrafter):
         table: NgramTable | None = None,
     ) -> None:
         super().__init__(module, target, limits)
-        self._texts: dict[int, GrowingText] = {}
+        self._texts: dict[int, Guide] = {}
         self._table = table
         self._may_branch = target.capabilities.tree_attention
 

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -311,8 +313,13 @@ class BestFirstGrowth:
         return Proposal.chosen(tree.subset(sorted(best[:size])))
 
 
+NODE_COST = MappingProxyType(
+    {"node_cost": "time one more draft token adds to a step, in plain steps (measured)"}
+)
+
+
 def asked_price(context: DrafterContext) -> Price | None:
-    """The price that the option ``node_cost`` asks for; None leaves it to the controller.
+    """The price that the option of `NODE_COST` asks for; None leaves it to the controller.
 
     Raises:
         ConfigError: the option is not a number above 0.
@@ -470,23 +477,29 @@ _LEAST = 0.04
 """Nodes that are less likely are not looked below."""
 
 
-class Guide(Protocol):
-    """Something that knows, without a forward, what may follow at any place of a text.
+class Guide(ABC):
+    """A request's text, of which it is known without a forward what may follow at any place.
 
     Attributes:
         place: where the committed text ends; opaque.
     """
 
-    @property
-    def place(self) -> Any: ...
+    place: Any
 
+    @abstractmethod
     def successors(self, place: Any) -> Iterable[tuple[int, float, Any]]:
         """Tokens that may follow, likeliest first, each with its probability and its place."""
-        ...
 
+    @abstractmethod
     def advance(self, place: Any, token: int) -> Any:
         """Where ``token`` leads from ``place``."""
-        ...
+
+    @abstractmethod
+    def commit(self, token: int) -> None:
+        """Append a committed token, after seeing whether it was foreseen."""
+
+    def end(self) -> None:  # noqa: B027 - most keep nothing
+        """The request is over: keep what is to be kept of it."""
 
 
 @dataclass

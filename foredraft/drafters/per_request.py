@@ -9,11 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence, Sized
-from typing import Generic, TypeVar
+from functools import reduce
+from typing import Generic, Self, TypeVar
 
+from foredraft.core.cost import Price
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.grow import Guide, asked_price, best_first
+from foredraft.drafters.spec import DrafterContext
 
 Request = TypeVar("Request")
 """What the drafter keeps for a request while it runs."""
@@ -61,6 +65,44 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
 
     def end(self, request_id: int) -> None:
         self.end_request(self._requests.pop(request_id))
+
+
+class GuidedDrafter(PerRequestDrafter[Guide]):
+    """Drafts the best tree of what each request's text says may follow; see `best_first`.
+
+    Args:
+        new_text: makes the text of a request that starts.
+        price: what nodes cost; the row's when None.
+        tree: whether drafts may branch.
+    """
+
+    def __init__(
+        self,
+        new_text: Callable[[DraftRequest], Guide],
+        price: Price | None = None,
+        tree: bool = True,
+    ) -> None:
+        super().__init__()
+        self._new_text, self._price, self._tree = new_text, price, tree
+
+    @classmethod
+    def of(cls, context: DrafterContext, new_text: Callable[[DraftRequest], Guide]) -> Self:
+        """With the price that the user asked for, and trees where the target takes them."""
+        return cls(new_text, asked_price(context), context.target.capabilities.tree_attention)
+
+    def begin_request(self, request: DraftRequest) -> Guide:
+        return self._new_text(request)
+
+    def draft_tree(self, request: Guide, row: DraftRow, draft: Sequence[int]) -> TokenTree:
+        place = reduce(request.advance, draft, request.place)
+        return best_first(place, request.successors, row, self._tree, self._price, len(draft))
+
+    def observe_request(self, request: Guide, seen: Observation) -> None:
+        for token in seen.committed:
+            request.commit(token)
+
+    def end_request(self, request: Guide) -> None:
+        request.end()
 
 
 Kept = TypeVar("Kept", bound=Sized)

@@ -9,16 +9,14 @@ prediction costs nothing but its own scoring, and changes no token.)
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
-from foredraft.core.tree import EMPTY_TREE, TokenTree
-from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.confidence import MatchConfidence, priors
-from foredraft.drafters.grow import asked_price, best_first
-from foredraft.drafters.per_request import PerRequestDrafter
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
+from foredraft.drafters.grow import NODE_COST, Guide
+from foredraft.drafters.per_request import GuidedDrafter
+from foredraft.drafters.spec import DrafterContext, DrafterSpec
 
 _SETTLED = 4
 """Tokens that must agree before the place of parting is forgotten."""
@@ -152,83 +150,58 @@ class Alignment:
             yield self._expected[position], self._known.followed[agreed], (position + 1, agreed + 1)
 
 
-class _Request:
-    """One request: its prompt until the prediction is known, then the alignment with it."""
-
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.prompt = prompt
-        self.alignment: Alignment | None = None
-        self.waiting: list[int] = []
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        if self.alignment is None:
-            self.waiting.extend(tokens)
-            return
-        for token in tokens:
-            self.alignment.commit(token)
-
-    def align(self, expected: Sequence[int]) -> Alignment:
-        self.alignment = Alignment(expected)
-        self.commit(self.waiting)
-        return self.alignment
+_NOWHERE: _Place = (1 << 62, 0)
 
 
-class PredictionDrafter(PerRequestDrafter[_Request]):
-    """See the module docstring.
+class PredictedText(Guide):
+    """One request's output beside the text that it is expected to repeat.
 
     Args:
-        tokenizer: makes ids of predictions; None when requests come as ids only.
-        vocab_size: of the target.
-        price: what nodes cost; the controller's when None.
-        tree: whether drafts may branch.
+        expected: makes the ids of that text; called when something is drafted for the first time.
     """
 
-    def __init__(
-        self,
-        tokenizer: TextCodec | None,
-        vocab_size: int,
-        price: Price | None = None,
-        tree: bool = True,
-    ) -> None:
-        super().__init__()
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._price, self._tree = price, tree
+    place: _Place | None = None
 
-    def begin_request(self, request: DraftRequest) -> _Request:
-        return _Request(request.tokens)
+    def __init__(self, expected: Callable[[], Sequence[int]]) -> None:
+        self._expected = expected
+        self._alignment: Alignment | None = None
+        self._waiting: list[int] = []  # committed before the alignment was made
 
-    def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
-        alignment = request.alignment or request.align(self._expected(row, request.prompt))
-        place: _Place | None = None
-        for token in draft:
-            following = (p for t, _, p in alignment.successors(place) if t == token)
-            if (place := next(following, None)) is None:
-                return EMPTY_TREE
-        return best_first(place, alignment.successors, row, self._tree, self._price, len(draft))
+    def commit(self, token: int) -> None:
+        if self._alignment is None:
+            self._waiting.append(token)
+        else:
+            self._alignment.commit(token)
 
-    def observe_request(self, request: _Request, seen: Observation) -> None:
-        request.commit(seen.committed)
+    def successors(self, place: _Place | None) -> Iterator[tuple[int, float, _Place]]:
+        """What may come at ``place``; None is the end of the output."""
+        if self._alignment is None:
+            self._alignment = Alignment(self._expected())
+            for token in self._waiting:
+                self._alignment.commit(token)
+        return self._alignment.successors(place)
 
-    def _expected(self, row: DraftRow, prompt: Sequence[int]) -> Sequence[int]:
+    def advance(self, place: _Place | None, token: int) -> _Place:
+        """Where ``token`` leads; nothing follows one that is not expected."""
+        return next((after for t, _, after in self.successors(place) if t == token), _NOWHERE)
+
+
+def _build(context: DrafterContext) -> Drafter:
+    tokenizer, vocab_size = context.tokenizer, context.target.vocab_size
+
+    def expected(request: DraftRequest) -> Sequence[int]:
         """The ids of the request's prediction; without one, those of its prompt."""
-        text = row.params.prediction
+        text = request.params.prediction
         if text is None:
-            return prompt
-        if self._tokenizer is None:
+            return request.tokens
+        if tokenizer is None:
             raise ConfigError(
                 "a prediction is text and this engine has no tokenizer; leave the prediction out"
             )
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return [token for token in ids if token < self._vocab_size]
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return [token for token in ids if token < vocab_size]
 
-
-def _build(context: DrafterContext) -> PredictionDrafter:
-    return PredictionDrafter(
-        context.tokenizer,
-        context.target.vocab_size,
-        asked_price(context),
-        context.target.capabilities.tree_attention,
-    )
+    return GuidedDrafter.of(context, lambda request: PredictedText(lambda: expected(request)))
 
 
 DRAFTER = DrafterSpec(
@@ -236,6 +209,6 @@ DRAFTER = DrafterSpec(
     summary="copies the text the user expects (SamplingParams.prediction), and finds back to it",
     copies=True,
     reads_prediction=True,
-    options={"node_cost": "time one more draft token adds to a step, in plain steps (measured)"},
+    options=NODE_COST,
     num_draft_tokens=16,
 )

@@ -24,13 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
-from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.confidence import MatchConfidence, priors
-from foredraft.drafters.grow import asked_price, best_first
-from foredraft.drafters.per_request import PerRequestDrafter
+from foredraft.drafters.grow import NODE_COST, Guide
+from foredraft.drafters.per_request import GuidedDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
 from foredraft.models.files.manifest import MANIFEST_NAME, find_damage, write_manifest
 from foredraft.models.files.progress import Progress, SilentProgress
@@ -257,104 +255,73 @@ _MAX_MATCH = 16
 """Longest suffix looked for; longer ones are hardly more reliable."""
 
 
-class _Request:
-    """One request: the datastore, and the matches of its last tokens there, longest first."""
-
-    def __init__(self, datastore: Datastore, confidence: MatchConfidence, min_match: int) -> None:
-        self._datastore, self._confidence, self._min_match = datastore, confidence, min_match
-        self._matches: list[Interval] = []
-
-    def longest_after(self, draft: Sequence[int]) -> Interval | None:
-        """The longest match of the text and ``draft``."""
-        matches = reduce(self._advance, draft, self._matches)
-        return matches[0] if matches else None
-
-    def read(self, token: int) -> None:
-        """Append a token."""
-        self._matches = self._advance(self._matches, token)
-
-    def commit(self, token: int) -> None:
-        """Append a token of the output, after seeing whether it was foreseen."""
-        longest = self.longest_after(())
-        if longest and (ranked := self._datastore.ranked_followers(longest)):
-            self._confidence.record(longest.length, ranked[0][0] == token)
-        self.read(token)
-
-    def _advance(self, matches: list[Interval], token: int) -> list[Interval]:
-        """Every match is narrowed by ``token``, and a new one starts with it."""
-        narrowed = (self._datastore.narrow(match, token) for match in matches)
-        kept = [match for match in narrowed if match and match.length <= _MAX_MATCH]
-        first = self._datastore.starting_with(token)
-        return [*kept, first] if first else kept
-
-    def successors(self, match: Interval | None) -> Iterator[tuple[int, float, Interval]]:
-        """What comes after a match, for `best_first`."""
-        if match is None or match.length < self._min_match:
-            return
-        trust = self._confidence[match.length]
-        for token, share in self._datastore.ranked_followers(match):
-            if following := self._datastore.narrow(match, token):
-                yield token, trust * share, following
+Matches = Sequence[Interval]
+"""Of the last tokens in the datastore, longest first."""
 
 
-class RetrievalDrafter(PerRequestDrafter[_Request]):
-    """See the module docstring.
+class RetrievedText(Guide):
+    """One request's text, and its matches in the datastore.
 
     Args:
-        datastore: what to look things up in; None searches each request's prompt instead.
-        vocab_size: of the target.
+        datastore: where to look things up.
+        prior: how far matches there prove right; see `MatchConfidence`.
         min_match: shortest suffix that counts as a match.
-        price: what nodes cost; the controller's when None.
-        tree: whether drafts may branch.
+        prompt: the text so far.
+
+    Attributes:
+        place: matches of the end of the committed text.
     """
 
     def __init__(
         self,
-        datastore: Datastore | None,
-        vocab_size: int,
-        min_match: int = 2,
-        price: Price | None = None,
-        tree: bool = True,
+        datastore: Datastore,
+        prior: Sequence[float],
+        min_match: int,
+        prompt: Sequence[int],
     ) -> None:
-        super().__init__()
-        self._datastore, self._vocab_size = datastore, vocab_size
-        self._min_match, self._price, self._tree = min_match, price, tree
+        self._datastore, self._min_match = datastore, min_match
+        self._confidence = MatchConfidence(prior)
+        self.place: Matches = reduce(self.advance, prompt[-_MAX_MATCH:], ())
 
-    def begin_request(self, request: DraftRequest) -> _Request:
-        prompt = request.tokens
-        datastore, prior = self._datastore, priors().other_text
-        if datastore is None:
-            earlier = prompt[:-1]  # with the last token its end would match itself
-            datastore, prior = (
-                Datastore.of_documents([earlier], self._vocab_size),
-                priors().repeated_text,
-            )
-        found = _Request(datastore, MatchConfidence(prior), self._min_match)
-        for token in prompt[-_MAX_MATCH:]:
-            found.read(token)
-        return found
+    def commit(self, token: int) -> None:
+        """Append a committed token, after seeing whether it was foreseen."""
+        longest = self.place[0] if self.place else None
+        if longest and (ranked := self._datastore.ranked_followers(longest)):
+            self._confidence.record(longest.length, ranked[0][0] == token)
+        self.place = self.advance(self.place, token)
 
-    def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
-        start = request.longest_after(draft)
-        return best_first(start, request.successors, row, self._tree, self._price, len(draft))
+    def advance(self, place: Matches, token: int) -> Matches:
+        """Every match is narrowed by ``token``, and a new one starts with it."""
+        narrowed = (self._datastore.narrow(match, token) for match in place)
+        kept = [match for match in narrowed if match and match.length <= _MAX_MATCH]
+        first = self._datastore.starting_with(token)
+        return [*kept, first] if first else kept
 
-    def observe_request(self, request: _Request, seen: Observation) -> None:
-        for token in seen.committed:
-            request.commit(token)
+    def successors(self, place: Matches) -> Iterator[tuple[int, float, Matches]]:
+        """What comes after the longest match."""
+        if not place or place[0].length < self._min_match:
+            return
+        trust = self._confidence[place[0].length]
+        for token, share in self._datastore.ranked_followers(place[0]):
+            if following := self._datastore.narrow(place[0], token):
+                yield token, trust * share, (following,)
 
 
-def _build(context: DrafterContext) -> RetrievalDrafter:
+def _build(context: DrafterContext) -> Drafter:
     options, vocab_size, datastore = context.options, context.target.vocab_size, None
     if (index := options.get("index")) is not None:
         fingerprint = getattr(context.tokenizer, "fingerprint", None)
         datastore = Datastore.open(Path(str(index)).expanduser(), fingerprint, vocab_size)
-    return RetrievalDrafter(
-        datastore,
-        vocab_size,
-        checked_count("min_match", options.get("min_match", 2)),
-        asked_price(context),
-        context.target.capabilities.tree_attention,
-    )
+    min_match = checked_count("min_match", options.get("min_match", 2))
+
+    def new_text(request: DraftRequest) -> RetrievedText:
+        if datastore is not None:
+            return RetrievedText(datastore, priors().other_text, min_match, request.tokens)
+        # With its last token the prompt's end would match itself.
+        own = Datastore.of_documents([request.tokens[:-1]], vocab_size)
+        return RetrievedText(own, priors().repeated_text, min_match, request.tokens)
+
+    return GuidedDrafter.of(context, new_text)
 
 
 DRAFTER = DrafterSpec(
@@ -364,7 +331,7 @@ DRAFTER = DrafterSpec(
     options={
         "index": "folder made by `foredraft index build`; without one the prompt is searched",
         "min_match": "shortest suffix that counts as a match (2)",
-        "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
+        **NODE_COST,
     },
     num_draft_tokens=16,
 )

@@ -11,7 +11,6 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +18,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
-from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.confidence import MatchConfidence, priors
-from foredraft.drafters.grow import asked_price, best_first
-from foredraft.drafters.per_request import PerRequestDrafter, PerTenant
+from foredraft.drafters.grow import NODE_COST, Guide
+from foredraft.drafters.per_request import GuidedDrafter, PerTenant
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
 
 SEPARATOR = -1
@@ -293,21 +290,23 @@ class Source:
             self._confidence.record(match.length, ranked[0][0] == token)
 
 
-class SuffixText:
+class SuffixText(Guide):
     """One request's text, and where it stands in every source.
 
+    Args:
+        prompt: the text so far.
+        past: earlier outputs to look things up in as well, and to add this one to.
+
     Attributes:
-        place: where the committed text stands in each.
-        output: the tokens committed behind the prompt.
-        past: earlier outputs, to look things up in as well.
+        place: where the committed text stands in each source.
     """
 
     def __init__(self, prompt: Sequence[int], past: PastOutputs | None = None) -> None:
         self._own = SuffixAutomaton()
         for token in prompt:
             self._own.extend(token)
-        self.output: list[int] = []
-        self.past = past
+        self._output: list[int] = []
+        self._past = past
         shared = past.automata if past else ()
         # Of equally likely candidates the first source's count: the own text is closest.
         self._sources = [
@@ -320,12 +319,12 @@ class SuffixText:
         """Append a committed token, after seeing whether it was foreseen."""
         for source, match in zip(self._sources, self.place, strict=True):
             source.record(match, token)
-        self.output.append(token)
+        self._output.append(token)
         self._own.extend(token)
         self.place = (self._own.end, *self.advance(self.place, token)[1:])
 
     def successors(self, place: SuffixPlace) -> Iterator[tuple[int, float, SuffixPlace]]:
-        """What the most promising source says comes after ``place``, for `best_first`."""
+        """What the most promising source says comes after ``place``."""
         pairs = zip(self._sources, place, strict=True)
         place = tuple(source.automaton.with_followers(match) for source, match in pairs)
         found = max(map(Source.candidates, self._sources, place), key=_probability)
@@ -337,54 +336,24 @@ class SuffixText:
         pairs = zip(self._sources, place, strict=True)
         return tuple(source.automaton.advance(match, token) for source, match in pairs)
 
+    def end(self) -> None:
+        if self._past is not None:
+            self._past.add(self._output)
+
 
 def _probability(candidates: list[tuple[int, float]]) -> float:
     """Of the likeliest candidate."""
     return candidates[0][1] if candidates else 0.0
 
 
-class SuffixDrafter(PerRequestDrafter[SuffixText]):
-    """See the module docstring.
-
-    Args:
-        price: what nodes cost; the controller's when None.
-        past: outputs of earlier requests to look things up in as well, and to add to.
-        tree: whether drafts may branch.
-    """
-
-    def __init__(
-        self,
-        price: Price | None = None,
-        past: PerTenant[PastOutputs] | None = None,
-        tree: bool = True,
-    ) -> None:
-        super().__init__()
-        self._price, self._past, self._tree = price, past, tree
-
-    def begin_request(self, request: DraftRequest) -> SuffixText:
-        past = None if self._past is None else self._past.of(request.tenant)
-        return SuffixText(request.tokens, past)
-
-    def draft_tree(self, request: SuffixText, row: DraftRow, draft: Sequence[int]) -> TokenTree:
-        place = reduce(request.advance, draft, request.place)
-        return best_first(place, request.successors, row, self._tree, self._price, len(draft))
-
-    def observe_request(self, request: SuffixText, seen: Observation) -> None:
-        for token in seen.committed:
-            request.commit(token)
-
-    def end_request(self, request: SuffixText) -> None:
-        if request.past is not None:
-            request.past.add(request.output)
-
-
-def _build(context: DrafterContext) -> SuffixDrafter:
+def _build(context: DrafterContext) -> Drafter:
     options = {k: v for k, v in context.options.items() if k != "node_cost"}
-    return SuffixDrafter(
-        asked_price(context),
-        _past_outputs(context, **options),
-        context.target.capabilities.tree_attention,
-    )
+    past = _past_outputs(context, **options)
+
+    def new_text(request: DraftRequest) -> SuffixText:
+        return SuffixText(request.tokens, None if past is None else past.of(request.tenant))
+
+    return GuidedDrafter.of(context, new_text)
 
 
 def _past_outputs(
@@ -423,7 +392,7 @@ DRAFTER = DrafterSpec(
     summary="copies what followed the longest earlier match, as far as such matches have held",
     copies=True,
     options={
-        "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
+        **NODE_COST,
         "shared": "also look in outputs of earlier requests (false)",
         "shared_tokens": "most tokens of earlier outputs to keep (100000)",
         "shared_dir": "folder to keep them in between runs; memory only when not given",

@@ -14,7 +14,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +21,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.confidence import MatchConfidence
-from foredraft.drafters.grow import asked_price, best_first
+from foredraft.drafters.grow import NODE_COST, Guide
 from foredraft.drafters.heads.store import (
     SELF_TEST,
     WEIGHTS,
@@ -41,7 +38,7 @@ from foredraft.drafters.heads.store import (
     read_info,
     shipped_head,
 )
-from foredraft.drafters.per_request import PerRequestDrafter
+from foredraft.drafters.per_request import GuidedDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.suffix import SuffixPlace, SuffixText
 from foredraft.models.base import Capabilities
@@ -237,8 +234,8 @@ class Opinion:
         return min(NUM_CLASSES - 1, int(self.chances[0][1] * NUM_CLASSES))
 
 
-class TableText:
-    """One request's text, and what may follow it. A `foredraft.drafters.grow.Guide`.
+class TableText(Guide):
+    """One request's text, and what may follow it.
 
     Args:
         prompt: the text so far.
@@ -307,32 +304,6 @@ class TableText:
         self.place = self._own.place, (*self.place[1], token)[-LONGEST:]
 
 
-class TableDrafter(PerRequestDrafter[TableText]):
-    """See the module docstring.
-
-    Args:
-        table: of the target.
-        price: what nodes cost; the controller's when None.
-        tree: whether drafts may branch.
-    """
-
-    def __init__(self, table: NgramTable, price: Price | None = None, tree: bool = True) -> None:
-        super().__init__()
-        self._table, self._price, self._tree = table, price, tree
-        self.promise = table.promise
-
-    def begin_request(self, request: DraftRequest) -> TableText:
-        return TableText(request.tokens, self._table, request.params.temperature > 0.0)
-
-    def draft_tree(self, request: TableText, row: DraftRow, draft: Sequence[int]) -> TokenTree:
-        place = reduce(request.advance, draft, request.place)
-        return best_first(place, request.successors, row, self._tree, self._price, len(draft))
-
-    def observe_request(self, request: TableText, seen: Observation) -> None:
-        for token in seen.committed:
-            request.commit(token)
-
-
 def found_table(context: DrafterContext, option: str) -> NgramTable | None:
     """The table that the user named, or that comes with the package; None: there is none.
 
@@ -350,14 +321,20 @@ def found_table(context: DrafterContext, option: str) -> NgramTable | None:
     return load_table(given, identity, context.target.vocab_size)
 
 
-def _build(context: DrafterContext) -> TableDrafter:
+def _build(context: DrafterContext) -> Drafter:
     table = found_table(context, "head")
     if table is None:
         raise ConfigError(
             "drafter 'table' needs a table of the target's text. Make one with 'foredraft train "
             "table --target MODEL --out DIR', and name its directory with the drafter option head"
         )
-    return TableDrafter(table, asked_price(context), context.target.capabilities.tree_attention)
+
+    def new_text(request: DraftRequest) -> TableText:
+        return TableText(request.tokens, table, request.params.temperature > 0.0)
+
+    drafter = GuidedDrafter.of(context, new_text)
+    drafter.promise = table.promise
+    return drafter
 
 
 DRAFTER = DrafterSpec(
@@ -366,7 +343,7 @@ DRAFTER = DrafterSpec(
     copies=True,
     options={
         "head": "directory of the table (needed unless one comes with the model)",
-        "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
+        **NODE_COST,
     },
     num_draft_tokens=16,
     needs=Capabilities(parts=True),

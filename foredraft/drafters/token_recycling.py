@@ -21,7 +21,7 @@ from foredraft.core.largest import largest
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
 from foredraft.drafters.confidence import priors
-from foredraft.drafters.grow import asked_price, best_first
+from foredraft.drafters.grow import NODE_COST, asked_price, best_first
 from foredraft.drafters.per_request import PerRequestDrafter, PerTenant
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
 
@@ -195,7 +195,7 @@ DRAFTER = DrafterSpec(
     summary="drafts what the target held likely the last time after each token",
     options={
         "num_candidates": "candidates kept for each token, at most 8 (8)",
-        "node_cost": "time one more draft token adds to a step, in plain steps (measured)",
+        **NODE_COST,
         "shared": "one table for all requests of a tenant instead of one each (false)",
     },
     num_draft_tokens=12,

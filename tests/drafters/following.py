@@ -30,7 +30,7 @@ class Followed:
     ) -> None:
         self.drafter, self.tokens = drafter, list(prompt)
         self.params, self.request_id = params or SamplingParams(), request_id
-        drafter.begin(DraftRequest(request_id, tuple(prompt), tenant=tenant))
+        drafter.begin(DraftRequest(request_id, tuple(prompt), self.params, tenant))
 
     def draft(self, budget: int = 16) -> TokenTree:
         """What would be drafted now."""

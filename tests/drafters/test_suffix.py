@@ -9,8 +9,10 @@ import pytest
 
 from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.per_request import PerTenant
 from foredraft.drafters.spec import DrafterContext
-from foredraft.drafters.suffix import PastOutputs, SuffixDrafter, tenant_file
+from foredraft.drafters.suffix import PastOutputs, tenant_file
 from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
 from tests.drafters.following import Followed, first_level
@@ -21,11 +23,9 @@ TWO_WAYS = [1, 2, 3, 4, 5, 8, 1, 2, 3, 4, 6, 9, 1, 2, 3, 4]
 """Ends in what was followed by 5 once and by 6 once."""
 
 
-def build(**options: Any) -> SuffixDrafter:
+def build(**options: Any) -> Drafter:
     target = TableModel.random(100, seed=0)
-    drafter = build_drafter("suffix", DrafterContext(target, options=options))
-    assert isinstance(drafter, SuffixDrafter)
-    return drafter
+    return build_drafter("suffix", DrafterContext(target, options=options))
 
 
 def test_the_draft_grows_with_the_match() -> None:
@@ -94,7 +94,7 @@ def test_requests_see_their_own_text_only() -> None:
 
 
 def answer(
-    drafter: SuffixDrafter, output: list[int], request_id: int = 0, tenant: str | None = None
+    drafter: Drafter, output: list[int], request_id: int = 0, tenant: str | None = None
 ) -> None:
     request = Followed(drafter, [99], request_id=request_id, tenant=tenant)
     request.commit(*output)
@@ -161,15 +161,25 @@ def test_requests_of_other_tenants_see_nothing_of_it(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()], "of tenants by request nothing is written"
 
 
-def test_tenants_share_what_may_be_kept(tmp_path: Path) -> None:
+def test_tenants_share_what_may_be_kept() -> None:
     """The one that came longest ago makes way."""
     drafter = build(shared=True, shared_tokens=120)
     for number, tenant in enumerate(("anna", "bert", "carl")):
         answer(drafter, SONG, request_id=number, tenant=tenant)
-    assert drafter._past is not None
-    drafter._past.of("carl")
-    assert [*drafter._past._kept] == ["bert", "carl"]
-    assert sum(map(len, drafter._past._kept.values())) <= 120
+    for number, (tenant, sees) in enumerate((("carl", True), ("bert", True), ("anna", False)), 3):
+        request = Followed(drafter, [99], request_id=number, tenant=tenant)
+        request.commit(*SONG[:9])
+        assert bool(len(request.draft())) is sees, tenant
+
+
+def test_tenants_keep_no_more_in_all_than_they_may() -> None:
+    kept: PerTenant[list[int]] = PerTenant(lambda tenant: [], 120)
+    for tenant in ("anna", "bert", "carl", "anna"):
+        kept.of(tenant).extend(SONG)
+    kept.of("carl")
+    assert not kept.of("bert")
+    assert kept.of("carl") == SONG
+    assert sum(len(kept.of(tenant)) for tenant in ("anna", "bert", "carl")) <= 120
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:

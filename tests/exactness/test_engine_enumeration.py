@@ -26,7 +26,8 @@ from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.grow import BestFirstShape, FixedShape
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
-from foredraft.drafters.suffix import SuffixDrafter
+from foredraft.drafters.per_request import GuidedDrafter
+from foredraft.drafters.suffix import SuffixText
 from foredraft.drafters.token_recycling import TokenRecyclingDrafter
 from foredraft.engine import fetch as engine_fetch
 from tests.exactness.drafting import SHAPES, Chosen, Drawn, TableDrafter
@@ -51,7 +52,7 @@ ANY_COUPLING: dict[str, NewDrafter] = {
     "draft model": lambda w: DraftModelDrafter(w.draft()),
     "draft tree": lambda w: DraftTreeDrafter(w.draft(), FixedShape((2, 1))),
     "best-first tree": lambda w: DraftTreeDrafter(w.draft(), BestFirstShape(2, 2)),
-    "suffix": lambda w: SuffixDrafter(LinearPrice(0.01)),
+    "suffix": lambda w: GuidedDrafter(lambda r: SuffixText(r.tokens), LinearPrice(0.01)),
     "token recycling": lambda w: TokenRecyclingDrafter(3, LinearPrice(0.01)),
     "chosen tree": table_drafter(Chosen(SHAPES["unbalanced"])),
 }
