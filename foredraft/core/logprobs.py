@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from foredraft.core.largest import largest
+from foredraft.core.sampling import check_finite
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,13 @@ class TokenLogprobs:
 
         Args:
             count: how many of the likeliest tokens ``top`` names.
+
+        Raises:
+            NonFiniteScoresError: the largest logit is NaN or infinite.
         """
         values_V = logits_V.detach().cpu().numpy().astype(np.float64)
         best = float(values_V.max())
+        check_finite(best, values_V.size)
         log_total = best + math.log(float(np.exp(values_V - best).sum()))
         top = tuple((i, float(values_V[i]) - log_total) for i in largest(values_V, count))
         return cls(token, float(values_V[token]) - log_total, top)

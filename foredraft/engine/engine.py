@@ -391,7 +391,7 @@ class Engine:
         """Tell everybody of a step."""
         waiting, preempted = self._scheduler.num_waiting, self._totals.untold_preemptions()
         record = replace(record, num_waiting=waiting, num_preempted=preempted)
-        self._totals.add_step(record)
+        self._totals.add_step(batch)
         if self._options.cost is not None and record.is_decoding:
             self._options.cost.observe(record.sizes, record.times.score_ms)
         self._drafting.report(batch, record)

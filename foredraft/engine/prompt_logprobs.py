@@ -1,9 +1,9 @@
 """Log probabilities of a prompt, taken as it is read.
 
-A target says what follows a whole chunk of a prompt, and what follows each node of a draft. So a
-prompt whose every token is asked about is read like a draft that is always right: the first token
+A target returns logits after a whole chunk of a prompt, and after each node of a draft. So a
+prompt whose log probabilities are wanted is read like a draft that is always right: the first token
 of a chunk as text, those behind it as a chain of nodes, all of which stay in the cache. Chunks are
-short, because the logits of all their places are there at once.
+short, because the logits after all of their tokens are in memory at once.
 
 Shape legend: N tokens of a chunk, V vocabulary.
 """
@@ -21,27 +21,28 @@ _AT_ONCE = 64
 
 
 class PromptLogprobs:
-    """What has been found of one prompt.
+    """The log probabilities of one prompt, as far as it has been read.
 
     Args:
         count: likeliest tokens at each place.
         num_prompt: tokens of the prompt.
 
     Attributes:
-        found: by token of the prompt. Nothing foretells the first.
+        tokens: an entry for each token of the prompt in its order; None for the first, which has no
+            text before it.
     """
 
     def __init__(self, count: int, num_prompt: int) -> None:
         self._count, self._num_prompt = count, num_prompt
-        self.found: list[TokenLogprobs | None] = [None]
+        self.tokens: list[TokenLogprobs | None] = [None]
 
     @property
     def is_complete(self) -> bool:
-        return len(self.found) == self._num_prompt
+        return len(self.tokens) == self._num_prompt
 
     def num_usable(self, num_cached: int) -> int:
-        """How many entries of a cache can be used: places that are not read say nothing."""
-        return num_cached if self.is_complete else min(num_cached, len(self.found) - 1)
+        """How many cached tokens need not be read: those whose log probabilities are known."""
+        return num_cached if self.is_complete else min(num_cached, len(self.tokens) - 1)
 
     def num_readable(self, num_cached: int, num_pending: int) -> int:
         """How many pending tokens one step may read; the prompt's last one by itself."""
@@ -50,13 +51,16 @@ class PromptLogprobs:
         return min(_AT_ONCE, self._num_prompt - 1 - num_cached)
 
     def take(self, logits_NV: Iterable[Tensor], start: int, tokens: Sequence[int]) -> None:
-        """A chunk has been read.
+        """Add those of a chunk that has been read.
 
         Args:
             logits_NV: after each of its tokens.
             start: the position of its first token.
             tokens: the whole text.
+
+        Raises:
+            NonFiniteScoresError: logits are NaN or infinite.
         """
         for place, logits_V in enumerate(logits_NV, start + 1):
-            if place == len(self.found) and not self.is_complete:
-                self.found.append(TokenLogprobs.of(logits_V, tokens[place], self._count))
+            if place == len(self.tokens) and not self.is_complete:
+                self.tokens.append(TokenLogprobs.of(logits_V, tokens[place], self._count))

@@ -82,8 +82,8 @@ class GenerationResult:
         parent_id: the id of the first of the replies to one prompt; its own where there is one.
         index: which of these replies it is.
         logprobs: of each generated id, where the request asks for them.
-        prompt_logprobs: of each id of the prompt, likewise; None for the first, which nothing
-            foretells.
+        prompt_logprobs: of each id of the prompt, likewise; None for the first, which has no text
+            before it.
     """
 
     request_id: int
@@ -359,4 +359,4 @@ class Request:
         )
 
     def _logprobs_of_prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
-        return tuple(self.prompt_logprobs.found) if self.prompt_logprobs else None
+        return tuple(self.prompt_logprobs.tokens) if self.prompt_logprobs else None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foredraft.core.record import FinishReason, StepRecord
+from foredraft.core.record import FinishReason
+from foredraft.engine.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class EngineStats:
         waiting: requests that wait for room in it.
         finished: requests that are over, by finish reason.
         steps: forwards of the target.
-        prompt_tokens: tokens read several at a time: prompts (what the cache held is not read), and
-            what was read again after a preemption.
+        prompt_tokens: tokens of prompts that were read (what the cache held is not), and of replies
+            that were read again after a preemption.
         committed: tokens committed, drafted or the target's own.
         drafted: draft tokens sent to verification.
         accepted: draft tokens committed.
@@ -61,13 +63,13 @@ class Totals:
         told, self._told_preemptions = self._told_preemptions, self.preemptions
         return self.preemptions - told
 
-    def add_step(self, record: StepRecord) -> None:
+    def add_step(self, batch: Sequence[Turn]) -> None:
         self.steps += 1
-        for row in record.rows:
-            self.prompt_tokens += row.num_read if row.num_read > 1 else 0
-            self.committed += len(row.committed)
-            self.drafted += len(row.proposal.tree)
-            self.accepted += row.num_accepted
+        for turn in batch:
+            self.prompt_tokens += turn.num_prompt_read
+            self.committed += len(turn.committed)
+            self.drafted += len(turn.proposal.tree)
+            self.accepted += turn.num_accepted
 
     def add_finished(self, reason: FinishReason) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1

@@ -9,6 +9,7 @@ from functools import cached_property
 from foredraft.core.choices import KeyedVerifyChoices
 from foredraft.core.cost import USUAL_PRICE, Price
 from foredraft.core.draws import DrawKey
+from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import RowStep
@@ -57,9 +58,18 @@ class Turn(RowStep):
         """That the forward may read for it, drafted ones included."""
         return self.num_read + max(self.budget, len(self.forced))
 
+    @property
+    def num_prompt_read(self) -> int:
+        """How many tokens of its prompt it reads, or of its reply once more.
+
+        The reply's last token is read for the first time: it has just been committed.
+        """
+        follows_prompt = self.context + self.num_read > self.request.num_prompt
+        return self.num_read - (self.reads_all and follows_prompt)
+
     @cached_property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether each of the tokens read is asked about; see `PromptLogprobs`."""
+        """Whether the log probabilities of the tokens it reads are wanted; see `PromptLogprobs`."""
         prompt = self.request.prompt_logprobs
         return prompt is not None and not prompt.is_complete
 
@@ -97,7 +107,10 @@ class Turn(RowStep):
         """Accept what the target would have written itself, by the row's own rules and noise."""
         request = self.request
         if self.wants_prompt_logprobs and request.prompt_logprobs is not None:
-            request.prompt_logprobs.take(scores.logits_NV, self.context, request.tokens)
+            try:
+                request.prompt_logprobs.take(scores.logits_NV, self.context, request.tokens)
+            except NonFiniteScoresError as error:
+                request.fail(error)
         if self.reads_all:
             self.verdict = self._verdict(scores)
             self._logprobs = self._logprobs_by(self.verdict, scores)

@@ -24,6 +24,7 @@ from tests.engine.helpers import (
     drain,
     finish,
     generate,
+    limited,
     new_engine,
 )
 
@@ -334,3 +335,29 @@ def test_a_branching_draft_follows_the_path_that_the_target_takes() -> None:
     assert result.stats.accepted == 2 * num_drafting_steps
     assert result.stats.drafted == 4 * num_drafting_steps
     assert result.stats.steps == num_drafting_steps + 3
+
+
+@pytest.mark.parametrize("max_step_tokens", [1, 2, 3, 512])
+@pytest.mark.parametrize("drafter", [NoDrafter(), counting_drafter(3)])
+def test_every_token_of_a_prompt_is_counted(drafter: Drafter, max_step_tokens: int) -> None:
+    engine = new_engine(counting_model(), drafter, max_step_tokens=max_step_tokens)
+    prompts = [[1], [2, 3], [9, 8, 7, 6, 5, 4, 3]]
+    generate(engine, prompts, SamplingParams(max_tokens=6))
+    assert engine.stats().prompt_tokens == sum(map(len, prompts))
+
+
+def test_what_is_read_again_is_counted_as_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, num_read = limited(counting_model(), 140), 0
+    score = target.score
+
+    def counting(rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
+        nonlocal num_read
+        num_read += sum(len(row.pending) for row in rows)
+        return score(rows, taps)
+
+    monkeypatch.setattr(target, "score", counting)
+    engine = new_engine(target, prefix_caching=False)
+    results = generate(engine, [[1], [5]], SamplingParams(max_tokens=80, ignore_eos=True))
+    assert engine.stats().preemptions > 0
+    num_new = sum(len(result.token_ids) - 1 for result in results)  # the last is not read
+    assert engine.stats().prompt_tokens == num_read - num_new > 2

@@ -10,7 +10,14 @@ import pytest
 from foredraft.core.params import SamplingParams
 from foredraft.engine.request import GenerationResult
 from foredraft.models.table import TableModel
-from tests.engine.helpers import counting_drafter, counting_model, finish, generate, new_engine
+from tests.engine.helpers import (
+    FaultyTarget,
+    counting_drafter,
+    counting_model,
+    finish,
+    generate,
+    new_engine,
+)
 
 PROMPT = [0, 1, 2, 3, 9, 4]
 
@@ -81,6 +88,22 @@ def test_prompts(length: int) -> None:
         assert entry.token == prompt[place]
         assert entry.logprob == pytest.approx(expected(target, prompt, place))
         assert len(entry.top) == 2
+
+
+def test_a_prompt_without_numbers_ends_its_request_alone() -> None:
+    target = FaultyTarget(10, counting_model().probs)
+    target.nan_after = (2, 3)
+    engine = new_engine(target, max_batch_size=3)
+    params = SamplingParams(max_tokens=3, prompt_logprobs=1)
+    bad, good = engine.submit(PROMPT, params), engine.submit([5, 5, 5], params)
+    results = finish(engine)
+    assert (results[bad].finish_reason, results[bad].token_ids) == ("error", ())
+    assert str(results[bad].error).startswith("NonFiniteScoresError: ")
+    assert results[good].finish_reason == "length"
+    assert target.cache.slots == []
+    target.nan_after = None
+    (again,) = generate(engine, [PROMPT], replace(params, prompt_logprobs=None))
+    assert again.num_cached_tokens == 0, "what led to nonsense is not found again"
 
 
 def test_a_cached_prompt_is_read_again() -> None:

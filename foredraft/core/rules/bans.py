@@ -15,17 +15,28 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 class Ban(Protocol):
-    """Names tokens that cannot come next."""
+    """Names tokens that cannot come next.
 
-    def apply(self, logits_V: Array, reply: Sequence[int]) -> None:
+    A reply is handed over as its length and its end, drafted tokens included: all of a long one
+    would be copied for each position.
+
+    Attributes:
+        num_ending: how many of the reply's last tokens the ban looks at.
+    """
+
+    @property
+    def num_ending(self) -> int: ...
+
+    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
         """Put the logits of banned tokens to -inf.
 
         Args:
-            reply: the generated tokens before the position, drafted ones included.
+            num_reply: how many tokens have been generated before the position.
+            ending: the last of them, at least ``num_ending`` if there are so many.
         """
         ...
 
-    def permits(self, token: int, reply: Sequence[int]) -> bool:
+    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
         """Whether a token is not banned there."""
         ...
 
@@ -37,14 +48,16 @@ class AllowedTokens:
         tokens: below ``vocab_size``.
     """
 
+    num_ending = 0
+
     def __init__(self, tokens: Iterable[int], vocab_size: int) -> None:
         self._banned_V = np.ones(vocab_size, dtype=bool)
         self._banned_V[list(tokens)] = False
 
-    def apply(self, logits_V: Array, reply: Sequence[int]) -> None:
+    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
         logits_V[self._banned_V] = -np.inf
 
-    def permits(self, token: int, reply: Sequence[int]) -> bool:
+    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
         return not self._banned_V[token]
 
 
@@ -60,36 +73,38 @@ class BadWords:
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         self._single: set[int] = set()
         self._after: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        self.longest = 1
+        self.num_ending = 0
         for *beginning, last in sequences:
-            self.longest = max(self.longest, len(beginning) + 1)
+            self.num_ending = max(self.num_ending, len(beginning))
             if beginning:
                 self._after.setdefault(beginning[-1], []).append((tuple(beginning), last))
             else:
                 self._single.add(last)
 
-    def apply(self, logits_V: Array, reply: Sequence[int]) -> None:
-        logits_V[list(self._banned(reply))] = -np.inf
+    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
+        logits_V[list(self._banned(ending))] = -np.inf
 
-    def permits(self, token: int, reply: Sequence[int]) -> bool:
-        return token not in self._banned(reply)
+    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
+        return token not in self._banned(ending)
 
-    def _banned(self, reply: Sequence[int]) -> Collection[int]:
-        candidates = self._after.get(reply[-1], ()) if reply else ()
+    def _banned(self, ending: Sequence[int]) -> Collection[int]:
+        candidates = self._after.get(ending[-1], ()) if ending else ()
         return self._single.union(
-            last for beginning, last in candidates if tuple(reply[-len(beginning) :]) == beginning
+            last for beginning, last in candidates if tuple(ending[-len(beginning) :]) == beginning
         )
 
 
 class NoEndYet:
     """Nothing that ends the reply, until it has ``min_tokens`` tokens."""
 
+    num_ending = 0
+
     def __init__(self, min_tokens: int, stop_ids: Iterable[int]) -> None:
         self._min_tokens, self._stop_ids = min_tokens, sorted(stop_ids)
 
-    def apply(self, logits_V: Array, reply: Sequence[int]) -> None:
-        if len(reply) < self._min_tokens:
+    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
+        if num_reply < self._min_tokens:
             logits_V[self._stop_ids] = -np.inf
 
-    def permits(self, token: int, reply: Sequence[int]) -> bool:
-        return len(reply) >= self._min_tokens or token not in self._stop_ids
+    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
+        return num_reply >= self._min_tokens or token not in self._stop_ids

@@ -53,7 +53,7 @@ class RuleBook:
             Bias(params.logit_bias) if params.logit_bias else None,
             Penalties(params, num_prompt) if Penalties.are_in(params) else None,
             self._bans(params, stops),
-            self._grammar(params, stops),
+            self._grammar(params, stops, num_prompt),
         )
         is_plain = not (found.bias or found.penalties or found.bans)
         return SamplingRules(params) if is_plain else found
@@ -68,7 +68,9 @@ class RuleBook:
             bans.append(NoEndYet(params.min_tokens, stop_ids))
         return bans
 
-    def _grammar(self, params: SamplingParams, stop_ids: frozenset[int]) -> GrammarRule | None:
+    def _grammar(
+        self, params: SamplingParams, stop_ids: frozenset[int], num_prompt: int
+    ) -> GrammarRule | None:
         if params.grammar is None:
             return None
         if self.new_matcher is None:
@@ -78,7 +80,7 @@ class RuleBook:
                 "ignore_eos and grammar contradict each other: a grammar has an end",
                 field="ignore_eos",
             )
-        return GrammarRule(self.new_matcher(params.grammar), stop_ids)
+        return GrammarRule(self.new_matcher(params.grammar), stop_ids, num_prompt)
 
     def _spelled(self, words: Iterable[str]) -> list[tuple[int, ...]]:
         """Each word as it is written at the start of a text, and after a space."""

@@ -59,42 +59,43 @@ class GrammarRule:
     Args:
         matcher: of this request alone, at the beginning.
         end_ids: tokens that end the reply: nothing follows them.
+        num_prompt: tokens of the prompt, with which each text begins.
     """
 
-    def __init__(self, matcher: Matcher, end_ids: frozenset[int]) -> None:
-        self._beginning, self._end_ids = matcher, end_ids
+    def __init__(self, matcher: Matcher, end_ids: frozenset[int], num_prompt: int) -> None:
+        self._beginning, self._end_ids, self._num_prompt = matcher, end_ids, num_prompt
         self._settled, self._num_settled = matcher, 0  # behind the committed tokens
         self._ahead: Matcher | None = None  # behind those of `_path`, too
         self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Array | None] = {}
 
-    def mask(self, reply: Sequence[int], drafted: Sequence[int]) -> Array | None:
+    def mask(self, text: Sequence[int], drafted: Sequence[int]) -> Array | None:
         """Which tokens may come after these: bool [V]; None where nothing can have led there.
 
         Raises:
             GrammarError: the grammar is too complex to say.
         """
-        self._settle(reply)
+        self._settle(text)
         path = tuple(drafted)
         if path not in self._masks:
             ahead = self._follow(path)
             self._masks[path] = None if ahead is None else ahead.mask()
         return self._masks[path]
 
-    def permits(self, token: int, reply: Sequence[int], drafted: Sequence[int]) -> bool:
+    def permits(self, token: int, text: Sequence[int], drafted: Sequence[int]) -> bool:
         """Whether a token may come after these; far cheaper than a mask."""
-        self._settle(reply)
+        self._settle(text)
         ahead = self._follow(drafted)
         return ahead is not None and ahead.permits(token)
 
-    def forced(self, reply: Sequence[int]) -> Sequence[int]:
-        """What follows the reply, as far as the grammar leaves next to no choice.
+    def forced(self, text: Sequence[int]) -> Sequence[int]:
+        """What follows the text, as far as the grammar leaves next to no choice.
 
         Of several ways to spell one text it is the tokenizer's own.
         """
         chain: list[int] = []
         while len(chain) < _MAX_FORCED:
-            mask_V = self.mask(reply, chain)
+            mask_V = self.mask(text, chain)
             ahead = self._go_to(chain)
             if mask_V is None or ahead is None or ahead.is_complete():
                 break
@@ -106,24 +107,25 @@ class GrammarRule:
             chain += found
         return chain[:_MAX_FORCED]
 
-    def is_complete(self, reply: Sequence[int]) -> bool:
-        """Whether nothing but the end can follow the reply."""
-        self._settle(reply)
+    def is_complete(self, text: Sequence[int]) -> bool:
+        """Whether nothing but the end can follow the text."""
+        self._settle(text)
         return self._settled.is_complete()
 
-    def _settle(self, reply: Sequence[int]) -> None:
+    def _settle(self, text: Sequence[int]) -> None:
         """Read what has been committed since the last time."""
-        if len(reply) == self._num_settled:
+        num_reply = len(text) - self._num_prompt
+        if num_reply == self._num_settled:
             return
         self._masks.clear()
         self._ahead = None
-        if len(reply) < self._num_settled:  # another text
+        if num_reply < self._num_settled:  # another text
             self._settled, self._num_settled = self._beginning, 0
         settled = self._settled.copy()
-        for token in reply[self._num_settled :]:
+        for token in text[self._num_prompt + self._num_settled :]:
             if not settled.consume(token):
-                raise GrammarError(f"the reply of {len(reply)} tokens does not follow its grammar")
-        self._settled, self._num_settled = settled, len(reply)
+                raise GrammarError(f"the reply of {num_reply} tokens does not follow its grammar")
+        self._settled, self._num_settled = settled, num_reply
 
     def _follow(self, path: Sequence[int]) -> Matcher | None:
         """A matcher behind these guesses; None if nothing can come there."""

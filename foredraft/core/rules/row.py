@@ -62,31 +62,34 @@ class RowRules:
         return law_of(torch.from_numpy(changed_V), self.params)
 
     def permits(self, token: int, text: Sequence[int], drafted: Sequence[int] = ()) -> bool:
-        reply = text[self.num_prompt :]
-        before = (*reply, *drafted) if self.token_bans else ()
-        return all(ban.permits(token, before) for ban in self.token_bans) and (
-            self.grammar is None or self.grammar.permits(token, reply, drafted)
+        num_reply, ending = self._num_reply(text, drafted), self._ending(text, drafted)
+        return all(ban.permits(token, num_reply, ending) for ban in self.token_bans) and (
+            self.grammar is None or self.grammar.permits(token, text, drafted)
         )
 
     def forced(self, text: Sequence[int]) -> Sequence[int]:
-        return self.grammar.forced(text[self.num_prompt :]) if self.grammar else ()
+        return self.grammar.forced(text) if self.grammar else ()
 
     def is_complete(self, text: Sequence[int]) -> bool:
         if self.grammar is None or len(text) - self.num_prompt < self.params.min_tokens:
             return False
-        return self.grammar.is_complete(text[self.num_prompt :])
+        return self.grammar.is_complete(text)
 
     def _ban(self, logits_V: Array, text: Sequence[int], drafted: Sequence[int]) -> None:
-        reply = text[self.num_prompt :]
-        if self.token_bans:
-            before = (*reply, *drafted)
-            for ban in self.token_bans:
-                ban.apply(logits_V, before)
+        num_reply, ending = self._num_reply(text, drafted), self._ending(text, drafted)
+        for ban in self.token_bans:
+            ban.apply(logits_V, num_reply, ending)
         if self.grammar is not None:
-            mask_V = self.grammar.mask(reply, drafted)
+            mask_V = self.grammar.mask(text, drafted)
             if mask_V is None:
                 raise NoTokenError("no text by the request's grammar leads here")
             np.copyto(logits_V, -math.inf, where=~mask_V)
+
+    def _ending(self, text: Sequence[int], drafted: Sequence[int]) -> Sequence[int]:
+        """The reply's last tokens, guesses included: as many as bans look at, or some more."""
+        most = max((ban.num_ending for ban in self.token_bans), default=0)
+        first = max(self.num_prompt, len(text) - most)
+        return (*text[first:], *drafted)
 
     def _num_reply(self, text: Sequence[int], drafted: Sequence[int]) -> int:
         return len(text) - self.num_prompt + len(drafted)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.core.errors import ConfigError, NonFiniteScoresError, NoTokenError
+from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import SamplingRules
 from foredraft.core.rules.book import RuleBook
@@ -106,6 +108,58 @@ def test_many_tokens_are_counted() -> None:
     law = book.rules(params, 0).law(torch.ones(1000), text)
     expected = [0.5 - 1.0 - (100 <= token < 300) if token < 500 else 1.0 for token in range(1000)]
     assert law.logits_V.tolist() == expected
+
+
+class Watched(list[int]):
+    """A text that notes how much of it is copied."""
+
+    num_copied = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_copied += len(found) if isinstance(index, slice) else 0
+        return found
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the whole text is gone through")
+
+
+class Anything:
+    """A matcher that allows every token."""
+
+    def mask(self) -> np.ndarray[Any, Any]:
+        return np.ones(VOCAB, dtype=bool)
+
+    def permits(self, token: int) -> bool:
+        return True
+
+    def consume(self, token: int) -> bool:
+        return True
+
+    def copy(self) -> Anything:
+        return self
+
+    def forced(self) -> list[int]:
+        return []
+
+    def is_complete(self) -> bool:
+        return False
+
+
+def test_a_position_costs_no_copy_of_the_reply() -> None:
+    book = RuleBook(VOCAB, encode, lambda grammar: Anything())
+    params = SamplingParams(bad_words=["ab", "cde"], min_tokens=3, grammar=Grammar("regex", ".*"))
+    rules, text = book.rules(params, 2, STOPS), Watched([0, 1] + [2, 3] * 1000)
+    logits_V = torch.zeros(VOCAB)
+    rules.law(logits_V, text)
+    text.num_copied = 0
+    for token in (1, 2, 3, 0):
+        text.append(token)
+        rules.law(logits_V, text, (2, 2))
+        assert rules.permits(1, text, (3,))
+        rules.forced(text)
+        assert not rules.is_complete(text)
+    assert text.num_copied < 50
 
 
 def test_a_request_without_rules_is_spared_them() -> None:
