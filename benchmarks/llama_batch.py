@@ -1,6 +1,6 @@
 """llama.cpp as a server would use it: many sequences in one batch, by its low-level interface.
 
-It takes part in the turns of `foredraft.bench.serving`: the same prompts, the same number of
+It takes part in the turns of `benchmarks.serving`: the same prompts, the same number of
 requests in flight, greedy, from the same weights. Prompts are read in batches of their own, as many
 tokens at once as the context's batch holds; then each decode is one token of every sequence. What
 picks the likeliest token is numpy's argmax, which is at least as fast as its samplers.
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.llama_cpp import open_llama
-from foredraft.bench.serving import Finished, Load, Served, Step
+from benchmarks.serving import Finished, Load, Served, ServedStep
 
 _BATCH = 512
 
@@ -35,8 +35,8 @@ class _Sequence:
     first_s: float = 0.0
 
 
-class LlamaBatchContender:
-    """See the module docstring and `foredraft.bench.serving.Contender`.
+class LlamaBatchServer:
+    """See the module docstring and `benchmarks.serving.Server`.
 
     Args:
         directory: our checkpoint.
@@ -85,7 +85,7 @@ class LlamaBatchContender:
             wall_s = time.perf_counter() - began
             self.served.seconds += wall_s
             self.served.steps.append(
-                Step(1e3 * wall_s, 0.0, 1e3 * wall_s, committed, 0, committed, not read)
+                ServedStep(1e3 * wall_s, 0.0, 1e3 * wall_s, committed, 0, committed, not read)
             )
             self._finish()
         return bool(self._running or self._waiting)

@@ -11,19 +11,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.llama_batch import LlamaBatchContender
+from benchmarks.llama_batch import LlamaBatchServer
 from benchmarks.random_model import load_llm
+from benchmarks.serving import Load, OurServer, Served, Server, ServingFigure, figure, serve
+from foredraft.bench.prompts import repeated_prompts
 from foredraft.bench.report import Report, Table, check_outputs
-from foredraft.bench.serving import (
-    Contender,
-    Load,
-    OurContender,
-    Served,
-    ServingFigure,
-    figure,
-    repeated_prompts,
-    serve,
-)
 from foredraft.bench.step import Size, TargetStepper
 from foredraft.cache.base import Cache
 from foredraft.cli import options as o
@@ -134,7 +126,7 @@ def serve_sim(
 
 
 def _serve_all(
-    llm: LLM, contenders: Sequence[Contender], loads: Sequence[Load], rounds: int
+    llm: LLM, contenders: Sequence[Server], loads: Sequence[Load], rounds: int
 ) -> tuple[list[ServingFigure], list[dict[str, Any]]]:
     """Figures of all contenders under each load, and what each load's forwards take."""
     figures: list[ServingFigure] = []
@@ -149,7 +141,7 @@ def _serve_all(
 
 def _serve(
     llm: LLM,
-    contenders: Sequence[Contender],
+    contenders: Sequence[Server],
     load: Load,
     rounds: int,
     advance: Callable[[str], None],
@@ -193,10 +185,10 @@ def _peer_names(text: str | None, temperatures: Sequence[float]) -> list[str]:
     return names
 
 
-def _contenders(llm: LLM, asked: LoadOptions, names: Sequence[str]) -> list[Contender]:
+def _contenders(llm: LLM, asked: LoadOptions, names: Sequence[str]) -> list[Server]:
 
     wanted = [*names, *([] if _BASELINE in names else [_BASELINE])]
-    return [OurContender(name, _factory(llm, asked, name)) for name in wanted]
+    return [OurServer(name, _factory(llm, asked, name)) for name in wanted]
 
 
 def _factory(
@@ -223,16 +215,16 @@ def _factory(
     return make
 
 
-def _peers(llm: LLM, names: Sequence[str], most: int, tokens: int) -> list[Contender]:
+def _peers(llm: LLM, names: Sequence[str], most: int, tokens: int) -> list[Server]:
     if not names:
         return []
 
     assert llm.plan is not None
-    found: list[Contender] = []
+    found: list[Server] = []
     for name in names:
         kind = name.removeprefix("llama-cpp-")
         threads = torch.get_num_threads()
-        found.append(LlamaBatchContender(llm.plan.directory, kind, most, threads, tokens))
+        found.append(LlamaBatchServer(llm.plan.directory, kind, most, threads, tokens))
     return found
 
 

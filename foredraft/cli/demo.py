@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 
-from foredraft.bench.prompts import DEMO, BenchPrompt
+from foredraft.bench.prompts import BenchPrompt, load_prompts
 from foredraft.cli import options as o
 from foredraft.cli.display import legend, show_pieces
 from foredraft.core.params import SamplingParams
@@ -40,7 +40,8 @@ def demo(
     plain = speculative.with_drafter(plainly)
     for llm in (plain, speculative):  # the first forward of a process is slower
         llm.generate("Warm up.", SamplingParams(max_tokens=4))
-    pairs = [(prompt, *_compare(console, plain, speculative, prompt, params)) for prompt in DEMO]
+    prompts = load_prompts(None, len(_TITLES))  # one of each category
+    pairs = [(prompt, *_compare(console, plain, speculative, prompt, params)) for prompt in prompts]
     _print_table(console, speculative, pairs)
     if any(left.sha256 != right.sha256 for _, left, right in pairs):
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from foredraft.bench.exits import ExitFigure, Passage
     from foredraft.control.planner import Plan
     from foredraft.core.params import SamplingParams
+    from foredraft.core.record import StepRecord
     from foredraft.llm import LLM
 
 _LENGTHS = (1, 2, 3, 4, 6, 8)
@@ -229,20 +230,23 @@ def _choice(
     params: SamplingParams,
 ) -> LoadChoice:
     """Serve some replies with so many requests at once, and describe the last plan."""
-    from foredraft.bench.serving import Load, OurContender, repeated_prompts
+    from foredraft.bench.prompts import repeated_prompts
     from foredraft.control.adaptive import AdaptiveBudget
 
+    records: list[StepRecord] = []
     options = replace(load, max_batch_size=count)
-    server = OurContender(
-        "auto", lambda rows, trace: llm.with_drafter(options, trace=trace, is_apart=True)
-    )
-    prompt_ids = repeated_prompts(llm, prompts, 2 * count, params.max_tokens)
-    server.begin(Load(prompt_ids, params, count))
-    controller, plan = server.llm.controller, None
+    server = llm.with_drafter(options, trace=records.append, is_apart=True)
+    for number, ids in enumerate(repeated_prompts(llm, prompts, 2 * count, params.max_tokens)):
+        server.engine.submit(ids, replace(params, seed=number), server.request_options())
+    controller, plan = server.controller, None
     assert isinstance(controller, AdaptiveBudget)
-    while server.turn(1e-9):  # a step
-        step = server.served.steps[-1]
-        if step.is_decoding and step.num_rows == count:
+    while server.engine.has_work:
+        records.clear()
+        events = server.engine.step(server.policy)
+        for failed in (e.result.error for e in events if e.result and e.result.error):
+            raise RuntimeError(failed)
+        num_rows = sum(len(record.rows) for record in records)
+        if num_rows == count and all(record.is_decoding for record in records):
             plan = controller.plan
     if plan is None:
         raise ConfigError(

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.bench.prompts import BUILT_IN, DEMO, load_prompts
+from foredraft.bench.prompts import built_in_prompts, load_prompts
 from foredraft.core.errors import ConfigError
 
 
 def test_any_number_of_built_in_prompts_is_a_fair_mix() -> None:
     assert [p.category for p in load_prompts(None, 3)] == ["chat", "summarise", "edit"]
-    assert len({p.category for p in DEMO}) == 3
-    assert load_prompts(None) == list(BUILT_IN)
+    assert load_prompts(None, 3) == load_prompts(None)[:3] == list(built_in_prompts()[:3])
+    assert len(load_prompts(None)) == 10
 
 
 def test_a_limit_takes_from_every_category(tmp_path: Path) -> None:

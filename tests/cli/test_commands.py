@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from foredraft.bench.measure import MeasuredRun
-from foredraft.cli import demo as demo_module
 from foredraft.cli import doctor
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
@@ -190,7 +189,6 @@ def test_demo_fails_when_a_text_differs(run: Run, monkeypatch: pytest.MonkeyPatc
     result = run("demo", "--max-tokens", "4")
     assert result.exit_code == 1
     assert "DIFFERENT" in result.stdout
-    assert demo_module.DEMO
 
 
 def test_help_of_every_command_teaches() -> None:

@@ -13,12 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
 from math import ceil
 from typing import Any, Protocol
 
-from foredraft.bench.prompts import encoded_prompts
-from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.llm import LLM
@@ -56,7 +53,7 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Step:
+class ServedStep:
     """Milliseconds of one step and what it did.
 
     Attributes:
@@ -87,10 +84,10 @@ class Served:
 
     seconds: float = 0.0
     finished: list[Finished] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ServedStep] = field(default_factory=list)
 
 
-class Contender(Protocol):
+class Server(Protocol):
     """Something that serves loads, a turn at a time."""
 
     @property
@@ -108,7 +105,7 @@ class Contender(Protocol):
     def served(self) -> Served: ...
 
 
-class OurContender:
+class OurServer:
     """foredraft with one drafter, on a target that others share.
 
     Args:
@@ -169,9 +166,9 @@ class OurContender:
         self._records.append((record, 1e3 * sum(self._phases().values())))
 
 
-def _as_step(records: Sequence[tuple[StepRecord, float]], wall_ms: float) -> Step:
+def _as_step(records: Sequence[tuple[StepRecord, float]], wall_ms: float) -> ServedStep:
     rows = [row for record, _ in records for row in record.rows]
-    return Step(
+    return ServedStep(
         wall_ms=wall_ms,
         draft_ms=sum(r.times.draft_ms + r.times.learn_ms for r, _ in records),
         kernel_ms=sum(kernel_ms for _, kernel_ms in records),
@@ -183,7 +180,7 @@ def _as_step(records: Sequence[tuple[StepRecord, float]], wall_ms: float) -> Ste
 
 
 def serve(
-    contenders: Sequence[Contender],
+    contenders: Sequence[Server],
     load: Load,
     advance: Callable[[str], None],
     beside: Callable[[], None] = lambda: None,
@@ -284,11 +281,11 @@ def _speed(rounds: Sequence[Served]) -> float:
     return tokens / max(1e-9, sum(served.seconds for served in rounds))
 
 
-def _mean(steps: Sequence[Step], name: str) -> float:
+def _mean(steps: Sequence[ServedStep], name: str) -> float:
     return statistics.fmean(getattr(step, name) for step in steps) if steps else 0.0
 
 
-def _median(steps: Sequence[Step], name: str) -> float:
+def _median(steps: Sequence[ServedStep], name: str) -> float:
     return statistics.median(getattr(step, name) for step in steps) if steps else 0.0
 
 
@@ -296,20 +293,3 @@ def _quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least this share of all does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, ceil(share * len(ordered)) - 1)]
-
-
-def repeated_prompts(llm: LLM, path: str | None, num: int, tokens: int) -> list[list[int]]:
-    """Token ids of so many prompts, over and over if there are fewer that fit the context.
-
-    Args:
-        tokens: of a reply.
-
-    Raises:
-        ConfigError: no prompt fits.
-    """
-    room = llm.target.max_context - tokens
-    limit = None if llm.tokenizer is not None and path is None else num
-    fitting = [ids for _, ids in encoded_prompts(llm, path, limit) if len(ids) <= room]
-    if not fitting:
-        raise ConfigError(f"no prompt leaves room for {tokens} tokens in the context")
-    return [*islice(cycle(fitting), num)]
