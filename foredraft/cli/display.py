@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -83,30 +85,42 @@ class RichProgress:
     """Shows the stages of slow work on stderr; a `foredraft.models.files.progress.Progress`.
 
     On a terminal each stage is a line with a spinner, and a bar as soon as its share is known; the
-    line disappears on exit. Anywhere else a stage is one printed line and shares are left out.
+    line disappears on exit. Anywhere else a stage is one printed line.
 
     Args:
         console: where to draw; stderr by default, so that stdout stays clean.
         waiting: a stage that begins by itself if none has begun in time.
         delay_s: the time after which it begins.
+        log_every_s: off a terminal, the time between two lines that say which share of a stage is
+            done; None: there are none.
     """
 
     def __init__(
-        self, console: Console | None = None, waiting: str | None = None, delay_s: float = 1.0
+        self,
+        console: Console | None = None,
+        waiting: str | None = None,
+        delay_s: float = 1.0,
+        log_every_s: float | None = None,
     ) -> None:
         self._console = console or Console(stderr=True)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._waiting, self._begun, self._lock = waiting, False, threading.Lock()
+        self._stage: str | None = None
+        self._log_every_s, self._next_line_at = log_every_s, math.inf
+        self._waiting, self._lock = waiting, threading.Lock()
         self._timer = threading.Timer(delay_s, self._begin_waiting)
         self._timer.daemon = True
 
-    def __enter__(self) -> RichProgress:
+    def __enter__(self) -> Self:
         if self._waiting is not None:
             self._timer.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the display off the screen, if it is there."""
         self._timer.cancel()
         if self._timer.ident is not None:
             self._timer.join()
@@ -119,26 +133,38 @@ class RichProgress:
         with self._lock:
             self._begin(text)
 
+    def advance(self, fraction: float, detail: str = "") -> None:
+        """The share of the current stage that is done, 0 to 1, and what is to be said beside it."""
+        share = min(max(fraction, 0.0), 1.0)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, total=1.0, completed=share, detail=detail)
+        elif time.monotonic() >= self._next_line_at:
+            self._set_next_line()
+            self.say(f"{self._stage}: {share:.1%}, {detail}")
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def _begin_waiting(self) -> None:
         with self._lock:
-            if self._waiting is not None and not self._begun:
+            if self._waiting is not None and self._stage is None:
                 self._begin(self._waiting)
 
     def _begin(self, text: str) -> None:
-        self._begun = True
+        self._stage = text
+        self._set_next_line()
         if not self._console.is_terminal:
-            self._console.print(f"{text} …", markup=False, highlight=False, soft_wrap=True)
+            self.say(f"{text} …")
             return
         progress = self._display()
         if self._task is not None:
             progress.remove_task(self._task)
-        self._task = progress.add_task(text, total=None)
+        self._task = progress.add_task(text, total=None, detail="")
 
-    def advance(self, fraction: float) -> None:
-        """The share of the current stage that is done, 0 to 1."""
-        if self._progress is not None and self._task is not None:
-            share = min(max(fraction, 0.0), 1.0)
-            self._progress.update(self._task, total=1.0, completed=share)
+    def _set_next_line(self) -> None:
+        if self._log_every_s is not None:
+            self._next_line_at = time.monotonic() + self._log_every_s
 
     def _display(self) -> Progress:
         """Started by the first stage: nothing slow, nothing drawn."""
@@ -146,13 +172,39 @@ class RichProgress:
             self._progress = Progress(
                 SpinnerColumn(),
                 TextColumn("{task.description}", markup=False),
-                BarColumn(),
+                BarColumn(bar_width=20),
                 PercentColumn(),
+                TextColumn("{task.fields[detail]}", markup=False),
                 console=self._console,
                 transient=True,
             )
             self._progress.start()
         return self._progress
+
+
+class PromptProgress(RichProgress):
+    """Says on a terminal that a long prompt is being read, from a second on until text comes.
+
+    Args:
+        num_tokens: of the prompt, when that is known.
+        console: where to draw; stderr by default.
+        delay_s: nothing is drawn before.
+    """
+
+    def __init__(
+        self, num_tokens: int | None = None, console: Console | None = None, delay_s: float = 1.0
+    ) -> None:
+        console = console or Console(stderr=True)
+        super().__init__(console, "reading the prompt" if console.is_terminal else None, delay_s)
+        self._num_tokens = num_tokens
+
+    def show(self, event: Event) -> None:
+        """Show how much of the prompt has been read; stop as soon as there is text."""
+        if event.token_ids or event.result is not None:
+            self.stop()
+        elif self._num_tokens is not None:
+            num_read = event.num_prompt_read
+            self.advance(num_read / self._num_tokens, f"{num_read}/{self._num_tokens}")
 
 
 @contextmanager
@@ -167,54 +219,6 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=total)
         yield lambda text: progress.update(task, advance=1, description=text)
-
-
-class PromptProgress:
-    """Says on a terminal that a long prompt is being read, from a second on until text comes.
-
-    Args:
-        num_tokens: of the prompt, when that is known.
-        console: where to draw; stderr by default.
-        delay_s: nothing is drawn before.
-    """
-
-    def __init__(
-        self, num_tokens: int | None = None, console: Console | None = None, delay_s: float = 1.0
-    ) -> None:
-        self._console = console or Console(stderr=True)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            *((BarColumn(), MofNCompleteColumn()) if num_tokens else ()),
-            console=self._console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("reading the prompt", total=num_tokens)
-        self._timer = threading.Timer(delay_s, self._progress.start)
-        self._timer.daemon = True
-
-    def __enter__(self) -> PromptProgress:
-        if self._console.is_terminal:
-            self._timer.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def show(self, event: Event) -> None:
-        """Count what has been read; away as soon as there is text."""
-        if event.token_ids or event.result is not None:
-            self.stop()
-        else:
-            self._progress.update(self._task, completed=event.num_prompt_read)
-
-    def stop(self) -> None:
-        """Take it off the screen, if it is there, and keep it from coming."""
-        self._timer.cancel()
-        if self._timer.ident is not None:
-            self._timer.join()
-        if self._progress.live.is_started:  # stopping what never began would print an empty line
-            self._progress.stop()
 
 
 @contextmanager

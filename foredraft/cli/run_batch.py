@@ -17,9 +17,7 @@ from foredraft.cli.display import progress_bar
 from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 from foredraft.server.batch import (
-    Answer,
     AnswerFile,
-    BatchRequest,
     BatchSummary,
     check_requests,
     in_process,
@@ -102,11 +100,7 @@ async def _run(
 ) -> BatchSummary:
     from foredraft.server.settings import LocalSettings
 
-    async with in_process(llm, LocalSettings(served_model_names=names)) as server:
-
-        async def ask(request: BatchRequest) -> Answer:
-            return Answer(*await server.post(request.url, request.body))
-
+    async with in_process(llm, LocalSettings(served_model_names=names)) as ask:
         return await run_batch(file, answers, ask, llm.engine.max_batch_size, told)
 
 

@@ -25,8 +25,6 @@ from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message
-
     from foredraft.llm import LLM
     from foredraft.server.settings import ServerSettings
 
@@ -34,6 +32,7 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """The routes that a request may name."""
 
 _MAX_PROBLEMS = 5
+_JSON = {"Content-Type": "application/json"}
 _BEGINNING = b'{"id": "batch_req_'
 """How each line of the output begins."""
 
@@ -266,64 +265,29 @@ async def run_batch(
 
 
 @asynccontextmanager
-async def in_process(llm: LLM, settings: ServerSettings) -> AsyncIterator[InProcess]:
-    """The server for a model that is loaded already, called without a network."""
-    from foredraft.server.app import create_app  # here: reading a file needs no server
+async def in_process(llm: LLM, settings: ServerSettings) -> AsyncIterator[Ask]:
+    """The server for a model that is loaded already, asked without a network.
+
+    A call that is cancelled ends like a connection that closes.
+    """
+    import httpx  # here, like the server: reading a file needs neither
+
+    from foredraft.server.app import create_app
 
     loaded = asyncio.Event()
     app = create_app(lambda feed: llm, settings, lambda context: loaded.set())
-    async with app.router.lifespan_context(app):
+    calls = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=calls, base_url="http://127.0.0.1") as client,
+    ):
         await loaded.wait()
         if app.state.context.failure is not None:
             raise app.state.context.failure
-        yield InProcess(app)
 
+        async def ask(request: BatchRequest) -> Answer:
+            body = json.dumps(request.body)  # as ASCII: a text may hold half a surrogate pair
+            answer = await client.post(request.url, content=body, headers=_JSON)
+            return Answer(answer.status_code, answer.json())
 
-class InProcess:
-    """A client of an ASGI application. A cancelled call ends like a connection that closes.
-
-    Args:
-        app: which application.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Status and body of the answer to a request with a body of plain data."""
-        content = json.dumps(body).encode()
-        waiting = [{"type": "http.request", "body": content, "more_body": False}]
-        status, parts = 0, list[bytes]()
-
-        async def receive() -> Message:
-            if waiting:
-                return waiting.pop()
-            await asyncio.Event().wait()  # the client stays
-            raise AssertionError
-
-        async def send(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            parts.append(message.get("body", b""))
-
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "headers": [
-                (b"host", b"127.0.0.1"),
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(content)).encode()),
-            ],
-            "client": ("127.0.0.1", 0),
-            "server": ("127.0.0.1", 80),
-            "state": {},
-        }
-        await self._app(scope, receive, send)
-        return status, json.loads(b"".join(parts))
+        yield ask

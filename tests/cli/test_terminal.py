@@ -158,11 +158,12 @@ def test_reading_a_long_prompt_shows(num_tokens: int | None) -> None:
     with PromptProgress(num_tokens, console, delay_s=0.01) as progress:
         progress._timer.join()
         progress.show(event(512))
+        assert progress._progress is not None
         progress._progress.refresh()
         assert "reading the prompt" in out.getvalue()
         assert ("512/1000" in out.getvalue()) == (num_tokens is not None)
         progress.show(event(1000, 7))
-        assert progress._progress.live.is_started is False
+        assert progress._progress is None
 
 
 def test_a_short_prompt_and_a_log_show_nothing() -> None:
