@@ -86,12 +86,16 @@ def test_parts_of_text_are_joined(llm: LLM) -> None:
         (iter([]), ConfigError, "the conversation is empty"),
         ([MESSAGE, "hi"], ConfigError, r"messages\[1\]: a message needs a role"),
         ([{"role": ["user"], "content": "x"}], ConfigError, r"messages\[0\]: a message needs"),
-        ([{"role": "user", "content": b"x"}], ConfigError, r"messages\[0\]: a message needs"),
-        ([{"role": "user", "content": {"text": "x"}}], ConfigError, "a message needs a role"),
+        ([{"role": "user", "content": b"x"}], ConfigError, r"messages\[0\]\.content is b'x'"),
+        (
+            [{"role": "user", "content": {"text": "x"}}],
+            ConfigError,
+            r"messages\[0\]\.content must be text or a list of text parts, not \{'text': 'x'\}",
+        ),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
             ConfigError,
-            r"messages\[0\]\.content\[0\]: .* its parts must be",
+            r"messages\[0\]\.content\[0\] is of type 'image_url'; text is all there is here",
         ),
         (
             [{"role": "user", "content": [{"type": "text", "text": 3}]}],

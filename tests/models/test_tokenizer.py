@@ -17,6 +17,7 @@ from tokenizers import decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
+from foredraft.models.text.prompts import checked_messages
 from foredraft.models.text.tokenizer import Tokenizer, _StreamDecoder
 from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer, train_tokenizer
 
@@ -167,19 +168,34 @@ def test_a_conversation_is_rendered_for_the_reply(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "said"),
     [
-        {"role": "robot", "content": "Hi"},
-        {"content": "Hi"},
-        {"role": "user"},
-        {"role": "user", "content": None},
-        {"role": "user", "content": ["Hi"]},
-        {"role": "user", "content": [{"type": "image", "url": "x"}]},
+        ({"role": "robot", "content": "Hi"}, ": a message needs a role"),
+        ({"content": "Hi"}, ": a message needs a role"),
+        ({"role": "user"}, r"\.content must be text .*, not None"),
+        ({"role": "user", "content": None}, r"\.content must be text .*, not None"),
+        ({"role": "user", "content": ["Hi"]}, r"\.content\[0\] is of type None"),
+        ({"role": "user", "content": [{"type": "image"}]}, r"\.content\[0\] is of type 'image'"),
     ],
 )
-def test_malformed_messages_are_refused(tokenizer: Tokenizer, message: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="a message needs a role"):
+def test_malformed_messages_are_refused(
+    tokenizer: Tokenizer, message: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"messages\[0\]{said}"):
         tokenizer.encode_chat([message])
+
+
+def test_conversations_in_the_form_of_openai(tokenizer: Tokenizer) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    (system, assistant) = checked_messages(
+        [
+            {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+    )
+    assert system == {"role": "system", "content": "Be brief."}
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
 def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any
 
-from foredraft.core.checks import checked_text, shown, whole_number
+from foredraft.core.checks import checked_list, checked_text, field_of, shown, whole_number
 from foredraft.core.errors import ConfigError, PromptError
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 """``{"role": …, "content": …}``; the content is text, or a list of ``{"type": "text", …}``."""
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEMPLATE_ROLES = {"developer": "system"}
+_TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "reasoning_text", "summary_text")
 _NOT_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
 """Can be iterated, and are neither a list of prompts nor a list of token ids."""
 
@@ -72,18 +76,19 @@ def _token_id(token: object) -> int:
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """A conversation as plain data, with the text parts of a content joined.
+    """A conversation as plain data, in the form that chat templates take.
+
+    Text parts of a content are joined, arguments of tool calls that come as JSON text become data,
+    and the role "developer" becomes "system".
 
     Raises:
         ConfigError: it is no list of messages, or one of them is malformed.
         PromptError: a text in it is no valid Unicode.
     """
     if not isinstance(messages, Iterable) or isinstance(messages, str | bytes | Mapping):
-        raise ConfigError(
-            f"messages must be a list of messages, not {shown(messages)}", field="messages"
-        )
+        raise malformed("messages", f"must be a list of messages, not {shown(messages)}")
     try:
-        checked = [_checked_message(number, message) for number, message in enumerate(messages)]
+        checked = [_checked_message(f"messages[{i}]", each) for i, each in enumerate(messages)]
     except RecursionError:
         raise ConfigError("messages hold lists in lists without end", field="messages") from None
     if not checked:
@@ -93,36 +98,73 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
     return checked
 
 
-def _checked_message(number: int, message: object) -> dict[str, Any]:
-    where = f"messages[{number}]"
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise _malformed(where, message)
-    content = message.get("content")
-    if isinstance(content, list | tuple):
-        content = "".join(_texts(f"{where}.content", content))
-    if not isinstance(content, str):
-        raise _malformed(where, message)
-    plain = {str(key): _plain(f"{where}.{key}", value) for key, value in message.items()}
-    return plain | {"content": checked_text(f"{where}.content", content, PromptError)}
+def text_of(where: str, content: object) -> str:
+    """Text, or the joined text of text parts.
 
+    Args:
+        where: what it is, for errors, such as "messages[3].content".
 
-def _malformed(where: str, message: object) -> ConfigError:
-    return ConfigError(
-        f"{where}: a message needs a role ({', '.join(ROLES)}) and text content, not "
-        f"{shown(message)}",
-        field="messages",
-    )
-
-
-def _texts(where: str, parts: Sequence[object]) -> Iterator[str]:
-    for number, part in enumerate(parts):
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise ConfigError(
-                f"{where}[{number}]: a message needs a role and text content; its parts must be "
-                f'{{"type": "text", "text": …}}, not {shown(part)}',
-                field="messages",
+    Raises:
+        ConfigError: something else, such as an image.
+        PromptError: no valid Unicode.
+    """
+    if isinstance(content, str):
+        return checked_text(where, content, PromptError)
+    if not isinstance(content, list | tuple):
+        raise malformed(where, f"must be text or a list of text parts, not {shown(content)}")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in _TEXT_PARTS:
+            raise malformed(
+                f"{where}[{number}]", f"is of type {shown(kind)}; text is all there is here"
             )
-        yield checked_text(f"{where}[{number}].text", part.get("text"), ConfigError)
+        texts.append(checked_text(f"{where}[{number}].text", part.get("text")))
+    return "".join(texts)
+
+
+def malformed(where: str, problem: str) -> ConfigError:
+    """The error for a part of a conversation.
+
+    Args:
+        where: such as "messages[3].content".
+    """
+    return ConfigError(f"{where} {problem}", field=field_of(where))
+
+
+def _checked_message(where: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise malformed(
+            f"{where}:",
+            f"a message needs a role ({', '.join(ROLES)}) and text content, not {shown(message)}",
+        )
+    plain: dict[str, Any] = {str(k): _plain(f"{where}.{k}", v) for k, v in message.items()}
+    plain["role"] = _TEMPLATE_ROLES.get(plain["role"], plain["role"])
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls:
+        plain["tool_calls"] = [
+            _tool_call(f"{where}.tool_calls[{i}]", call)
+            for i, call in enumerate(checked_list(f"{where}.tool_calls", calls))
+        ]
+    plain["content"] = "" if calls and content is None else text_of(f"{where}.content", content)
+    return plain
+
+
+def _tool_call(where: str, call: object) -> dict[str, Any]:
+    """Templates want the arguments as data; clients send them as JSON text.
+
+    Text that is no JSON stays text: models write such arguments, and clients send them back.
+    """
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise malformed(where, f"must hold a function, not {shown(call)}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(checked_text(f"{where}.function.arguments", arguments) or "{}")
+    name = checked_text(f"{where}.function.name", function.get("name"))
+    plain = {"name": name, "arguments": _plain(f"{where}.function.arguments", arguments)}
+    return {"id": call.get("id"), "type": "function", "function": plain}
 
 
 def _plain(where: str, value: object) -> Any:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
+from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     AnthropicErrorBody,
     Context,
@@ -36,7 +37,6 @@ from foredraft.server.dialects.fields import (
     entries,
     json_characters,
 )
-from foredraft.server.dialects.prompts import malformed, text_of
 from foredraft.server.dialects.request import (
     ConversationFields,
     GenerationRequest,

@@ -13,7 +13,6 @@ from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.server.context import ServerContext
-from foredraft.server.dialects.prompts import chat_messages
 from foredraft.server.dialects.sampling import SamplingFields
 from foredraft.server.errors import in_words_of
 from foredraft.server.generation import Generation
@@ -22,6 +21,11 @@ from foredraft.server.spans import Operation
 from foredraft.server.tools import NO_TOOLS, ToolUse, read_tools
 from foredraft.server.usage import Prediction, Thoughts
 
+_OF_A_MESSAGE = (
+    *("role", "content", "tool_calls", "name", "tool_call_id"),
+    *("reasoning", "reasoning_content"),
+)
+"""Fields of a message that chat templates are given. Clients send others."""
 _END = 8
 """Tokens at the end of a prompt that may open the thoughts of a reply."""
 
@@ -167,9 +171,9 @@ async def encode_conversation(
     Raises:
         ConfigError, PromptError: the template refuses it.
     """
-    plain = chat_messages(messages)
+    known = [{name: each[name] for name in _OF_A_MESSAGE if name in each} for each in messages]
     # Templates are programs, and texts may be long: neither is to hold the others up.
-    return await asyncio.to_thread(context.tokenizer.encode_chat, plain, list(tools.tools))
+    return await asyncio.to_thread(context.tokenizer.encode_chat, known, list(tools.tools))
 
 
 async def read_prompts(

@@ -15,6 +15,7 @@ from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.core.logprobs import TokenLogprobs
+from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     Context,
     KeyId,
@@ -35,7 +36,6 @@ from foredraft.server.dialects.fields import (
     entries,
     json_characters,
 )
-from foredraft.server.dialects.prompts import malformed, text_of
 from foredraft.server.dialects.request import (
     ConversationFields,
     GenerationRequest,
@@ -52,7 +52,6 @@ from foredraft.server.wire import named_event
 router = APIRouter()
 
 _LOGPROBS = "message.output_text.logprobs"
-_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _STATELESS = "nothing is stored: send the conversation so far as input"
 
 
@@ -155,10 +154,10 @@ def _messages(items: str | list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"role": "assistant", "content": None, "tool_calls": calls}
             calls = []
         if kind == "message":
-            content = text_of(f"{where}.content", item.get("content"), _TEXT_PARTS)
+            content = text_of(f"{where}.content", item.get("content"))
             yield {"role": item.get("role"), "content": content}
         elif kind == "function_call_output":
-            content = text_of(f"{where}.output", item.get("output"), _TEXT_PARTS)
+            content = text_of(f"{where}.output", item.get("output"))
             yield {"role": "tool", "content": content, "tool_call_id": item.get("call_id")}
         elif kind != "reasoning":  # thoughts of earlier turns are not shown again
             raise malformed(where, f"is of type {shown(kind)}, which is not supported")

@@ -14,6 +14,7 @@ from foredraft.core.grammar import Grammar
 from foredraft.core.params import MAX_BIASES, SamplingParams
 from foredraft.core.rng import SEED_BITS
 from foredraft.engine.scheduler import MAX_PRIORITY
+from foredraft.models.text.prompts import text_of
 from foredraft.server.dialects.fields import (
     Items,
     Number,
@@ -24,7 +25,6 @@ from foredraft.server.dialects.fields import (
     excluded,
     json_characters,
 )
-from foredraft.server.dialects.prompts import text_of
 from foredraft.server.errors import in_words_of
 
 WITHOUT_LIMIT = 1 << 30

@@ -16,7 +16,7 @@ from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.answers import Context, error_responses
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, RequestBody, entries, json_characters
-from foredraft.server.dialects.prompts import chat_messages
+from foredraft.server.dialects.request import encode_conversation
 from foredraft.server.tools import read_tools
 from foredraft.server.wire import JsonResponse
 
@@ -60,7 +60,11 @@ async def tokenize(body: TokenizeRequest, context: Context) -> Response:
     context.check_model(body.model)
     body.check_one()
     body.check_limits(context.settings)
-    return await asyncio.to_thread(_tokenized, context, body)
+    tokens = None
+    if body.messages is not None:
+        tools = read_tools({"tools": body.tools}, context.takes_tools)
+        tokens = await encode_conversation(context, body.messages, tools)
+    return await asyncio.to_thread(_tokenized, context, body, tokens)
 
 
 @router.post("/detokenize", responses=error_responses())
@@ -86,13 +90,14 @@ async def tokenizer_info(context: Context) -> Response:
     )
 
 
-def _tokenized(context: ServerContext, body: TokenizeRequest) -> Response:
-    """Runs on a thread, for a text may have millions of tokens."""
+def _tokenized(context: ServerContext, body: TokenizeRequest, tokens: list[int] | None) -> Response:
+    """Runs on a thread, for a text may have millions of tokens.
+
+    Args:
+        tokens: of the conversation; None: there is a text.
+    """
     tokenizer = context.tokenizer
-    if body.messages is not None:
-        tools = read_tools({"tools": body.tools}, context.takes_tools).tools
-        tokens = tokenizer.encode_chat(chat_messages(body.messages), list(tools))
-    else:
+    if tokens is None:
         special = body.add_special_tokens is not False
         tokens = tokenizer.encode(body.prompt or "", add_special_tokens=special)
     answer: dict[str, Any] = {
