@@ -20,12 +20,13 @@ from foredraft.server.dialects.choices import (
     ChoicesWriter,
     StreamOptions,
 )
-from foredraft.server.dialects.fields import Items, Refused, Sets, entries, json_characters
+from foredraft.server.dialects.fields import Items, Refused, Sets, entries
 from foredraft.server.dialects.request import (
     ConversationFields,
     GenerationRequest,
     read_conversation,
 )
+from foredraft.server.dialects.sampling import Tools
 from foredraft.server.generation import finish_reason
 from foredraft.server.logprobs import chat_logprobs
 from foredraft.server.replies import Part
@@ -39,9 +40,7 @@ class ChatRequest(ChoicesFields, ConversationFields):
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1), entries("max_messages")]
     logprobs: Annotated[bool | None, Sets("")] = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[
-        Items[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
-    ] = None
+    tools: Tools = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     echo: Annotated[Any, Refused("use /v1/completions", False)] = None

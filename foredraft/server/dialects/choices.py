@@ -12,24 +12,14 @@ from foredraft.core.errors import ConfigError
 from foredraft.engine.request import Event, GenerationResult
 from foredraft.server.answers import new_id, now
 from foredraft.server.context import ServerContext
-from foredraft.server.dialects.fields import (
-    Hint,
-    Items,
-    Refused,
-    Sets,
-    at_most,
-    characters,
-    entries,
-    json_characters,
-)
+from foredraft.server.dialects.fields import Refused, Sets, at_most
 from foredraft.server.dialects.request import GenerationRequest
-from foredraft.server.dialects.sampling import SamplingFields, response_grammar
+from foredraft.server.dialects.sampling import OpenAIFields, Schema, response_grammar
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation
 from foredraft.server.usage import Repeated, speculation_of, usage_of
 from foredraft.server.wire import DONE, data_event
 
-Ignored = Annotated[Any, Hint()]
 _TEXT_ONLY = "text is all there is here"
 _NO_BEAMS = "beam search is not sampling from the model"
 _GUIDED = "use response_format or structured_outputs"
@@ -49,32 +39,14 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class ChoicesFields(SamplingFields):
+class ChoicesFields(OpenAIFields):
     """The fields of chat and completions alike."""
 
     n: Annotated[int | None, Field(ge=1), at_most("max_n")] = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None
-    stop: Annotated[
-        str | Items[str] | None, entries("max_stop"), characters("max_stop_characters")
-    ] = None
     stream_options: StreamOptions | None = None
-    response_format: Annotated[
-        dict[str, Any] | None,
-        Sets("grammar", response_grammar),
-        json_characters("max_schema_bytes"),
-    ] = None
-
-    user: Ignored = None
-    metadata: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    service_tier: Ignored = None
-    reasoning_effort: Ignored = None
-    verbosity: Ignored = None
-    include_reasoning: Ignored = None
-    request_id: Ignored = None
+    response_format: Annotated[Schema, Sets("grammar", response_grammar)] = None
 
     audio: Annotated[Any, Refused(_TEXT_ONLY)] = None
     modalities: Annotated[Any, Refused(_TEXT_ONLY, ["text"])] = None

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
-from foredraft.core.grammar import Grammar
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
     AnthropicErrorBody,
@@ -27,23 +26,21 @@ from foredraft.server.answers import (
 )
 from foredraft.server.blocks import Block, Blocks, Change
 from foredraft.server.context import ServerContext
-from foredraft.server.dialects.choices import Ignored
-from foredraft.server.dialects.fields import (
-    Items,
-    Refused,
-    RequestBody,
-    Sets,
-    characters,
-    entries,
-    json_characters,
-)
+from foredraft.server.dialects.fields import Items, Refused, RequestBody, Sets, entries
 from foredraft.server.dialects.request import (
     ConversationFields,
     GenerationRequest,
     encode_conversation,
     read_conversation,
 )
-from foredraft.server.dialects.sampling import response_grammar
+from foredraft.server.dialects.sampling import (
+    Ignored,
+    Schema,
+    Tools,
+    Words,
+    format_grammar,
+    response_grammar,
+)
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import ReplyState, finish_reason
 from foredraft.server.replies import Part
@@ -59,19 +56,13 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _ROLES = ("user", "assistant", "system")
 
 
-def _output_grammar(config: Mapping[str, Any]) -> Grammar | None:
-    return response_grammar(config.get("format"))
-
-
 class MessageFields(RequestBody):
     """A conversation."""
 
     model: str | None = None
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1), entries("max_messages")]
     system: str | Items[dict[str, Any]] | None = None
-    tools: Annotated[
-        Items[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
-    ] = None
+    tools: Tools = None
     tool_choice: dict[str, Any] | None = None
 
     def chat_messages(self) -> list[dict[str, Any]]:
@@ -91,17 +82,9 @@ class MessagesRequest(MessageFields, ConversationFields):
     """A conversation to be replied to."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[
-        Items[str] | None, Sets("stop"), entries("max_stop"), characters("max_stop_characters")
-    ] = None
-    output_config: Annotated[
-        dict[str, Any] | None, Sets("grammar", _output_grammar), json_characters("max_schema_bytes")
-    ] = None
-    output_format: Annotated[
-        dict[str, Any] | None,
-        Sets("grammar", response_grammar),
-        json_characters("max_schema_bytes"),
-    ] = None
+    stop_sequences: Annotated[Words, Sets("stop")] = None
+    output_config: Annotated[Schema, Sets("grammar", format_grammar)] = None
+    output_format: Annotated[Schema, Sets("grammar", response_grammar)] = None
 
     metadata: Ignored = None
     thinking: Ignored = None

@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError
-from foredraft.core.grammar import Grammar
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.models.text.prompts import malformed, text_of
 from foredraft.server.answers import (
@@ -27,21 +26,19 @@ from foredraft.server.answers import (
 )
 from foredraft.server.blocks import Block, Blocks, Change
 from foredraft.server.context import ServerContext
-from foredraft.server.dialects.choices import Ignored
-from foredraft.server.dialects.fields import (
-    Items,
-    Refused,
-    Sets,
-    characters,
-    entries,
-    json_characters,
-)
+from foredraft.server.dialects.fields import Items, Refused, Sets, entries
 from foredraft.server.dialects.request import (
     ConversationFields,
     GenerationRequest,
     read_conversation,
 )
-from foredraft.server.dialects.sampling import response_grammar
+from foredraft.server.dialects.sampling import (
+    Ignored,
+    OpenAIFields,
+    Schema,
+    Tools,
+    format_grammar,
+)
 from foredraft.server.errors import ApiError, as_api_error
 from foredraft.server.generation import Generation, ReplyState
 from foredraft.server.logprobs import ReplyLogprobs, chat_logprobs
@@ -55,11 +52,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _STATELESS = "nothing is stored: send the conversation so far as input"
 
 
-def _text_grammar(text: Mapping[str, Any]) -> Grammar | None:
-    return response_grammar(text.get("format"))
-
-
-class ResponsesRequest(ConversationFields):
+class ResponsesRequest(OpenAIFields, ConversationFields):
     """Items to be replied to."""
 
     conversation_field: ClassVar[str] = "input"
@@ -67,31 +60,14 @@ class ResponsesRequest(ConversationFields):
     input: Annotated[str | Items[dict[str, Any]] | None, entries("max_messages")] = None
     instructions: str | None = None
     max_output_tokens: Annotated[Annotated[int, Field(ge=1)] | None, Sets("max_tokens")] = None
-    stop: Annotated[
-        str | Items[str] | None, entries("max_stop"), characters("max_stop_characters")
-    ] = None
-    text: Annotated[
-        dict[str, Any] | None, Sets("grammar", _text_grammar), json_characters("max_schema_bytes")
-    ] = None
-    tools: Annotated[
-        Items[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
-    ] = None
+    text: Annotated[Schema, Sets("grammar", format_grammar)] = None
+    tools: Tools = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include: Items[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    user: Ignored = None
-    metadata: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    service_tier: Ignored = None
     reasoning: Ignored = None
-    reasoning_effort: Ignored = None
-    verbosity: Ignored = None
-    include_reasoning: Ignored = None
-    request_id: Ignored = None
     store: Ignored = None
     stream_options: Ignored = None
     context_management: Ignored = None

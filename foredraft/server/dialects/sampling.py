@@ -16,6 +16,7 @@ from foredraft.core.rng import SEED_BITS
 from foredraft.engine.scheduler import MAX_PRIORITY
 from foredraft.models.text.prompts import text_of
 from foredraft.server.dialects.fields import (
+    Hint,
     Items,
     Number,
     RequestBody,
@@ -51,6 +52,11 @@ def response_grammar(form: object) -> Grammar | None:
             return Grammar.json_schema(schema)
         raise ConfigError("it has no json_schema.schema")
     raise ConfigError(f"the type is {shown(kind)}; known are text, json_object and json_schema")
+
+
+def format_grammar(options: Mapping[str, Any]) -> Grammar | None:
+    """The grammar of an object that holds such a format, under ``format``."""
+    return response_grammar(options.get("format"))
 
 
 def _structured_grammar(outputs: Mapping[str, Any]) -> Grammar:
@@ -106,6 +112,15 @@ _TopK = Annotated[
 ]
 
 
+Ignored = Annotated[Any, Hint()]
+Words = Annotated[Items[str] | None, entries("max_stop"), characters("max_stop_characters")]
+Stops = Annotated[str | Items[str] | None, entries("max_stop"), characters("max_stop_characters")]
+Tools = Annotated[
+    Items[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
+]
+Schema = Annotated[dict[str, Any] | None, json_characters("max_schema_bytes")]
+
+
 class SamplingFields(RequestBody):
     """The fields that all APIs share.
 
@@ -129,16 +144,10 @@ class SamplingFields(RequestBody):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
-    bad_words: Annotated[
-        Items[str] | None, entries("max_stop"), characters("max_stop_characters")
-    ] = None
+    bad_words: Words = None
     allowed_token_ids: Items[int] | None = None
     include_stop_str_in_output: Annotated[bool | None, Sets("include_stop")] = None
-    structured_outputs: Annotated[
-        dict[str, Any] | None,
-        Sets("grammar", _structured_grammar),
-        json_characters("max_schema_bytes"),
-    ] = None
+    structured_outputs: Annotated[Schema, Sets("grammar", _structured_grammar)] = None
     prediction: Annotated[dict[str, Any] | None, Sets("prediction", _predicted_text)] = None
     coupling: Literal["seeded", "drawn"] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
@@ -164,3 +173,20 @@ class SamplingFields(RequestBody):
         values.setdefault("max_tokens", self.default_max_tokens)
         with in_words_of(names):
             return SamplingParams(**values), names
+
+
+class OpenAIFields(SamplingFields):
+    """The fields that OpenAI's APIs share."""
+
+    stop: Stops = None
+
+    user: Ignored = None
+    metadata: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    service_tier: Ignored = None
+    reasoning_effort: Ignored = None
+    verbosity: Ignored = None
+    include_reasoning: Ignored = None
+    request_id: Ignored = None

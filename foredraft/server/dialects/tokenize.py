@@ -15,8 +15,9 @@ from foredraft.core.errors import ConfigError
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.answers import Context, error_responses
 from foredraft.server.context import ServerContext
-from foredraft.server.dialects.fields import Items, RequestBody, entries, json_characters
+from foredraft.server.dialects.fields import Items, RequestBody, entries
 from foredraft.server.dialects.request import encode_conversation
+from foredraft.server.dialects.sampling import Tools
 from foredraft.server.tools import read_tools
 from foredraft.server.wire import JsonResponse
 
@@ -31,9 +32,7 @@ class TokenizeRequest(RequestBody):
     messages: Annotated[
         Annotated[list[dict[str, Any]], Field(min_length=1)] | None, entries("max_messages")
     ] = None
-    tools: Annotated[
-        Items[dict[str, Any]] | None, entries("max_tools"), json_characters("max_schema_bytes")
-    ] = None
+    tools: Tools = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
