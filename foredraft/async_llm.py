@@ -29,15 +29,18 @@ MAX_WAITING = 256
 
 
 class EventStream:
-    """The events of one request; the last of each of its replies carries the result.
+    """The events of replies as they come; the last one of each reply carries its result.
 
-    Closing it early aborts the request within one step; so does dropping it. It belongs to the
+    Closing it early aborts the replies within one step; so does dropping it. It belongs to the
     event loop in which it was opened.
+
+    Attributes:
+        request_ids: of the replies: prompts one after the other, ``n`` replies to each.
     """
 
-    def __init__(self, request_id: int, num_replies: int, abort: Callable[[], None]) -> None:
-        self._num_live = num_replies
-        self.request_id = request_id
+    def __init__(self, request_ids: Sequence[int], abort: Callable[[], None]) -> None:
+        self._num_live = len(request_ids)
+        self.request_ids = request_ids
         self._abort, self._mailbox = abort, _Mailbox()
 
     def __aiter__(self) -> Self:
@@ -217,21 +220,38 @@ class AsyncLLM:
             EngineStoppedError: it was closed, or its thread has failed.
             PromptError, ConfigError: the prompt or what is asked for cannot be used.
         """
-        worker, params = self._worker, checked_params(params)
+        asked = [(prompt, checked_params(params))]
+        return await self.open_all(asked, tenant=tenant, priority=priority, policy=policy)
+
+    async def open_all(
+        self,
+        asked: Sequence[tuple[Prompt | Sequence[Message], SamplingParams]],
+        *,
+        tenant: str | None = None,
+        priority: int = 0,
+        policy: Policy | None = None,
+    ) -> EventStream:
+        """Submit several requests, or none of them; raises as `open`.
+
+        Args:
+            asked: prompts, each with its parameters.
+        """
+        worker, num_replies = self._worker, sum(params.n for _, params in asked)
         options = self.llm.request_options(tenant, priority)
         if policy is not None:
             options = replace(options, policy=policy)
-        worker.enter(params.n, self.llm.engine.max_batch_size + self._max_waiting)
+        worker.enter(num_replies, self.llm.engine.max_batch_size + self._max_waiting)
         try:
-            if params.grammar is not None and self.llm.grammars is not None:
-                # It has threads of its own: a slow grammar keeps no other request waiting.
-                await asyncio.wrap_future(self.llm.grammars.compile(params.grammar))
-            requests = await asyncio.to_thread(self._prepare, prompt, params, options)
+            for grammar in {params.grammar for _, params in asked if params.grammar is not None}:
+                if self.llm.grammars is not None:
+                    # It has threads of its own: a slow grammar keeps no other request waiting.
+                    await asyncio.wrap_future(self.llm.grammars.compile(grammar))
+            requests = await asyncio.to_thread(self._prepare, asked, options)
             ids = [request.request_id for request in requests]
-            stream = EventStream(ids[0], len(ids), lambda: self._worker.abort(ids))
+            stream = EventStream(ids, lambda: self._worker.abort(ids))
             worker.add(requests, partial(self._post.put, stream._mailbox))
         except BaseException:
-            worker.leave(params.n)
+            worker.leave(num_replies)
             raise
         return stream
 
@@ -318,8 +338,8 @@ class AsyncLLM:
 
     def _prepare(
         self,
-        prompt: Prompt | Sequence[Message],
-        params: SamplingParams,
+        asked: Sequence[tuple[Prompt | Sequence[Message], SamplingParams]],
         options: RequestOptions,
     ) -> list[Request]:
-        return self.llm.engine.prepare(self.llm.encode(prompt), params, options)
+        prepare, encode = self.llm.engine.prepare, self.llm.encode
+        return [each for prompt, own in asked for each in prepare(encode(prompt), own, options)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,20 +54,14 @@ class Generation:
         began: when it was opened, in seconds of `time.perf_counter`.
     """
 
-    def __init__(self, streams: Sequence[EventStream], prompt_sizes: Sequence[int], n: int) -> None:
-        self._streams, self._n = streams, n
+    def __init__(self, stream: EventStream, prompt_sizes: Sequence[int], n: int) -> None:
+        self._stream = stream
+        self._indices = {number: index for index, number in enumerate(stream.request_ids)}
         self.replies = [ReplyState(size) for size in prompt_sizes for _ in range(n)]
         self.num_prompt_tokens = sum(prompt_sizes)
         self.began = time.perf_counter()
         self._error: ApiError | None = None
         self._num_open = len(self.replies)
-        self._arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
-        self._pumps: list[asyncio.Task[None]] = []
-        if len(streams) > 1:
-            self._pumps = [
-                asyncio.create_task(self._pump(number, stream))
-                for number, stream in enumerate(streams)
-            ]
 
     @classmethod
     async def open(
@@ -91,19 +84,12 @@ class Generation:
         Raises:
             QueueFullError, EngineStoppedError, PromptError, ConfigError: as `AsyncLLM.open`.
         """
-        streams: list[EventStream] = []
-        try:
-            for prompt in prompts:
-                start, own = _scoring(engine, prompt, params) if scores_only else (prompt, params)
-                stream = await engine.open(
-                    start, own, tenant=tenant, priority=priority, policy=policy
-                )
-                streams.append(stream)
-        except BaseException:
-            for stream in streams:
-                await stream.aclose()
-            raise
-        return cls(streams, [len(prompt) for prompt in prompts], params.n)
+        asked = [
+            _scoring(engine, prompt, params) if scores_only else (prompt, params)
+            for prompt in prompts
+        ]
+        stream = await engine.open_all(asked, tenant=tenant, priority=priority, policy=policy)
+        return cls(stream, [len(prompt) for prompt in prompts], params.n)
 
     def __aiter__(self) -> Generation:
         return self
@@ -116,10 +102,11 @@ class Generation:
         """
         if not self._num_open:
             raise StopAsyncIteration
-        number, event = await self._next()
-        if isinstance(event, Exception):
-            raise event
-        index = number * self._n + event.index
+        try:
+            event = await anext(self._stream)
+        except StopAsyncIteration:
+            raise self._ended from None
+        index = self._indices[event.request_id]
         self.replies[index].add(event)
         if event.result is not None:
             self._num_open -= 1
@@ -128,33 +115,12 @@ class Generation:
 
     async def aclose(self) -> None:
         """End what is unfinished. Never waits."""
-        for pump in self._pumps:
-            pump.cancel()
-        for stream in self._streams:
-            await stream.aclose()
+        await self._stream.aclose()
 
     async def abort(self, error: ApiError) -> None:
         """End it early; whoever reads it gets ``error``."""
         self._error = self._error or error
-        for stream in self._streams:
-            await stream.aclose()
-
-    async def _next(self) -> tuple[int, Event | Exception]:
-        if self._pumps:
-            return await self._arrived.get()
-        try:
-            return 0, await anext(self._streams[0])
-        except StopAsyncIteration:
-            raise self._ended from None
-
-    async def _pump(self, number: int, stream: EventStream) -> None:
-        try:
-            async for event in stream:
-                self._arrived.put_nowait((number, event))
-        except Exception as error:
-            self._arrived.put_nowait((number, error))
-        if self._error is not None:
-            self._arrived.put_nowait((number, self._error))
+        await self._stream.aclose()
 
     @property
     def _ended(self) -> ApiError:
