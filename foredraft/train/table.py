@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.heads.store import META, Learnt, TargetIdentity, read_info, write_folder
+from foredraft.drafters.heads.store import META, HeadInfo, TargetIdentity, read_info, write_folder
 from foredraft.drafters.suffix import SuffixText
 from foredraft.drafters.table import (
     BOTH,
@@ -329,15 +329,9 @@ def train_table(
         _check_no_worse(measured, measure(kept, tested, progress)[0], out)
     made = {**provenance, "texts": len(learnt), "reply tokens": sum(map(_num_reply, learnt))}
     made |= {"contexts": len(table), "min_count": options.min_count, "foredraft": __version__}
-    folder = Learnt(
-        KIND,
-        {"shares": shares},
-        target.shape,
-        table.tensors,
-        self_test(table, _some_contexts(learnt)),
-        _card(target.identity, measured, made),
-    )
-    write_folder(out, folder, {"target": target.identity, "provenance": made, "measured": measured})
+    info = HeadInfo(KIND, {"shares": shares}, target.shape, target.identity, made, measured)
+    card = _card(target.identity, measured, made)
+    write_folder(out, info, table.tensors, self_test(table, _some_contexts(learnt)), card)
     return measured
 
 

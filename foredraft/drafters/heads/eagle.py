@@ -15,7 +15,6 @@ Shape legend: B texts, L tokens, E hidden size, P tapped layers, R output rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -378,15 +377,14 @@ def read_published(directory: Path, target: HeadTarget) -> EagleModule | FirstEa
     parts = target.parts
     config, shape = _read_config(directory, target.vocab_size)
     check_fits(shape, target, f"the EAGLE head in {directory}")
-    with ExitStack() as stack:
-        tensors = CheckpointTensors(directory, stack)
-        layer = next((p for p in _LAYERS if any(n.startswith(p) for n in tensors.names)), None)
-        if layer is None or "fc.weight" not in tensors.names:
-            raise ConfigError(
-                f"{directory} holds no EAGLE head: there is no fc.weight beside a layer "
-                f"{' or '.join(_LAYERS)}*. {_ADVICE}"
-            )
-        found = tensors.below("")
+    tensors = CheckpointTensors(directory)
+    layer = next((p for p in _LAYERS if any(n.startswith(p) for n in tensors.names)), None)
+    if layer is None or "fc.weight" not in tensors.names:
+        raise ConfigError(
+            f"{directory} holds no EAGLE head: there is no fc.weight beside a layer "
+            f"{' or '.join(_LAYERS)}*. {_ADVICE}"
+        )
+    found = tensors.below("")
     _check_embeddings(found.get(_TARGETS[0]), parts, directory)
     own = {name: tensor for name, tensor in found.items() if name not in _TARGETS}
     shape = replace(shape, num_hidden_layers=len(target.capabilities.taps))

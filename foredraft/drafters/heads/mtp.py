@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -429,13 +428,12 @@ def read_native(directory: Path, target: HeadTarget) -> MtpModule:
     shape = checked_as(Sizes, config, path).shape
     check_fits(shape, target, f"the MTP layer in {directory}")
     weights: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        tensors = CheckpointTensors(directory, stack)
-        layout, prefixes = _find(tensors.names, directory)
-        _check_count(config, prefixes, directory)
-        for number, prefix in enumerate(prefixes):
-            found = _weights(layout, tensors.below(prefix, layout.unused), directory)
-            weights |= {f"heads.{number}.{name}": weight for name, weight in found.items()}
+    tensors = CheckpointTensors(directory)
+    layout, prefixes = _find(tensors.names, directory)
+    _check_count(config, prefixes, directory)
+    for number, prefix in enumerate(prefixes):
+        found = _weights(layout, tensors.below(prefix, layout.unused), directory)
+        weights |= {f"heads.{number}.{name}": weight for name, weight in found.items()}
     ids_V = torch.arange(shape.vocab_size)
     parts = target.parts
     norm_E = final_norm(parts, shape.rms_norm_eps)

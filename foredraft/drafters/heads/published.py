@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -43,19 +42,13 @@ def is_checkpoint(directory: Path) -> bool:
 class CheckpointTensors:
     """All tensors of a checkpoint's files by name, read when asked for.
 
-    Args:
-        stack: closes the files.
-
     Raises:
         ModelLoadError: a file is damaged, or there are weights in a pickle only.
     """
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self._files: dict[str, Any] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            names = check_safetensors(path)
-            file = stack.enter_context(safe_open(str(path), framework="pt"))
-            self._files |= dict.fromkeys(names, file)
+    def __init__(self, directory: Path) -> None:
+        paths = sorted(directory.glob("*.safetensors"))
+        self._files = {name: path for path in paths for name in check_safetensors(path)}
         pickles = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt"))
         if not self._files and pickles:
             raise ModelLoadError(
@@ -71,10 +64,15 @@ class CheckpointTensors:
         """Those whose name begins so, by the rest of it."""
         rest = {name: name.removeprefix(prefix) for name in self._files if name.startswith(prefix)}
         return {
-            short: self._files[name].get_tensor(name)
+            short: self._read(name)
             for name, short in rest.items()
             if short not in without and not short.endswith(_NEVER_NEEDED)
         }
+
+    def _read(self, name: str) -> Tensor:
+        with safe_open(str(self._files[name]), framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 def layer_names(prefix: str) -> dict[str, tuple[str, ...]]:
@@ -118,16 +116,23 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
 
     Args:
         module: made on the device ``meta``, so that sizes are compared before memory is asked for.
+        what: whose they are, for messages.
 
     Raises:
-        ModelLoadError: the shapes are others, or a weight is no number.
+        ModelLoadError: there is one more or one less, its shape is another, or it is no number.
     """
-    for name, own in module.state_dict().items():
-        if weights[name].is_floating_point() and not weights[name].isfinite().all():
+    expected = module.state_dict()
+    for name in expected.keys() ^ weights.keys():
+        raise ModelLoadError(f"{what} {'lacks' if name in expected else 'holds'} {name!r}")
+    for name, own in expected.items():
+        weight = weights[name]
+        if weight.is_floating_point() and not weight.isfinite().all():
             raise ModelLoadError(f"{what}: {name} holds NaN or infinity")
-        if weights[name].shape != own.shape:
+        if weight.is_floating_point() != own.is_floating_point():
+            raise ModelLoadError(f"{what}: {name} is of type {weight.dtype}")
+        if weight.shape != own.shape:
             raise ModelLoadError(
-                f"{what}: {name} has shape {[*weights[name].shape]}, and the config asks for "
+                f"{what}: {name} has shape {[*weight.shape]}, and the config asks for "
                 f"{[*own.shape]}"
             )
     whole = {n: w.float().cpu() if w.is_floating_point() else w.cpu() for n, w in weights.items()}
@@ -211,13 +216,8 @@ def check_fits(shape: ModelShape, target: HeadTarget, what: str) -> None:
     Raises:
         ConfigError: it is.
     """
-    theirs, ours = (
-        (shape.hidden_size, shape.vocab_size),
-        (
-            target.parts.hidden_size,
-            target.vocab_size,
-        ),
-    )
+    theirs = shape.hidden_size, shape.vocab_size
+    ours = target.parts.hidden_size, target.vocab_size
     if theirs != ours:
         raise ConfigError(
             f"{what} is for a target {theirs[0]} wide with {theirs[1]} tokens, and this one is "

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
@@ -29,12 +29,12 @@ from torch import Tensor
 
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.drafters.heads.base import HeadModule, TextBatch
-from foredraft.drafters.heads.published import Sizes, checked_as
+from foredraft.drafters.heads.published import Sizes, checked_as, fill
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import ModelShape, PartsTarget, Target
 from foredraft.models.files.json_files import read_json
 from foredraft.models.files.manifest import sha256_of
-from foredraft.models.files.safety import FLOATS, Checkpoint, check_safetensors
+from foredraft.models.files.safety import Checkpoint, check_safetensors
 from foredraft.system.files import flush_folder, write_tensors, write_text
 
 META, WEIGHTS, SELF_TEST, CARD = (
@@ -88,7 +88,7 @@ class HeadInfo:
     target: TargetIdentity
     provenance: Mapping[str, Any]
     measured: Mapping[str, Any]
-    weights_sha256: str
+    weights_sha256: str = ""
 
     @property
     def promise(self) -> tuple[float, float] | None:
@@ -140,32 +140,19 @@ def fingerprint(sizes: tuple[int, int, int], embed: Callable[[Tensor], Tensor]) 
     return hashlib.sha256(repr(sizes).encode() + rows.numpy().tobytes()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Learnt:
-    """What goes into a folder.
-
-    Attributes:
-        kind: the registered name of the drafter that uses it.
-        config: what makes it again, as JSON values.
-        shape: of the target.
-        weights: by name.
-        self_test: likewise.
-        card: the text of README.md.
-    """
-
-    kind: str
-    config: Mapping[str, Any]
-    shape: ModelShape
-    weights: Mapping[str, Tensor]
-    self_test: Mapping[str, Tensor]
-    card: str
-
-
-def write_folder(directory: Path, learnt: Learnt, info: Mapping[str, Any]) -> None:
+def write_folder(
+    directory: Path,
+    info: HeadInfo,
+    weights: Mapping[str, Tensor],
+    self_test: Mapping[str, Tensor],
+    card: str,
+) -> None:
     """Write a folder; what was there before is replaced when all is written.
 
     Args:
-        info: ``target`` (`TargetIdentity`), ``provenance`` and ``measured`` of `HeadInfo`.
+        info: what ``head.json`` is to say; the digest of the weights' file is added.
+        weights, self_test: by name.
+        card: the text of README.md.
 
     Raises:
         TrainingError: it cannot be written, such as on a full disk.
@@ -174,20 +161,12 @@ def write_folder(directory: Path, learnt: Learnt, info: Mapping[str, Any]) -> No
     directory.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(directory / _NEXT, ignore_errors=True)
     (directory / _NEXT).mkdir()
-    write_tensors(directory / _NEXT / WEIGHTS, learnt.weights)
-    write_tensors(directory / _NEXT / SELF_TEST, learnt.self_test)
-    meta = {
-        "format": _FORMAT,
-        "kind": learnt.kind,
-        "config": learnt.config,
-        "shape": asdict(learnt.shape),
-        "target": asdict(info["target"]),
-        "provenance": dict(info["provenance"]),
-        "measured": dict(info["measured"]),
-        "weights_sha256": sha256_of(directory / _NEXT / WEIGHTS),
-    }
-    write_text(directory / _NEXT / META, json.dumps(meta, indent=2) + "\n")
-    write_text(directory / _NEXT / CARD, learnt.card)
+    write_tensors(directory / _NEXT / WEIGHTS, weights)
+    write_tensors(directory / _NEXT / SELF_TEST, self_test)
+    info = replace(info, weights_sha256=sha256_of(directory / _NEXT / WEIGHTS))
+    meta = json.dumps({"format": _FORMAT} | asdict(info), indent=2)
+    write_text(directory / _NEXT / META, meta + "\n")
+    write_text(directory / _NEXT / CARD, card)
     os.replace(directory / _NEXT, directory / _READY)
     flush_folder(directory)
     finish_saving(directory)
@@ -331,20 +310,19 @@ def check_kind(info: HeadInfo, kind: str, directory: Path) -> None:
         )
 
 
-def check_weights(directory: Path, info: HeadInfo) -> dict[str, Any]:
-    """The header of the weights' file, which is the one that was written.
+def check_weights(directory: Path, info: HeadInfo) -> None:
+    """See that the weights' file is the one that was written.
 
     Raises:
         ModelLoadError: it is damaged.
     """
     path = directory / WEIGHTS
-    stored = check_safetensors(path)
+    check_safetensors(path)
     if sha256_of(path) != info.weights_sha256:
         raise ModelLoadError(
             f"{path} is not what {META} says: the head is damaged, or its saving was interrupted "
             "(training it further completes that). Copy it again"
         )
-    return stored
 
 
 _COMPARED_ROWS = 64
@@ -374,9 +352,8 @@ def save_head(directory: Path, module: HeadModule, info: Mapping[str, Any], test
     stored = {name: _stored(tensor) for name, tensor in module.state_dict().items()}
     rounded = type(module).from_config(module.shape, module.config)
     rounded.load_state_dict({name: _loaded(t, torch.float32) for name, t in stored.items()})
-    tested = _self_test(rounded, _on_cpu(test), depth)
-    learnt = Learnt(module.kind, module.config, module.shape, stored, tested, card)
-    write_folder(directory, learnt, info)
+    whole_info = HeadInfo(module.kind, module.config, module.shape, **info)
+    write_folder(directory, whole_info, stored, _self_test(rounded, _on_cpu(test), depth), card)
 
 
 def _stored(tensor: Tensor) -> Tensor:
@@ -465,10 +442,9 @@ def read_head(directory: Path, module: type[M], info: HeadInfo) -> M:
     Raises:
         ModelLoadError: it is damaged, or does not compute what it did when it was saved.
     """
-    path = directory / WEIGHTS
-    stored = check_weights(directory, info)
+    check_weights(directory, info)
     try:
-        with torch.device("meta"):  # sizes are compared before memory is asked for
+        with torch.device("meta"):
             head = module.from_config(info.shape, info.config)
     except ConfigError as error:
         raise ModelLoadError(f"{directory / META}: {error}") from error
@@ -476,22 +452,9 @@ def read_head(directory: Path, module: type[M], info: HeadInfo) -> M:
         raise ModelLoadError(
             f"{directory / META}: its config describes no head of kind {module.kind!r}"
         ) from error
-    _check_shapes(path, head, stored)
-    weights = load_file(path)
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not _is_finite(tensor):
-            raise ModelLoadError(f"{path}: {name} holds NaN or infinity; train the head again")
-    whole = {name: _loaded(tensor, torch.float32) for name, tensor in weights.items()}
-    head.load_state_dict(whole, assign=True)
-    head.eval()
+    fill(head, load_file(directory / WEIGHTS), str(directory / WEIGHTS))
     _run_self_test(directory / SELF_TEST, head)
     return head
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """In one pass: NaN comes through as least and largest element, and infinity is one of them."""
-    least, largest = torch.aminmax(tensor)
-    return isfinite(least) and isfinite(largest)
 
 
 def _check_sizes(shape: ModelShape, sizes: tuple[int, int, int] | None, path: Path) -> None:
@@ -501,21 +464,6 @@ def _check_sizes(shape: ModelShape, sizes: tuple[int, int, int] | None, path: Pa
             f"{path}: its shape is that of a target of {theirs[2]} layers, {theirs[1]} wide, with "
             f"{theirs[0]} tokens, unlike the target that it names"
         )
-
-
-def _check_shapes(path: Path, head: HeadModule, stored: Mapping[str, Any]) -> None:
-    expected = head.state_dict()
-    for name in expected.keys() ^ stored.keys():
-        where = "lacks" if name in expected else "holds"
-        raise ModelLoadError(f"{path} {where} {name!r}, unlike a head of kind {head.kind!r}")
-    for name, tensor in expected.items():
-        entry = stored[name]
-        if list(tensor.shape) != entry["shape"]:
-            raise ModelLoadError(
-                f"{path}: {name} has shape {entry['shape']} and should have {list(tensor.shape)}"
-            )
-        if tensor.is_floating_point() != (entry["dtype"] in FLOATS):
-            raise ModelLoadError(f"{path}: {name} is of type {entry['dtype']}")
 
 
 def _run_self_test(path: Path, head: HeadModule) -> None:
