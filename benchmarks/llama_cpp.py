@@ -48,7 +48,7 @@ def open_llama(
 
 
 class LlamaCppStepper:
-    """Forwards of llama.cpp with the logits of every token, one row. See `step.Stepper`."""
+    """Forwards of llama.cpp with the logits of every token, one row. See `step.TimedStepper`."""
 
     def __init__(
         self, directory: str | Path, quantisation: str, context: int, threads: int

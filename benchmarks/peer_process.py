@@ -115,7 +115,7 @@ class PeerContender(_Peer):
 
 
 class PeerStepper(_Peer):
-    """A `step.Stepper` of one row in a process of its own."""
+    """A `step.TimedStepper` of one row in a process of its own."""
 
     def fits(self, size: Size) -> bool:
         return size.rows == 1

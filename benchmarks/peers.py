@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from foredraft.bench.contenders import Contender
-    from foredraft.bench.step import Stepper
+    from foredraft.bench.step import TimedStepper
     from foredraft.llm import LLM
 
 _LLAMA, _LOOKUP = "llama.cpp-", "-ngram"
@@ -46,7 +46,7 @@ def open_contender(
     )  # fmt: skip
 
 
-def open_stepper(llm: LLM, name: str, context: int) -> Stepper:
+def open_stepper(llm: LLM, name: str, context: int) -> TimedStepper:
     """A peer's forward behind so many tokens; "transformers" or one of `LLAMA_PEERS`."""
     import torch
 

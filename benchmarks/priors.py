@@ -24,7 +24,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.confidence import MatchConfidence, Priors
 from foredraft.drafters.confidence import priors as known_priors
-from foredraft.drafters.prediction import Alignment, Experience
+from foredraft.drafters.prediction import Alignment, AlignmentConfidence
 from foredraft.drafters.suffix import NO_MATCH, SEPARATOR, Source, SuffixAutomaton
 from foredraft.drafters.token_recycling import RankConfidence, Successors, likeliest
 from foredraft.llm import LLM
@@ -59,20 +59,20 @@ def measure_priors(
     """
     known = known_priors()
     repeated, other = MatchConfidence(known.repeated_text), MatchConfidence(known.other_text)
-    experience, ranks, earlier = Experience(), RankConfidence(), SuffixAutomaton()
+    confidence, ranks, earlier = AlignmentConfidence(), RankConfidence(), SuffixAutomaton()
     for reply in replies:
         _match_itself(reply, repeated)
         _match_earlier(reply, earlier, other)
-        _align(reply, experience)
+        _align(reply, confidence)
         _recycle(target, reply, ranks)
         advance("measuring")
     return Priors(
         repeated_text=_rounded(repeated.shares),
         other_text=_rounded(other.shares),
-        followed=_rounded(experience.followed.shares),
-        met=_rounded(experience.met.shares),
-        replaced=_rounded(experience.replaced.shares),
-        inserted=_rounded(experience.inserted.shares),
+        followed=_rounded(confidence.followed.shares),
+        met=_rounded(confidence.met.shares),
+        replaced=_rounded(confidence.replaced.shares),
+        inserted=_rounded(confidence.inserted.shares),
         ranks=tuple(map(_rounded, ranks.shares)),
     )
 
@@ -96,10 +96,10 @@ def _match_earlier(reply: Reply, earlier: SuffixAutomaton, confidence: MatchConf
         earlier.extend(token)
 
 
-def _align(reply: Reply, experience: Experience) -> None:
+def _align(reply: Reply, confidence: AlignmentConfidence) -> None:
     if not reply.expected:
         return
-    alignment = Alignment(reply.expected, experience)
+    alignment = Alignment(reply.expected, confidence)
     for token in reply.output:
         alignment.commit(token)
 

@@ -29,7 +29,7 @@ class Size:
     tokens: int
 
 
-class Stepper(Protocol):
+class TimedStepper(Protocol):
     """Something whose forward can be timed again and again from the same state."""
 
     @property
@@ -136,7 +136,10 @@ class StepFigure(Figure[dict[str, float]]):
 
 
 def time_steps(
-    steppers: Sequence[Stepper], sizes: Sequence[Size], rounds: int, advance: Callable[[], None]
+    steppers: Sequence[TimedStepper],
+    sizes: Sequence[Size],
+    rounds: int,
+    advance: Callable[[], None],
 ) -> list[StepFigure]:
     """Each stepper at each size, once a round, so that a slow moment of the machine hits all."""
     figures = [StepFigure(s.name, size) for s in steppers for size in sizes if s.fits(size)]
@@ -152,7 +155,7 @@ def text(length: int) -> list[int]:
 
 def own_steppers(
     llms: Mapping[str, LLM], contexts: Sequence[int], sizes: Sequence[Size]
-) -> list[Stepper]:
+) -> list[TimedStepper]:
     """Steppers of each loaded target at each context, and of the drafter where there is one target.
 
     Args:
@@ -161,7 +164,7 @@ def own_steppers(
     from foredraft.drafters import build_drafter
 
     max_rows = max(size.rows for size in sizes)
-    steppers: list[Stepper] = []
+    steppers: list[TimedStepper] = []
     for context in contexts:
         behind = f" at {context}" if len(contexts) > 1 else ""
         for name, llm in llms.items():

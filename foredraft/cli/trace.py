@@ -18,7 +18,7 @@ from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.trace.files import Trace
-    from foredraft.trace.format import Candidate, Committed, NodeLaw, Row, Step, Why
+    from foredraft.trace.format import Candidate, Committed, NodeLaw, TracedRow, TracedStep, Why
 
 _FEW = (0, 1, 2, 4, 8, 16)
 
@@ -160,7 +160,7 @@ def show_run(console: Console, trace: Trace) -> None:
     _show_preempted(console, trace.steps)
 
 
-def _show_preempted(console: Console, steps: Sequence[Step]) -> None:
+def _show_preempted(console: Console, steps: Sequence[TracedStep]) -> None:
     """Where memory was short, which nothing else tells of a step that took so long."""
     short = [step for step in steps if step.num_preempted]
     if short:
@@ -172,7 +172,7 @@ def _show_preempted(console: Console, steps: Sequence[Step]) -> None:
         )
 
 
-def show_step(console: Console, step: Step) -> None:
+def show_step(console: Console, step: TracedStep) -> None:
     """One step in full: the tree, what the target said, the test, the residual."""
     t = step.times
     console.print(
@@ -212,7 +212,7 @@ def _legend() -> Text:
     )
 
 
-def _draft(row: Row) -> Text:
+def _draft(row: TracedRow) -> Text:
     if row.kind is None:
         return Text(f"{row.num_read} tokens of the prompt", style="dim")
     if not row.draft.tokens:
@@ -247,7 +247,7 @@ def branches(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
     return lines
 
 
-def _line(row: Row, depth: int, nodes: Sequence[int]) -> Text:
+def _line(row: TracedRow, depth: int, nodes: Sequence[int]) -> Text:
     words = [
         Text(_ACCEPTED + _shown(row.draft.texts[node]), style=_STYLES["draft"])
         if node in row.path
@@ -257,14 +257,14 @@ def _line(row: Row, depth: int, nodes: Sequence[int]) -> Text:
     return Text("  " * depth + ("└ " if depth else "")) + Text(" ").join(words)
 
 
-def _then(row: Row) -> Text:
+def _then(row: TracedRow) -> Text:
     last = row.committed[-1:]
     if not last or last[0].by == "draft":
         return Text("")
     return Text(_shown(last[0].text), style=_STYLES[last[0].by])
 
 
-def _tree(row: Row) -> Tree:
+def _tree(row: TracedRow) -> Tree:
     draft = row.draft
     top = Tree(Text("text so far", style="dim"))
     below = {-1: top}
@@ -285,7 +285,7 @@ def _tree(row: Row) -> Tree:
     return top
 
 
-def _why(row: Row, why: Why) -> Group:
+def _why(row: TracedRow, why: Why) -> Group:
     head = Text(f"rule {why.rule}, temperature {why.temperature:g}, seed {why.seed}", style="dim")
     parts: list[Text | Table] = [head]
     for law in why.laws:
@@ -304,7 +304,7 @@ def _why(row: Row, why: Why) -> Group:
     return Group(*parts)
 
 
-def _law(row: Row, law: NodeLaw) -> Table:
+def _law(row: TracedRow, law: NodeLaw) -> Table:
     after = _shown(row.draft.texts[law.node]) if law.node >= 0 else "the text so far"
     table = Table(title=f"after {after}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     has_noise = any(c.noise is not None for c in law.candidates)

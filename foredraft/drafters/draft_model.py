@@ -20,7 +20,7 @@ from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
 from foredraft.drafters.chain import ChainDrafter, DraftCache, ModelPredictor
-from foredraft.drafters.grow import BestFirstShape, DepthGrowth, FixedShape, Shape
+from foredraft.drafters.grow import BestFirstShape, DepthGrowth, FixedShape, TreeShape
 from foredraft.drafters.heads.distilled import DraftModelModule
 from foredraft.drafters.heads.steps import StepDrafter, growth_limits
 from foredraft.drafters.heads.store import trained_head
@@ -50,7 +50,7 @@ class DraftTreeDrafter(BaseDrafter):
         shape: how the trees grow.
     """
 
-    def __init__(self, model: Target, shape: Shape) -> None:
+    def __init__(self, model: Target, shape: TreeShape) -> None:
         self._model, self._shape = model, shape
         self._cache = DraftCache(model)
         self._last_reads: dict[int, ScoreRow] = {}
@@ -156,7 +156,7 @@ def _build_distilled(context: DrafterContext) -> Drafter:
     return StepDrafter(module, cast(HeadTarget, context.target), limits)
 
 
-def _shape(options: Mapping[str, Any]) -> Shape | None:
+def _shape(options: Mapping[str, Any]) -> TreeShape | None:
     """The tree shape asked for; None for a chain.
 
     Raises:

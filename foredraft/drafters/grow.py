@@ -65,7 +65,7 @@ class DepthGrowth(Protocol):
         ...
 
 
-class Shape(Protocol):
+class TreeShape(Protocol):
     """Begins a growth for each row."""
 
     def grow(self, row: DraftRow) -> DepthGrowth: ...

@@ -32,7 +32,7 @@ _STRIDE = 7919
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LookaheadSizes:
     """How large the window and the pool are.
 
     Attributes:
@@ -79,7 +79,7 @@ class NgramPool:
         return self._grams.get(token, [])[::-1]
 
 
-class Window:
+class JacobiWindow:
     """Guesses for the positions ahead, one row a step back.
 
     The token of row r and column c is a guess for the position r + c + 1 after the last committed
@@ -90,7 +90,7 @@ class Window:
         filler: tokens to begin with.
     """
 
-    def __init__(self, sizes: Sizes, filler: Sequence[int]) -> None:
+    def __init__(self, sizes: LookaheadSizes, filler: Sequence[int]) -> None:
         self._sizes, self._filler = sizes, filler
         self._num_filled = 0
         self.rows = [self._padded([])]
@@ -126,9 +126,9 @@ class Window:
 class _Request:
     """One request's window, pool and last proposal."""
 
-    def __init__(self, sizes: Sizes, prompt: Sequence[int]) -> None:
+    def __init__(self, sizes: LookaheadSizes, prompt: Sequence[int]) -> None:
         self._sizes = sizes
-        self.window, self.pool = Window(sizes, prompt), NgramPool(sizes.guesses)
+        self.window, self.pool = JacobiWindow(sizes, prompt), NgramPool(sizes.guesses)
         self._num_read = self._num_tokens = 0
         self._asked: list[int] = []  # nodes of the window's last row in the last proposal
         self._num_proposed = 0
@@ -183,7 +183,7 @@ class LookaheadDrafter(BaseDrafter):
         sizes: of window and pool.
     """
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: LookaheadSizes) -> None:
         self._sizes = sizes
         self._requests: dict[int, _Request] = {}
 
@@ -208,7 +208,7 @@ def _build(context: DrafterContext) -> LookaheadDrafter:
     sizes = {name: checked_count(name, value) for name, value in context.options.items()}
     if sizes.get("ngram_size", 2) < 2:
         raise ConfigError("ngram_size is 1; an n-gram has a first token and at least one more")
-    return LookaheadDrafter(Sizes(**sizes))
+    return LookaheadDrafter(LookaheadSizes(**sizes))
 
 
 DRAFTER = DrafterSpec(
@@ -219,7 +219,7 @@ DRAFTER = DrafterSpec(
         "ngram_size": "length of the n-grams, one more than the window's rows (3)",
         "guesses": "n-grams verified a step (3)",
     },
-    num_draft_tokens=Sizes().num_nodes,
+    num_draft_tokens=LookaheadSizes().num_nodes,
     needs=Capabilities(tree_attention=True),
     drafts_from="steps",
 )

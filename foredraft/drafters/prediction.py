@@ -29,7 +29,7 @@ _Place = tuple[int, int]
 """Position of the next expected token, and how many tokens have agreed before it."""
 
 
-class Experience:
+class AlignmentConfidence:
     """How often an expected token comes, in the classes of `MatchConfidence`; see `Priors`."""
 
     def __init__(self) -> None:
@@ -51,12 +51,14 @@ class Alignment:
 
     Args:
         expected: the expected text.
-        experience: how such guesses have done; the priors alone when None.
+        confidence: how such guesses have done; the priors alone when None.
     """
 
-    def __init__(self, expected: Sequence[int], experience: Experience | None = None) -> None:
+    def __init__(
+        self, expected: Sequence[int], confidence: AlignmentConfidence | None = None
+    ) -> None:
         self._expected = expected
-        self._known = experience or Experience()
+        self._known = confidence or AlignmentConfidence()
         self._positions: dict[tuple[int, ...], list[int]] = {}  # where 1- and 2-grams end
         for position, token in enumerate(expected):
             self._positions.setdefault((token,), []).append(position)

@@ -26,7 +26,7 @@ from foredraft.engine.request import GenerationResult
 from foredraft.llm import LLM
 from foredraft.models.timing import forward_ms, measure_cost
 from foredraft.options import LoadOptions
-from foredraft.trace.format import Row, Step, Times
+from foredraft.trace.format import Times, TracedRow, TracedStep
 from foredraft.trace.record import Tracer
 
 MAX_TOKENS = 512
@@ -175,11 +175,11 @@ class _Watched:
     """An LLM of a lane, and the steps of each of its requests, to be taken."""
 
     def __init__(self, llm: LLM, options: LoadOptions) -> None:
-        self._steps: dict[int, deque[tuple[Times, Row]]] = {}
+        self._steps: dict[int, deque[tuple[Times, TracedRow]]] = {}
         tracer = Tracer(self._keep, llm.tokenizer)
         self.llm = llm.with_drafter(options, trace=tracer, is_apart=True)
 
-    def _keep(self, step: Step) -> None:
+    def _keep(self, step: TracedStep) -> None:
         for row in step.rows:
             self._steps.setdefault(row.request_id, deque(maxlen=64)).append((step.times, row))
 
@@ -189,7 +189,7 @@ class _Watched:
         controller = self.llm.controller
         return controller.report() if isinstance(controller, AdaptiveBudget) else None
 
-    def take(self, request_id: int) -> Iterator[tuple[Times, Row]]:
+    def take(self, request_id: int) -> Iterator[tuple[Times, TracedRow]]:
         """What a request's steps were since the last time."""
         steps = self._steps.get(request_id, deque())
         while steps:
@@ -232,7 +232,7 @@ class _Lane:
         if self._request_id is not None:
             self._watched.forget(self._request_id)
 
-    def _step(self, times: Times, row: Row) -> dict[str, Any]:
+    def _step(self, times: Times, row: TracedRow) -> dict[str, Any]:
         """One step. ``decoding``: the request had a token before it; the others read the prompt."""
         self.clock_ms += times.total_ms
         decoding = bool(self._num_first)

@@ -10,12 +10,12 @@ from typing import Any, TextIO, TypeVar
 from pydantic import ValidationError
 
 from foredraft.core.errors import ConfigError
-from foredraft.trace.format import VERSION, Run, Step
+from foredraft.trace.format import VERSION, TracedRun, TracedStep
 from foredraft.trace.record import Tracer
 from foredraft.trace.texts import Decoding
 from foredraft.version import __version__
 
-_T = TypeVar("_T", Run, Step)
+_T = TypeVar("_T", TracedRun, TracedStep)
 
 
 class TraceFile:
@@ -39,15 +39,15 @@ class TraceFile:
             raise ConfigError(f"the trace {path} cannot be written: {error.strerror}") from error
 
     def begin(self, **about: Any) -> None:
-        """Write the first line; ``about``: fields of `Run`."""
+        """Write the first line; ``about``: fields of `TracedRun`."""
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._write(Run(foredraft=__version__, started=started, **about))
+        self._write(TracedRun(foredraft=__version__, started=started, **about))
 
     def tracer(self, tokenizer: Decoding | None = None) -> Tracer:
         """What an engine is given to write here."""
         return Tracer(self._write, tokenizer)
 
-    def _write(self, line: Run | Step) -> None:
+    def _write(self, line: TracedRun | TracedStep) -> None:
         self._file.write(line.model_dump_json() + "\n")
         self._file.flush()
 
@@ -62,8 +62,8 @@ class TraceFile:
 class Trace:
     """A trace that was read."""
 
-    run: Run
-    steps: tuple[Step, ...]
+    run: TracedRun
+    steps: tuple[TracedStep, ...]
 
     @property
     def request_ids(self) -> tuple[int, ...]:
@@ -84,12 +84,12 @@ def read_trace(path: Path) -> Trace:
         raise ConfigError(f"the trace {path} cannot be read: {error}") from error
     if not lines:
         raise ConfigError(f"the trace {path} is empty")
-    run = _parsed(Run, lines[0], path, 1)
+    run = _parsed(TracedRun, lines[0], path, 1)
     if run.version != VERSION:
         raise ConfigError(
             f"{path} is a trace of version {run.version}, and this foredraft reads {VERSION}"
         )
-    steps = tuple(_parsed(Step, line, path, i) for i, line in enumerate(lines[1:], start=2))
+    steps = tuple(_parsed(TracedStep, line, path, i) for i, line in enumerate(lines[1:], start=2))
     return Trace(run, steps)
 
 
@@ -100,6 +100,6 @@ def _parsed(kind: type[_T], line: str, path: Path, number: int) -> _T:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the line"
         raise ConfigError(
-            f"{path}, line {number}, is no {kind.__name__.lower()} of a trace: "
+            f"{path}, line {number}, is no {kind.model_fields['type'].default} of a trace: "
             f"{where}: {first['msg']}"
         ) from error

@@ -1,4 +1,4 @@
-"""The trace format, version 1: one JSON object a line, a `Run` first and then a `Step` each.
+"""The trace format, version 1: one JSON object a line, a `TracedRun` and then `TracedStep`s.
 
 docs/operate/traces.md describes it for people. Fields may be added within a version;
 readers ignore what they do not know. A field that goes away or changes its meaning makes a new
@@ -51,7 +51,7 @@ class NodeLaw(_Line):
     candidates: tuple[Candidate, ...]
 
 
-class Decision(_Line):
+class TracedDecision(_Line):
     """One decision of a ratio test: accepted where ``uniform < probability``."""
 
     node: int
@@ -84,11 +84,11 @@ class Why(_Line):
     seed: int
     temperature: float
     laws: tuple[NodeLaw, ...]
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[TracedDecision, ...] = ()
     residual: tuple[Residual, ...] | None = None
 
 
-class Draft(_Line):
+class TracedDraft(_Line):
     """What was drafted; lists by node.
 
     Attributes:
@@ -125,7 +125,7 @@ class Committed(_Line):
     by: Literal["draft", "correction", "bonus"]
 
 
-class Row(_Line):
+class TracedRow(_Line):
     """One request's part of a step.
 
     Attributes:
@@ -142,7 +142,7 @@ class Row(_Line):
     position: int
     num_read: int
     budget: int
-    draft: Draft
+    draft: TracedDraft
     kind: Literal["bonus", "correction", "failed"] | None
     path: tuple[int, ...]
     committed: tuple[Committed, ...]
@@ -165,7 +165,7 @@ class Times(_Line):
         return self.draft_ms + self.score_ms + self.verify_ms + self.learn_ms
 
 
-class Step(_Line):
+class TracedStep(_Line):
     """A step.
 
     Attributes:
@@ -180,10 +180,10 @@ class Step(_Line):
     times: Times
     num_waiting: int
     num_preempted: int = 0
-    rows: tuple[Row, ...]
+    rows: tuple[TracedRow, ...]
 
 
-class Run(_Line):
+class TracedRun(_Line):
     """The first line: what was run.
 
     Attributes:

@@ -26,7 +26,7 @@ class Tracer:
 
     wants_evidence = True
 
-    def __init__(self, sink: Callable[[f.Step], None], tokenizer: Decoding | None) -> None:
+    def __init__(self, sink: Callable[[f.TracedStep], None], tokenizer: Decoding | None) -> None:
         self._sink, self._texts = sink, TokenTexts(tokenizer)
         self._began, self._num_steps = time.perf_counter(), 0
 
@@ -36,7 +36,7 @@ class Tracer:
 
     def __call__(self, record: StepRecord) -> None:
         at_ms = 1e3 * (time.perf_counter() - self._began)
-        step = f.Step.model_construct(
+        step = f.TracedStep.model_construct(
             type="step",
             step=self._num_steps,
             at_ms=round(at_ms, 3),
@@ -50,10 +50,10 @@ class Tracer:
         self._num_steps += 1
         self._sink(step)
 
-    def _row(self, row: RowStep) -> f.Row:
+    def _row(self, row: RowStep) -> f.TracedRow:
         told, draft = why(row, self._texts)
         verdict = row.verdict
-        line = f.Row.model_construct(
+        line = f.TracedRow.model_construct(
             request_id=row.request_id,
             position=row.context + row.num_read,
             num_read=row.num_read,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foredraft.core.errors import ConfigError
-from foredraft.trace.format import Row, Step
+from foredraft.trace.format import TracedRow, TracedStep
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StepCost:
     is_flat: bool
 
     @classmethod
-    def of(cls, steps: Sequence[Step]) -> StepCost:
+    def of(cls, steps: Sequence[TracedStep]) -> StepCost:
         """From steps of one row that read no prompt.
 
         Raises:
@@ -85,7 +85,7 @@ class Outcome:
         return 1e3 * self.committed / self.ms if self.ms else 0.0
 
 
-def replay(steps: Sequence[Step], num_draft_tokens: int, cost: StepCost) -> Outcome:
+def replay(steps: Sequence[TracedStep], num_draft_tokens: int, cost: StepCost) -> Outcome:
     """The same text with at most ``num_draft_tokens`` nodes a step."""
     rows = [row for step in steps for row in step.rows if _decodes(row)]
     done = [piece for row in rows for piece in _pieces(row, num_draft_tokens)]
@@ -100,11 +100,11 @@ def replay(steps: Sequence[Step], num_draft_tokens: int, cost: StepCost) -> Outc
     )
 
 
-def _decodes(row: Row) -> bool:
+def _decodes(row: TracedRow) -> bool:
     return row.num_read == 1 and bool(row.committed)
 
 
-def _pieces(row: Row, num_draft_tokens: int) -> Iterator[tuple[int, int]]:
+def _pieces(row: TracedRow, num_draft_tokens: int) -> Iterator[tuple[int, int]]:
     """(nodes, committed) of the steps that would have brought what one step brought."""
     parent, at = -1, 0
     while at < len(row.committed):

@@ -58,7 +58,7 @@ def _rounded(x: float) -> float:
     return float(f"{x:.6g}")
 
 
-def why(row: RowStep, texts: TokenTexts) -> tuple[f.Why | None, f.Draft]:
+def why(row: RowStep, texts: TokenTexts) -> tuple[f.Why | None, f.TracedDraft]:
     """What a row's verdict was decided on, and its draft with the target's probabilities."""
     verdict, proposal = row.verdict, row.proposal
     if verdict is None or verdict.evidence is None:
@@ -141,10 +141,10 @@ def _taken(node: int, proposal: Proposal, verdict: Verdict) -> int | None:
     return verdict.next_token
 
 
-def _decisions(evidence: Evidence) -> Iterable[f.Decision]:
+def _decisions(evidence: Evidence) -> Iterable[f.TracedDecision]:
     for made in evidence.decisions:
         uniform = keyed_uniform(evidence.seed, evidence.num_tokens, Purpose.ACCEPT, made.index)
-        yield f.Decision.model_construct(
+        yield f.TracedDecision.model_construct(
             node=made.index - 1,
             probability=_rounded(made.probability),
             uniform=uniform,
@@ -169,7 +169,7 @@ def _residual(
     )
 
 
-def _draft(proposal: Proposal, texts: TokenTexts, laws: dict[int, _Probs]) -> f.Draft:
+def _draft(proposal: Proposal, texts: TokenTexts, laws: dict[int, _Probs]) -> f.TracedDraft:
     tree = proposal.tree
     target_probs: tuple[float | None, ...] | None = None
     draft_probs: tuple[float, ...] | None = None
@@ -182,7 +182,7 @@ def _draft(proposal: Proposal, texts: TokenTexts, laws: dict[int, _Probs]) -> f.
         drawn_N = proposal.draft_probs_NV[range(len(tree)), tree.tokens]
         totals_N = proposal.draft_probs_NV.sum(1)
         draft_probs = tuple(map(_rounded, (drawn_N / totals_N).tolist()))
-    return f.Draft.model_construct(
+    return f.TracedDraft.model_construct(
         tokens=tree.tokens,
         parents=tree.parents,
         texts=tuple(map(texts.of, tree.tokens)),

@@ -43,7 +43,7 @@ def gumbel_acceptance(target_probs_NR: Tensor, draft_probs_NR: Tensor) -> Tensor
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class HeldOutAcceptance:
     """What was measured on held-out text.
 
     Attributes:
@@ -157,7 +157,7 @@ class AcceptanceCount:
         self._sampled.append(torch.stack(agreed).cpu())
         self._overlap.append(torch.stack(overlaps).cpu())
 
-    def result(self) -> Acceptance:
+    def result(self) -> HeldOutAcceptance:
         """Of all that was added."""
         depth = self._depth
         empty = torch.zeros(depth, 0)
@@ -165,7 +165,7 @@ class AcceptanceCount:
         overlap_DN = torch.cat(self._overlap, 1) if self._overlap else empty
         greedy = tuple((self._right / self._tried.clamp(min=1)).tolist())
         num = sampled_DN.shape[1]
-        return Acceptance(
+        return HeldOutAcceptance(
             greedy=greedy,
             sampled=tuple(sampled_DN.mean(1).tolist()) if num else (0.0,) * depth,
             overlap=tuple(overlap_DN.mean(1).tolist()) if num else (0.0,) * depth,
@@ -186,7 +186,7 @@ def tokens_a_step(shares: Sequence[float]) -> float:
 
 
 def shares_by_depth(rights: Iterable[Sequence[bool]], depth: int) -> list[float]:
-    """As `Acceptance.greedy`, for a drafter that names one token after any text.
+    """As `HeldOutAcceptance.greedy`, for a drafter that names one token after any text.
 
     Args:
         rights: for each text, whether each token of its reply was named right.

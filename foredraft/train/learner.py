@@ -33,8 +33,8 @@ _CANDIDATES = 64
 
 
 @dataclass(frozen=True)
-class OutputRows:
-    """The tokens that a head can name.
+class NameableTokens:
+    """The tokens that a head can name, as training needs them.
 
     Attributes:
         head_RE: the target's own head for them, in its dtype.
@@ -45,7 +45,7 @@ class OutputRows:
     row_of_V: Tensor
 
     @classmethod
-    def of(cls, module: HeadModule, target: TrainingTarget) -> OutputRows:
+    def of(cls, module: HeadModule, target: TrainingTarget) -> NameableTokens:
         """Those of a module."""
         vocab = target.shape.vocab_size
         ids_R = torch.tensor(_named_tokens(module))
@@ -73,7 +73,7 @@ class Learner:
         self._averaged = copy.deepcopy(self.module) if options.average else None
         self._optimiser = Optimiser(self.module, options.rates)
         self.dtype = compute_dtype(target.device, options.float32)
-        self.rows = OutputRows.of(module, target)
+        self.rows = NameableTokens.of(module, target)
 
     @property
     def kept(self) -> HeadModule:

@@ -13,7 +13,7 @@ import torch
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.drafters.heads.base import HeadModule, TextBatch
 from foredraft.drafters.heads.store import META, load_head, save_head
-from foredraft.train.acceptance import Acceptance, AcceptanceCount
+from foredraft.train.acceptance import AcceptanceCount, HeldOutAcceptance
 from foredraft.train.batches import TrainBatch, Window, batches_of, load_batch, windows_of
 from foredraft.train.capture import Capture
 from foredraft.train.curves import Curves, draw_curves, read_curves
@@ -26,7 +26,7 @@ from foredraft.train.folder import (
     state_path,
     training_folder,
 )
-from foredraft.train.learner import Learner, OutputRows, take_over
+from foredraft.train.learner import Learner, NameableTokens, take_over
 from foredraft.train.optimiser import rate_share
 from foredraft.train.options import TrainOptions
 from foredraft.train.progress import Monitor, Recent, Result, Status
@@ -106,7 +106,7 @@ class Trainer:
         self._capture = Capture(
             target, self._texts, sorted(taps), job.capture_root, job.capture_bytes
         )
-        self._acceptance: Acceptance | None = None
+        self._acceptance: HeldOutAcceptance | None = None
 
     def _resumed_learner(self) -> Learner:
         """Where training was left, or a new head."""
@@ -237,11 +237,11 @@ class Trainer:
         return batches_of(windows, options.batch_tokens, 0, 0)
 
     @torch.no_grad()
-    def measure(self, module: HeadModule) -> Acceptance:
+    def measure(self, module: HeadModule) -> HeldOutAcceptance:
         """Acceptance of a head on held-out text."""
         learner, depth = self._learner, self._options.depth
         module = module.to(self._target.device).eval()
-        rows = OutputRows.of(module, self._target)
+        rows = NameableTokens.of(module, self._target)
         temperatures = {self._texts[w.text].temperature for b in self._evaluation for w in b}
         count, head_RE = AcceptanceCount(depth, temperatures != {0.0}), rows.head_RE.float()
         for windows in self._evaluation:
@@ -284,7 +284,7 @@ class Trainer:
         self.counters.measuring_s += elapsed
         self._monitor.evaluated(self._status(acceptance))
 
-    def _keep_best(self, acceptance: Acceptance) -> None:
+    def _keep_best(self, acceptance: HeldOutAcceptance) -> None:
         module, identity = self._learner.kept, self._target.identity
         with self._learner.autocast():
             module.calibrate(self._load(windows).texts for windows in self._evaluation)
@@ -342,7 +342,7 @@ class Trainer:
             "rate": rate_share(status.done),
         }
 
-    def _status(self, acceptance: Acceptance | None = None) -> Status:
+    def _status(self, acceptance: HeldOutAcceptance | None = None) -> Status:
         counters, recent = self.counters, self._recent
         return Status(
             self._options.done(counters),

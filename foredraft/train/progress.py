@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from foredraft.models.files.progress import Progress
 
 if TYPE_CHECKING:
-    from foredraft.train.acceptance import Acceptance
+    from foredraft.train.acceptance import HeldOutAcceptance
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Status:
     overlap: tuple[float, ...]
     tokens_per_s: float
     left_s: float
-    acceptance: Acceptance | None
+    acceptance: HeldOutAcceptance | None
 
 
 class Monitor(Progress, Protocol):
@@ -68,7 +68,7 @@ class Result:
     done: float
     tokens: int
     seconds: float
-    acceptance: Acceptance | None
+    acceptance: HeldOutAcceptance | None
 
 
 class Recent:

@@ -16,7 +16,7 @@ from foredraft.core.sampling import logits_to_probs
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRequest, DraftRow
 from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
-from foredraft.drafters.grow import BestFirstShape, FixedShape, Shape
+from foredraft.drafters.grow import BestFirstShape, FixedShape, TreeShape
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow, Scores
 from foredraft.models.table import TableModel
@@ -139,7 +139,7 @@ def test_refuses_a_model_that_cannot_draft_for_the_target(model: Watched) -> Non
 
 # ------------------------------------------------------------------------------------- trees
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, TreeShape] = {
     "2,2,1": FixedShape((2, 2, 1)),
     "1,2": FixedShape((1, 2)),
     "best-first": BestFirstShape(width=3, max_depth=4),
@@ -255,17 +255,17 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @pytest.fixture(params=SHAPES)
-def shape(request: pytest.FixtureRequest) -> Shape:
+def shape(request: pytest.FixtureRequest) -> TreeShape:
     return SHAPES[request.param]
 
 
-def set_up(kind: Kind, shape: Shape) -> Setup:
+def set_up(kind: Kind, shape: TreeShape) -> Setup:
     draft_model = kind.new_draft_model()
     return Setup(kind.new_target(), DraftTreeDrafter(draft_model, shape), draft_model)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_leave_the_text_as_it_is(kind: Kind, shape: Shape, temperature: float) -> None:
+def test_trees_leave_the_text_as_it_is(kind: Kind, shape: TreeShape, temperature: float) -> None:
     params = sampling(temperature)
     expected = plain(kind.new_target(), PROMPTS, params)
     setup = set_up(kind, shape)
@@ -276,7 +276,7 @@ def test_trees_leave_the_text_as_it_is(kind: Kind, shape: Shape, temperature: fl
 
 
 @pytest.mark.parametrize("coupling", ["seeded", "drawn"])
-def test_trees_keep_what_the_seam_promises(kind: Kind, shape: Shape, coupling: str) -> None:
+def test_trees_keep_what_the_seam_promises(kind: Kind, shape: TreeShape, coupling: str) -> None:
     params = sampling(1.0, coupling=coupling)
     setup = set_up(kind, shape)
     check_budget(setup.drafter, setup.target, PROMPTS, params)
@@ -287,7 +287,7 @@ def test_trees_keep_what_the_seam_promises(kind: Kind, shape: Shape, coupling: s
     assert result.stats.drafted > 0
 
 
-def test_trees_survive_being_wrong_all_the_time(kind: Kind, shape: Shape) -> None:
+def test_trees_survive_being_wrong_all_the_time(kind: Kind, shape: TreeShape) -> None:
     params = sampling(0.0)
     setup = set_up(kind, shape)
     (expected,) = plain(setup.target, PROMPTS[2:3], params)

@@ -13,7 +13,7 @@ from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import DraftRequest, DraftRow, Observation
-from foredraft.drafters.lookahead import LookaheadDrafter, NgramPool, Sizes, Window
+from foredraft.drafters.lookahead import JacobiWindow, LookaheadDrafter, LookaheadSizes, NgramPool
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow
 from foredraft.models.table import TableModel
@@ -28,7 +28,7 @@ def row(tokens: Sequence[int], budget: int) -> DraftRow:
 class Steps:
     """A drafter that is driven step by step, with a target that scores what it proposes."""
 
-    def __init__(self, sizes: Sizes, target: TableModel, prompt: Sequence[int]) -> None:
+    def __init__(self, sizes: LookaheadSizes, target: TableModel, prompt: Sequence[int]) -> None:
         self.drafter, self.target, self.tokens = LookaheadDrafter(sizes), target, list(prompt)
         self.drafter.begin(DraftRequest(0, prompt))
 
@@ -44,7 +44,7 @@ class Steps:
 
 
 def test_the_window_is_a_comb() -> None:
-    sizes = Sizes(window=3, ngram_size=4, guesses=2)
+    sizes = LookaheadSizes(window=3, ngram_size=4, guesses=2)
     steps = Steps(sizes, counting_model(), [5])
     for _ in range(3):
         proposal = steps.step(sizes.num_nodes, [5])
@@ -56,7 +56,7 @@ def test_the_window_is_a_comb() -> None:
 
 
 def test_each_row_is_what_the_target_said_after_the_one_above() -> None:
-    sizes = Sizes(window=3, ngram_size=3, guesses=1)
+    sizes = LookaheadSizes(window=3, ngram_size=3, guesses=1)
     target = counting_model()  # the next token is one more
     steps = Steps(sizes, target, [7, 2])
     first = steps.step(3, [3]).tree
@@ -74,8 +74,8 @@ def test_each_row_is_what_the_target_said_after_the_one_above() -> None:
 @pytest.mark.parametrize("num_committed", [1, 2, 3, 5])
 def test_guesses_keep_their_positions(num_committed: int) -> None:
     """Rows hold position + 100 * age: every token stays at the position it was a guess for."""
-    sizes = Sizes(window=4, ngram_size=4, guesses=1)
-    window = Window(sizes, filler=[-1])
+    sizes = LookaheadSizes(window=4, ngram_size=4, guesses=1)
+    window = JacobiWindow(sizes, filler=[-1])
     window.rows = [[r + c for c in range(4)] for r in range(3)]
     window.advance(num_committed, outputs=[3 + c for c in range(4)])
     for r, tokens in enumerate(window.rows):
@@ -86,14 +86,14 @@ def test_guesses_keep_their_positions(num_committed: int) -> None:
 
 
 def test_a_window_that_was_not_scored_only_moves() -> None:
-    window = Window(Sizes(window=3, ngram_size=3, guesses=1), filler=[-1])
+    window = JacobiWindow(LookaheadSizes(window=3, ngram_size=3, guesses=1), filler=[-1])
     window.rows = [[10, 11, 12]]
     assert window.advance(2, outputs=[]) == []
     assert window.rows == [[12, -1, -1]]
 
 
 def test_columns_read_downwards_are_ngrams() -> None:
-    window = Window(Sizes(window=3, ngram_size=3, guesses=1), filler=[-1])
+    window = JacobiWindow(LookaheadSizes(window=3, ngram_size=3, guesses=1), filler=[-1])
     window.rows = [[1, 2, 3], [4, 5, 6]]
     assert window.advance(1, outputs=[7, 8, 9]) == [(1, 4, 7), (2, 5, 8), (3, 6, 9)]
     assert window.rows == [[4, 5, 6], [7, 8, 9]]
@@ -110,7 +110,7 @@ def test_the_pool_keeps_the_latest_ngrams_of_each_token() -> None:
 
 
 def test_guesses_come_from_the_pool_and_share_nodes() -> None:
-    sizes = Sizes(window=1, ngram_size=3, guesses=3)
+    sizes = LookaheadSizes(window=1, ngram_size=3, guesses=3)
     steps = Steps(sizes, counting_model(), [1, 2, 3, 1, 2, 4, 1, 5, 6, 1])
     tree = steps.step(sizes.num_nodes, [2]).tree
     assert tree.tokens[:5] == (5, 6, 2, 4, 3)
@@ -119,7 +119,7 @@ def test_guesses_come_from_the_pool_and_share_nodes() -> None:
 
 @pytest.mark.parametrize("budget", range(1, 15))
 def test_every_budget_is_used_and_kept(budget: int) -> None:
-    sizes = Sizes(window=4, ngram_size=3, guesses=3)
+    sizes = LookaheadSizes(window=4, ngram_size=3, guesses=3)
     steps = Steps(sizes, counting_model(), [1, 2, 3, 1, 2, 4, 1, 5, 6, 1])
     for committed in ([2], [3], [1, 2], [1]):
         tree = steps.step(budget, committed).tree
@@ -131,7 +131,7 @@ def test_it_learns_what_was_never_in_the_text() -> None:
     target = counting_model()
     prompt = [9, 7, 5, 3, 1, 8, 6, 4, 2, 0]
     params = SamplingParams(temperature=0.0, max_tokens=9)
-    drafter = LookaheadDrafter(Sizes(window=6, ngram_size=3, guesses=2))
+    drafter = LookaheadDrafter(LookaheadSizes(window=6, ngram_size=3, guesses=2))
     (expected,) = plain(target, [prompt], params)
     (result,) = run(target, drafter, [prompt], params, 16)
     assert result.token_ids == expected == tuple(range(1, 10))
@@ -144,7 +144,7 @@ def test_a_batch_drafts_what_its_rows_draft_alone() -> None:
     prompts = ([1, 2, 3], [4], [5, 6])
 
     def drafts(batch: Sequence[Sequence[int]], size: int) -> list[Any]:
-        drafter = Recorded(LookaheadDrafter(Sizes()))
+        drafter = Recorded(LookaheadDrafter(LookaheadSizes()))
         run(target, drafter, batch, params, 14, size)
         return [(r.tokens, p.tree) for r, p in drafter.drafts]
 
@@ -170,4 +170,4 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_the_default_budget_is_a_full_step() -> None:
-    assert drafter_spec("lookahead").num_draft_tokens == Sizes().num_nodes == 14
+    assert drafter_spec("lookahead").num_draft_tokens == LookaheadSizes().num_nodes == 14

@@ -15,7 +15,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import DraftRow
-from foredraft.drafters.grow import BestFirstShape, FixedShape, Shape, Worth, planned_parents
+from foredraft.drafters.grow import BestFirstShape, FixedShape, TreeShape, Worth, planned_parents
 from foredraft.models.base import ScoreRow
 from foredraft.models.table import TableModel
 
@@ -26,7 +26,7 @@ def row(budget: int, params: SamplingParams | None = None, seed: int = 0) -> Dra
     return DraftRow.of(0, (0, 1), params or SamplingParams(), budget, seed, price=FREE_NODES)
 
 
-def grown(shape: Shape, model: TableModel, drafted: DraftRow) -> Proposal:
+def grown(shape: TreeShape, model: TableModel, drafted: DraftRow) -> Proposal:
     """The draft of ``model`` in that shape, scored depth by depth."""
     growth, slot = shape.grow(drafted), model.cache.allocate()
     while growth.frontier:

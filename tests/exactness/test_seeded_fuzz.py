@@ -15,7 +15,7 @@ from foredraft.core.cost import LinearPrice
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRow
-from foredraft.drafters.grow import BestFirstShape, FixedShape, Shape, best_first
+from foredraft.drafters.grow import BestFirstShape, FixedShape, TreeShape, best_first
 from foredraft.drafters.none import NoDrafter
 from tests.exactness.engine_runs import generate, texts
 from tests.exactness.worlds import Tokens, world
@@ -50,7 +50,7 @@ class Wild:
 class WildDrafter(BaseDrafter):
     """Grows a shape from wild logits."""
 
-    def __init__(self, wild: Wild, shape: Shape) -> None:
+    def __init__(self, wild: Wild, shape: TreeShape) -> None:
         self._wild, self._shape = wild, shape
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
@@ -114,7 +114,7 @@ def assert_same_text(drafter: BaseDrafter, num_draft_tokens: int, params: Sampli
 @settings(max_examples=120)
 @given(wilds, shapes, st.integers(0, 9), sampling)
 def test_any_logits_in_any_shape(
-    wild: Wild, shape: Shape, num_draft_tokens: int, params: SamplingParams
+    wild: Wild, shape: TreeShape, num_draft_tokens: int, params: SamplingParams
 ) -> None:
     assert_same_text(WildDrafter(wild, shape), num_draft_tokens, params)
 

@@ -23,7 +23,7 @@ from foredraft.server.app import create_app
 from foredraft.server.page_routes import MAX_RUNS
 from foredraft.server.page_runs import Lanes, LaneSpec, Message, RunBody, run_lanes
 from foredraft.server.settings import ServerSettings
-from foredraft.trace.format import Row
+from foredraft.trace.format import TracedRow
 from tests.models.checkpoints import VOCAB_SIZE
 from tests.page.conftest import page_client
 from tests.server.conftest import running
@@ -56,7 +56,7 @@ def test_a_run_tells_every_step_and_ends_with_the_text(
         [tiny.tokenizer.encode_chat(ASKED)],  # type: ignore[union-attr]
         SamplingParams.of(max_tokens=24, **params),
     )
-    rows = [Row.model_validate(step["row"]) for step in steps]
+    rows = [TracedRow.model_validate(step["row"]) for step in steps]
     assert end["text"] == result.text
     assert end["sha256"] == hashlib.sha256(result.text.encode()).hexdigest()
     assert "".join(c.text for row in rows for c in row.committed) == result.text

@@ -19,7 +19,7 @@ from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.engine.request import GenerationResult
 from foredraft.models.table import TableModel
 from foredraft.trace.files import Trace, TraceFile, read_trace
-from foredraft.trace.format import Draft
+from foredraft.trace.format import TracedDraft
 from foredraft.trace.replay import StepCost, replay
 from foredraft.trace.texts import TokenTexts
 from tests.engine.helpers import engine_of, limited
@@ -255,7 +255,7 @@ def test_a_trace_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
 
 def test_a_nodes_own_chance_leaves_out_those_above_it() -> None:
     """Beside the target's probabilities, which are of one step each."""
-    draft = Draft(tokens=(1, 2, 3, 4), parents=(-1, 0, -1, 2), texts=("",) * 4)
+    draft = TracedDraft(tokens=(1, 2, 3, 4), parents=(-1, 0, -1, 2), texts=("",) * 4)
     assert draft.own_chances is None
     draft = draft.model_copy(update={"chances": (0.5, 0.25, 0.0, 0.0)})
     assert draft.own_chances == (0.5, 0.5, 0.0, 0.0)
