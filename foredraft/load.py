@@ -36,7 +36,7 @@ from foredraft.system.machine import cpu_name
 
 if TYPE_CHECKING:
     from foredraft.models.native.config import DecoderConfig
-    from foredraft.models.native.target import DecoderFactory
+    from foredraft.models.native.decoder import DecoderFactory
 
 
 _BITS = {"int8": 8, "int4": 4}

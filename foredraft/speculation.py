@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
+from foredraft.cache.base import NO_MEMORY
 from foredraft.control.adaptive import AdaptiveBudget, Experience
 from foredraft.control.base import OWN, DrafterTraits
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.cost import CostModel
+from foredraft.core.cost import USUAL_PRICE, CostModel, Price, chain_speedup
+from foredraft.core.errors import ModelLoadError
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
@@ -15,8 +19,13 @@ from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
 from foredraft.options import LoadOptions
 
-_BESIDE = "suffix"
-"""Loaded beside whatever "auto" means: it needs nothing, and takes next to no time."""
+_BESIDE = ("self_draft", "suffix")
+"""Loaded beside whatever "auto" means, where they can draft and pay: they join any text at any
+place."""
+_log = logging.getLogger("foredraft")
+_USUAL_CONTEXT = 256
+_LEAST_SPEEDUP = 1.05
+"""That a drafter which takes a forward a token has to promise to be loaded unasked."""
 
 
 def policy_for(
@@ -44,8 +53,8 @@ def policy_for(
     if own is not None:
         traits = DrafterTraits(OWN, joins_late=not own.taps and not own.layers)
         loaded = [LoadedDrafter(own, context.target, traits)]
-    elif fixed is None and options.drafter == "auto" and name != _BESIDE:
-        loaded = [_loaded(name, context), _loaded(_BESIDE, replace(context, options={}))]
+    elif fixed is None and options.drafter == "auto":
+        loaded = [_loaded(name, context), *_beside(name, replace(context, options={}), cost)]
     else:
         loaded = [_loaded(name, context)]
     if fixed is not None:
@@ -53,10 +62,32 @@ def policy_for(
     return Policy(AdaptiveBudget([each.traits for each in loaded], cost, experience), loaded)
 
 
+def _beside(name: str, context: DrafterContext, cost: CostModel | None) -> Iterator[LoadedDrafter]:
+    """What is loaded beside the drafter of this name, unless there is no memory for it."""
+    for other in _BESIDE:
+        if other == name or drafter_spec(other).missing_capabilities(context.target):
+            continue
+        try:
+            loaded = _loaded(other, context)
+        except (*NO_MEMORY, ModelLoadError) as error:
+            _log.info("no %s: %s", other, error)
+            continue
+        if _pays(loaded.traits, cost.price(_USUAL_CONTEXT) if cost else USUAL_PRICE):
+            yield loaded
+
+
+def _pays(traits: DrafterTraits, price: Price) -> bool:
+    """Whether a drafter that takes a forward a token can pay at any temperature, if it is one."""
+    if traits.round_share is None or traits.promise is None:
+        return True
+    return chain_speedup(max(traits.promise), traits.round_share, price) >= _LEAST_SPEEDUP
+
+
 def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:
     drafter, spec = build_drafter(name, context), drafter_spec(name)
     # One that needs something of forwards that it was not there for cannot join a text late.
     joins_late = not drafter.taps and not drafter.layers and spec.draft_model == "none"
     promise = getattr(drafter, "promise", None)
-    traits = DrafterTraits(name, spec.num_draft_tokens, joins_late, promise)
+    share = getattr(drafter, "round_share", None)
+    traits = DrafterTraits(name, spec.num_draft_tokens, joins_late, promise, share)
     return LoadedDrafter(drafter, context.target, traits)

@@ -103,6 +103,19 @@ def machine_memory(root: Path = Path("/")) -> int:
     return min([pages, *_cgroup_limits(root)])
 
 
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be taken now without swapping, as far as the system says.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    for line in _text(root / "proc/meminfo").splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            return min(1024 * int(amount.split()[0]), machine_memory(root))
+    return machine_memory(root)
+
+
 def _cgroup_limits(root: Path) -> Iterator[int]:
     """Of the process's cgroup and all above it, in either version of cgroups."""
     mounted = root / "sys/fs/cgroup"

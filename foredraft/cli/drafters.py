@@ -53,6 +53,8 @@ def needs_of(spec: DrafterSpec) -> list[str]:
         vocabulary = "of any vocabulary" if spec.draft_model == "any vocabulary" else ""
         instead = f"or option {spec.instead_of_model}" if spec.instead_of_model else ""
         needs.append(" ".join(filter(None, ("a draft model", vocabulary, instead))))
+    if spec.needs_in_words:
+        needs.append(spec.needs_in_words)
     if spec.reads_prediction is True:
         needs.append("a prediction of the reply")
     return needs

@@ -64,19 +64,21 @@ class Hope:
             unknown drafters it is hopeful enough to try.
         filled: the chance that the first slot is filled.
         weight: observations that it is worth.
+        is_chain: whether each slot is as good as the one before it, if that one is accepted.
     """
 
     first: tuple[float, float, float] = (0.33, 0.25, 0.15)
     filled: float = 0.6
     weight: float = 4.0
+    is_chain: bool = False
 
     @classmethod
-    def of(cls, promise: tuple[float, float] | None) -> Hope:
+    def of(cls, promise: tuple[float, float] | None, is_chain: bool = False) -> Hope:
         """From what was measured at temperatures 0 and 1 when it was made, if anything was."""
         if promise is None:
             return cls()
-        greedy, sampled = (_KEPT * chance for chance in promise)
-        return cls((greedy, (greedy + sampled) / 2, sampled), 1.0, 32.0)
+        greedy, sampled = ((1.0 if is_chain else _KEPT) * chance for chance in promise)
+        return cls((greedy, (greedy + sampled) / 2, sampled), 1.0, 32.0, is_chain)
 
     def less(self, share: float) -> Hope:
         greedy, little, much = (share * chance for chance in self.first)
@@ -86,8 +88,11 @@ class Hope:
     def rates_32K(self) -> Array:
         """[3, 2, K] by noise: see `SlotCounts.rates`."""
         slots = np.arange(MOST_SLOTS)
-        filled = self.filled * 0.95**slots
-        by_noise = [np.minimum(filled, first * _FALLING**slots) for first in self.first]
+        filled = self.filled * (1.0 if self.is_chain else 0.95) ** slots
+        by_noise = [
+            np.minimum(filled, first * (first if self.is_chain else _FALLING) ** slots)
+            for first in self.first
+        ]
         return np.stack([np.stack((filled, accepted)) for accepted in by_noise])
 
 

@@ -28,7 +28,7 @@ from foredraft.core.record import RowStep, StepRecord
 _EVERY = 8
 """Steps between two plans, at most."""
 _LATER_HOPE = 0.3
-"""Of drafters behind the first, until something is known of them."""
+"""Of drafters behind the first that promise nothing, until something is known of them."""
 _USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
 """In plain steps, where nothing was measured: a usual CPU."""
 
@@ -65,7 +65,9 @@ class AdaptiveBudget:
         experience = experience or Experience()
         self._times = experience.times
         hopes = {
-            d.name: Hope.of(d.promise).less(_LATER_HOPE if i else 1.0)
+            d.name: Hope.of(d.promise, d.round_share is not None).less(
+                _LATER_HOPE if i and d.promise is None else 1.0
+            )
             for i, d in enumerate(drafters)
         }
         self._acceptance = Acceptance(experience.lessons, hopes)
@@ -137,7 +139,12 @@ class AdaptiveBudget:
         num_asked = sum(row.budget > 0 for row in rows)
         (name,) = drafters
         assert name is not None
-        return self._times.observe(name, num_asked, times.draft_ms, num_followed, times.learn_ms)
+        num_rounds = 1
+        if self._planner.drafters[name].round_share is not None:
+            num_rounds = max(len(row.proposal.tree) for row in rows)
+        return self._times.observe(
+            *(name, num_asked, times.draft_ms, num_followed, times.learn_ms, num_rounds)
+        )
 
     def end(self, request_id: int) -> None:
         self._acceptance.end(request_id)

@@ -55,12 +55,15 @@ class DrafterTraits:
         joins_late: whether it can begin in the middle of a text, which it then takes for a prompt.
         promise: the chances that its first token is right, at temperatures 0 and 1, as measured
             when it was made; None: nothing is known.
+        round_share: time of one of its forwards, in plain steps of the target, where each token of
+            a draft takes a forward; None: its time does not grow with what it drafts.
     """
 
     name: str = OWN
     most_nodes: int = 16
     joins_late: bool = False
     promise: tuple[float, float] | None = None
+    round_share: float | None = None
 
 
 @dataclass(frozen=True)

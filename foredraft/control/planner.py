@@ -33,7 +33,10 @@ FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
 _MOST_ROWS = 1 << 20
 _LONGEST_WAIT = 64
 """New requests between two chances of a drafter that does not seem to pay, at most."""
-_LEAVING = 1.25
+_UNKNOWN, _UNKNOWN_HEAD = 0.02, 0.2
+"""Of a plain step, for each row: how long drafting takes before anything is known. A drafter that
+promises something was trained, and runs layers."""
+_LEAVING = 1.1
 """How much better it has to go with another drafter before one is let go that cannot return."""
 
 
@@ -144,7 +147,8 @@ class Planner:
             plan = self._with_drafter_for(able, drafter, rows, prices, current)
             if plan is not None:
                 return plan
-            if self._asking_ms(drafter, rows, prices[0], len(able)) < self._stake(prices[0]):
+            asking_ms = self._asking_ms(drafter, rows, prices[0], len(able), len(able))
+            if asking_ms < self._stake(prices[0]):
                 return None
             able = able[: len(able) // 2]
         return None
@@ -182,17 +186,38 @@ class Planner:
         return Plan(drafter.name, budgets, prices[0], plain_rate, pooled, price, loss_ms)
 
     def _asking_ms(
-        self, drafter: DrafterTraits, rows: Sequence[Row], plain_ms: float, num_asked: int
+        self,
+        drafter: DrafterTraits,
+        rows: Sequence[Row],
+        plain_ms: float,
+        num_asked: int,
+        num_nodes: float,
     ) -> float:
+        """What a drafter takes for some of the rows, and so many nodes of all of them together."""
         if not num_asked:
             return 0.0
         now = sum(row.drafter == drafter.name for row in rows)
-        return self._drafter_ms(drafter.name, num_asked, max(now, num_asked), plain_ms)
+        following = max(now, num_asked)
+        return self._drafter_ms(drafter, num_asked, following, plain_ms, num_nodes / num_asked)
 
-    def _drafter_ms(self, name: str, num_asked: int, num_following: int, plain_ms: float) -> float:
+    def _drafter_ms(
+        self,
+        drafter: DrafterTraits,
+        num_asked: int,
+        num_following: int,
+        plain_ms: float,
+        depth: float,
+    ) -> float:
+        """Likewise; ``depth``: nodes of each row that is asked for."""
         if self._times is None:
             return 0.0
-        return self._times.step_ms(name, num_asked, num_following, plain_ms)
+        share = drafter.round_share
+        round_ms = self._times.round_ms(drafter.name, num_asked)
+        if round_ms is None:
+            guess = num_asked * (_UNKNOWN if drafter.promise is None else _UNKNOWN_HEAD)
+            round_ms = plain_ms * (guess if share is None else share)
+        num_rounds = 1.0 if share is None else depth
+        return num_rounds * round_ms + self._times.follow_ms(drafter.name, num_following)
 
     def _most_rows(self, name: str) -> int:
         """That it is known to draft for at once."""
@@ -240,11 +265,12 @@ class Planner:
             and not self._would_leave(row.request_id, drafter.name)
         ][:num_rows]
         budgets = {row.request_id: min(num_nodes, row.room) for row in able}
-        loss = self._asking_ms(drafter, rows, prices[0], len(budgets))
-        loss += prices[sum(budgets.values())] - prices[0]
+        num_nodes = sum(budgets.values())
+        loss = self._asking_ms(drafter, rows, prices[0], len(budgets), num_nodes)
+        loss += prices[num_nodes] - prices[0]
         if not budgets or not self._ledger.can_lose(TRIAL_STEPS / 2 * loss, prices[0]):
             return None
-        price = _price(prices, self._num_rows, sum(budgets.values()))
+        price = _price(prices, self._num_rows, num_nodes)
         plain_rate = self._num_rows / prices[0]
         return Plan(drafter.name, budgets, prices[0], plain_rate, None, price, loss, True)
 
@@ -275,13 +301,14 @@ class Planner:
         else:
             best = None
         if best is None or self.drafters[best].joins_late:
-            return self._given_a_chance(kind, drafters, prices, enough) or best
+            pays = enough if best is None else rates[best]
+            return self._given_a_chance(kind, drafters, prices, pays) or best
         return best
 
     def _may_follow(self, name: str, drafters: Drafters, prices: PriceList) -> bool:
         """Whether one more request with it is not too new, and what it drafts can be paid."""
         same = sum(other == name for other in drafters)
-        asking = self._drafter_ms(name, same + 1, same + 1, prices.ms(0))
+        asking = self._drafter_ms(self.drafters[name], same + 1, same + 1, prices.ms(0), 1.0)
         is_known = same < max(_TRIAL_ROWS, 2 * self._most_rows(name))
         return is_known and self._ledger.can_lose(asking, prices.ms(0))
 
@@ -319,11 +346,12 @@ class Planner:
         """The best rate of so many rows that draft alike."""
         kept_2K = rates_2K[:, : drafter.most_nodes]
         totals: list[tuple[float, float]] = [(n, a) for n, a in kept_2K.cumsum(1).T.tolist()]
-        asking = self._drafter_ms(drafter.name, num_rows, num_rows, prices.ms(0))
-        return max(
-            num_rows * (1.0 + accepted) / (prices.between(num_rows * nodes) + asking)
-            for nodes, accepted in totals
-        )
+
+        def step_ms(nodes: float) -> float:
+            asking = self._drafter_ms(drafter, num_rows, num_rows, prices.ms(0), nodes)
+            return prices.between(num_rows * nodes) + asking
+
+        return max(num_rows * (1.0 + accepted) / step_ms(nodes) for nodes, accepted in totals)
 
     def _can_have(self, row: Row, drafter: DrafterTraits) -> bool:
         if row.drafter == drafter.name:

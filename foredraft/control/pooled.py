@@ -64,7 +64,7 @@ def best_prefix(
     rows: Sequence[PooledRow],
     num_plain: int,
     step_ms: Callable[[float], float],
-    asking_ms: Callable[[int], float],
+    asking_ms: Callable[[int, float], float],
     most_nodes: int,
     most_ms: float = float("inf"),
 ) -> Pooled:
@@ -74,7 +74,8 @@ def best_prefix(
         rows: that may draft.
         num_plain: rows of the batch, each of which commits a token anyway.
         step_ms: the forward with so many nodes.
-        asking_ms: what the drafter takes for so many rows, rows that it only follows included.
+        asking_ms: what the drafter takes for so many rows and nodes of all of them together; what
+            it takes to follow rows included.
         most_nodes: of all budgets together.
         most_ms: that the step may take if all slots are filled.
     """
@@ -84,7 +85,7 @@ def best_prefix(
     )
     budgets, asked, total = [0] * len(rows), 0, 0
     nodes = accepted = 0.0
-    plain_ms = step_ms(0.0) + asking_ms(0)
+    plain_ms = step_ms(0.0) + asking_ms(0, 0.0)
     nothing = (0,) * len(rows)
     best, taken = Pooled(nothing, 0.0, 0.0, plain_ms, plain_ms, num_plain / plain_ms), 0
     for count, segment in enumerate(pool, start=1):
@@ -92,12 +93,12 @@ def best_prefix(
         total += segment.end - budgets[segment.row]
         budgets[segment.row] = segment.end
         nodes, accepted = nodes + segment.nodes, accepted + segment.accepted
-        asking = asking_ms(asked)
-        if total > most_nodes or step_ms(total) + asking > most_ms:
+        worst_ms = step_ms(total) + asking_ms(asked, total)
+        if total > most_nodes or worst_ms > most_ms:
             break
-        ms = step_ms(nodes) + asking
+        ms = step_ms(nodes) + asking_ms(asked, nodes)
         if (num_plain + accepted) / ms > best.rate:
-            rate, worst_ms = (num_plain + accepted) / ms, step_ms(total) + asking
+            rate = (num_plain + accepted) / ms
             best, taken = Pooled((), nodes, accepted, ms, worst_ms, rate), count
     if not taken:
         return best

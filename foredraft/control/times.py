@@ -10,8 +10,6 @@ _FIRST = 3
 """Of so many times the shortest counts."""
 _HICCUP = 3.0
 """What takes so many times the usual is the machine's doing."""
-_UNKNOWN = 0.02
-"""Of a plain step, for each row: before anything is known."""
 
 
 @dataclass
@@ -58,26 +56,39 @@ class DraftTimes:
         self._learning: dict[str, _Curve] = {}
 
     def observe(
-        self, drafter: str, num_asked: int, draft_ms: float, num_following: int, learn_ms: float
+        self,
+        drafter: str,
+        num_asked: int,
+        draft_ms: float,
+        num_following: int,
+        learn_ms: float,
+        num_rounds: int = 1,
     ) -> float:
         """A step in which this drafter was the only one.
+
+        Args:
+            num_rounds: forwards that it drafted with, where its time grows with them; else 1.
 
         Returns:
             Milliseconds of both together, as far as they were the drafter's doing.
         """
-        if num_asked:
-            draft_ms = self._proposing.setdefault(drafter, _Curve()).note(num_asked, draft_ms)
+        if num_asked and num_rounds:
+            curve = self._proposing.setdefault(drafter, _Curve())
+            draft_ms = num_rounds * curve.note(num_asked, draft_ms / num_rounds)
         if num_following:
             learn_ms = self._learning.setdefault(drafter, _Curve()).note(num_following, learn_ms)
         return draft_ms + learn_ms
 
-    def step_ms(self, drafter: str, num_asked: int, num_following: int, plain_ms: float) -> float:
-        """Both, for so many rows."""
-        asked = self._proposing.get(drafter, _Curve()).ms(num_asked)
-        following = self._learning.get(drafter, _Curve()).ms(num_following)
-        if asked is None:
-            asked = _UNKNOWN * plain_ms * num_asked
-        return asked + (following or 0.0)
+    def round_ms(self, drafter: str, num_asked: int) -> float | None:
+        """To propose for so many rows, with one forward where it takes several.
+
+        None: that is not known yet.
+        """
+        return self._proposing.get(drafter, _Curve()).ms(num_asked)
+
+    def follow_ms(self, drafter: str, num_following: int) -> float:
+        """To follow so many rows; 0 where that is not known yet."""
+        return self._learning.get(drafter, _Curve()).ms(num_following) or 0.0
 
     def most_rows(self, drafter: str) -> int:
         """The most rows that it is known to have drafted for at once, roughly."""

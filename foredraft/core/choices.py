@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from foredraft.core.draws import DrawKey
 from foredraft.core.named import NamedLaws
 from foredraft.core.noise import Scored, gumbel_argmax, gumbel_noise, gumbel_top
 from foredraft.core.rng import Purpose, keyed_uniform
@@ -61,6 +62,15 @@ class SharedChoices(Protocol):
         Args:
             law: the drafter's own, of the token ``depth`` places after the last committed one.
             trust: how much a better score says, for drafters that are better or worse than most.
+        """
+        ...
+
+    def draw_key(self, depth: int, scale: float) -> DrawKey | None:
+        """What draws the `best` token of a law that is nothing but scaled logits, if that works.
+
+        Args:
+            depth: as for `best`.
+            scale: of the logits; 0 at temperature 0.
         """
         ...
 
@@ -142,6 +152,9 @@ class KeyedSharedChoices:
         scored = gumbel_top(law.logits_V, wanted, self.seed, self._at(depth), law.scale)
         return _best(scored, count, trust)
 
+    def draw_key(self, depth: int, scale: float) -> DrawKey:
+        return DrawKey(self.seed, self._at(depth), scale)
+
     def best_each(
         self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
     ) -> list[list[Choice]]:
@@ -191,6 +204,9 @@ class LikeliestChoices:
 
     def best(self, law: Law, depth: int, count: int = 1, trust: float = TRUST) -> list[Choice]:
         return _likeliest(law, count)
+
+    def draw_key(self, depth: int, scale: float) -> DrawKey:
+        return DrawKey(0, 0, 0.0)
 
     def best_each(
         self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST

@@ -53,6 +53,23 @@ FREE_NODES = LinearPrice(0.0)
 """A step costs the same whatever is drafted: every node that fits the budget is worth it."""
 
 
+def chain_speedup(chance: float, round_share: float, price: Price, most_nodes: int = 16) -> float:
+    """Committed tokens by time over plain decoding, with chains of the best length.
+
+    Args:
+        chance: that a token is accepted if those before it are.
+        round_share: time of the forward that drafts a token, in plain steps.
+        price: of nodes to verify.
+        most_nodes: of a chain.
+    """
+    plain, tokens, best = price.ms(0), 1.0, 1.0
+    for num_nodes in range(1, most_nodes + 1):
+        tokens += chance**num_nodes
+        ms = price.ms(num_nodes) + num_nodes * round_share * plain
+        best = max(best, tokens * plain / ms)
+    return best
+
+
 @dataclass(frozen=True)
 class TablePrice:
     """Times by the tokens of the forward: the root and the nodes.

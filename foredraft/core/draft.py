@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from foredraft.core.choices import DrawnChoices, SharedChoices
+from foredraft.core.draws import Draw, DrawKey
 from foredraft.core.errors import NoTokenError
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
 from foredraft.core.rules import Rules
@@ -40,6 +41,7 @@ class Draft(ABC):
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.chances: list[float] = []
+        self._has_drawn = False
 
     @abstractmethod
     def extend(self, parent: int, logits_V: Tensor, count: int = 1) -> list[int]:
@@ -56,6 +58,21 @@ class Draft(ABC):
     def build(self) -> Proposal:
         """What there is, as a proposal."""
 
+    def draw_key(self, parent: int) -> DrawKey | None:
+        """What draws the token that `extend` would hang below ``parent``.
+
+        None where that takes more than scaled logits.
+        """
+        return None
+
+    def take(self, parent: int, draw: Draw) -> int:
+        """Hang a token below ``parent`` that was drawn with its `draw_key`; its node.
+
+        How likely the target accepts it is not known then, so `build` says nothing of it.
+        """
+        self._has_drawn = True
+        return self._add(parent, draw.token, 1.0)
+
     @property
     def tree(self) -> TokenTree:
         """What there is so far."""
@@ -66,15 +83,19 @@ class Draft(ABC):
 
     def _law(self, parent: int, logits_V: Tensor) -> tuple[Law | None, int]:
         """What the row's rules make of the logits, None if nothing may come; ``parent``'s depth."""
-        drafted: list[int] = []
-        node = parent
-        while node != ROOT:
-            drafted.insert(0, self.tokens[node])
-            node = self.parents[node]
+        drafted = self._drafted(parent)
         try:
             return self._rules.law(logits_V, self._text, drafted), len(drafted)
         except NoTokenError:  # behind the end of a grammar, for one
             return None, len(drafted)
+
+    def _drafted(self, node: int) -> list[int]:
+        """The tokens from the root to a node."""
+        drafted: list[int] = []
+        while node != ROOT:
+            drafted.append(self.tokens[node])
+            node = self.parents[node]
+        return drafted[::-1]
 
     def _add(self, parent: int, token: int, chance: float) -> int:
         self.tokens.append(token)
@@ -96,7 +117,13 @@ class ChosenDraft(Draft):
             return []
         return [self._add(parent, *choice) for choice in self._choices.best(law, depth, count)]
 
+    def draw_key(self, parent: int) -> DrawKey | None:
+        scale = self._rules.scale
+        return None if scale is None else self._choices.draw_key(len(self._drafted(parent)), scale)
+
     def build(self) -> Proposal:
+        if self._has_drawn:
+            return Proposal.chosen(self.tree)
         chances: list[float] = []
         for parent, chance in zip(self.parents, self.chances, strict=True):
             chances.append(chance if parent == ROOT else chances[parent] * chance)

@@ -77,7 +77,8 @@ class GrammarError(ConfigError):
 def nearest(name: str, options: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the closest option, or ``""`` when nothing is close."""
     by_folded = {option.lower(): option for option in options}
-    close = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
+    begun = [folded for folded in by_folded if name and folded.startswith(name.lower())]
+    close = begun or difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
     return f"; did you mean {by_folded[close[0]]!r}?" if close else ""
 
 

@@ -258,11 +258,14 @@ class BaseDrafter:
     Attributes:
         promise: the chances that its first token is right, at temperatures 0 and 1, where that was
             measured when it was made: what a controller begins with.
+        round_share: time of one of its forwards, in plain steps of the target, where each token of
+            a draft takes a forward; None: its time does not grow with what it drafts.
         skips_gaps: whether it goes on where its cache layers lack entries of a text's beginning
             that the target has (see `CacheLayers.next_start`). Else it does not follow such a text.
     """
 
     promise: tuple[float, float] | None = None
+    round_share: float | None = None
     skips_gaps: bool = False
     taps: Sequence[int] = ()
     layers: Sequence[CacheLayers] = ()

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from foredraft.core.draws import Draw, DrawKey
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow
@@ -45,12 +46,21 @@ class ChainDraft:
         """How many tokens it may still grow by."""
         return 0 if self._has_ended else self.row.budget - len(self._draft)
 
-    def extend(self, logits_V: Tensor) -> int | None:
+    @property
+    def draw_key(self) -> DrawKey | None:
+        """What draws the next token; None where its logits have to be looked at."""
+        return None if self._min_confidence else self._draft.draw_key(len(self._draft) - 1)
+
+    def extend(self, logits_V: Tensor, draw: Draw | None = None) -> int | None:
         """Add the token that follows the last one, and return it; None ends the chain.
 
         Args:
             logits_V: what the draft model says about it.
+            draw: what was drawn from them with `draw_key`, if anything was.
         """
+        if draw is not None:
+            self._draft.take(len(self._draft) - 1, draw)
+            return draw.token
         unsure = self._min_confidence and confidence(logits_V) < self._min_confidence
         if unsure or not self._draft.extend(len(self._draft) - 1, logits_V):
             self._has_ended = True

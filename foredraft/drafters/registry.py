@@ -175,9 +175,10 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     if spec.lacks_draft_model(context.draft_model is not None, context.options):
         raise needs_draft_model(key)
     if missing := spec.missing_capabilities(context.target):
+        needed = spec.needs_in_words or f"a target with {' and '.join(missing)}"
         raise CapabilityError(
-            f"drafter {key!r} needs a target with {' and '.join(missing)}, which "
-            f"{type(context.target).__name__} does not offer"
+            f"drafter {key!r} needs {needed}, which {type(context.target).__name__} does not offer"
+            + (" here" if spec.needs_in_words else "")
         )
     if key in _built_in():
         drafter = spec.build(context)

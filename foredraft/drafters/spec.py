@@ -61,6 +61,7 @@ class DrafterSpec:
         options: option names with one line of help each; others are refused.
         num_draft_tokens: a sensible default budget of nodes a step.
         needs: capabilities the target must have.
+        needs_in_words: what that means for people, where the names of capabilities do not say it.
         draft_model: whether it uses a draft model: never, if the user names one, always, or always
             and of any vocabulary.
         trained: the kind of trained folder that it cannot draft without (option ``head``), unless
@@ -81,6 +82,7 @@ class DrafterSpec:
     options: Mapping[str, str] = field(default_factory=dict)
     num_draft_tokens: int = 4
     needs: Capabilities = field(default_factory=Capabilities)
+    needs_in_words: str = ""
     draft_model: Literal["none", "optional", "required", "any vocabulary"] = "none"
     trained: str | None = None
     instead_of_model: str | None = None

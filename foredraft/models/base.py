@@ -30,6 +30,7 @@ class Capabilities:
         layer_views: a model of some of its layers can be made from it, sharing the weights (see
             `LayeredTarget`).
         shallow: its first layers can draft on its own cache, and `score` goes on from them.
+        low_bit: a copy of its layers in few bits can draft on its own cache (see `LowBitTarget`).
         cache_layers: its cache keeps layers of others beside its own (see `Cache.add_layers`), and
             it runs such layers (see `HeadTarget`).
         encoder: it has an encoder whose output the decoder attends to.
@@ -40,6 +41,7 @@ class Capabilities:
     parts: bool = False
     layer_views: bool = False
     shallow: bool = False
+    low_bit: bool = False
     cache_layers: bool = False
     encoder: bool = False
 
@@ -400,4 +402,54 @@ class LayeredTarget(Target, Protocol):
 
     def shallow(self, exit_layer: int) -> ShallowTarget:
         """The first ``exit_layer`` layers; needs the capability ``shallow``."""
+        ...
+
+
+class LowBitCopy(Protocol):
+    """A copy of a target's layers and head in few bits, on the target's own cache.
+
+    Attributes:
+        bits: of a weight of the layers.
+        num_bytes: memory that its weights take beside the target's.
+    """
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def score(
+        self, rows: Sequence[ScoreRow], starts: Sequence[int], taps: Sequence[int] = ()
+    ) -> Scores:
+        """One forward of the copy, which reads entries and writes behind those that count.
+
+        Nothing of it is ever committed: the target's forward of the same tokens writes their
+        entries anew.
+
+        Args:
+            rows: as for `Target.score`; ``pending`` are the first tokens to read.
+            starts: of each row the place of the first of them: the slot's length, or more where
+                the copy has read the tokens in between since the slot was last changed.
+        """
+        ...
+
+
+class LowBitTarget(PartsTarget, Protocol):
+    """A target with the capabilities ``low_bit`` and ``parts``.
+
+    Attributes:
+        low_bits: what a copy's weights may have, the fewest first.
+    """
+
+    @property
+    def low_bits(self) -> Sequence[int]: ...
+
+    def low_bit_copy(self, bits: int) -> LowBitCopy:
+        """A copy in so many bits, made once for all who ask while somebody holds it.
+
+        Raises:
+            ConfigError: there is no such copy.
+            ModelLoadError: there is no memory for it.
+        """
         ...

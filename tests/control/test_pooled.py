@@ -30,7 +30,7 @@ def test_it_is_the_best_of_all_budgets(seed: int) -> None:
     def step_ms(nodes: float) -> float:
         return 1.0 + slope * nodes
 
-    best = best_prefix(rows, 3, step_ms, lambda asked: 0.0, most_nodes=9)
+    best = best_prefix(rows, 3, step_ms, lambda *_: 0.0, most_nodes=9)
     rates = [
         (3 + sum(sum(r.rates_2K[1][:n]) for r, n in zip(rows, budgets, strict=True)))
         / step_ms(sum(budgets))
@@ -40,22 +40,24 @@ def test_it_is_the_best_of_all_budgets(seed: int) -> None:
 
 
 def test_a_slot_behind_an_unlikely_one_comes_with_it_or_not_at_all() -> None:
-    best = best_prefix([row(0.1, 0.9)], 1, lambda n: 1.0 + 0.3 * n, lambda asked: 0.0, most_nodes=9)
+    best = best_prefix([row(0.1, 0.9)], 1, lambda n: 1.0 + 0.3 * n, lambda *_: 0.0, most_nodes=9)
     assert best.budgets == (2,)
-    best = best_prefix([row(0.1, 0.3)], 1, lambda n: 1.0 + 0.3 * n, lambda asked: 0.0, most_nodes=9)
+    best = best_prefix([row(0.1, 0.3)], 1, lambda n: 1.0 + 0.3 * n, lambda *_: 0.0, most_nodes=9)
     assert best.budgets == (0,)
 
 
 def test_limits_hold() -> None:
     rows = [row(*(0.9 - 0.01 * slot for slot in range(8)))] * 4
-    free = best_prefix(rows, 4, lambda n: 1.0 + 0.01 * n, lambda asked: 0.0, most_nodes=16)
+    free = best_prefix(rows, 4, lambda n: 1.0 + 0.01 * n, lambda *_: 0.0, most_nodes=16)
     assert sum(free.budgets) == 16
     paid = best_prefix(
-        rows, 4, lambda n: 1.0 + 0.01 * n, lambda asked: 0.0, most_nodes=99, most_ms=1.055
+        rows, 4, lambda n: 1.0 + 0.01 * n, lambda *_: 0.0, most_nodes=99, most_ms=1.055
     )
     assert sum(paid.budgets) == 5
     assert paid.worst_ms <= 1.055
-    dear = best_prefix(rows, 4, lambda n: 1.0 + 0.01 * n, lambda asked: 9.0 * asked, most_nodes=99)
+    dear = best_prefix(
+        rows, 4, lambda n: 1.0 + 0.01 * n, lambda asked, _: 9.0 * asked, most_nodes=99
+    )
     assert sum(dear.budgets) == 0
 
 
@@ -75,15 +77,28 @@ def test_requests_that_are_bent_are_known() -> None:
 
 def test_times_go_by_the_nearest_number_of_rows() -> None:
     times = DraftTimes()
-    assert times.step_ms("a", 2, 2, 10.0) > 0.0
+    assert times.round_ms("a", 2) is None
+    assert times.follow_ms("a", 2) == 0.0
     times.observe("a", 1, 2.0, 1, 0.5)
     times.observe("a", 16, 16.0, 16, 1.6)
-    assert times.step_ms("a", 1, 1, 10.0) == pytest.approx(2.5)
-    assert times.step_ms("a", 16, 16, 10.0) == pytest.approx(17.6)
-    assert times.step_ms("a", 0, 1, 10.0) == pytest.approx(0.5)
+    assert times.round_ms("a", 1) == pytest.approx(2.0)
+    assert times.follow_ms("a", 1) == pytest.approx(0.5)
+    assert times.round_ms("a", 16) == pytest.approx(16.0)
+    assert times.follow_ms("a", 16) == pytest.approx(1.6)
+    assert times.round_ms("a", 0) == 0.0
     assert times.most_rows("a") == 16
     times.observe("a", 1, 400.0, 1, 0.5)  # a hiccup
-    assert times.step_ms("a", 1, 1, 10.0) < 4.0
+    assert times.round_ms("a", 1) < 3.5
+
+
+def test_a_drafter_of_many_forwards_is_timed_by_the_forward() -> None:
+    times = DraftTimes()
+    for num_rounds in (8, 4, 1):
+        spent = times.observe("a", 2, 3.0 * num_rounds, 0, 0.0, num_rounds)
+        assert spent == pytest.approx(3.0 * num_rounds)
+        assert times.round_ms("a", 2) == pytest.approx(3.0)
+    assert times.observe("a", 2, 0.1, 0, 0.0, num_rounds=0) == pytest.approx(0.1)
+    assert times.round_ms("a", 2) == pytest.approx(3.0)
 
 
 def test_a_ledger_opens_with_little_and_is_limited() -> None:

@@ -17,8 +17,9 @@ from foredraft.core.sampling import Law, law_of
 from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
 from foredraft.drafters.heads.base import HeadModule, TextBatch
 from foredraft.models.base import ModelShape, ScoreRow
+from foredraft.models.native.decoder import DecoderFactory
 from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.target import DecoderFactory, NativeTarget
+from foredraft.models.native.target import NativeTarget
 
 VOCAB = 96
 OUTPUT_IDS = [*range(0, VOCAB, 3)]

@@ -24,12 +24,13 @@ from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
+from foredraft.models.native.decoder import DecoderFactory
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.fused import PHASES, FusedDecoder, has_tiles
 from foredraft.models.native.graphed import GraphedDecoder
 from foredraft.models.native.packed import Matrix, as_tensor, tensor_of
 from foredraft.models.native.plan import plan_forward
-from foredraft.models.native.target import DecoderFactory, NativeTarget
+from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 

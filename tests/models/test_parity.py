@@ -18,9 +18,10 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.base import read as read_text
+from foredraft.models.native.decoder import DecoderFactory
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.graphed import GraphedDecoder
-from foredraft.models.native.target import DecoderFactory, NativeTarget
+from foredraft.models.native.target import NativeTarget
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
 TOLERANCE = 1e-4

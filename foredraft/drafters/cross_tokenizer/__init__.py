@@ -105,6 +105,10 @@ class _RenamedChoices:
         renamed = Law(logits_V, law.scale, int(logits_V.argmax()))
         return self._back(self.choices.best(renamed, depth, count, trust))
 
+    def draw_key(self, depth: int, scale: float) -> None:
+        """Nothing draws in one model's ids with the noise of the other's."""
+        return
+
     def best_each(
         self, laws: NamedLaws, depths: Sequence[int], count: int = 1, trust: float = TRUST
     ) -> list[list[Choice]]:

@@ -47,9 +47,9 @@ class EagerDecoder:
 
     name = "eager"
     partial = True
+    reads_packed = False
     reads_unseen = False
     draws = False
-    runs_heads = False
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self._config, self._weights = config, weights

@@ -68,9 +68,9 @@ class FusedDecoder:
 
     name = "fused"
     partial = True
+    reads_packed = True
     reads_unseen = False
     draws = True
-    runs_heads = True
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_threads: int | None = None

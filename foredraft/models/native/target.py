@@ -2,68 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import CacheMemory
-from foredraft.cache.store import Entries
-from foredraft.core.draws import DrawRows, Wanted
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
+from foredraft.models.native.decoder import DecoderFactory
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.joins import native_join
+from foredraft.models.native.low_bit import LowBitCopy, check_fits_memory, draws_of
 from foredraft.models.native.parts import NativeParts
-from foredraft.models.native.plan import ForwardPlan, plan_forward
+from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.runner import NativeHeadRunner, head_config
 from foredraft.models.native.shallow import ShallowView, announce, resumption
-from foredraft.models.native.weights import DecoderWeights, fit, load_weights
+from foredraft.models.native.weights import DecoderWeights, fit, load_weights, rounded, weight_bytes
 
-
-class Decoder(Protocol):
-    """Something that runs a forward plan: the eager reference or a faster equal."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def partial(self) -> bool:
-        """Whether it heeds `ForwardPlan.layers`; False costs early exit its shared cache."""
-        ...
-
-    @property
-    def reads_unseen(self) -> bool:
-        """Whether it reads entries that no token sees, with weight 0: they must be finite."""
-        ...
-
-    @property
-    def draws(self) -> bool:
-        """Whether it fills in `ForwardPlan.draws`."""
-        ...
-
-    @property
-    def runs_heads(self) -> bool:
-        """Whether its kernel also runs heads and their joins; else plain torch does."""
-        ...
-
-    def forward(
-        self, plan: ForwardPlan, cache: Entries, taps: Sequence[int] = ()
-    ) -> tuple[Tensor, dict[int, Tensor]]: ...
-
-    def logits(self, normed_TE: Tensor) -> Tensor:
-        """The head alone: float32 logits [T, V] of normed states."""
-        ...
-
-
-DecoderFactory = Callable[[DecoderConfig, DecoderWeights], Decoder]
+_LOW_BITS = (4, 8)
+"""Of a copy that drafts."""
 
 
 class NativeTarget:
@@ -77,6 +42,7 @@ class NativeTarget:
         cache_memory: what the cache may take, in bytes, or shared with other caches (see
             `KVCache`). Views of some layers share it.
         kept: what is kept of the model between processes.
+        checkpoint: what the weights were read from; None: they are made up, or a part of others.
     """
 
     def __init__(
@@ -87,11 +53,13 @@ class NativeTarget:
         max_context: int | None = None,
         cache_memory: CacheMemory | int | None = None,
         kept: KeptFiles = NOTHING_KEPT,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self.config, self.weights = config, weights
-        self._kept = kept
+        self._kept, self._checkpoint = kept, checkpoint
         self.decoder = new_decoder(config, weights)
         self._new_decoder = new_decoder
+        self._copies: WeakValueDictionary[int, LowBitCopy] = WeakValueDictionary()
         self.vocab_size = config.vocab_size
         self.max_context = min(max_context or config.max_context, config.max_context)
         self.capabilities = Capabilities(
@@ -101,6 +69,7 @@ class NativeTarget:
             layer_views=True,
             shallow=self.decoder.partial,
             cache_layers=True,
+            low_bit=bool(self.low_bits),
         )
         self.cache = KVCache(
             config.kv_shape, weights.dtype, weights.device, self.max_context, cache_memory
@@ -135,7 +104,7 @@ class NativeTarget:
             on_cpu = torch.device(device).type == "cpu"
             kept = KeptFiles.of(checkpoint) if on_cpu else NOTHING_KEPT
         weights = load_weights(checkpoint, config, dtype, device, bits, kept)
-        return cls(config, weights, new_decoder, max_context, cache_memory, kept)
+        return cls(config, weights, new_decoder, max_context, cache_memory, kept, checkpoint)
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.
     @torch.no_grad()
@@ -148,7 +117,7 @@ class NativeTarget:
             plan = resumed.rest(plan, self.decoder, self.cache, self.num_layers)
         to_run = [tap for tap in taps if not resumed or tap >= resumed.exit_layer]
         if self.decoder.draws:
-            plan = replace(plan, draws=_draws(rows, plan))
+            plan = replace(plan, draws=draws_of(rows, plan))
         logits_NV, tapped = self.decoder.forward(plan, self.cache, to_run)
         for tap in {*taps}.difference(to_run):  # the layer that the plan goes on from
             assert plan.hidden_TE is not None
@@ -163,10 +132,43 @@ class NativeTarget:
 
     def head_runner(self, weights: HeadWeights) -> NativeHeadRunner:
         layers = self.cache.add_layers(head_config(weights).kv_shape, self.weights.dtype)
-        return NativeHeadRunner(weights, layers, self.weights.dtype, self.decoder.runs_heads)
+        return NativeHeadRunner(weights, layers, self.weights.dtype, self.decoder.reads_packed)
 
     def join(self, weight_EK: Tensor, table_VE: Tensor | None, eps: float) -> Join:
-        return native_join(weight_EK, table_VE, eps, self.weights.dtype, self.decoder.runs_heads)
+        return native_join(weight_EK, table_VE, eps, self.weights.dtype, self.decoder.reads_packed)
+
+    @property
+    def low_bits(self) -> tuple[int, ...]:
+        own = self.weights.bits
+        return tuple(bits for bits in _LOW_BITS if self.decoder.reads_packed and bits < own)
+
+    def low_bit_copy(self, bits: int) -> LowBitCopy:
+        """A copy in so many bits that drafts on this target's own cache.
+
+        What the checkpoint holds in as many bits is taken as it is.
+        """
+        if bits not in self.low_bits:
+            raise ConfigError(
+                f"bits is {bits!r}; this target has weights of {self.weights.bits} bits, so "
+                f"a copy that drafts for it may have {' or '.join(map(str, self.low_bits))}"
+            )
+        copy = self._copies.get(bits)
+        if copy is None:
+            copy = self._copies[bits] = self._new_copy(bits)
+        return copy
+
+    def _new_copy(self, bits: int) -> LowBitCopy:
+        check_fits_memory(weight_bytes(self.config, self.weights.dtype.itemsize, bits)[1], bits)
+        weights = (
+            rounded(self.weights, bits)
+            if self._checkpoint is None
+            else load_weights(
+                *(self._checkpoint, self.config, self.weights.dtype), bits=bits, kept=self._kept
+            )
+        )
+        weights = replace(weights, embedding_VE=self.weights.embedding_VE)
+        num_bytes = weights.num_bytes - self.weights.embedding_VE.nbytes
+        return LowBitCopy(self._new_decoder(self.config, weights), self.cache, bits, num_bytes)
 
     @property
     def num_layers(self) -> int:
@@ -209,13 +211,3 @@ class NativeTarget:
     def _view(self, weights: DecoderWeights) -> NativeTarget:
         config = replace(self.config, num_hidden_layers=len(weights.layers))
         return NativeTarget(config, weights, self._new_decoder, self.max_context, self.cache.memory)
-
-
-def _draws(rows: Sequence[ScoreRow], plan: ForwardPlan) -> DrawRows | None:
-    """What the rows want drawn; None: nothing."""
-    wanted = [
-        Wanted(span.heads.start, *row.draw)
-        for row, span in zip(rows, plan.rows, strict=True)
-        if row.draw is not None and span.heads
-    ]
-    return DrawRows(wanted) if wanted else None

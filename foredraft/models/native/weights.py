@@ -21,7 +21,15 @@ from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.safety import FLOATS, Checkpoint
 from foredraft.models.native import packed
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.packed import PACKED, Int4Matrix, Matrix, QuantisedMatrix, tensor_of
+from foredraft.models.native.packed import (
+    PACKED,
+    Int4Matrix,
+    Matrix,
+    PackedMatrix,
+    QuantisedMatrix,
+    as_tensor,
+    tensor_of,
+)
 from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.source_blocks import stacked_blocks
 
@@ -90,6 +98,14 @@ class DecoderWeights:
     def num_bytes(self) -> int:
         return sum(t.numel() * t.dtype.itemsize for t in self.tensors())
 
+    @property
+    def bits(self) -> int:
+        """Of a weight of the layers; those of embeddings and head may be more."""
+        matrix = self.layers[0].output_weight
+        if isinstance(matrix, PackedMatrix):
+            return matrix.bits
+        return 8 * matrix.dtype.itemsize
+
     def select_layers(self, layers: Sequence[int]) -> DecoderWeights:
         """The same weights with only these layers: a view, nothing is copied."""
         return replace(self, layers=tuple(self.layers[i] for i in layers))
@@ -139,6 +155,31 @@ def load_weights(
     reader.raise_problems()
     kept.keep(name, recipe, reader.stored)
     return weights
+
+
+def rounded(weights: DecoderWeights, bits: int) -> DecoderWeights:
+    """The same weights in 8 or 4 bits, the head in 8; embeddings, norms and biases are shared.
+
+    For weights that come from no checkpoint, such as made-up ones: see `load_weights`.
+    """
+    shelf = Shelf()
+
+    def matrix(weight: Matrix, kind: type[PackedMatrix], num_parts: int = 1) -> PackedMatrix:
+        return kind.of_weight(as_tensor(weight, weights.dtype), num_parts, shelf)
+
+    kind = PACKED[bits]
+    layers = tuple(
+        replace(
+            layer,
+            qkv_weight=matrix(layer.qkv_weight, kind),
+            output_weight=matrix(layer.output_weight, kind),
+            gate_up_weight=matrix(layer.gate_up_weight, kind, 2),
+            down_weight=matrix(layer.down_weight, kind),
+        )
+        for layer in weights.layers
+    )
+    head_VE = matrix(weights.head_VE, PACKED[max(bits, 8)])
+    return replace(weights, layers=layers, head_VE=head_VE)
 
 
 def weight_bytes(config: DecoderConfig, itemsize: int, bits: int | None) -> tuple[int, int]:
