@@ -107,6 +107,6 @@ def test_llm_and_async_llm_give_them_in_order() -> None:
             stream = await served.open(PROMPT, PARAMS)
             events = [event async for event in stream]
             assert sorted(event.index for event in events if event.result) == [0, 1, 2, 3]
-            assert {event.parent_id for event in events} == {stream.request_id}
+            assert {event.parent_id for event in events} == {stream.request_ids[0]}
 
     asyncio.run(run())
