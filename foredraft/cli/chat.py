@@ -6,18 +6,21 @@ import contextlib
 import select
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from foredraft.cli import options as o
-from foredraft.cli.display import PromptProgress, interruptible, show_pieces
+from foredraft.cli.display import reply_display
 from foredraft.core.errors import PromptError
 from foredraft.core.params import SamplingParams
 from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from foredraft.engine.request import Event
     from foredraft.llm import LLM
 
 _HELP = "/reset starts over, /bye or Ctrl-D leaves, Ctrl-C stops a reply"
@@ -93,21 +96,18 @@ class Conversation:
             return
         self.messages.append({"role": "assistant", "content": reply})
 
-    def _stream(self, events: Any) -> str:
-        reply = ""
-        with interruptible() as stop, PromptProgress() as progress:
+    def _stream(self, events: Iterator[Event]) -> str:
+        with reply_display(self.llm, self.console) as show:
             for event in events:
-                progress.show(event)
-                show_pieces(self.console, event.pieces)
-                reply += "".join(piece.text for piece in event.pieces)
-                if event.result and event.result.error:
-                    self.console.print(f"\nerror: {event.result.error}", style="red", markup=False)
-                if stop:
-                    events.close()
-                    self.console.print(" [dim](stopped)[/dim]", end="")
-                    break
+                show(event)
+        result = event.result
+        assert result is not None
+        if result.finish_reason == "cancelled":
+            self.console.print(" [dim](stopped)[/dim]", end="")
+        if result.error:
+            self.console.print(f"\nerror: {result.error}", style="red", markup=False)
         self.console.print()
-        return reply
+        return result.text
 
 
 def read_message() -> str:

@@ -33,6 +33,12 @@ DRAFTED = "underline green"
 """Accepted draft tokens: the underline tells them apart without colour, too."""
 
 
+def say(text: str, *, stderr: bool = False, style: str | None = None) -> None:
+    """Print a line as it is: no markup is read, nothing is highlighted or wrapped."""
+    console = Console(stderr=stderr, highlight=False)
+    console.print(text, style=style, markup=False, soft_wrap=True)
+
+
 def show_pieces(console: Console, pieces: Iterable[Piece]) -> None:
     """Print text as it became certain."""
     for piece in pieces:
@@ -219,6 +225,30 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=total)
         yield lambda text: progress.update(task, advance=1, description=text)
+
+
+@contextmanager
+def reply_display(
+    llm: LLM, console: Console, num_prompt_tokens: int | None = None
+) -> Iterator[Callable[[Event], None]]:
+    """Shows a reply: call what it yields with each event.
+
+    Ctrl-C ends the reply, whose result then has finish reason "cancelled".
+
+    Args:
+        llm: what replies.
+        console: gets the text.
+        num_prompt_tokens: if they are known.
+    """
+    with interruptible() as pressed, PromptProgress(num_prompt_tokens) as progress:
+
+        def show(event: Event) -> None:
+            progress.show(event)
+            show_pieces(console, event.pieces)
+            if pressed and event.result is None:
+                llm.engine.cancel(event.request_id)
+
+        yield show
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from foredraft.core.errors import ConfigError
 from foredraft.options import DEFAULT_MODEL
@@ -31,7 +30,7 @@ def export(
 
     foredraft export heads/eagle --format speculators --out heads/eagle-speculators
     """
-    from foredraft.cli.display import RichProgress
+    from foredraft.cli.display import RichProgress, say
     from foredraft.drafters.heads.store import fingerprint_of_files, read_info
     from foredraft.models.files.safety import Checkpoint
     from foredraft.models.files.store import resolve_model
@@ -48,4 +47,4 @@ def export(
     usual = _BUILT_IN_ID if target == DEFAULT_MODEL else target
     architectures = checkpoint.config.get("architectures") or ["LlamaForCausalLM"]
     export_head(head, out, format, verifier or usual, architectures)
-    Console(highlight=False).print(f"{out}: {format}", markup=False, soft_wrap=True)
+    say(f"{out}: {format}")

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from foredraft.cli import options as o
 from foredraft.cli.display import (
-    PromptProgress,
-    interruptible,
     legend,
-    show_pieces,
+    reply_display,
+    say,
     stats_dict,
     stats_line,
     why_nothing_was_drafted,
@@ -29,7 +28,6 @@ from foredraft.options import LoadOptions
 
 if TYPE_CHECKING:
     from foredraft.bench.measure import MeasuredRun
-    from foredraft.core.params import SamplingParams
     from foredraft.engine.request import Event
     from foredraft.llm import LLM
 
@@ -103,7 +101,9 @@ def _generate(llm: LLM, text: str, params: SamplingParams, *, chat: bool, as_jso
         token_ids = llm.tokenizer.encode(text)
     events = llm.stream(token_ids, params)
     if as_json:
-        run = measure_run(events)
+        from foredraft.bench.measure import measure
+
+        run = measure(events)
         typer.echo(json.dumps(_report(llm, run, text), ensure_ascii=False))
         _fail_if(run.result.error)
     else:
@@ -149,58 +149,28 @@ def _read_input(what: str) -> str:
         raise ConfigError(f"{what} on standard input cannot be read: {error}") from error
 
 
-def _show(llm: LLM, events: Any, num_prompt_tokens: int) -> None:
+def _show(llm: LLM, events: Iterator[Event], num_prompt_tokens: int) -> None:
     """Print the text as it comes, and what it took; Ctrl-C ends it between two steps."""
+    from foredraft.bench.measure import measure
+
     console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
-    num_tokens, num_accepted, num_steps, seconds = 0, 0, 0, 0.0
-    with interruptible() as pressed, PromptProgress(num_prompt_tokens) as progress:
-
-        def show(event: Event) -> None:
-            nonlocal num_tokens, num_accepted, num_steps
-            progress.show(event)
-            show_pieces(console, event.pieces)
-            num_tokens += len(event.token_ids)
-            num_accepted += event.num_accepted
-            num_steps += bool(event.token_ids)
-            if pressed and event.result is None:
-                raise _Stopped
-
-        began = time.perf_counter()
-        try:
-            run = measure_run(events, show)
-        except _Stopped:
-            seconds = time.perf_counter() - began
-            events.close()
+    with reply_display(llm, console, num_prompt_tokens) as show:
+        run = measure(events, show)
     console.print()
-    if pressed and seconds:
-        notes.print(
-            f"stopped: {num_tokens} tokens in {num_steps} steps and {seconds:.1f} s, "
-            f"{num_accepted} of them drafted",
-            style="dim",
-        )
-        raise typer.Exit(130)
-    if run.result.stats.accepted and console.is_terminal:
+    stats, is_stopped = run.result.stats, run.result.finish_reason == "cancelled"
+    if stats.accepted and console.is_terminal:
         notes.print(legend())
-    stats = run.result.stats
-    notes.print(stats_line(stats, run.tokens_per_s, why_nothing_was_drafted(llm)))
+    line = stats_line(stats, run.tokens_per_s, why_nothing_was_drafted(llm))
+    notes.print(Text.assemble(("stopped: ", "dim"), line) if is_stopped else line)
+    if is_stopped:
+        raise typer.Exit(130)
     _fail_if(run.result.error)
-
-
-class _Stopped(Exception):  # noqa: N818 - the user's wish, not a mistake
-    """Ctrl-C was pressed."""
 
 
 def _fail_if(error: str | None) -> None:
     if error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False)
+        say(f"error: {error}", stderr=True, style="red")
         raise typer.Exit(1)
-
-
-def measure_run(events: Any, show: Callable[[Event], None] | None = None) -> MeasuredRun:
-    """`foredraft.bench.measure.measure`, loaded when it is needed."""
-    from foredraft.bench.measure import measure
-
-    return measure(events, show) if show else measure(events)
 
 
 def _report(llm: LLM, run: MeasuredRun, prompt: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from foredraft.core.errors import ConfigError
 from foredraft.options import DEFAULT_MODEL
@@ -43,7 +42,7 @@ def build(
 
         foredraft generate "…" --drafter retrieval --drafter-option index=my-index
     """
-    from foredraft.cli.display import RichProgress
+    from foredraft.cli.display import RichProgress, say
     from foredraft.drafters.retrieval import build_index
     from foredraft.models.files.store import resolve_model
     from foredraft.models.text.tokenizer import Tokenizer
@@ -56,9 +55,7 @@ def build(
         vocab_size = tokenizer.vocab_size
         count = build_index(output, documents, tokenizer.fingerprint, vocab_size, progress)
     files_word = "file" if len(paths) == 1 else "files"
-    Console(highlight=False).print(
-        f"{output}: {count} tokens of {len(paths)} {files_word}", markup=False, soft_wrap=True
-    )
+    say(f"{output}: {count} tokens of {len(paths)} {files_word}")
 
 
 def _check_output(output: Path, replace: bool) -> None:

@@ -132,7 +132,7 @@ def exit_with_message(program: Callable[[], object]) -> None:
         finally:
             sys.stdout.flush()
     except ForedraftError as error:
-        _say(str(error))
+        _complain(str(error))
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -141,18 +141,18 @@ def exit_with_message(program: Callable[[], object]) -> None:
         sys.exit(141)
     except OSError as error:
         if error.filename is not None:  # a path that somebody gave
-            _say(f"{error.filename}: {error.strerror}")
+            _complain(f"{error.filename}: {error.strerror}")
             sys.exit(2)
         _drop_output()  # such as a full disk behind it
-        _say(str(error))
+        _complain(str(error))
         sys.exit(1)
 
 
-def _say(problem: str) -> None:
-    from rich.console import Console
+def _complain(problem: str) -> None:
+    from foredraft.cli.display import say
 
     problem = re.sub(r"(\S{100})\S{100,}", r"\1…", problem)  # names that nobody would read
-    Console(stderr=True).print(f"error: {problem}", style="red", markup=False, soft_wrap=True)
+    say(f"error: {problem}", stderr=True, style="red")
 
 
 def _drop_output() -> None:

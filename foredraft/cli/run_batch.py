@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from foredraft.cli import options as o
-from foredraft.cli.display import progress_bar
+from foredraft.cli.display import progress_bar, say
 from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 from foredraft.server.batch import (
@@ -73,7 +72,8 @@ def run_batch_file(
                 summary = _answer(llm, tuple(served_model_name or ()), file, answers, missing)
             except KeyboardInterrupt:
                 done = len(answers.answered)
-                _say(f"{done} of {len(ids)} answered; the same command goes on from there")
+                said = f"{done} of {len(ids)} answered; the same command goes on from there"
+                say(said, stderr=True)
                 raise
             seconds = time.perf_counter() - start
     _report(summary, answers.num_failed, seconds, output, as_json)
@@ -115,11 +115,8 @@ def _report(
         return
     before = f"{summary.skipped} answered before"
     before += f" ({failed_before} of them failed)" * bool(failed_before)
-    _say(
+    say(
         f"{summary.answered} answered, {summary.failed} failed, {before}; "
-        f"{summary.completion_tokens} tokens in {seconds:.1f} s ({rate:.0f} a second): {output}"
+        f"{summary.completion_tokens} tokens in {seconds:.1f} s ({rate:.0f} a second): {output}",
+        stderr=True,
     )
-
-
-def _say(text: str) -> None:
-    Console(stderr=True, highlight=False).print(text, markup=False, soft_wrap=True)

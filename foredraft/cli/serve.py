@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 
 from foredraft.cli import options as o
+from foredraft.cli.display import say
 from foredraft.core.errors import ConfigError, nearest
 from foredraft.options import LoadOptions
 from foredraft.server.settings import ServerSettings
@@ -158,13 +158,12 @@ def _check_certificate(settings: ServerSettings) -> None:
 
 
 def _greet(context: ServerContext, address: str) -> None:
-    names, llm = context.model_names, context.llm
-    console = Console(stderr=True)
-    console.print(
-        f"Serving [bold]{names[0]}[/bold] with drafter {llm.drafter_name}", soft_wrap=True
-    )
-    console.print(f"  page       {address}/", soft_wrap=True)
-    console.print(f"  OpenAI     {address}/v1", soft_wrap=True)
-    console.print(f"  Anthropic  {address}", soft_wrap=True)
+    lines = [
+        f"Serving {context.model_names[0]} with drafter {context.llm.drafter_name}",
+        f"  page       {address}/",
+        f"  OpenAI     {address}/v1",
+        f"  Anthropic  {address}",
+    ]
     if not context.keys:
-        console.print("  no API key is set: whoever can connect may use it", soft_wrap=True)
+        lines.append("  no API key is set: whoever can connect may use it")
+    say("\n".join(lines), stderr=True)

@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from foredraft.cli import options as o
+from foredraft.cli.display import say
 from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 from foredraft.train.options import Rates, TableOptions, TrainOptions, WriteOptions
@@ -178,7 +179,7 @@ def train_head(
         result = Trainer(job, target, texts, options, display, spent_s).run()
     learnt = f"{result.tokens} tokens, {result.seconds / 60:.1f} minutes of learning"
     more = "" if result.done >= 1 else f" ({result.done:.0%}; the same command goes on)"
-    _print(f"{out}: {learnt}{more}")
+    say(f"{out}: {learnt}{more}")
 
 
 @app.command("table")
@@ -203,7 +204,7 @@ def train_table(
         made = {"data": [*data.data], "command": _command()}
         measured = train_table(target, texts, out, options, made, display)
     right = ", ".join(f"{name} {part[BOTH]:.3f}" for name, part in measured.items())
-    _print(f"{out}: next tokens named right, with earlier matches: {right}")
+    say(f"{out}: next tokens named right, with earlier matches: {right}")
 
 
 @app.command("write-text")
@@ -232,7 +233,7 @@ def write_text(
             f"{writer.prompt_limit} tokens"
         )
     more = "" if writer.tokens >= options.tokens else " (the same command goes on)"
-    _print(f"{out}: {writer.tokens} tokens{more}{skipped}")
+    say(f"{out}: {writer.tokens} tokens{more}{skipped}")
 
 
 @app.command()
@@ -354,7 +355,7 @@ def _move_aside(out: Path) -> None:
     from foredraft.train.folder import move_aside
 
     if (aside := move_aside(out)) is not None:
-        _print(f"{out}: what was there is kept as {aside}")
+        say(f"{out}: what was there is kept as {aside}")
 
 
 def _check_stop(display: TrainingDisplay, out: Path) -> None:
@@ -371,10 +372,6 @@ def _writing_ends_at(ends_at: float | None) -> float | None:
 
 def _command() -> str:
     return shlex.join(["foredraft", *sys.argv[1:]])
-
-
-def _print(text: str) -> None:
-    Console(highlight=False).print(text, markup=False, soft_wrap=True)
 
 
 # ----------------------------------------------------------------------------------- its text
