@@ -84,6 +84,7 @@ class Report:
 
 def _drawn(table: Table) -> Any:
     from rich.table import Table as Drawn
+    from rich.text import Text
 
     drawn = Drawn(title=table.title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     numeric = {title for title, form in table.columns.items() if ":" in form}
@@ -92,7 +93,7 @@ def _drawn(table: Table) -> Any:
         drawn.add_column(title, justify=justify, overflow="fold")
     for row in table.rows:
         if "failure" not in row:
-            drawn.add_row(*(_cell(form, row) for form in table.columns.values()))
+            drawn.add_row(*(Text(_cell(form, row)) for form in table.columns.values()))
     return drawn
 
 

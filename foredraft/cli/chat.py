@@ -42,7 +42,8 @@ def chat(
 ) -> None:
     """Talk to a chat model. Each turn reads only what is new; Ctrl-C stops a reply."""
     params = replace(params, grammar=grammar.grammar())
-    with o.load_traced(load, trace) as llm:
+    with o.tracing(trace) as load_llm:
+        llm = load_llm(load)
         assert llm.tokenizer is not None
         llm.tokenizer.require_chat_template()
         conversation = Conversation(llm, params, Console(highlight=False), system)

@@ -6,11 +6,9 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from foredraft.cli import options as o
+from foredraft.cli.display import say
 
 if TYPE_CHECKING:
     from foredraft.drafters.spec import DrafterSpec
@@ -61,23 +59,26 @@ def needs_of(spec: DrafterSpec) -> list[str]:
 
 
 def _show_all(specs: dict[str, DrafterSpec]) -> None:
-    table = Table("drafter", "what it does", "what it needs", box=None, header_style="bold")
-    for name, spec in specs.items():
-        table.add_row(name, escape(spec.summary), escape("; ".join(needs_of(spec))))
-    console = Console(highlight=False)
-    console.print(table)
-    console.print("\nforedraft drafters NAME shows the options of one.")
+    from foredraft.bench.report import Report, Table
+
+    rows = [
+        {"name": name, "summary": spec.summary, "needs": "; ".join(needs_of(spec))}
+        for name, spec in specs.items()
+    ]
+    columns = {"drafter": "{name}", "what it does": "{summary}", "what it needs": "{needs}"}
+    more = "\nforedraft drafters NAME shows the options of one."
+    Report([Table("", rows, columns)], lines=[more]).show()
 
 
 def _show_one(name: str, spec: DrafterSpec) -> None:
-    console = Console(highlight=False)
-    console.print(f"{name}: {spec.summary}", markup=False)
+    from foredraft.bench.report import Report, Table
+
+    say(f"{name}: {spec.summary}")
     for need in needs_of(spec):
-        console.print(f"needs {need}", markup=False)
-    console.print(f"drafts up to {spec.num_draft_tokens} tokens a step\n")
+        say(f"needs {need}")
+    say(f"drafts up to {spec.num_draft_tokens} tokens a step\n")
     if spec.options:
-        table = Table("option", "what it sets (default)", box=None, header_style="bold")
-        for option, text in spec.options.items():
-            table.add_row(option, escape(text))
-        console.print(table)
-        console.print(f"\n--drafter {name} --drafter-option NAME=VALUE", markup=False)
+        rows = [{"option": option, "text": text} for option, text in spec.options.items()]
+        columns = {"option": "{option}", "what it sets (default)": "{text}"}
+        how = f"\n--drafter {name} --drafter-option NAME=VALUE"
+        Report([Table("", rows, columns)], lines=[how]).show()

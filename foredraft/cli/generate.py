@@ -89,8 +89,8 @@ def generate(
         "seed": params.seed,
         "max_tokens": params.max_tokens,
     }
-    with o.load_traced(load, trace, params=about) as llm:
-        _generate(llm, text, params, chat=chat, as_json=as_json)
+    with o.tracing(trace, params=about) as load_llm:
+        _generate(load_llm(load), text, params, chat=chat, as_json=as_json)
 
 
 def _generate(llm: LLM, text: str, params: SamplingParams, *, chat: bool, as_json: bool) -> None:

@@ -21,6 +21,7 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    Protocol,
     Union,
     get_args,
     get_origin,
@@ -36,8 +37,7 @@ from foredraft.options import LoadOptions
 if TYPE_CHECKING:
     from foredraft.engine.policy import Trace
     from foredraft.llm import LLM
-    from foredraft.trace.files import TraceFile
-    from foredraft.trace.record import Tracer
+    from foredraft.server.context import StepFeed
 
 
 _HELP_CHARACTERS = 200
@@ -417,34 +417,43 @@ def real_numbers(flag: str, text: str) -> list[float]:
 # --------------------------------------------------------------------------------- loading a model
 
 
+class LoadLLM(Protocol):
+    """Loads an LLM."""
+
+    def __call__(self, options: LoadOptions, feed: StepFeed | None = None, /) -> LLM:
+        """Load it.
+
+        Args:
+            feed: called with the record of every step.
+        """
+
+
 @contextmanager
-def load_traced(options: LoadOptions, path: Path | None, **about: Any) -> Iterator[LLM]:
-    """Load an LLM whose steps are written to ``path``, if there is one, until the end.
+def tracing(path: Path | None, **about: Any) -> Iterator[LoadLLM]:
+    """What loads an LLM whose steps are written to ``path``, if there is one, until the end.
 
     Args:
         **about: more for the first line of the trace.
     """
     if path is None:
-        yield load_llm(options)
+        yield load_llm
         return
     from foredraft.trace.files import TraceFile
 
     with TraceFile(path) as file:
         tracer = file.tracer()
-        llm = load_llm(options, trace=tracer)
-        begin_trace(file, tracer, llm, **about)
-        yield llm
 
+        def load(options: LoadOptions, feed: StepFeed | None = None) -> LLM:
+            if feed is not None:
+                feed.wants_evidence = True
+                feed.add(tracer)
+            llm = load_llm(options, feed or tracer)
+            tracer.read_with(llm.tokenizer)
+            named = {"model": options.model, "drafter": llm.drafter_name}
+            file.begin(**named, num_draft_tokens=options.num_draft_tokens, **about)
+            return llm
 
-def begin_trace(file: TraceFile, tracer: Tracer, llm: LLM, **about: Any) -> None:
-    """Write the first line of a trace, which names the model and the drafter."""
-    tracer.read_with(llm.tokenizer)
-    file.begin(
-        model=llm.options.model,
-        drafter=llm.drafter_name,
-        num_draft_tokens=llm.options.num_draft_tokens,
-        **about,
-    )
+        yield load
 
 
 def load_llm(options: LoadOptions, trace: Trace | None = None) -> LLM:

@@ -6,11 +6,9 @@ import logging
 import re
 import ssl
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,8 +21,7 @@ from foredraft.options import LoadOptions
 from foredraft.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from foredraft.llm import LLM
-    from foredraft.server.context import LoadModel, ServerContext, StepFeed
+    from foredraft.server.context import LoadModel, ServerContext
 
 _PANELS = {
     "Access": (
@@ -93,8 +90,8 @@ def serve(
     _check_certificate(settings)
     if log_requests:
         logging.getLogger("foredraft.server.access").setLevel(logging.INFO)
-    with _traced(load, trace) as load_model:
-        _run(load_model, settings)
+    with o.tracing(trace) as load_llm:
+        _run(partial(load_llm, load), settings)
 
 
 def _run(load: LoadModel, settings: ServerSettings) -> None:
@@ -116,27 +113,6 @@ def _run(load: LoadModel, settings: ServerSettings) -> None:
         raise failure
     if not server.started:
         sys.exit(1)
-
-
-@contextmanager
-def _traced(options: LoadOptions, path: Path | None) -> Iterator[LoadModel]:
-    """What loads the model; its steps are written to ``path``, if there is one."""
-    from foredraft.trace.files import TraceFile
-
-    with ExitStack() as stack:
-        file = stack.enter_context(TraceFile(path)) if path is not None else None
-
-        def load(feed: StepFeed) -> LLM:
-            if file is None:
-                return o.load_llm(options, trace=feed)
-            tracer = file.tracer()
-            feed.wants_evidence = True
-            feed.add(tracer)
-            llm = o.load_llm(options, trace=feed)
-            o.begin_trace(file, tracer, llm)
-            return llm
-
-        yield load
 
 
 def _check_certificate(settings: ServerSettings) -> None:
