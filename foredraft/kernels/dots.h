@@ -7,7 +7,8 @@
 //
 // Activations are what an instruction set multiplies fastest:
 //   - int16, in the order (0, 2, 1, 3) of a quad: masking and shifting a vector of weights gives the
-//     pairs (0, 2) and (1, 3) of each row as int16, and an instruction multiplies and adds pairs;
+//     pairs (0, 2) and (1, 3) of each row as int16, and an instruction multiplies and adds pairs.
+//     Weights of one pair meet all tokens before those of the next, so few registers hold weights;
 //   - two signed digits of 8 bits (kDigits), where an instruction adds four products of bytes: the
 //     high digits of 64 inputs, then their low digits. A product then takes as many instructions, but
 //     weights need no unpacking. Activations stay below 2^15 - 128, so the high digit has 8 bits too.
@@ -32,10 +33,11 @@ constexpr bool kDigits = DIGITS;
 
 constexpr int64_t kQuad = 4;
 constexpr int64_t kTokenBytes = 2 * kChunkInputs;   // of a token's activations in a chunk
-constexpr int64_t kQuadBytes = kDigits ? kQuad : 2 * kQuad;  // from one quad of it to the next
+constexpr int kQuadParts = kDigits ? 1 : 2;  // vectors of weights that a quad is multiplied as
 constexpr int32_t kLargestActivation = 127 * 256 + 127;
 
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t UShorts __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));  // of a Vec's lanes
 
 // ---- weights and sums ---------------------------------------------------------------------------
@@ -73,10 +75,11 @@ inline void add_quads(Ints& sum, Ints weights, Ints digits) {
 #endif
 }
 
-struct Weights {
-  Ints quads;
+// A quad of a token's activations, in every lane.
+struct Input {
+  Ints high, low;
 
-  explicit Weights(Ints words) : quads(words) {}
+  explicit Input(const int8_t* x) : high(repeat(x)), low(repeat(x + kChunkInputs)) {}
 };
 
 struct Sum {
@@ -87,40 +90,55 @@ struct Sum {
   Ints total() const { return (high << 8) + low; }
 };
 
-inline void add_quad(Sum& sum, const Weights& weights, const int8_t* x) {
-  add_quads(sum.high, weights.quads, repeat(x));
-  add_quads(sum.low, weights.quads, repeat(x + kChunkInputs));
+// The first of a sum.
+inline void put_products(Sum& sum, Ints weights, const Input& x) {
+  sum = Sum(Ints{});
+  add_quads(sum.high, weights, x.high);
+  add_quads(sum.low, weights, x.low);
+}
+
+inline void add_products(Sum& sum, Ints weights, const Input& x) {
+  add_quads(sum.high, weights, x.high);
+  add_quads(sum.low, weights, x.low);
 }
 
 #else
 
-// sum += a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] in each lane i. With 16 registers GCC would spill
-// sums; see `accumulate` of simd.h.
-inline void add_pairs(Ints& sum, Shorts a, Shorts b) {
+// a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] in each lane i.
+inline Ints pairs(Shorts a, Shorts b) {
 #if defined(__AVX512BW__)
-  sum += (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVXVNNI__)
+  return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (Ints)__builtin_ia32_pmaddwd128(a, b);
+#else
+  const Ints x = (Ints)a, y = (Ints)b;
+  return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
+// sum += pairs(a, b). With 16 registers GCC would spill sums; see `accumulate` of simd.h.
+inline void add_pairs(Ints& sum, Shorts a, Shorts b) {
+#if defined(__AVXVNNI__)
   Ints c = sum;
   asm volatile("%{vex%} vpdpwssd %2, %1, %0" : "+x"(c) : "x"(a), "x"(b));
   sum = c;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512BW__)
   Ints c = sum, products;
   asm volatile("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
                : "+x"(c), "=&x"(products) : "x"(a), "x"(b));
   sum = c;
-#elif defined(__SSE2__)
-  sum += (Ints)__builtin_ia32_pmaddwd128(a, b);
 #else
-  const Ints x = (Ints)a, y = (Ints)b;
-  sum += ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+  sum += pairs(a, b);
 #endif
 }
 
-struct Weights {
-  Shorts even, odd;  // of a row: inputs 0 and 2, inputs 1 and 3
+// A pair of a token's activations, in every lane.
+struct Input {
+  Ints pair;
 
-  explicit Weights(Ints words)
-      : even((Shorts)(words & 0x00ff00ff)), odd((Shorts)((words >> 8) & 0x00ff00ff)) {}
+  explicit Input(const int8_t* x) : pair(repeat(x)) {}
 };
 
 struct Sum {
@@ -131,9 +149,13 @@ struct Sum {
   Ints total() const { return sum; }
 };
 
-inline void add_quad(Sum& sum, const Weights& weights, const int8_t* x) {
-  add_pairs(sum.sum, weights.even, (Shorts)repeat(x));
-  add_pairs(sum.sum, weights.odd, (Shorts)repeat(x + sizeof(int32_t)));
+// The first of a sum: saves adding it to zero.
+inline void put_products(Sum& sum, Ints weights, const Input& x) {
+  sum.sum = pairs((Shorts)weights, (Shorts)x.pair);
+}
+
+inline void add_products(Sum& sum, Ints weights, const Input& x) {
+  add_pairs(sum.sum, (Shorts)weights, (Shorts)x.pair);
 }
 
 #endif
@@ -196,6 +218,19 @@ inline Vec sums_of_block(const int16_t* numbers) {
   return __builtin_convertvector(sums, Vec);
 }
 
+// Which number of a quad comes where: 0, 2, 1, 3.
+constexpr int swapped(int i) { return i % kQuad == 1 ? i + 1 : i % kQuad == 2 ? i - 1 : i; }
+
+// Each quad in the order of its pairs.
+template <int... kIndex>
+inline Shorts in_pairs(Shorts numbers, std::integer_sequence<int, kIndex...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(numbers, numbers, swapped(kIndex)...);
+#else
+  return __builtin_shuffle(numbers, Shorts{int16_t(swapped(kIndex))...});
+#endif
+}
+
 // A chunk of whole numbers as the instructions take it.
 inline void store_chunk(const int16_t* numbers, int8_t* target) {
   if constexpr (kDigits) {
@@ -208,11 +243,10 @@ inline void store_chunk(const int16_t* numbers, int8_t* target) {
       std::memcpy(target + kChunkInputs + i, &second, sizeof second);
     }
   } else {
-    for (int i = 0; i < kChunkInputs; i += kQuad) {
-      uint64_t quad;
-      std::memcpy(&quad, numbers + i, sizeof quad);
-      quad = (quad & 0xffff00000000ffff) | (quad & 0xffff0000) << 16 | (quad >> 16 & 0xffff0000);
-      std::memcpy(target + 2 * i, &quad, sizeof quad);
+    UNROLL for (int i = 0; i < kChunkInputs; i += kPair) {
+      const Shorts number = (Shorts)load_ints(numbers + i);
+      const Shorts pairs = in_pairs(number, std::make_integer_sequence<int, kPair>{});
+      std::memcpy(target + 2 * i, &pairs, sizeof pairs);
     }
   }
 }

@@ -32,9 +32,13 @@ struct Bits8 {
   static constexpr int64_t kHeadBytes = kScalesBytes;
   static constexpr int64_t kChunkBytes = kHeadBytes + kGroupRows * kChunkInputs;
   static constexpr int kQuads = 1;  // of a word
-  static constexpr bool kHasMinima = false, kUnpacks = false;
+  static constexpr bool kHasMinima = false, kUnpacks = false, kStartsAtZero = false;
 
-  static Ints quad(Ints words, int) { return words; }
+  // Of a vector of words what one instruction multiplies.
+  static Ints part(Ints words, int which) {
+    if (kDigits) return words;
+    return which == 1 ? (Ints)((UShorts)words >> 8) : words & 0x00ff00ff;
+  }
   // What is kept of the sum of a token's block.
   static int32_t kept(int32_t sum) { return -128 * sum; }
   static Ints start(const int32_t* kept) { return repeat(kept); }
@@ -46,9 +50,15 @@ struct Bits4 {
   static constexpr int64_t kHeadBytes = 2 * kScalesBytes;
   static constexpr int64_t kChunkBytes = kHeadBytes + kGroupRows * kChunkInputs / 2;
   static constexpr int kQuads = 2;
-  static constexpr bool kHasMinima = true, kUnpacks = true;
+  static constexpr bool kHasMinima = true, kUnpacks = true, kStartsAtZero = true;
 
   static Ints quad(Ints words, int which) { return (words >> (4 * which)) & 0x0f0f0f0f; }
+  // Of a vector of words what one instruction multiplies.
+  static Ints part(Ints words, int which) {
+    if (kDigits) return quad(words, which);
+    const Ints shifted = (Ints)((UShorts)words >> (8 * (which % 2) + 4 * (which / 2)));
+    return which == 3 ? shifted : shifted & 0x000f000f;
+  }
   static int32_t kept(int32_t sum) {
     const float exact = float(sum);
     int32_t bits;
@@ -71,7 +81,7 @@ struct Bits4 {
 
 // Blocks that fit the registers: groups of rows, tokens, and for each of both a sum.
 constexpr int kGroupVecs = kGroupRows / kLanes;
-constexpr int kPackedBlockTokens = kLanes == 16 ? 8 : kDigits ? 4 : 6;
+constexpr int kPackedBlockTokens = kLanes == 16 ? 8 : 4;
 constexpr int64_t kMostGroups = kLanes == 16 ? 4 : 1;
 constexpr int block_groups(int num_tokens) {
   return kLanes != 16 ? 1 : num_tokens <= 2 ? 4 : num_tokens <= 4 ? 2 : 1;
@@ -168,18 +178,24 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
         __builtin_prefetch(scales + g * group_bytes + ahead + i, 0, kToL2);
     _Pragma("GCC unroll 1") for (int block = 0; block < 2; ++block) {
       Sum sum[V][T];
-      UNROLL for (int t = 0; t < T; ++t)
-        UNROLL for (int v = 0; v < V; ++v) sum[v][t] = Sum(Format::start(kept + t));
-      _Pragma("GCC unroll 2") for (int i = 0; i < kScaleInputs / kQuad / Format::kQuads; ++i) {
+      if constexpr (!Format::kStartsAtZero)
+        UNROLL for (int t = 0; t < T; ++t)
+          UNROLL for (int v = 0; v < V; ++v) sum[v][t] = Sum(Format::start(kept + t));
+      _Pragma("GCC unroll 4") for (int i = 0; i < kScaleInputs / kQuad / Format::kQuads; ++i) {
         UNROLL for (int g = 0; g < G; ++g)
           __builtin_prefetch(words + g * group_bytes + ahead, 0, kToL2);
-        UNROLL for (int which = 0; which < Format::kQuads; ++which) {
-          UNROLL for (int v = 0; v < V; ++v) {
-            const Weights weights(Format::quad(load_ints(words + at(v)), which));
-            UNROLL for (int t = 0; t < T; ++t)
-              add_quad(sum[v][t], weights, quad_x + t * kTokenBytes);
+        UNROLL for (int which = 0; which < Format::kQuads * kQuadParts; ++which) {
+          Ints weights[V];
+          UNROLL for (int v = 0; v < V; ++v)
+            weights[v] = Format::part(load_ints(words + at(v)), which);
+          UNROLL for (int t = 0; t < T; ++t) {
+            const Input input(quad_x + t * kTokenBytes);
+            UNROLL for (int v = 0; v < V; ++v) {
+              if (Format::kStartsAtZero && i + which == 0) put_products(sum[v][t], weights[v], input);
+              else add_products(sum[v][t], weights[v], input);
+            }
           }
-          quad_x += kQuadBytes;
+          quad_x += sizeof(int32_t);
         }
         words += kQuad * kGroupRows;
       }

@@ -100,6 +100,26 @@ def test_extreme_weights_and_activations_stay_exact() -> None:
 
 
 @pytest.mark.parametrize(("bits", "form"), [(8, FORM_INT8), (4, FORM_INT4)])
+def test_the_largest_numbers_meet_without_an_overflow(bits: int, form: int) -> None:
+    """Least and greatest weights and activations, alone and mixed."""
+    signs_RK = torch.ones(32, 96)
+    signs_RK[1::4], signs_RK[2::4, ::2], signs_RK[3::4] = -1, -1, noise(8, 96).sign()
+    weights = tensor_of(PACKED[bits].of_weight(3 * signs_RK))
+    x_TK = signs_RK[:9].roll(1, dims=1) * torch.linspace(0.5, 7, 9)[:, None]
+    step_T1 = x_TK.abs().amax(-1, keepdim=True) / 32639
+    numbers_TK = (x_TK / step_T1).round().double()
+    exact = (numbers_TK * step_T1) @ PACKED[bits].of_weight(3 * signs_RK).dequantised(
+        torch.float64
+    ).T
+    expected = one_by_one(PORTABLE, form, weights, range(32), x_TK)
+    assert torch.allclose(expected.double(), exact, rtol=1e-5, atol=1e-3)
+    for instructions in [*EXACT, *EMULATIONS]:
+        for count in range(1, 10):
+            found = multiply(instructions, form, weights, range(32), x_TK[:count].contiguous())
+            assert torch.equal(found, expected[:count])
+
+
+@pytest.mark.parametrize(("bits", "form"), [(8, FORM_INT8), (4, FORM_INT4)])
 def test_portable_products_are_those_of_the_numbers(bits: int, form: int) -> None:
     matrix = PACKED[bits].of_weight(noise(50, 96))
     x_TK = noise(5, 96, seed=1)
