@@ -178,34 +178,16 @@ def _macro(rows: Sequence[Summary]) -> Summary:
     return replace(rows[0], category="macro", **values)
 
 
-@dataclass(frozen=True)
-class Overall:
-    """One contender in a line.
-
-    Attributes:
-        speedup: mean over categories of the decoding speed-up.
-        worst: the least of them, and its ``worst_category``.
-        tokens_per_s: mean over categories.
-        over_peers: that, over the fastest peer's without lookup; None: there is none.
-        committed_per_step: mean over categories.
-        accepted_per_step: likewise.
-    """
-
-    contender: str
-    temperature: float
-    num_prompts: int
-    speedup: float
-    worst: float
-    worst_category: str
-    tokens_per_s: float
-    over_peers: float | None
-    committed_per_step: float
-    accepted_per_step: float
-    num_different: int
+_OVERALL = ("contender", "temperature", "num_prompts", "speedup", "tokens_per_s",
+            "committed_per_step", "accepted_per_step", "num_different")  # fmt: skip
 
 
-def overall(rows: Sequence[Summary], peers: Sequence[str] = ()) -> list[Overall]:
+def overall(rows: Sequence[Summary], peers: Sequence[str] = ()) -> list[dict[str, Any]]:
     """A line for each contender and temperature, from `summaries`.
+
+    It holds figures of the mean of the categories; ``worst``, the least speed-up of a category, and
+    its ``worst_category``; and ``over_peers``, the speed over the fastest peer's (None: there is
+    none).
 
     Args:
         peers: names of contenders that are others' plain decoding.
@@ -216,21 +198,9 @@ def overall(rows: Sequence[Summary], peers: Sequence[str] = ()) -> list[Overall]
         mine = [r for r in same if r.contender == macro.contender and r.category != "macro"]
         worst = min(mine, key=lambda row: row.speedup)
         theirs = [r.tokens_per_s for r in same if r.contender in peers and r.category == "macro"]
-        lines.append(
-            Overall(
-                macro.contender,
-                macro.temperature,
-                macro.num_prompts,
-                macro.speedup,
-                worst.speedup,
-                worst.category,
-                macro.tokens_per_s,
-                macro.tokens_per_s / max(theirs) if theirs else None,
-                macro.committed_per_step,
-                macro.accepted_per_step,
-                macro.num_different,
-            )
-        )
+        line = {name: getattr(macro, name) for name in _OVERALL}
+        line |= {"worst": worst.speedup, "worst_category": worst.category}
+        lines.append(line | {"over_peers": macro.tokens_per_s / max(theirs) if theirs else None})
     return lines
 
 
@@ -279,7 +249,7 @@ def comparison_report(
               f"temperature {t:g}")
         for t in _distinct(row.temperature for row in rows)
     ]  # fmt: skip
-    lines = [vars(line) for line in overall(rows, peers)]
+    lines = overall(rows, peers)
     model = {"name": plan.name, "dtype": plan.dtype, "weights": plan.weights,
              "kernels": plan.decoder}  # fmt: skip
     return Report(

@@ -310,8 +310,8 @@ class RetrievedText(Guide):
 def _build(context: DrafterContext) -> Drafter:
     options, vocab_size, datastore = context.options, context.target.vocab_size, None
     if (index := options.get("index")) is not None:
-        fingerprint = getattr(context.tokenizer, "fingerprint", None)
-        datastore = Datastore.open(Path(str(index)).expanduser(), fingerprint, vocab_size)
+        folder = Path(str(index)).expanduser()
+        datastore = Datastore.open(folder, context.fingerprint, vocab_size)
     min_match = checked_count("min_match", options.get("min_match", 2))
 
     def new_text(request: DraftRequest) -> RetrievedText:

@@ -11,9 +11,6 @@ from foredraft.drafters.base import Drafter
 from foredraft.models.base import Capabilities, Target
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from foredraft.drafters.heads.base import HeadModule
 
 
@@ -45,6 +42,11 @@ class DrafterContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TextCodec | None = None
     draft_tokenizer: TextCodec | None = None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the tokenizer, which says whose ids are whose; None where that is not known."""
+        return getattr(self.tokenizer, "fingerprint", None)
 
 
 class DrafterFactory(Protocol):

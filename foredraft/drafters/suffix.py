@@ -375,7 +375,7 @@ def _past_outputs(
         path = tenant_file(
             Path(str(shared_dir)).expanduser(), "" if tenant is None else str(tenant)
         )
-    fingerprint = str(getattr(context.tokenizer, "fingerprint", "unknown"))
+    fingerprint = context.fingerprint or "unknown"
 
     def new(of_request: str | None) -> PastOutputs:
         # Names of tenants may be good for one process only: nobody would read their files again.

@@ -317,7 +317,7 @@ def found_table(context: DrafterContext, option: str) -> NgramTable | None:
     given = named_folder(context, KIND, option) or shipped_head(KIND, context.target)
     if given is None:
         return None
-    identity = identify(context.target, None, getattr(context.tokenizer, "fingerprint", None))
+    identity = identify(context.target, None, context.fingerprint)
     return load_table(given, identity, context.target.vocab_size)
 
 

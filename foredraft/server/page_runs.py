@@ -21,12 +21,13 @@ from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.params import SamplingParams
+from foredraft.core.record import StepTimes
 from foredraft.drafters import drafter_spec, ready_drafters
 from foredraft.engine.request import GenerationResult
 from foredraft.llm import LLM
 from foredraft.models.timing import forward_ms, measure_cost
 from foredraft.options import LoadOptions
-from foredraft.trace.format import Times, TracedRow, TracedStep
+from foredraft.trace.format import TracedRow, TracedStep
 from foredraft.trace.record import Tracer
 
 MAX_TOKENS = 512
@@ -175,7 +176,7 @@ class _Watched:
     """An LLM of a lane, and the steps of each of its requests, to be taken."""
 
     def __init__(self, llm: LLM, options: LoadOptions) -> None:
-        self._steps: dict[int, deque[tuple[Times, TracedRow]]] = {}
+        self._steps: dict[int, deque[tuple[StepTimes, TracedRow]]] = {}
         tracer = Tracer(self._keep, llm.tokenizer)
         self.llm = llm.with_drafter(options, trace=tracer, is_apart=True)
 
@@ -189,7 +190,7 @@ class _Watched:
         controller = self.llm.controller
         return controller.report() if isinstance(controller, AdaptiveBudget) else None
 
-    def take(self, request_id: int) -> Iterator[tuple[Times, TracedRow]]:
+    def take(self, request_id: int) -> Iterator[tuple[StepTimes, TracedRow]]:
         """What a request's steps were since the last time."""
         steps = self._steps.get(request_id, deque())
         while steps:
@@ -232,7 +233,7 @@ class _Lane:
         if self._request_id is not None:
             self._watched.forget(self._request_id)
 
-    def _step(self, times: Times, row: TracedRow) -> dict[str, Any]:
+    def _step(self, times: StepTimes, row: TracedRow) -> dict[str, Any]:
         """One step. ``decoding``: the request had a token before it; the others read the prompt."""
         self.clock_ms += times.total_ms
         decoding = bool(self._num_first)
@@ -244,7 +245,7 @@ class _Lane:
             "step",
             controller=self._watched.controller,
             decoding=decoding,
-            times=times.model_dump(),
+            times=asdict(times),
             row=row.model_dump(mode="json") | {"drafter": drafter, "copies": copies},
         )
 

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from foredraft.core.record import StepTimes
+
 VERSION = 1
 
 
@@ -152,19 +154,6 @@ class TracedRow(_Line):
     why: Why | None = None
 
 
-class Times(_Line):
-    """Milliseconds of a step: drafting, the target's forward, verification, learning."""
-
-    draft_ms: float
-    score_ms: float
-    verify_ms: float
-    learn_ms: float
-
-    @property
-    def total_ms(self) -> float:
-        return self.draft_ms + self.score_ms + self.verify_ms + self.learn_ms
-
-
 class TracedStep(_Line):
     """A step.
 
@@ -177,7 +166,7 @@ class TracedStep(_Line):
     type: Literal["step"] = "step"
     step: int
     at_ms: float
-    times: Times
+    times: StepTimes
     num_waiting: int
     num_preempted: int = 0
     rows: tuple[TracedRow, ...]

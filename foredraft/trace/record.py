@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
-from foredraft.core.record import RowStep, StepRecord
+from foredraft.core.record import RowStep, StepRecord, StepTimes
 from foredraft.trace import format as f
 from foredraft.trace.texts import Decoding, TokenTexts
 from foredraft.trace.why import why
@@ -40,9 +39,7 @@ class Tracer:
             type="step",
             step=self._num_steps,
             at_ms=round(at_ms, 3),
-            times=f.Times.model_construct(
-                **{name: round(ms, 3) for name, ms in asdict(record.times).items()}
-            ),
+            times=StepTimes(**{name: round(ms, 3) for name, ms in vars(record.times).items()}),
             num_waiting=record.num_waiting,
             num_preempted=record.num_preempted,
             rows=tuple(map(self._row, record.rows)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -82,18 +82,8 @@ class TrainingTarget:
 
     @property
     def shape(self) -> ModelShape:
-        config = self._config
-        return ModelShape(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_theta=config.rope_theta,
-        )
+        sizes = {field.name: getattr(self._config, field.name) for field in fields(ModelShape)}
+        return ModelShape(**sizes)
 
     @property
     def max_context(self) -> int:

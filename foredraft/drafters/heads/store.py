@@ -588,7 +588,6 @@ def trained_head(context: DrafterContext, module: type[M], option: str = "head")
             f"{module.kind} --target MODEL --out DIR', and name its directory with the drafter "
             f"option {option}{_what_comes_along(context.target)}"
         )
-    tokenizer = getattr(context.tokenizer, "fingerprint", None)
-    identity = identify(context.target, None, tokenizer)
+    identity = identify(context.target, None, context.fingerprint)
     device = cast(PartsTarget, context.target).parts.device
     return load_head(given, module, identity, sizes=sizes_of(context.target), device=device)
