@@ -254,7 +254,7 @@ def compare(
 
     check_outputs(json_file, plot)
     compared = [head for folder in heads for head in read_compared(folder)]
-    compared.sort(key=lambda head: -head.measured["committed_greedy"])
+    compared.sort(key=lambda head: -head.measured.get("committed_greedy", 0.0))
     if plot is not None:
         drawn = {head.name: head.curves for head in compared if head.curves}
         if not drawn:
@@ -292,10 +292,10 @@ def _row(head: ComparedHead) -> dict[str, Any]:
         "parameters": head.parameters / 1e6,
         "tokens": head.made.get("tokens learnt from", 0) / 1e3,
         "minutes": head.made.get("minutes", 0.0),
-        "greedy_step": measured["committed_greedy"],
+        "greedy_step": measured.get("committed_greedy"),
         "sampled_step": measured.get("committed_sampled"),
         "rises": "yes" if head.still_rises else "",
-        "greedy": _shares(measured["greedy"]),
+        "greedy": _shares(measured.get("greedy", ())),
         "sampled": _shares(measured.get("sampled", ())),
     }
 

@@ -204,6 +204,16 @@ def test_heads_are_compared_within_80_columns(tmp_path: Path) -> None:
     assert "greedy by depth" in result.output
 
 
+def test_a_head_that_was_not_measured_is_compared_last(tmp_path: Path) -> None:
+    for name in ("measured", "not-measured"):
+        shutil.copytree(next(SHIPPED.glob("*/*/head.json")).parent, tmp_path / name)
+    meta = tmp_path / "not-measured" / "head.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"measured": {}}))
+    result = run("compare", *(str(tmp_path / name) for name in ("not-measured", "measured")))
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert result.output.index("not-measured") > result.output.index("measured")
+
+
 def test_kinds_are_listed() -> None:
     result = run("kinds")
     assert result.exit_code == 0
