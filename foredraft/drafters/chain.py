@@ -79,7 +79,7 @@ def confidence(logits_V: Tensor) -> float:
 class Predictor(Protocol):
     """Something that predicts the next token of several rows at once."""
 
-    def begin(self, request_id: int) -> None: ...
+    def begin(self, request: DraftRequest) -> None: ...
 
     def has_room(self, row: DraftRow) -> bool:
         """Whether the row and as many draft tokens as its budget can be read."""
@@ -107,8 +107,8 @@ class ModelPredictor:
     def __init__(self, model: Target) -> None:
         self._model, self._cache = model, DraftCache(model)
 
-    def begin(self, request_id: int) -> None:
-        self._cache.begin(request_id)
+    def begin(self, request: DraftRequest) -> None:
+        self._cache.begin(request.request_id)
 
     def has_room(self, row: DraftRow) -> bool:
         return len(row.tokens) + row.budget <= self._model.max_context
@@ -142,7 +142,7 @@ class ChainDrafter(BaseDrafter):
         self._predictor, self._min_confidence = predictor, min_confidence
 
     def begin(self, request: DraftRequest) -> None:
-        self._predictor.begin(request.request_id)
+        self._predictor.begin(request)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         chains = [ChainDraft(row, self._min_confidence) for row in rows]

@@ -96,7 +96,7 @@ class SharedCachePredictor:
         self._shallow = shallow
         self._computed: dict[int, Computed] = {}
 
-    def begin(self, request_id: int) -> None:
+    def begin(self, request: DraftRequest) -> None:
         pass
 
     def has_room(self, row: DraftRow) -> bool:
@@ -171,7 +171,7 @@ class AdaptedPredictor(SharedCachePredictor):
         self._ends: dict[int, int] = {}
         self.layers = self._runner.layers
 
-    def start(self, request: DraftRequest) -> None:
+    def begin(self, request: DraftRequest) -> None:
         self._slots[request.request_id] = request.slot
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -217,10 +217,6 @@ class AdaptedDrafter(SharedCacheDrafter):
         self._adapted = AdaptedPredictor(module, target)
         super().__init__(self._adapted, min_confidence)
         self.taps, self.layers = module.taps, (self._adapted.layers,)
-
-    def begin(self, request: DraftRequest) -> None:
-        super().begin(request)
-        self._adapted.start(request)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         self._adapted.observe(observations)

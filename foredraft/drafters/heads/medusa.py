@@ -96,36 +96,6 @@ class MedusaModule(HeadModule):
         ]
 
 
-class LastHidden:
-    """One state for each request.
-
-    Args:
-        layer: whose output it is.
-    """
-
-    def __init__(self, layer: int) -> None:
-        self._layer = layer
-        self._states: dict[int, tuple[int, Tensor]] = {}
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        for seen in observations:
-            if self._layer in seen.taps:
-                # A copy: the view would keep the states of the whole forward.
-                hidden_E = seen.hidden(self._layer)[-1].clone()
-                self._states[seen.request_id] = (seen.end, hidden_E)
-
-    def of(self, row: DraftRow) -> Tensor | None:
-        """The state [E] that the row's last token was drawn from; None if it was not handed out.
-
-        That is so before the prompt is read, and after steps that were not to draft.
-        """
-        end, hidden_E = self._states.get(row.request_id, (-1, None))
-        return hidden_E if end == len(row.tokens) - 1 else None
-
-    def end(self, request_id: int) -> None:
-        self._states.pop(request_id, None)
-
-
 class MedusaDrafter(BaseDrafter):
     """See the module docstring.
 
@@ -147,14 +117,17 @@ class MedusaDrafter(BaseDrafter):
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self._width = width if target.capabilities.tree_attention else 1
         self.taps, self.promise = module.taps, module.promise
-        self._last = LastHidden(module.taps[0])
+        self._last: dict[int, tuple[int, Tensor]] = {}  # where a request stands, and its state [E]
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        self._last.observe(observations)
+        (layer,) = self.taps
+        for seen in observations:
+            if layer in seen.taps:
+                # A copy: the view would keep the states of the whole forward.
+                self._last[seen.request_id] = seen.end, seen.hidden(layer)[-1].clone()
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        hidden = {row.request_id: self._last.of(row) for row in rows if row.budget}
-        known = {request_id: x_E for request_id, x_E in hidden.items() if x_E is not None}
+        known = {row.request_id: self._last[row.request_id][1] for row in rows if self._knows(row)}
         if not known:
             return [NO_PROPOSAL] * len(rows)
         count = max(row.budget for row in rows)
@@ -166,7 +139,15 @@ class MedusaDrafter(BaseDrafter):
         ]
 
     def end(self, request_id: int) -> None:
-        self._last.end(request_id)
+        self._last.pop(request_id, None)
+
+    def _knows(self, row: DraftRow) -> bool:
+        """Whether it has the state that the row's last token was drawn from.
+
+        Not so before the prompt is read, and after steps that were not to draft.
+        """
+        end, _ = self._last.get(row.request_id, (-1, None))
+        return row.budget > 0 and end == len(row.tokens) - 1
 
     @torch.no_grad()
     def _logits(self, hidden_NE: Tensor, count: int) -> Tensor:
