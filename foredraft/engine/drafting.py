@@ -82,10 +82,9 @@ class Drafting:
             num_known,
             request.slot,
         )
-        if loaded.begin(described):
-            request.drafter = loaded.name
-        else:
-            request.failed_drafters.add(loaded.name)
+        request.drafter = loaded.name  # also while it begins: an interrupted one is ended
+        if not loaded.begin(described):
+            self._lose(request)
 
     def _lose(self, request: Request) -> None:
         """The request's drafter has failed for it, and has forgotten it already."""

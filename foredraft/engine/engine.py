@@ -215,6 +215,10 @@ class Engine:
                     for request in self._scheduler.running
                     if request in changed or request.is_over
                 ]
+            except BaseException:  # such as Ctrl-C: drafters may have missed a part of the step
+                for request in self._scheduler.running:
+                    self._drafting.end(request)
+                raise
             finally:
                 self._is_stepping = False
             cancelled = [self._scheduler.find(number) for number in self._cancelled_meanwhile]
@@ -337,6 +341,9 @@ class Engine:
                 request.fail(error)
             except Exception as error:
                 request.fail(error)
+            except BaseException:
+                self._close(request)
+                raise
             self._scheduler.start(request)
 
     def _run(self, batch: Sequence[Turn]) -> None:
@@ -402,17 +409,22 @@ class Engine:
         return self._event(request)
 
     def _event(self, request: Request) -> Event:
-        """What is new of a request; its reader is told, too. One that is over is taken out."""
-        event = request.take_event()
+        """What is new of a request; its reader gets it, too.
+
+        One that is over is taken out at the very end: if all this is interrupted, the next step
+        does it again.
+        """
         if request.is_over:
             self._finish(request)
+        event = request.take_event()
         if request.reader is not None:
             request.reader(event)
+        if request.is_over:
+            self._scheduler.remove(request)
         return event
 
     def _finish(self, request: Request) -> None:
         assert request.finish_reason is not None
-        self._scheduler.remove(request)
         self._close(request)
         self._is_full = False
         request.policy.end(request.request_id)

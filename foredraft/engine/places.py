@@ -94,7 +94,7 @@ class Places:
 
     def _open(self, request: Request) -> tuple[int, int]:
         leader = request.leader
-        if leader is not None and leader.has_read_prompt:
+        if leader is not None and self._holds_prompt(leader):
             slot, num_cached = self.prefixes.fork(leader.slot, request.num_prompt)
         elif request.options.prefix_caching:
             slot, num_cached = self.prefixes.open(request.tokens, request.options.tenant)
@@ -108,6 +108,10 @@ class Places:
             self.prefixes.release(slot, request.tokens)
             raise
         return slot, num_cached
+
+    def _holds_prompt(self, request: Request) -> bool:
+        """Whether the cache has a request's prompt: an interrupted step may have left it behind."""
+        return request.has_read_prompt and self._cache.length(request.slot) >= request.num_prompt
 
     def _usable(self, request: Request, slot: int, num_cached: int) -> int:
         """What stays of a cached beginning: a prompt that is asked about must be read."""

@@ -318,7 +318,6 @@ class Request:
         result."""
         sent, stats = self._sent, self.stats
         ids = tuple(self.tokens[self.num_prompt + sent.num_ids :])
-        self.num_prompt_read = max(self.num_prompt_read, min(self.num_cached, self.num_prompt))
         is_first = bool(ids) and not sent.num_ids and self.prompt_logprobs is not None
         event = Event(
             self.request_id,

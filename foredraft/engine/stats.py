@@ -66,7 +66,7 @@ class Totals:
     def add_step(self, batch: Sequence[Turn]) -> None:
         self.steps += 1
         for turn in batch:
-            self.prompt_tokens += turn.num_prompt_read
+            self.prompt_tokens += turn.num_prefill
             self.committed += len(turn.committed)
             self.drafted += len(turn.proposal.tree)
             self.accepted += turn.num_accepted

@@ -59,7 +59,7 @@ class Turn(RowStep):
         return self.num_read + max(self.budget, len(self.forced))
 
     @property
-    def num_prompt_read(self) -> int:
+    def num_prefill(self) -> int:
         """How many tokens of its prompt it reads, or of its reply once more.
 
         The reply's last token is read for the first time: it has just been committed.
@@ -136,6 +136,8 @@ class Turn(RowStep):
             if verdict.error is not None:
                 request.fail(verdict.error)
         request.num_cached += self.num_read + len(self.path)
+        num_read = min(request.num_cached, request.num_prompt)
+        request.num_prompt_read = max(request.num_prompt_read, num_read)
         if request.finish_reason != "error":
             request.check()
         self.finish_reason = request.finish_reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from foredraft.control.base import Allowance, Row
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import Proposal
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import StepRecord
-from foredraft.drafters.base import DraftRow
-from foredraft.engine.request import RequestOptions, Session
+from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.engine.request import Event, RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
 from tests.engine.helpers import (
@@ -372,6 +373,69 @@ def test_a_session_interrupted_in_its_step_can_be_continued(
     prompt = [1, *cancelled.token_ids]
     request_id = engine.submit(prompt, PARAMS, RequestOptions(session=session))
     assert finish(engine)[request_id].token_ids == plain(prompt)
+
+
+class Following(BaseDrafter):
+    """Drafts nothing; notes what it has seen of each text that it follows."""
+
+    def __init__(self) -> None:
+        self.num_seen: dict[int, int] = {}
+
+    def begin(self, request: DraftRequest) -> None:
+        self.num_seen[request.request_id] = len(request.tokens)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        for row in rows:
+            assert self.num_seen[row.request_id] == len(row.tokens), "it has missed a step"
+        return [NO_PROPOSAL for _ in rows]
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for seen in observations:
+            self.num_seen[seen.request_id] += len(seen.committed)
+
+    def end(self, request_id: int) -> None:
+        self.num_seen.pop(request_id, None)
+
+
+@pytest.mark.parametrize("place", ["begin", "propose", "observe", "end"])
+@pytest.mark.parametrize("num_steps", [0, 1, 4])
+def test_an_interrupt_costs_no_place_and_no_event(
+    monkeypatch: pytest.MonkeyPatch, place: str, num_steps: int
+) -> None:
+    """Wherever it comes; and no drafter goes on with a text that it has not seen all of."""
+    target, drafter, events = counting_model(), Following(), list[Event]()
+    engine = new_engine(target, drafter)
+    engine.add(engine.prepare([1], replace(PARAMS, max_tokens=5)), events.append)
+    for _ in range(num_steps):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, place, _interrupt)
+        with suppress(Interrupted):
+            engine.step()
+    drain(engine)
+    assert tuple(token for event in events for token in event.token_ids) == plain([1])[:5]
+    assert [event for event in events if event.result is not None] == events[-1:]
+    assert not target.cache.slots
+    assert not drafter.num_seen
+    assert engine._policy.num_faults == 0
+
+
+def test_a_reply_does_not_begin_with_a_prompt_that_was_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its leader counts more of the prompt than the cache holds."""
+    target = counting_model()
+    engine = new_engine(target, max_batch_size=1)
+    prompt, params = [1, 2, 3], replace(PARAMS, n=2, temperature=1.0, seed=5)
+    engine.submit(prompt, params)
+    with monkeypatch.context() as patch:
+        patch.setattr(target.cache, "keep", _interrupt)
+        with pytest.raises(Interrupted):
+            engine.step()
+    engine._scheduler._max_batch_size = 2  # the second comes while the first is still there
+    results = drain(engine)
+    assert sorted(result.finish_reason for result in results.values()) == ["error", "length"]
+    assert target.cache.slots == []
 
 
 class Forgetting(FixedBudget):

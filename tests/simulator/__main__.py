@@ -49,7 +49,8 @@ def main() -> None:
         seen += more[2]
         seconds = time.perf_counter() - start
         rate = f"{seconds:.0f} s ({steps / seconds:.0f} a second)"
-        sys.stdout.write(f"{steps} steps in {schedules} schedules, {rate}, nothing broken\n")
+        last = asked.seed + schedules - 1
+        sys.stdout.write(f"{steps} steps up to seed {last}, {rate}, nothing broken\n")
         sys.stdout.flush()
     for name, count in seen.most_common():
         sys.stdout.write(f"{count:8} {name}\n")

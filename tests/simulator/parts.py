@@ -29,11 +29,26 @@ class InjectedError(RuntimeError):
     """A fault that the simulator made."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Somebody has pressed Ctrl-C."""
+
+
 class Dice(random.Random):
-    """All chance of a simulation."""
+    """All chance of a simulation.
+
+    Attributes:
+        interrupting: how likely a step is interrupted at each place where one can be.
+    """
+
+    interrupting = 0.0
 
     def happens(self, probability: float) -> bool:
         return self.random() < probability
+
+    def interrupt(self) -> None:
+        """Here a step may be interrupted."""
+        if self.interrupting and self.happens(self.interrupting):
+            raise Interrupted
 
 
 @cache
@@ -60,6 +75,8 @@ class SimTarget(TableModel):
     def score(self, rows: Sequence[ScoreRow], taps: Sequence[int] = ()) -> Scores:
         if self._dice is not None and self._dice.happens(self._failing):
             raise InjectedError("device lost")
+        if self._dice is not None:
+            self._dice.interrupt()
         return super().score(rows, taps)
 
     def _score_row(self, row: ScoreRow, taps: Sequence[int]) -> RowScores:
@@ -88,7 +105,12 @@ class SimCache(TokenCache):
 
     def reserve(self, slot: int, num_tokens: int) -> None:
         self._refuse_at_times()
+        self._dice.interrupt()
         super().reserve(slot, num_tokens)
+
+    def keep(self, slot: int, num_pending: int, path: Sequence[int]) -> None:
+        self._dice.interrupt()
+        super().keep(slot, num_pending, path)
 
     def allocate(self) -> int:
         self._refuse_at_times()
@@ -170,6 +192,7 @@ class SimController:
         self._fail()
 
     def _fail(self) -> None:
+        self._dice.interrupt()
         if self._dice.happens(self._failing):
             raise InjectedError("the controller is lost")
 
@@ -234,8 +257,10 @@ class SimDrafter:
         self._fail("observe")
 
     def end(self, request_id: int) -> None:
+        self._dice.interrupt()
         self.followed.remove(request_id)
-        self._fail("end")
+        if self._dice.happens(self._failing):
+            raise InjectedError("end")
 
     def _draft(self, row: DraftRow) -> Proposal:
         """A tree of any shape, now and then drawn where that is allowed."""
@@ -272,6 +297,7 @@ class SimDrafter:
         )
 
     def _fail(self, where: str) -> None:
+        self._dice.interrupt()
         if self._dice.happens(self._failing):
             raise InjectedError(where)
 

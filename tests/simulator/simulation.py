@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.engine.helpers import check_sums, engine_of
 from tests.simulator.parts import (
     VOCAB_SIZE,
     Dice,
+    Interrupted,
     Noting,
     SimCache,
     SimController,
@@ -71,15 +73,19 @@ class Simulation:
         self.target.cache = self.cache
         self.drafters: dict[Policy, dict[str, Drafter]] = {}
         self.policies = [
-            self._new_policy(rate(0.1), rate(0.1), rate(0.1)) for _ in range(dice.choice([1, 1, 2]))
+            self._new_policy(rate(0.1), rate(0.1), rate(0.1))
+            for _ in range(dice.choice([1, 1, 2, 3]))
         ]
+        self.policies[-1].is_apart = dice.happens(0.3)
+        self._interrupting = rate(0.01) if dice.happens(0.3) else 0.0
+        self._ticks = 0
         options = EngineOptions(
             max_batch_size=dice.randint(1, 6),
             max_step_tokens=dice.choice([1, 3, 8, 32]),
             eos_token_ids=(0,) if dice.happens(0.3) else (),
             trace=self._trace,
             prefix_caching=dice.happens(0.7),
-            clock=iter(range(1 << 60)).__next__,
+            clock=self._clock,
             new_seed=lambda: dice.getrandbits(64),
         )
         self.engine = Engine(self.target, self.policies[0], options)
@@ -91,7 +97,10 @@ class Simulation:
         self.left: list[tuple[str | None, list[int]]] = []
         """Texts that requests have left in the cache, and whose they are."""
         self.distrusted: set[int] = set()
-        self.miscounted = False  # a trace that raises is only switched off
+        self.torn: set[int] = set()
+        """Requests of an interrupted step whose entries are not those that they count."""
+        self.complaint = ""  # a trace that raises is only switched off
+        self._stepping: Policy | None = None
         self.all_is_kept = self.memory is None and self.places.prefixes.enabled
         self.asked: dict[int, Asked] = {}
         self.live: set[int] = set()
@@ -110,8 +119,7 @@ class Simulation:
                 self._abort(dice.choice(sorted(self.live)))
                 self._check()
             self._abort_inside = dice.happens(aborting / 2)
-            for event in self.engine.step():
-                self._take(event)
+            self._step()
             self.num_steps += 1
             self._check()
             assert self.num_steps <= _PATIENCE * (needed + 10), "somebody starves"
@@ -120,6 +128,37 @@ class Simulation:
         assert not self.engine.has_work
         self.seen["preemption"] = self.engine.stats().preemptions
         self.seen["token from the cache"] = self.engine.prefixes.stats.cached_tokens
+
+    def _step(self) -> None:
+        """One step on somebody's behalf; an interrupted one has to leave everything usable."""
+        apart = [policy for policy in self.policies if policy.is_apart]
+        self._stepping = self.dice.choice([None, *apart])
+        self.dice.interrupting = self._interrupting
+        try:
+            events = self.engine.step(self._stepping)
+        except Interrupted:
+            self._count("interrupted step")
+            self._after_interrupt()
+        else:
+            for event in events:
+                self._take(event)
+        finally:
+            self.dice.interrupting = 0.0
+
+    def _after_interrupt(self) -> None:
+        """Nobody drafts for those who took part, until the controller names somebody again."""
+        for row in self._running():
+            if self.cache.length(row.slot) != row.num_cached:
+                self.torn.add(row.request_id)
+            controller: Any = row.policy.controller
+            controller.said[row.request_id] = None
+        self._forget_asked()
+
+    def _clock(self) -> float:
+        """Steps ask for the time between all that they do."""
+        self.dice.interrupt()
+        self._ticks += 1
+        return float(self._ticks)
 
     def _new_policy(self, failing: float, nonsense: float, failing_control: float) -> Policy:
         """One drafter, or one that keeps entries and one that copies, as in the default."""
@@ -202,15 +241,21 @@ class Simulation:
             for drafter in self.drafters[policy].values():
                 asked |= getattr(drafter, "asked", {})
             is_known = row.drafter is None or hasattr(self.drafters[policy][row.drafter], "asked")
-            if is_known and not row.proposal.tree.tokens:
-                # One that was asked in a try of the step that failed need not be asked again.
-                self.miscounted |= row.budget not in (0, asked.get(row.request_id))
-        for drafters in self.drafters.values():
-            for drafter in drafters.values():
-                getattr(drafter, "asked", {}).clear()
+            # One that was asked in a try of the step that failed need not be asked again.
+            is_counted = row.budget not in (0, asked.get(row.request_id))
+            if is_known and is_counted and not row.proposal.tree.tokens:
+                self.complaint = "what was not asked is counted"
+            if policy.is_apart and policy is not self._stepping and not record.num_waiting:
+                self.complaint = "who stays apart takes part in the steps of others"
+        self._forget_asked()
         if self._abort_inside and self.live:
             self._abort_inside = False
             assert self.engine.cancel(self.dice.choice(sorted(self.live))) is None
+
+    def _forget_asked(self) -> None:
+        for drafters in self.drafters.values():
+            for drafter in drafters.values():
+                getattr(drafter, "asked", {}).clear()
 
     def _read(self, event: Event) -> None:
         """What a reader is handed."""
@@ -227,15 +272,17 @@ class Simulation:
 
     def _check(self) -> None:
         """What holds between any two steps."""
-        assert not self.miscounted, "what was not asked is counted"
-        scheduler, cache = self.engine._scheduler, self.cache
-        for row in scheduler.running:
-            row.check()
-            assert cache.length(row.slot) == row.num_cached
-            assert list(cache.context(row.slot)) == row.tokens[: row.num_cached]
-        slots = [row.slot for row in scheduler.running]
+        assert not self.complaint, self.complaint
+        scheduler, cache, running = self.engine._scheduler, self.cache, self._running()
+        for row in running:
+            if row.finish_reason != "error":  # and is there no longer, but for an interrupt
+                row.check()
+            assert cache.length(row.slot) == row.num_cached or row.request_id in self.torn
+            assert list(cache.context(row.slot)) == row.tokens[: cache.length(row.slot)]
+        slots = [row.slot for row in running]
         assert sorted(slots) == sorted(cache.slots), "a slot belongs to one running row"
-        assert len(slots) <= self.engine.max_batch_size
+        shared = Counter(row.policy if row.policy.is_apart else None for row in scheduler.running)
+        assert max(shared.values(), default=0) <= self.engine.max_batch_size
         waiting: list[Request] = scheduler._waiting
         assert all(row.slot < 0 and not row.num_cached for row in waiting)
         assert {row.request_id for row in (*scheduler.running, *waiting)} == self.live
@@ -244,7 +291,7 @@ class Simulation:
         cache.check()
         assert self.memory is None or cache.usage.used + cache.usage.cached <= self.memory
         for policy, drafters in self.drafters.items():
-            rows = [row for row in scheduler.running if row.policy is policy]
+            rows = [row for row in running if row.policy is policy]
             for name, drafter in drafters.items():
                 mine = {row.request_id for row in rows if row.drafter == name}
                 assert getattr(drafter, "followed", mine) == mine, "a drafter follows others"
@@ -259,6 +306,12 @@ class Simulation:
         if can_begin_anywhere and name not in row.failed_drafters:
             assert row.drafter == name, f"{name} was named, {row.drafter} drafts"
 
+    def _running(self) -> list[Request]:
+        """Rows with a place; others have given it up, and were interrupted before they left."""
+        running = self.engine._scheduler.running
+        assert all(row.slot >= 0 or (row.is_over and self._interrupting) for row in running)
+        return [row for row in running if row.slot >= 0]
+
     def _row(self, request_id: int) -> Request:
         row = self.engine._scheduler.find(request_id)
         assert row is not None
@@ -266,9 +319,14 @@ class Simulation:
 
     def _checked_open(self, row: Request) -> None:
         """What is found of a text does not depend on drafters, and is never distrusted."""
-        leader = row.leader if row.leader is not None and row.leader.has_read_prompt else None
+        leader = row.leader
+        is_copied = (
+            leader is not None
+            and leader.has_read_prompt
+            and self.cache.length(leader.slot) >= leader.num_prompt
+        )
         self._open(row)
-        if leader is not None:
+        if is_copied:
             assert row.num_cached == row.num_prompt - 1, "a prompt is read twice"
             return
         found = self.cache.origins(row.slot, 0, row.num_cached)
@@ -286,7 +344,7 @@ class Simulation:
         """Note what a request leaves."""
         if row.slot >= 0 and row.finish_reason == "error":
             start = 0 if row.has_read_nonsense else row.num_begun_with
-            bad = self.cache.origins(row.slot, start, row.num_cached)
+            bad = self.cache.origins(row.slot, start, self.cache.length(row.slot))
             self.distrusted |= bad - self.cache.origins(row.slot, 0, start)
             self.all_is_kept = False
         elif row.slot >= 0:
@@ -311,8 +369,9 @@ class Simulation:
         elif reason == "error" and not by_model:
             by_memory = self.memory is not None and "no room for" in str(result.error)
             assert not by_memory or self._is_too_large(result, asked.params.max_tokens)
-            assert by_memory or "njected" in str(result.error), result.error
-            assert by_memory or not self.is_calm
+            by_interrupt = result.request_id in self.torn and "interrupted" in str(result.error)
+            assert by_memory or by_interrupt or "njected" in str(result.error), result.error
+            assert by_memory or by_interrupt or not self.is_calm
             self._count("error by a fault")
         if is_drawn:
             return
@@ -320,8 +379,7 @@ class Simulation:
             assert (reason, result.token_ids) == (alone.finish_reason, alone.token_ids)
             # As text: log probabilities that are no number equal nothing.
             assert str(result.logprobs) == str(alone.logprobs)
-            if self.is_calm or "nan" not in str(result.prompt_logprobs):  # by a bad entry
-                assert str(result.prompt_logprobs) == str(alone.prompt_logprobs)
+            assert str(result.prompt_logprobs) == str(alone.prompt_logprobs)
         else:
             assert result.token_ids == alone.token_ids[: len(result.token_ids)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -32,6 +33,7 @@ def test_nothing_is_broken(first: int) -> None:
     assert steps >= 5000
     for name in ("length", "stop", "cancelled", "error", "error by a fault", "preemption"):
         assert seen[name] > 0, name
+    assert seen["interrupted step"] > 0
 
 
 @pytest.mark.slow
@@ -152,4 +154,22 @@ def test_it_notices_a_queue_out_of_order(monkeypatch: pytest.MonkeyPatch) -> Non
         self._scheduler._waiting.reverse()
 
     monkeypatch.setattr(Engine, "add", hurried)
+    assert notices()
+
+
+def test_it_notices_who_stays_apart_in_the_steps_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foredraft.engine.scheduler._apart", lambda request: None)
+    assert notices()
+
+
+def test_it_notices_a_drafter_that_an_interrupt_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    end = Drafting.end
+
+    def ended(self: Drafting, request: Request) -> None:
+        if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            end(self, request)
+
+    monkeypatch.setattr(Drafting, "end", ended)
     assert notices()
