@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.noisy_model import add_noise
-from benchmarks.peers import LLAMA_PEERS, open_contender
+from benchmarks.peers import LLAMA_PEERS, open_contender, peer_names
 from benchmarks.plots import plot_speedups
 from benchmarks.random_model import load_llm
 from benchmarks.trial_log import TrialLog
@@ -63,7 +63,7 @@ class Others:
 
     @property
     def peers(self) -> list[str]:
-        return o.known_names("peer", self.against, PEERS)
+        return peer_names(self.against, PEERS)
 
 
 @o.with_options

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
+
+from foredraft.cli.options import names
+from foredraft.core.errors import unknown
 
 if TYPE_CHECKING:
     from foredraft.bench.contenders import Contender
@@ -12,6 +15,19 @@ if TYPE_CHECKING:
 
 _LLAMA, _LOOKUP = "llama.cpp-", "-ngram"
 LLAMA_PEERS = tuple(f"{_LLAMA}{kind}" for kind in ("bf16", "q8_0", "q4_1", "q4_0"))
+
+
+def peer_names(text: str | None, known: Sequence[str]) -> list[str]:
+    """Names of peers with commas between them.
+
+    Raises:
+        ConfigError: one is not among ``known``; the message has the nearest that is.
+    """
+    given = names(text)
+    for name in given:
+        if name not in known:
+            raise unknown("peer", name, known)
+    return given
 
 
 def open_contender(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.peers import LLAMA_PEERS, open_contender
+from benchmarks.peers import LLAMA_PEERS, open_contender, peer_names
 from benchmarks.variants import load_variants
 from foredraft.bench.contenders import Contender, OurContender
 from foredraft.cli import options as o
@@ -33,7 +33,7 @@ def load_plain(
     Raises:
         ConfigError: a peer is unknown, or the model's context is shorter.
     """
-    peers = o.known_names("peer", against, LLAMA_PEERS)
+    peers = peer_names(against, LLAMA_PEERS)
     loaded = load_variants(load, o.load_llm, **variants)
     llm = loaded[0].llm
     if num_tokens > llm.target.max_context:

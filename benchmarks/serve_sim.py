@@ -12,6 +12,7 @@ import torch
 import typer
 
 from benchmarks.llama_batch import LlamaBatchServer
+from benchmarks.peers import peer_names
 from benchmarks.random_model import load_llm
 from benchmarks.serving import Load, OurServer, Served, Server, ServingFigure, figure, serve
 from foredraft.bench.prompts import repeated_prompts
@@ -178,7 +179,7 @@ def _serve(
 def _peer_names(text: str | None, temperatures: Sequence[float]) -> list[str]:
     names: list[str] = []
     spelled = text and text.replace("llama.cpp", "llama-cpp")  # as other benches spell it
-    for name in o.known_names("peer", spelled, PEERS):
+    for name in peer_names(spelled, PEERS):
         names += PEERS[1:] if name == PEERS[0] else [name]
     if names and any(temperatures):
         raise ConfigError("peers draw other random numbers: compare with them at temperature 0")

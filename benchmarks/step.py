@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.peers import LLAMA_PEERS, open_stepper
+from benchmarks.peers import LLAMA_PEERS, open_stepper, peer_names
 from benchmarks.plots import plot_steps
 from benchmarks.random_model import load_llm
 from benchmarks.variants import load_variants
@@ -41,7 +41,7 @@ class Ways:
     def peers(self) -> list[str]:
         """By name; "llama.cpp" alone means each of its formats."""
         names: list[str] = []
-        for name in o.known_names("peer", self.against, PEERS):
+        for name in peer_names(self.against, PEERS):
             names += LLAMA_PEERS if name == "llama.cpp" else [name]
         return names
 

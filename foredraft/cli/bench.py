@@ -138,7 +138,7 @@ def variants_of(entered: Field, draft_model: str | None) -> dict[str, dict[str, 
     from foredraft.drafters import drafter_key, drafter_spec, usable_specs
 
     only, more = entered.drafters, entered.variants
-    names = [drafter_key(name.strip()) for name in only.split(",")] if only else []
+    names = [*map(drafter_key, o.names(only))]
     if only is None and not more:
         for name, spec in usable_specs().items():
             if spec.trained is None and (draft_model or not spec.needs_draft_model):

@@ -30,7 +30,7 @@ from typing import (
 
 import typer
 
-from foredraft.core.errors import ConfigError, unknown
+from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.options import LoadOptions
 
@@ -369,19 +369,6 @@ def _number_or_text(text: str) -> int | float | str:
 def names(text: str | None) -> list[str]:
     """Names with commas between them; none where the option was not given."""
     return [name.strip() for name in text.split(",")] if text else []
-
-
-def known_names(kind: str, text: str | None, known: Sequence[str]) -> list[str]:
-    """Names out of those that are known.
-
-    Raises:
-        ConfigError: another name; the message has the nearest known one.
-    """
-    given = names(text)
-    for name in given:
-        if name not in known:
-            raise unknown(kind, name, known)
-    return given
 
 
 def whole_numbers(flag: str, text: str, low: int | None = None) -> list[int]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -137,35 +137,6 @@ def _advice(best: ExitFigure) -> str:
 # ------------------------------------------------------------------------------------ tune load
 
 
-@dataclass(frozen=True)
-class LoadChoice:
-    """What it has come to after some replies under one load.
-
-    Attributes:
-        load: requests at once.
-        drafter: that drafts; None: plain decoding.
-        rows: how many of the requests draft.
-        budget: nodes of each of them, on average.
-        committed_per_step: tokens of one row that are expected of the last plan.
-        plain_ms: a step without drafts.
-        node_ms: what a node adds, on average of those that are planned for.
-        gain: expected throughput over plain decoding's.
-        saved: of the time that the replies would have taken without drafts; negative: lost.
-        why: in words.
-    """
-
-    load: int
-    drafter: str | None
-    rows: int
-    budget: float
-    committed_per_step: float
-    plain_ms: float
-    node_ms: float
-    gain: float
-    saved: float
-    why: str
-
-
 @app.command("load")
 @o.with_options
 def tune_load(
@@ -200,7 +171,7 @@ def tune_load(
     choices = []
     with progress_bar(len(counts)) as advance:
         for count in counts:
-            choices.append(asdict(_choice(llm, load, prompts, count, params)))
+            choices.append(_choice(llm, load, prompts, count, params))
             advance(f"{count} at once")
     if as_json:
         typer.echo(json.dumps(choices))
@@ -228,7 +199,7 @@ def _choice(
     prompts: str | None,
     count: int,
     params: SamplingParams,
-) -> LoadChoice:
+) -> dict[str, Any]:
     """Serve some replies with so many requests at once, and describe the last plan."""
     from foredraft.bench.prompts import repeated_prompts
     from foredraft.control.adaptive import AdaptiveBudget
@@ -255,12 +226,15 @@ def _choice(
     return _described(plan, count, float(controller.report()["saved"]))
 
 
-def _described(plan: Plan, load: int, saved: float) -> LoadChoice:
-    pooled = plan.pooled
-    drafting = len(plan.budgets)
+def _described(plan: Plan, load: int, saved: float) -> dict[str, Any]:
+    """What a plan has come to under a load.
+
+    Args:
+        load: requests at once.
+        saved: of the time that the replies would have taken without drafts; negative: lost.
+    """
+    pooled, rows = plan.pooled, len(plan.budgets)
     node_ms = (plan.price.ms(1) - plan.price.ms(0)) * (1.0 if load == 1 else plan.plain_ms / load)
-    gain = pooled.rate / plan.plain_rate if pooled else 1.0
-    accepted = pooled.accepted / load if pooled else 0.0
     token_ms = 1.0 / plan.plain_rate
     if plan.is_trial:
         why = "nothing was expected to pay; trying again with a few rows"
@@ -273,15 +247,15 @@ def _described(plan: Plan, load: int, saved: float) -> LoadChoice:
             f"{likely:.0%} of its nodes are accepted at {node_ms:.2f} ms each; a plain token "
             f"takes {token_ms:.2f} ms"
         )
-    return LoadChoice(
-        load,
-        plan.drafter,
-        drafting,
-        sum(plan.budgets.values()) / drafting if drafting else 0.0,
-        1.0 + accepted,
-        plan.plain_ms,
-        node_ms if plan.drafter else 0.0,
-        gain,
-        saved,
-        why,
-    )
+    return {
+        "load": load,
+        "drafter": plan.drafter,  # None: plain decoding
+        "rows": rows,  # of the requests: those that draft
+        "budget": sum(plan.budgets.values()) / rows if rows else 0.0,  # nodes of each, on average
+        "committed_per_step": 1.0 + (pooled.accepted / load if pooled else 0.0),  # expected, a row
+        "plain_ms": plan.plain_ms,  # of a step without drafts
+        "node_ms": node_ms if plan.drafter else 0.0,  # what a node adds
+        "gain": pooled.rate / plan.plain_rate if pooled else 1.0,  # expected, in throughput
+        "saved": saved,
+        "why": why,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.peers import peer_names
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
 
@@ -24,4 +25,4 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="--temperature 'warm' is not one or more numbers"):
         o.real_numbers("--temperature", "warm")
     with pytest.raises(ConfigError, match=r"did you mean 'llama\.cpp'"):
-        o.known_names("peer", "llama.ccp", ("llama.cpp",))
+        peer_names("llama.ccp", ("llama.cpp",))

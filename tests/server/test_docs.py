@@ -14,10 +14,11 @@ import pytest
 
 from foredraft.server.dialects.chat import ChatRequest
 from foredraft.server.dialects.completions import CompletionRequest
-from foredraft.server.dialects.fields import Refused, RequestBody, hints, honoured, refusals
+from foredraft.server.dialects.fields import Refused, RequestBody
 from foredraft.server.dialects.messages import MessagesRequest
 from foredraft.server.dialects.responses import ResponsesRequest
 from foredraft.server.settings import ServerSettings
+from tests.server.marks import hints, honoured, refusals
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "operate" / "server.md"

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 
 from foredraft.server.dialects.chat import ChatRequest
 from foredraft.server.dialects.completions import CompletionRequest
-from foredraft.server.dialects.fields import RequestBody, hints, honoured, refusals
+from foredraft.server.dialects.fields import RequestBody
 from foredraft.server.dialects.messages import MessagesRequest
 from foredraft.server.dialects.responses import ResponsesRequest
 from foredraft.server.dialects.tokenize import DetokenizeRequest
+from tests.server.marks import hints, honoured, refusals
 
 USER = [{"role": "user", "content": "x"}]
 MINIMAL: dict[type[RequestBody], dict[str, Any]] = {

@@ -31,8 +31,8 @@ PROMPT = [0, 1, 2]
 class Letters:
     """One letter a token."""
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return "".join(LETTERS[t] for t in token_ids)
+    def token_text(self, token: int) -> str:
+        return LETTERS[token]
 
     def new_decoder(self, before: Sequence[int]):  # type: ignore[no-untyped-def]
         return LETTERS.__getitem__

@@ -7,7 +7,7 @@ status 400, the response header that names ignored fields, and the lists in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -230,19 +230,3 @@ def _limits_of(model: type[RequestBody]) -> tuple[tuple[str, Limit], ...]:
         for mark in field.metadata
         if isinstance(mark, Limit)
     )
-
-
-def honoured(model: type[RequestBody]) -> Iterator[str]:
-    """The fields that have an effect."""
-    return (name for name, kind in kinds_of(model).items() if kind is None)
-
-
-def hints(model: type[RequestBody]) -> Iterator[str]:
-    """The fields that are accepted without effect."""
-    return (name for name, kind in kinds_of(model).items() if isinstance(kind, Hint))
-
-
-def refusals(model: type[RequestBody]) -> dict[str, Refused]:
-    """The fields that are refused, and why."""
-    kinds = kinds_of(model)
-    return {name: kind for name, kind in kinds.items() if isinstance(kind, Refused)}
