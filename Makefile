@@ -35,13 +35,11 @@ newcomer:
 sizes:
 	@$(PYTHON) tools/sizes.py
 
-# Two processes of one thread each: threads of one would wait for those of the other. Processes that
-# have run thousands of tests become slow, so the two largest folders get fresh ones.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# Two processes; tests/conftest.py gives each one thread. Each begins with one half of the tests, as
+# those of one file share models, and in the end takes some of what the other has left.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(VENV)/.installed-dev example
-	$(PYTEST) -m "not slow" --ignore=tests/conformance --ignore=tests/exactness
-	$(PYTEST) -m "not slow" tests/conformance
-	$(PYTEST) -m "not slow" tests/exactness
+	$(PYTEST) -m "not slow"
 
 test-page: $(VENV)/.installed-dev
 	$(PIP) --quiet --editable '.[test-page]'
@@ -61,8 +59,7 @@ test-clients: $(CLIENTS)/.installed
 	    --dest '$(OPENAI_TESTS)' openai && \
 	  tar --extract --gzip --strip-components=1 --directory '$(OPENAI_TESTS)' \
 	    --file '$(OPENAI_TESTS)'/openai-*.tar.gz; }
-	OPENAI_TESTS='$(abspath $(OPENAI_TESTS))' OMP_NUM_THREADS=1 \
-	  $(CLIENTS)/bin/python -m pytest -n 0 tests/clients
+	OPENAI_TESTS='$(abspath $(OPENAI_TESTS))' $(CLIENTS)/bin/python -m pytest -n 0 tests/clients
 
 $(CLIENTS)/.installed: pyproject.toml
 	$(MAKE) --no-print-directory VENV='$(CLIENTS)' '$(CLIENTS)/.torch'

@@ -1,7 +1,33 @@
 """What all tests share."""
 
+from __future__ import annotations
+
+import gc
+import os
+
+# Before torch is imported. Programs that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
 from hypothesis import settings
+
+THREADS = torch.get_num_threads()
 
 # One profile: a machine with busy neighbours finds no other faults than a quiet one.
 settings.register_profile("foredraft", deadline=None)
 settings.load_profile("foredraft")
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not walk through what lives as long as the tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    """A test that sets the number of threads sets it for itself alone.
+
+    Two threads in each of two processes wait for one another on two cores: tests after it would
+    take ten times as long.
+    """
+    torch.set_num_threads(THREADS)

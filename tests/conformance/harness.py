@@ -31,6 +31,7 @@ from foredraft.drafters.heads.store import shipped_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.engine.request import GenerationResult
 from foredraft.models.base import ScoreRow, Target
+from foredraft.models.native.weights import DecoderWeights, load_weights
 from foredraft.models.table import TableModel
 from tests.engine.helpers import drain, engine_of, finish
 
@@ -87,20 +88,26 @@ def native_kind(decoder: str, dtype: torch.dtype = torch.float32) -> Kind:
     from foredraft.models.native.config import read_config
     from foredraft.models.native.eager import EagerDecoder
     from foredraft.models.native.target import NativeTarget
-    from foredraft.models.native.weights import load_weights
 
     factory: Any = EagerDecoder
     if decoder == "fused":
         factory = fused_decoder()
 
     def new(noise: float) -> Target:
-        config = read_config(checkpoint(noise))
-        weights = load_weights(checkpoint(noise), config, dtype)
-        return NativeTarget(config, weights, factory)
+        return NativeTarget(read_config(checkpoint(noise)), native_weights(noise, dtype), factory)
 
     return Kind(f"{decoder}-{dtype}", lambda: new(0.0), lambda: new(0.01), _tokenizer)
 
 
+@functools.cache
+def native_weights(noise: float, dtype: torch.dtype) -> DecoderWeights:
+    """The weights of `checkpoint`. Targets share them: nothing may write to them."""
+    from foredraft.models.native.config import read_config
+
+    return load_weights(checkpoint(noise), read_config(checkpoint(noise)), dtype)
+
+
+@functools.cache
 def _tokenizer() -> TextCodec:
     from foredraft.models.text.tokenizer import Tokenizer
 
@@ -123,12 +130,11 @@ def hf_kind() -> Kind:
     """The same tiny llama, run by transformers."""
     from foredraft.models.hf.target import HFTarget
 
-    return Kind(
-        "hf",
-        lambda: HFTarget.load(checkpoint(0.0)),
-        lambda: HFTarget.load(checkpoint(0.01)),
-        _tokenizer,
-    )
+    @functools.cache
+    def model(noise: float) -> Any:
+        return HFTarget.load(checkpoint(noise)).model
+
+    return Kind("hf", lambda: HFTarget(model(0.0)), lambda: HFTarget(model(0.01)), _tokenizer)
 
 
 @functools.cache
@@ -215,9 +221,9 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     codec = kind.new_codec()
     built = name.partition("+")[0]
     comes_along = option == "head" and shipped_head(head_kind(built), target) is not None
-    options = {option: new_head(built, name)} if option and not comes_along else {}
+    options = {option: saved_head(built, name)} if option and not comes_along else {}
     if option == "table":
-        options = {"head": new_head(built), "table": new_table()}
+        options = {"head": saved_head(built), "table": saved_table()}
     context = DrafterContext(target, draft_model, options, tokenizer=codec, draft_tokenizer=codec)
     return Setup(target, build_drafter(built, context), draft_model)
 
@@ -228,10 +234,11 @@ def head_kind(name: str) -> str:
     return spec_of(name).trained or name
 
 
-def new_head(kind: str, made: str = "") -> Path:
+@functools.cache
+def saved_head(kind: str, made: str = "") -> Path:
     """A saved head of the tiny llama that can name every other token; see `HOW_MADE`."""
     if kind == "table":
-        return new_table()
+        return saved_table()
     from foredraft.drafters.heads.base import TextBatch
     from foredraft.drafters.heads.store import save_head
     from foredraft.drafters.registry import head_class
@@ -257,7 +264,8 @@ def new_head(kind: str, made: str = "") -> Path:
     return directory
 
 
-def new_table() -> Path:
+@functools.cache
+def saved_table() -> Path:
     """A saved table of the tiny llama, of texts that repeat what the prompts here say."""
     from foredraft.models.files.progress import SilentProgress
     from foredraft.train.options import TableOptions

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.threads import (
@@ -16,6 +17,7 @@ from foredraft.kernels.threads import (
     spin_briefly,
     steps_up_to,
 )
+from tests.conftest import THREADS
 
 Machine = Callable[[int], float]
 """Seconds of a forward of one token, by the number of threads."""
@@ -127,3 +129,10 @@ def test_how_openmp_waits_is_the_users_to_say() -> None:
     silent: dict[str, str] = {}
     spin_briefly(silent)
     assert list(silent) == ["GOMP_SPINCOUNT"]
+
+
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_a_test_sets_the_number_of_threads_for_itself_alone(turn: str) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    assert before == THREADS
