@@ -9,8 +9,9 @@ Shape legend: N positions, V vocabulary.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ _CHUNK = 64
 
 
 @dataclass(frozen=True)
-class Reply:
+class SeenReply:
     """A text to measure on.
 
     Attributes:
@@ -49,7 +50,7 @@ class Reply:
 
 
 def measure_priors(
-    target: Target, replies: Sequence[Reply], advance: Callable[[str], None]
+    target: Target, replies: Sequence[SeenReply], advance: Callable[[str], None]
 ) -> Priors:
     """Shares of right guesses on ``replies``; those before count as other texts.
 
@@ -77,7 +78,7 @@ def measure_priors(
     )
 
 
-def _match_itself(reply: Reply, confidence: MatchConfidence) -> None:
+def _match_itself(reply: SeenReply, confidence: MatchConfidence) -> None:
     text = SuffixAutomaton()
     source = Source(text, confidence)
     for token in reply.prompt:
@@ -87,7 +88,7 @@ def _match_itself(reply: Reply, confidence: MatchConfidence) -> None:
         text.extend(token)
 
 
-def _match_earlier(reply: Reply, earlier: SuffixAutomaton, confidence: MatchConfidence) -> None:
+def _match_earlier(reply: SeenReply, earlier: SuffixAutomaton, confidence: MatchConfidence) -> None:
     source, match = Source(earlier, confidence), NO_MATCH
     for token in reply.output:
         source.record(earlier.with_followers(match), token)
@@ -96,7 +97,7 @@ def _match_earlier(reply: Reply, earlier: SuffixAutomaton, confidence: MatchConf
         earlier.extend(token)
 
 
-def _align(reply: Reply, confidence: AlignmentConfidence) -> None:
+def _align(reply: SeenReply, confidence: AlignmentConfidence) -> None:
     if not reply.expected:
         return
     alignment = Alignment(reply.expected, confidence)
@@ -104,7 +105,7 @@ def _align(reply: Reply, confidence: AlignmentConfidence) -> None:
         alignment.commit(token)
 
 
-def _recycle(target: Target, reply: Reply, confidence: RankConfidence) -> None:
+def _recycle(target: Target, reply: SeenReply, confidence: RankConfidence) -> None:
     successors = Successors(len(confidence.shares[0]))
     successors.read(reply.prompt)
     last = reply.prompt[-1]
@@ -115,7 +116,7 @@ def _recycle(target: Target, reply: Reply, confidence: RankConfidence) -> None:
         last = token
 
 
-def _logits(target: Target, reply: Reply) -> Iterator[Tensor]:
+def _logits(target: Target, reply: SeenReply) -> Iterator[Tensor]:
     """[V] before each token of the output."""
     slot = target.cache.allocate()
     try:
@@ -161,23 +162,26 @@ def priors(
         shares = measure_priors(llm.target, replies, advance)
     num_tokens = sum(len(reply.output) for reply in replies)
     source = "the built-in prompts" if prompts is None else Path(prompts).name
-    text = shares.to_json(
-        {
-            "made_by": f"python -m benchmarks priors --max-tokens {max_tokens}",
-            "made_of": f"{num_tokens} tokens of {load.model} on {source}",
-        }
-    )
+    made_by = f"python -m benchmarks priors --max-tokens {max_tokens}"
+    made_of = f"{num_tokens} tokens of {load.model} on {source}"
+    text = as_json(shares, {"made_by": made_by, "made_of": made_of})
     if write is None:
         typer.echo(text, nl=False)
     else:
         write.write_text(text, encoding="utf-8")
 
 
-def _written(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> list[Reply]:
+def as_json(shares: Priors, notes: dict[str, str]) -> str:
+    """What `Priors.parse` reads, with ``notes`` on where it is from."""
+    lines = [f'  "{name}": {json.dumps(value)}' for name, value in (notes | asdict(shares)).items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _written(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> list[SeenReply]:
     """Greedy replies, each with the document that its prompt holds behind a blank line."""
     assert llm.tokenizer is not None
     ids = [prompt_ids(llm, prompt) for prompt in prompts]
     documents = [prompt.text.partition("\n\n")[2] for prompt in prompts]
     expected = [llm.tokenizer.encode(text, add_special_tokens=False) for text in documents]
     results = llm.generate(ids, SamplingParams(max_tokens=max_tokens))
-    return [*map(Reply, ids, (result.token_ids for result in results), expected)]
+    return [*map(SeenReply, ids, (result.token_ids for result in results), expected)]

@@ -92,18 +92,11 @@ class Priors:
 
     @classmethod
     def parse(cls, text: str) -> Priors:
-        """From JSON as `to_json` writes it; further keys are notes."""
+        """From JSON as ``python -m benchmarks priors`` writes it; further keys are notes."""
         found: dict[str, Any] = json.loads(text)
         ranks = tuple(map(tuple, found.pop("ranks")))
         names = {field.name for field in fields(cls)} - {"ranks"}
         return cls(**{name: tuple(found[name]) for name in names}, ranks=ranks)
-
-    def to_json(self, notes: dict[str, str]) -> str:
-        """What `parse` reads, with ``notes`` on where it is from."""
-        lines = [
-            f'  "{name}": {json.dumps(value)}' for name, value in (notes | asdict(self)).items()
-        ]
-        return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.priors import Reply, measure_priors
+from benchmarks.priors import SeenReply, measure_priors
 from foredraft.drafters.confidence import Priors, priors
 from foredraft.models.table import TableModel
 
@@ -21,7 +21,7 @@ def cycle(tokens: Sequence[int], count: int) -> list[int]:
     return [tokens[i % len(tokens)] for i in range(count)]
 
 
-def measured(*replies: Reply) -> Priors:
+def measured(*replies: SeenReply) -> Priors:
     # Holds the token after each one likeliest: right about 0, 1, 2, … and nothing else.
     rows = [[0.9 if j == (i + 1) % VOCAB_SIZE else 0.1 / 63 for j in range(64)] for i in range(64)]
     target = TableModel(VOCAB_SIZE, lambda text: rows[text[-1]])
@@ -29,7 +29,7 @@ def measured(*replies: Reply) -> Priors:
 
 
 def test_a_text_that_goes_in_circles() -> None:
-    found, known = measured(Reply([9, 9], cycle([1, 2, 3, 4, 5], 200))), priors()
+    found, known = measured(SeenReply([9, 9], cycle([1, 2, 3, 4, 5], 200))), priors()
     assert found.repeated_text[-1] > known.repeated_text[-1] or found.repeated_text[-1] > 0.99
     assert found.followed == pytest.approx(known.followed)
     assert found.other_text == pytest.approx(known.other_text)
@@ -40,7 +40,7 @@ def test_a_text_that_goes_in_circles() -> None:
 def test_a_text_of_chance_makes_matches_less_likely() -> None:
     draw = random.Random(0)
     text = [draw.randrange(VOCAB_SIZE) for _ in range(300)]
-    found = measured(Reply([1], text))
+    found = measured(SeenReply([1], text))
     assert found.repeated_text[0] < 0.5 * priors().repeated_text[0]
     assert found.ranks[0][0] < 0.5 * priors().ranks[0][0]
 
@@ -48,14 +48,14 @@ def test_a_text_of_chance_makes_matches_less_likely() -> None:
 def test_earlier_replies_are_other_texts() -> None:
     draw = random.Random(0)
     text = [draw.randrange(VOCAB_SIZE) for _ in range(80)]
-    found = measured(Reply([1], text), Reply([2], text))
+    found = measured(SeenReply([1], text), SeenReply([2], text))
     assert found.other_text[-1] > priors().other_text[-1]
 
 
 def test_what_was_expected_and_came() -> None:
     draw = random.Random(0)
     text = [draw.randrange(VOCAB_SIZE) for _ in range(80)]
-    found, known = measured(Reply([1], text, expected=text)), priors()
+    found, known = measured(SeenReply([1], text, expected=text)), priors()
     assert found.followed[-1] > known.followed[-1] or found.followed[-1] > 0.99
     assert found.replaced == pytest.approx(known.replaced)
 

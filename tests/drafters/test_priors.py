@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.priors import as_json
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.confidence import MatchConfidence, Priors, priors
 
@@ -20,7 +21,7 @@ def test_there_is_an_estimate_for_every_class() -> None:
 
 
 def test_they_survive_being_written_down() -> None:
-    assert Priors.parse(priors().to_json({"made_by": "hand"})) == priors()
+    assert Priors.parse(as_json(priors(), {"made_by": "hand"})) == priors()
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, float("nan")])
