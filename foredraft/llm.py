@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class LLM:
     ) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options
         self._draft, self.plan, self.cost = draft, plan, cost
-        self._experience = Experience()
+        self._experience, self._building = Experience(), threading.Lock()
         self.grammars = Grammars(tokenizer, target.vocab_size) if tokenizer else None
         self.drafter_name, self.policy = self._new_policy(options, self._experience)
         self.engine = Engine(
@@ -167,7 +168,7 @@ class LLM:
         view.options = options
         view._draft = self._draft if options.draft_model else None
         experience = Experience() if drafter else self._experience
-        with self.engine.lock:  # drafters may bring layers of the cache, which must not be in use
+        with self._building:  # the engine goes on meanwhile: a head takes a while to load
             view.drafter_name, policy = view._new_policy(options, experience, drafter)
         policy.trace, policy.is_apart = GuardedTrace(trace), is_apart
         view.policy = policy

@@ -218,7 +218,10 @@ class Cache(Protocol):
         ...
 
     def add_layers(self, shape: KVShape, dtype: torch.dtype) -> CacheLayers:
-        """Further layers of this shape; see `Capabilities.cache_layers`."""
+        """Further layers of this shape; see `Capabilities.cache_layers`.
+
+        A step may be under way in another thread; two callers at once must take turns.
+        """
         ...
 
 

@@ -113,7 +113,7 @@ class PagedCache:
 
     def add_layers(self, shape: KVShape, dtype: torch.dtype) -> StoredLayers:
         layers = StoredLayers(BlockStore(shape, dtype, self._device, self.block_size), self)
-        self._layers.add(layers)
+        self._layers = WeakSet((*self._layers, layers))  # a step may be going through the old one
         self.memory.add(layers, shape.bytes_per_token(dtype))
         return layers
 

@@ -83,7 +83,7 @@ class Engine:
         options: how it runs.
 
     Attributes:
-        lock: held during each call. Drafters that bring cache layers are made while it is held.
+        lock: held during each call.
 
     Raises:
         ConfigError: an option has a value that cannot be used.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from foredraft.cache.base import CacheLayers, KVShape
+from foredraft.cache.layers import StoredLayers
 from tests.cache.test_kv import SHAPE as KV_SHAPE
 from tests.cache.test_kv import HFProbe, KVProbe, Probe, TokenProbe
 
@@ -50,6 +51,30 @@ def test_holds_what_was_written(probe: Probe) -> None:
     write(layers, second, 0, [7])
     write(layers, first, 2, [4, 5])  # a guess gives way
     assert (read(layers, first, 4), read(layers, second, 1)) == ([1, 2, 4, 5], [7])
+
+
+def test_layers_may_come_while_a_step_goes_through_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    probe: Probe = TokenProbe()
+    cache, added = probe.cache, list[CacheLayers]()
+    layers = [cache.add_layers(SHAPE, torch.float32) for _ in range(2)]
+    forget_notes = StoredLayers.forget_notes
+
+    def adding(self: StoredLayers, blocks: Sequence[int]) -> None:
+        forget_notes(self, blocks)
+        added.append(cache.add_layers(SHAPE, torch.float32))
+
+    monkeypatch.setattr(StoredLayers, "forget_notes", adding)
+    slot = cache.allocate()
+    grow(probe, slot, [1, 2, 3])
+    monkeypatch.undo()
+    assert len(added) == len(layers)
+    for each in (*layers, *added):
+        write(each, slot, 0, [4, 5, 6])
+        assert read(each, slot, 3) == [4, 5, 6]
+    cache.free(slot)
+    cache.check()
 
 
 def test_a_type_of_its_own(probe: Probe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from foredraft import speculation
 from foredraft.control.base import Allowance, DrafterTraits, Row
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
@@ -16,12 +18,13 @@ from foredraft.core.record import StepRecord
 from foredraft.core.rules.base import Rules, TextlessRules
 from foredraft.core.sampling import Law, law_of
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
-from foredraft.engine.request import Request, RequestOptions
+from foredraft.engine.request import GenerationResult, Request, RequestOptions
 from foredraft.engine.turn import Turn
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
@@ -380,6 +383,22 @@ def test_a_request_that_names_its_drafter_waits_for_memory_like_all_others() -> 
     assert [results[i].token_ids for i in ids[::3]] == [results[i].token_ids for i in ids[1::3]]
     assert all(results[i].stats.drafted for i in ids[2::3])
     assert not any(results[i].stats.drafted for i in ids[::3])
+
+
+def test_the_engine_goes_on_while_a_drafter_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(counting_model(), None, LoadOptions(drafter="none"))
+    build, results = speculation.build_drafter, list[GenerationResult]()
+
+    def slow(name: str, context: DrafterContext) -> Drafter:
+        other = threading.Thread(target=lambda: results.extend(llm.generate([[1]])), daemon=True)
+        other.start()
+        other.join(timeout=60)  # for ever, if the engine waits for this drafter
+        assert results, "the engine stands still"
+        return build(name, context)
+
+    monkeypatch.setattr(speculation, "build_drafter", slow)
+    view = llm.with_drafter(LoadOptions(drafter="ngram"))
+    assert view.generate([[1]])[0].token_ids == results[0].token_ids
 
 
 def test_a_trace_sees_the_rows_of_its_own_requests() -> None:

@@ -379,7 +379,9 @@ class Simulation:
             assert (reason, result.token_ids) == (alone.finish_reason, alone.token_ids)
             # As text: log probabilities that are no number equal nothing.
             assert str(result.logprobs) == str(alone.logprobs)
-            assert str(result.prompt_logprobs) == str(alone.prompt_logprobs)
+            found, expected = result.prompt_logprobs or (), alone.prompt_logprobs or ()
+            # A bad entry may end a prompt sooner that the model would have ended, too.
+            assert found == (expected if not by_model else expected[: len(found)])
         else:
             assert result.token_ids == alone.token_ids[: len(result.token_ids)]
 
