@@ -1,0 +1,175 @@
+"""The target's own layers in few bits draft on its own cache, and leave nothing in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.control.fixed import FixedBudget
+from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
+from foredraft.core.params import SamplingParams
+from foredraft.core.rules import Rules
+from foredraft.drafters import build_drafter
+from foredraft.drafters.base import DraftRequest, DraftRow
+from foredraft.drafters.self_draft import SelfDrafter, measured_fit
+from foredraft.drafters.spec import DrafterContext
+from foredraft.engine.engine import Engine
+from foredraft.engine.policy import GuardedTrace, Policy
+from foredraft.models.base import ScoreRow
+from foredraft.models.native import low_bit
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import rounded
+from foredraft.models.table import TableModel
+from tests.conformance.harness import fused_decoder, plain, run
+from tests.drafters.heads import random_text, tiny_target
+from tests.engine.helpers import drain, engine_of
+
+PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 8, 9, 7, 8, 9, 7])
+
+
+@pytest.fixture
+def target() -> NativeTarget:
+    return tiny_target(fused_decoder())
+
+
+def self_draft(target: Any, **options: Any) -> SelfDrafter:
+    drafter = build_drafter("self_draft", DrafterContext(target, options=options))
+    assert isinstance(drafter, SelfDrafter)
+    return drafter
+
+
+def entries(target: NativeTarget, slot: int, count: int) -> Tensor:
+    """The bytes of a slot's first entries, all layers."""
+    store, size = target.cache.store, target.cache.block_size
+    table = target.cache.table(slot)
+    places = [(table[entry // size], entry % size) for entry in range(count)]
+    both = [kept[block, :, :, at] for block, at in places for kept in (store.keys, store.values)]
+    return torch.stack(both).clone()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_committed_entries_are_those_of_the_target_alone(
+    target: NativeTarget, bits: int, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=5)
+    engine = engine_of(target, self_draft(target, bits=bits), FixedBudget(5))
+    prompt = random_text(20)
+    engine.submit(prompt, params)
+    alone = tiny_target(fused_decoder())
+    (written,) = plain(alone, [prompt], params)
+    text = [*prompt, *written]
+    own = alone.cache.allocate()
+    alone.score([ScoreRow(own, text)])
+    alone.cache.keep(own, len(text), ())
+    results = []
+    while engine.has_work:
+        results += [event.result for event in engine.step() if event.result is not None]
+        for slot in target.cache.slots:
+            count = target.cache.length(slot)
+            assert torch.equal(entries(target, slot, count), entries(alone, own, count))
+    (result,) = results
+    assert result.token_ids == written
+    assert result.stats.drafted > 20
+
+
+def test_what_it_drafts_is_what_the_copy_alone_would_say(target: NativeTarget) -> None:
+    """Once the text is the copy's own: then all entries that it reads are."""
+    copy = NativeTarget(target.config, rounded(target.weights, 8), fused_decoder())
+    prompt = random_text(12)
+    (expected,) = plain(copy, [prompt], SamplingParams(max_tokens=6, ignore_eos=True))
+    slot = target.cache.allocate()
+    low = target.low_bit_copy(8)
+    low.score([ScoreRow(slot, prompt[:-1])], [0])
+    drafted, last, start = list[int](), prompt[-1], len(prompt) - 1
+    for place in range(start, start + 6):
+        scores = low.score([ScoreRow(slot, (last,))], [place])
+        last = int(scores.logits_NV[0].argmax())
+        drafted.append(last)
+    assert drafted == list(expected)
+
+
+def test_it_joins_in_the_middle_and_agrees_with_plain(target: NativeTarget) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=9)
+    expected = plain(target, PROMPTS, params)
+    for budget in (1, 4, 9):
+        results = run(target, self_draft(target), PROMPTS, params, budget)
+        assert [result.token_ids for result in results] == expected
+
+
+def test_it_drafts_nothing_in_the_first_step(target: NativeTarget) -> None:
+    """So a drawn text does not depend on what the cache holds of its prompt."""
+    sizes: list[list[int]] = []
+    policy = Policy.of(target, self_draft(target), FixedBudget(4))
+    policy.trace = GuardedTrace(lambda record: sizes[-1].append(len(record.rows[0].proposal.tree)))
+    engine = Engine(target, policy)
+    for _ in range(2):  # the second finds its prompt in the cache
+        sizes.append([])
+        engine.submit(random_text(40), SamplingParams(max_tokens=12, ignore_eos=True))
+        drain(engine)
+    assert sizes[0][0] == sizes[1][0] == 0
+    assert sizes[0][1] == sizes[1][1] == 4
+
+
+def test_drawn_tokens_are_those_of_the_rules(target: NativeTarget) -> None:
+    """Where the forward draws, it is what the rules make of the logits."""
+    drafter, params = self_draft(target), SamplingParams(temperature=0.8)
+    tokens = random_text(16)
+    slot = target.cache.allocate()
+    target.score([ScoreRow(slot, tokens[:-1])])
+    target.cache.keep(slot, len(tokens) - 1, ())
+    drafter.begin(DraftRequest(0, tokens[:4]))
+    row = DraftRow.of(0, tuple(tokens), params, 6, seed=4, slot=slot)
+    (drawn,) = drafter.propose([row])
+    ruled = replace(row, rules=NoScale(row.rules))
+    (chosen,) = drafter.propose([ruled])
+    assert len(drawn.tree) == 6
+    assert drawn.tree == chosen.tree
+
+
+class NoScale:
+    """Rules that do not say that their law is nothing but scaled logits."""
+
+    scale = None
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rules, name)
+
+
+def test_the_copy_shares_the_embedding_and_is_made_once(target: NativeTarget) -> None:
+    copy = target.low_bit_copy(4)
+    assert target.low_bit_copy(4) is copy
+    assert 0 < copy.num_bytes < target.weights.num_bytes
+    assert copy.bits == 4
+
+
+def test_its_fit_is_measured(target: NativeTarget) -> None:
+    fit = measured_fit(target, target.low_bit_copy(8), [1])
+    assert fit.greedy > 0.7
+    assert fit.share > 0.0
+    drafter = self_draft(target, bits=8)
+    assert drafter.promise is not None
+    assert drafter.round_share is not None
+    assert not target.cache.slots
+
+
+def test_what_cannot_be_is_said(target: NativeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="bits is 5; this target has weights of 32 bits"):
+        self_draft(target, bits=5)
+    small = NativeTarget(target.config, rounded(target.weights, 4), fused_decoder())
+    with pytest.raises(CapabilityError, match="with weights of more than 4 bits"):
+        self_draft(small)
+    middle = NativeTarget(target.config, rounded(target.weights, 8), fused_decoder())
+    assert middle.low_bits == (4,)
+    with pytest.raises(CapabilityError, match="our own kernels"):
+        self_draft(TableModel.random(4, 0))
+    monkeypatch.setattr(low_bit, "available_memory", lambda: 1000)
+    with pytest.raises(ModelLoadError, match="a copy of the target in 4 bits takes"):
+        target.low_bit_copy(4)
