@@ -67,16 +67,20 @@ class EagerDecoder:
             ConfigError: the cache is of another model, or of another dtype than the weights.
         """
         cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
-        device = self._weights.device
-        masks = [_to(plan.mask(row), device) for row in plan.rows]
-        rotations = self._rotations(plan.positions_T.to(device))
-        run = _RowRun(plan, cache, *rotations, masks, self._attend)
-        hidden_TE = plan.hidden_TE
+        run, hidden_TE = self.run_of(plan, cache), plan.hidden_TE
         if hidden_TE is None:
+            device = self._weights.device
             hidden_TE = F.embedding(plan.token_ids_T.to(device), self._weights.embedding_VE)
         layers = plan.layers_to_run(len(self._weights.layers))
         hidden_TE, tapped = self._run_layers(run, hidden_TE, layers, taps)
         return self._head(hidden_TE[plan.heads]), tapped
+
+    def run_of(self, plan: ForwardPlan, cache: Entries) -> Run:
+        """What each layer attends with in a forward."""
+        device = self._weights.device
+        masks = [_to(plan.mask(row), device) for row in plan.rows]
+        rotations = self._rotations(plan.positions_T.to(device))
+        return _RowRun(plan, cache, *rotations, masks, self._attend)
 
     def logits(self, normed_TE: Tensor) -> Tensor:
         """The head alone: float32 logits [T, V] of normed states."""
