@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,13 +21,21 @@ from torch import Tensor
 from foredraft.cache.base import NO_MEMORY
 from foredraft.core.cost import USUAL_PRICE, chain_speedup
 from foredraft.core.draws import Draw, DrawKey
-from foredraft.core.errors import NonFiniteScoresError
+from foredraft.core.errors import CapabilityError, NonFiniteScoresError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow
 from foredraft.drafters.chain import ChainDraft
-from foredraft.drafters.spec import DrafterContext, DrafterSpec
+from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.kernels.build import describe_instructions
-from foredraft.models.base import Capabilities, LowBitCopy, LowBitTarget, ScoreRow, Scores, read
+from foredraft.models.base import (
+    Capabilities,
+    LowBitCopy,
+    LowBitTarget,
+    ScoreRow,
+    Scores,
+    Target,
+    read,
+)
 from foredraft.models.files.kept import recipe_of
 from foredraft.system.machine import cpu_name
 
@@ -144,7 +152,7 @@ def measured_fit(target: LowBitTarget, copy: LowBitCopy, prompt: Sequence[int]) 
 
     if len(prompt) + _NUM_MEASURED > target.max_context:
         return _USUAL_FIT
-    recipe = recipe_of(cpu_name(), torch.get_num_threads(), describe_instructions())
+    recipe = recipe_of(copy.identity, cpu_name(), torch.get_num_threads(), describe_instructions())
     try:
         return Fit(*target.parts.kept(f"self-draft-{copy.bits}", recipe, measure).tolist())
     except NO_MEMORY as error:
@@ -185,6 +193,27 @@ def _drawn(scores: Scores, row: ScoreRow) -> int:
     return draw.token
 
 
+def copy_figures(
+    target: LowBitTarget, tokenizer: TextCodec | None, name: str
+) -> list[dict[str, Any]]:
+    """How well the copies of a target draft, the one with the fewest bits first.
+
+    Args:
+        name: what the copies are called beside their bits.
+    """
+    found = []
+    for bits in target.low_bits:
+        copy = target.low_bit_copy(bits)
+        fit = measured_fit(target, copy, _prompt(tokenizer))
+        figures = {"name": f"{bits} bits, {name}", "bits": bits, "megabytes": copy.num_bytes / 1e6}
+        found.append(figures | asdict(fit) | {"speedup": fit.speedup})
+    return found
+
+
+def _prompt(tokenizer: TextCodec | None) -> list[int]:
+    return tokenizer.encode(_PROMPT) if tokenizer else [0]
+
+
 def _best_copy(target: LowBitTarget, prompt: Sequence[int]) -> tuple[LowBitCopy, Fit]:
     """The copy that drafts fastest here: more bits agree more often, and take longer."""
     best: tuple[LowBitCopy, Fit] | None = None
@@ -199,10 +228,20 @@ def _best_copy(target: LowBitTarget, prompt: Sequence[int]) -> tuple[LowBitCopy,
     return best
 
 
+def low_bit_target(target: Target) -> LowBitTarget:
+    """The target itself, where copies of it can draft.
+
+    Raises:
+        CapabilityError: none can.
+    """
+    if not target.capabilities.low_bit:
+        raise CapabilityError(f"self_draft needs {DRAFTER.needs_in_words}")
+    return cast(LowBitTarget, target)
+
+
 def _build(context: DrafterContext) -> SelfDrafter:
-    target = cast(LowBitTarget, context.target)  # the registry has checked the capability
+    target, prompt = low_bit_target(context.target), _prompt(context.tokenizer)
     bits = context.options.get("bits")
-    prompt = context.tokenizer.encode(_PROMPT) if context.tokenizer else [0]
     if bits is None:
         return SelfDrafter(target, *_best_copy(target, prompt))
     copy = target.low_bit_copy(bits)

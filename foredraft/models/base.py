@@ -411,10 +411,14 @@ class LowBitCopy(Protocol):
     Attributes:
         bits: of a weight of the layers.
         num_bytes: memory that its weights take beside the target's.
+        identity: tells copies of one target apart.
     """
 
     @property
     def bits(self) -> int: ...
+
+    @property
+    def identity(self) -> str: ...
 
     @property
     def num_bytes(self) -> int: ...
@@ -451,5 +455,16 @@ class LowBitTarget(PartsTarget, Protocol):
         Raises:
             ConfigError: there is no such copy.
             ModelLoadError: there is no memory for it.
+        """
+        ...
+
+    def tune_copy(
+        self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]
+    ) -> LowBitCopy:
+        """A better copy in 4 bits, which takes some time to make and is kept for later processes.
+
+        Args:
+            texts: token ids that the target wrote itself; some thousands in all.
+            advance: called after each layer with what was done.
         """
         ...

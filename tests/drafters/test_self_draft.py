@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +15,15 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules
+from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRequest, DraftRow
 from foredraft.drafters.self_draft import SelfDrafter, measured_fit
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.engine.policy import GuardedTrace, Policy
-from foredraft.models.base import ScoreRow
+from foredraft.models.base import LowBitCopy, ScoreRow
+from foredraft.models.files.kept import KeptFiles
 from foredraft.models.native import low_bit
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import rounded
@@ -173,3 +177,47 @@ def test_what_cannot_be_is_said(target: NativeTarget, monkeypatch: pytest.Monkey
     monkeypatch.setattr(low_bit, "available_memory", lambda: 1000)
     with pytest.raises(ModelLoadError, match="a copy of the target in 4 bits takes"):
         target.low_bit_copy(4)
+
+
+def divergence(target: NativeTarget, copy: LowBitCopy, text: list[int]) -> float:
+    """Of the copy's laws from the target's, per token."""
+    slot = target.cache.allocate()
+    target.cache.reserve(slot, len(text))
+    row = ScoreRow(slot, text[:1], TokenTree.chain(text[1:]))
+    right, other = (
+        scores.logits_NV.log_softmax(-1) for scores in (target.score([row]), copy.score([row], [0]))
+    )
+    target.cache.free(slot)
+    return float((right.exp() * (right - other)).sum(-1).mean())
+
+
+def test_rounding_for_the_text_brings_the_copy_closer(target: NativeTarget) -> None:
+    rng = random.Random(7)
+    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True)
+    prompts = [[rng.randrange(target.vocab_size)] for _ in range(30)]
+    texts = [
+        [*prompt, *reply]
+        for prompt, reply in zip(prompts, plain(target, prompts, params), strict=True)
+    ]
+    before = target.low_bit_copy(4)
+    lost = [divergence(target, before, text) for text in texts[24:]]
+    steps: list[str] = []
+    after = target.tune_copy(texts[:24], steps.append)
+    assert target.low_bit_copy(4) is after
+    assert after.identity != before.identity
+    assert len(steps) == target.num_layers
+    assert sum(divergence(target, after, text) for text in texts[24:]) < 0.7 * sum(lost)
+
+
+def test_a_tuned_copy_is_kept(tmp_path: Path) -> None:
+    """And found again by another process: its matrices are the same, all else is the target's."""
+    kept = KeptFiles(tmp_path)
+    made = tiny_target(fused_decoder())
+
+    def loaded() -> NativeTarget:
+        return NativeTarget(made.config, made.weights, fused_decoder(), kept=kept)
+
+    first = loaded().tune_copy([random_text(60, seed) for seed in range(4)], lambda done: None)
+    assert loaded().low_bit_copy(4).identity == first.identity
+    rounded_again = NativeTarget(made.config, made.weights, fused_decoder()).low_bit_copy(4)
+    assert rounded_again.identity != first.identity

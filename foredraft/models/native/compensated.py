@@ -39,7 +39,7 @@ from foredraft.models.native.weights import DecoderWeights, LayerWeights
 _DAMPING = 0.01
 """Of the mean square of inputs, added to each: what the text has not shown is not trusted."""
 _SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6)
-"""Of a block's range, tried from both ends for its scale: a few large weights may not be worth it."""
+"""Of a block's range, tried from both ends for its scale: few large weights may not be worth it."""
 _TINY = torch.finfo(torch.float32).tiny
 _LEVELS = 15
 
@@ -84,7 +84,7 @@ def compensated(
     config: DecoderConfig,
     weights: DecoderWeights,
     texts: Sequence[Sequence[int]],
-    progress: Callable[[float], None] = lambda done: None,
+    advance: Callable[[str], None] = lambda done: None,
 ) -> DecoderWeights:
     """A copy in 4 bits, the head in 8, that suits these texts; all but matrices are shared.
 
@@ -92,7 +92,7 @@ def compensated(
 
     Args:
         texts: token ids that the model wrote itself; some thousands in all.
-        progress: told the share that is done.
+        advance: called after each layer with what was done.
     """
     decoder, shelf = _LayerByLayer(config, weights, texts), Shelf()
     ids_T = torch.tensor([token for text in texts for token in text])
@@ -117,7 +117,7 @@ def compensated(
         unpacked = (each.dequantised(weights.dtype) for each in packed)
         decoder.replace_layer(index, _with_matrices(layer, *unpacked))
         hidden_TE = decoder.through(index, hidden_TE)
-        progress((index + 1) / len(weights.layers))
+        advance(f"layer {index + 1}")
     head_VE = Int8Matrix.of_weight(as_tensor(weights.head_VE, weights.dtype), 1, shelf)
     return replace(weights, layers=tuple(layers), head_VE=head_VE)
 
@@ -166,7 +166,8 @@ def _undoing(product_KK: Tensor) -> Tensor:
     mean = diagonal_K.mean().clamp_min(1e-12)
     damped_KK = product_KK + torch.diag((_DAMPING * mean).expand_as(diagonal_K))
     inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(damped_KK))
-    return torch.linalg.cholesky(inverse_KK, upper=True)
+    upper_KK: Tensor = torch.linalg.cholesky(inverse_KK, upper=True)
+    return upper_KK
 
 
 def _best_scales(part_RC: Tensor, weights_C: Tensor) -> tuple[Tensor, Tensor]:

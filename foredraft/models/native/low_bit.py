@@ -7,18 +7,38 @@ ever committed. So a copy has no cache of its own and reads no prompt (QSpec, ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
 from foredraft.core.draws import DrawRows, Wanted
-from foredraft.core.errors import ModelLoadError
+from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ScoreRow, Scores
-from foredraft.models.native.decoder import Decoder
+from foredraft.models.files.kept import KeptFiles, recipe_of
+from foredraft.models.files.safety import Checkpoint
+from foredraft.models.native import packed
+from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.decoder import Decoder, DecoderFactory
+from foredraft.models.native.packed import PACKED, PackedMatrix, tensor_of
 from foredraft.models.native.plan import ForwardPlan, plan_forward
+from foredraft.models.native.weights import (
+    DecoderWeights,
+    LayerWeights,
+    load_weights,
+    rounded,
+    weight_bytes,
+)
+
+_BITS = (4, 8)
+"""Of a copy."""
+_TUNED_BITS = 4
+_HEAD_BITS = 8
 
 
 class LowBitCopy:
@@ -29,11 +49,14 @@ class LowBitCopy:
         cache: the target's.
         bits: of a weight of the layers.
         num_bytes: memory that its weights take beside the target's.
+        identity: tells copies of one target apart.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, bits: int, num_bytes: int) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, bits: int, num_bytes: int, identity: str
+    ) -> None:
         self._decoder, self._cache = decoder, cache
-        self.bits, self.num_bytes = bits, num_bytes
+        self.bits, self.num_bytes, self.identity = bits, num_bytes, identity
 
     @torch.no_grad()
     def score(
@@ -52,18 +75,134 @@ class LowBitCopy:
         return Scores(logits_NV, heads, tapped, tokens, draws)
 
 
-def check_fits_memory(num_bytes: int, bits: int) -> None:
-    """Refuse a copy before its memory is taken.
+@dataclass
+class Copies:
+    """Makes copies of a target.
 
-    Raises:
-        ModelLoadError: less is available.
+    What the checkpoint holds in as many bits is taken as it is; other weights are rounded, or
+    taken as an earlier `tune` has made them.
+
+    Args:
+        config, weights, new_decoder, cache: the target's.
+        kept: where copies are kept between processes.
+        checkpoint: the target's; None: its weights are made up.
     """
-    available = available_memory()
-    if num_bytes > available:
-        raise ModelLoadError(
-            f"a copy of the target in {bits} bits takes {num_bytes / 1e9:.1f} GB, and "
-            f"{available / 1e9:.1f} GB of memory are available; use another drafter, or free memory"
+
+    config: DecoderConfig
+    weights: DecoderWeights
+    new_decoder: DecoderFactory
+    cache: KVCache
+    kept: KeptFiles
+    checkpoint: Checkpoint | None
+
+    def __post_init__(self) -> None:
+        self._made: WeakValueDictionary[int, LowBitCopy] = WeakValueDictionary()
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """What copies may have, the fewest first."""
+        return tuple(bits for bits in _BITS if bits < self.weights.bits)
+
+    def copy(self, bits: int) -> LowBitCopy:
+        """A copy in so many bits, made once for all who ask while somebody holds it.
+
+        Raises:
+            ConfigError: there is no such copy.
+            ModelLoadError: there is no memory for it.
+        """
+        if bits not in self.bits:
+            raise ConfigError(
+                f"bits is {bits!r}; this target has weights of {self.weights.bits} bits, so "
+                f"a copy that drafts for it may have {' or '.join(map(str, self.bits))}"
+            )
+        copy = self._made.get(bits)
+        if copy is None:
+            copy = self._made[bits] = self._new_copy(bits)
+        return copy
+
+    def tune(self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]) -> LowBitCopy:
+        """Make a better copy in 4 bits, and keep it; see `foredraft.models.native.compensated`."""
+        from foredraft.models.native.compensated import compensated
+
+        self._check_memory(_TUNED_BITS)
+        weights = compensated(self.config, self.weights, texts, advance)
+        self.kept.keep(_name(_TUNED_BITS, True), self._recipe(), _matrices(weights))
+        copy = self._made[_TUNED_BITS] = self._of(weights, _TUNED_BITS)
+        return copy
+
+    def _new_copy(self, bits: int) -> LowBitCopy:
+        self._check_memory(bits)
+        for is_tuned in (True, False):
+            tensors = self.kept.tensors(_name(bits, is_tuned), self._recipe())
+            if tensors is not None:
+                return self._of(_with_matrices(self.weights, tensors, bits), bits)
+        weights = rounded(self.weights, bits)
+        if self.checkpoint is not None:
+            weights = load_weights(self.checkpoint, self.config, self.weights.dtype, bits=bits)
+        self.kept.keep(_name(bits, False), self._recipe(), _matrices(weights))
+        return self._of(weights, bits)
+
+    def _of(self, weights: DecoderWeights, bits: int) -> LowBitCopy:
+        weights = replace(weights, embedding_VE=self.weights.embedding_VE)
+        decoder = self.new_decoder(self.config, weights)
+        num_bytes = sum(matrix.nbytes for matrix in _matrices(weights).values())
+        identity = recipe_of(bits, tensor_of(weights.layers[-1].output_weight))
+        return LowBitCopy(decoder, self.cache, bits, num_bytes, identity)
+
+    def _recipe(self) -> str:
+        modules = sys.modules[load_weights.__module__], packed
+        return recipe_of(*modules, self.config, self.weights.dtype)
+
+    def _check_memory(self, bits: int) -> None:
+        _, num_bytes = weight_bytes(self.config, self.weights.dtype.itemsize, bits)
+        available = available_memory()
+        if num_bytes > available:
+            raise ModelLoadError(
+                f"a copy of the target in {bits} bits takes {num_bytes / 1e9:.1f} GB, and "
+                f"{available / 1e9:.1f} GB of memory are available; use another drafter, or free "
+                "memory"
+            )
+
+
+def _name(bits: int, is_tuned: bool) -> str:
+    return f"copy-{bits}-tuned" if is_tuned else f"copy-{bits}"
+
+
+def _matrices(weights: DecoderWeights) -> dict[str, Tensor]:
+    """The packed matrices by name: what a copy has of its own."""
+    found = {
+        f"{index}.{field.name}": getattr(layer, field.name)
+        for index, layer in enumerate(weights.layers)
+        for field in fields(LayerWeights)
+    } | {"head": weights.head_VE}
+    return {
+        name: matrix.packed_GCN
+        for name, matrix in found.items()
+        if isinstance(matrix, PackedMatrix)
+    }
+
+
+def _with_matrices(
+    weights: DecoderWeights, tensors: Mapping[str, Tensor], bits: int
+) -> DecoderWeights:
+    """A target's weights with the kept matrices in place of its own."""
+
+    def matrix(name: str, shape: Sequence[int], bits: int, num_parts: int = 1) -> PackedMatrix:
+        part_rows = (shape[0] // num_parts,) * num_parts
+        return PACKED[bits](tensors[name], part_rows, shape[1])
+
+    layers = tuple(
+        replace(
+            layer,
+            qkv_weight=matrix(f"{i}.qkv_weight", layer.qkv_weight.shape, bits),
+            output_weight=matrix(f"{i}.output_weight", layer.output_weight.shape, bits),
+            gate_up_weight=matrix(f"{i}.gate_up_weight", layer.gate_up_weight.shape, bits, 2),
+            down_weight=matrix(f"{i}.down_weight", layer.down_weight.shape, bits),
         )
+        for i, layer in enumerate(weights.layers)
+    )
+    head_VE = matrix("head", weights.head_VE.shape, _HEAD_BITS)
+    return replace(weights, layers=layers, head_VE=head_VE)
 
 
 def draws_of(rows: Sequence[ScoreRow], plan: ForwardPlan) -> DrawRows | None:

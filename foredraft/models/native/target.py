@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,15 +19,12 @@ from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.decoder import DecoderFactory
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.joins import native_join
-from foredraft.models.native.low_bit import LowBitCopy, check_fits_memory, draws_of
+from foredraft.models.native.low_bit import Copies, LowBitCopy, draws_of
 from foredraft.models.native.parts import NativeParts
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.runner import NativeHeadRunner, head_config
 from foredraft.models.native.shallow import ShallowView, announce, resumption
-from foredraft.models.native.weights import DecoderWeights, fit, load_weights, rounded, weight_bytes
-
-_LOW_BITS = (4, 8)
-"""Of a copy that drafts."""
+from foredraft.models.native.weights import DecoderWeights, fit, load_weights
 
 
 class NativeTarget:
@@ -56,12 +52,15 @@ class NativeTarget:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         self.config, self.weights = config, weights
-        self._kept, self._checkpoint = kept, checkpoint
+        self._kept = kept
         self.decoder = new_decoder(config, weights)
         self._new_decoder = new_decoder
-        self._copies: WeakValueDictionary[int, LowBitCopy] = WeakValueDictionary()
         self.vocab_size = config.vocab_size
         self.max_context = min(max_context or config.max_context, config.max_context)
+        self.cache = KVCache(
+            config.kv_shape, weights.dtype, weights.device, self.max_context, cache_memory
+        )
+        self._copies = Copies(config, weights, new_decoder, self.cache, kept, checkpoint)
         self.capabilities = Capabilities(
             tree_attention=True,
             taps=range(config.num_hidden_layers),
@@ -69,10 +68,7 @@ class NativeTarget:
             layer_views=True,
             shallow=self.decoder.partial,
             cache_layers=True,
-            low_bit=bool(self.low_bits),
-        )
-        self.cache = KVCache(
-            config.kv_shape, weights.dtype, weights.device, self.max_context, cache_memory
+            low_bit=self.decoder.reads_packed and bool(self._copies.bits),
         )
         if self.decoder.reads_unseen:
             self.cache.keep_clean()
@@ -139,36 +135,15 @@ class NativeTarget:
 
     @property
     def low_bits(self) -> tuple[int, ...]:
-        own = self.weights.bits
-        return tuple(bits for bits in _LOW_BITS if self.decoder.reads_packed and bits < own)
+        return self._copies.bits if self.capabilities.low_bit else ()
 
     def low_bit_copy(self, bits: int) -> LowBitCopy:
-        """A copy in so many bits that drafts on this target's own cache.
+        return self._copies.copy(bits)
 
-        What the checkpoint holds in as many bits is taken as it is.
-        """
-        if bits not in self.low_bits:
-            raise ConfigError(
-                f"bits is {bits!r}; this target has weights of {self.weights.bits} bits, so "
-                f"a copy that drafts for it may have {' or '.join(map(str, self.low_bits))}"
-            )
-        copy = self._copies.get(bits)
-        if copy is None:
-            copy = self._copies[bits] = self._new_copy(bits)
-        return copy
-
-    def _new_copy(self, bits: int) -> LowBitCopy:
-        check_fits_memory(weight_bytes(self.config, self.weights.dtype.itemsize, bits)[1], bits)
-        weights = (
-            rounded(self.weights, bits)
-            if self._checkpoint is None
-            else load_weights(
-                *(self._checkpoint, self.config, self.weights.dtype), bits=bits, kept=self._kept
-            )
-        )
-        weights = replace(weights, embedding_VE=self.weights.embedding_VE)
-        num_bytes = weights.num_bytes - self.weights.embedding_VE.nbytes
-        return LowBitCopy(self._new_decoder(self.config, weights), self.cache, bits, num_bytes)
+    def tune_copy(
+        self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]
+    ) -> LowBitCopy:
+        return self._copies.tune(texts, advance)
 
     @property
     def num_layers(self) -> int:
