@@ -25,7 +25,7 @@ from foredraft.models.text.prompts import Message, Prompt
 from foredraft.options import DEFAULT_MODEL
 
 MAX_WAITING = 256
-"""Requests beyond those in the batch that may wait, unless somebody says otherwise."""
+"""By default, most requests that wait beside those in the batch."""
 
 
 class EventStream:
@@ -79,7 +79,7 @@ class EventStream:
 class _Mailbox:
     """Events on their way from the engine's thread to an event loop.
 
-    The engine never waits: what nobody has read yet is kept here.
+    The engine never waits: unread events are kept here.
 
     Attributes:
         loop: the reader's.
@@ -117,14 +117,14 @@ class _Post:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # events may come from whoever steps; and from finalizers
+        self._lock = threading.RLock()  # any thread may step the engine; finalizers put events, too
         self._waiting: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
 
     def put(self, mailbox: _Mailbox, event: Event | EngineStoppedError) -> None:
         """Hand an event over. Its reader hears of it with the next `send`, if not before.
 
         Raises:
-            RuntimeError: the loop is closed; nobody will read it.
+            RuntimeError: the loop is closed, so its readers are gone.
         """
         if mailbox.loop.is_closed():
             raise RuntimeError("the event loop is closed")

@@ -88,20 +88,20 @@ def _answer(
     start = time.perf_counter()
     with progress_bar(missing) as advance:
 
-        def told(so_far: BatchSummary) -> None:
+        def show(so_far: BatchSummary) -> None:
             rate = so_far.completion_tokens / (time.perf_counter() - start)
             advance(f"{rate:.0f} tokens/s")
 
-        return asyncio.run(_run(llm, names, file, answers, told))
+        return asyncio.run(_run(llm, names, file, answers, show))
 
 
 async def _run(
-    llm: LLM, names: tuple[str, ...], file: Path, answers: AnswerFile, told: Any
+    llm: LLM, names: tuple[str, ...], file: Path, answers: AnswerFile, show: Any
 ) -> BatchSummary:
     from foredraft.server.settings import LocalSettings
 
     async with in_process(llm, LocalSettings(served_model_names=names)) as ask:
-        return await run_batch(file, answers, ask, llm.engine.max_batch_size, told)
+        return await run_batch(file, answers, ask, llm.engine.max_batch_size, show)
 
 
 def _report(

@@ -95,7 +95,7 @@ def serve(
 
 
 def _run(load: LoadModel, settings: ServerSettings) -> None:
-    """Serve until somebody ends it."""
+    """Serve until the server is stopped."""
     from foredraft.server.app import create_app
     from foredraft.server.run import new_server
 

@@ -1,4 +1,4 @@
-"""The grammar that a request asks its reply to follow; `models.text.grammars` compiles it."""
+"""The grammar that the reply to a request must follow; `models.text.grammars` compiles it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS = ("json_schema", "json_object", "regex", "choice", "lark")
 _MAX_CHARACTERS = 1 << 18
 _MAX_CHOICES = 1024
 _MAX_DEPTH = 64
-"""Levels of a schema. Deeper ones take minutes to compile, and nobody has data like that."""
+"""Levels of a schema. Deeper ones take minutes to compile, and real data is not that deep."""
 MAX_OPTIONAL = 2000
 """Optional properties of one object in a schema. Each takes time at every token of the reply."""
 

@@ -1,4 +1,4 @@
-"""What all routes share: the engine once it is loaded, the requests under way, tenants, metrics."""
+"""What all routes share: the engine, the requests under way, tenants and metrics."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ class ServerContext:
         self._is_hurried = True
 
     async def _policy_for(self, params: SamplingParams) -> Policy:
-        """Who drafts for a request: somebody who looks at the prediction that it may bring."""
+        """The policy that drafts for a request. With a prediction, its drafter reads that."""
         llm = self.llm
         uses_it = drafter_spec(llm.drafter_name).uses_prediction(llm.options.drafter_options)
         if params.prediction is None or uses_it or llm.drafter_name == _DRAFTS_NOT:
@@ -291,7 +291,7 @@ class ServerContext:
                 num_draft_tokens=None,
                 drafter_options={},
             )
-            # It waits for the step that is under way.
+            # On a thread, because it waits for the step that is under way.
             view = await asyncio.to_thread(llm.with_drafter, options)
             self._for_predictions = self._for_predictions or view
         return self._for_predictions.policy

@@ -45,7 +45,7 @@ _RETRY_SECONDS = 1
 _CLOSED_BY_CLIENT = 499
 _MAX_MESSAGE = 2000
 _OPERATORS = (CapabilityError,)
-"""Configuration errors that are not the client's: whoever runs the server mends them."""
+"""Configuration errors that the operator of the server has to mend, not the client."""
 
 _FORMS = {
     "str": "text",
@@ -113,12 +113,12 @@ def is_anthropic(path: str) -> bool:
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """503: the server cannot answer now; the client may try again soon."""
+    """The error for a server that cannot answer now: 503. The client may try again soon."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(_RETRY_SECONDS)})
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Any exception as the client may see it. Unexpected ones are logged, and not described."""
+    """An exception as the client may see it. Unexpected ones are logged, and not described."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):

@@ -1,4 +1,4 @@
-"""What stands before the routes: who may call, how large a body may be, and the access log."""
+"""Middleware before the routes: API keys, limits of bodies, and the access log."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _UNKNOWN = "unknown"
 class ApiKeys:
     """The keys that open the server, kept as digests under a secret of this process.
 
-    The ids of keys are parts of these digests. Because of the secret, nobody who reads a log can
-    compare an id with guessed keys.
+    The ids of keys are parts of these digests. The secret keeps a reader of the log from comparing
+    an id with guessed keys.
 
     Args:
         keys: as clients send them.

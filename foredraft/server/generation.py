@@ -44,9 +44,9 @@ class ReplyState:
 
 
 class Generation:
-    """Events of several replies in the order they come. Made by `open`.
+    """The events of one or more replies, in the order in which they come. Made by `open`.
 
-    Whoever reads it must close it. Closing ends what is unfinished within one step.
+    It must be closed. That ends unfinished replies within one step.
 
     Attributes:
         replies: by index: prompts one after the other, n to each.
@@ -75,7 +75,7 @@ class Generation:
         policy: Policy | None = None,
         scores_only: bool = False,
     ) -> Generation:
-        """Submit all prompts, or none.
+        """Submit all prompts, or none of them.
 
         Args:
             scores_only: no reply is wanted: the log probabilities of a prompt's last token are
@@ -95,10 +95,10 @@ class Generation:
         return self
 
     async def __anext__(self) -> tuple[int, Event]:
-        """The next event, and of which reply.
+        """The index of a reply, and its next event.
 
         Raises:
-            ApiError: a reply failed, or was ended by somebody else.
+            ApiError: a reply failed, or the server ended it early (`abort`).
         """
         if not self._num_open:
             raise StopAsyncIteration
@@ -114,11 +114,11 @@ class Generation:
         return index, event
 
     async def aclose(self) -> None:
-        """End what is unfinished. Never waits."""
+        """End unfinished replies. It never waits."""
         await self._stream.aclose()
 
     async def abort(self, error: ApiError) -> None:
-        """End it early; whoever reads it gets ``error``."""
+        """End all replies early. The reader gets ``error``."""
         self._error = self._error or error
         await self._stream.aclose()
 
@@ -139,10 +139,11 @@ class Generation:
 def _scoring(
     engine: AsyncLLM, prompt: list[int], params: SamplingParams
 ) -> tuple[list[int], SamplingParams]:
-    """What to generate where a prompt is only scored: its last token, which alone is allowed.
+    """The prompt and parameters that score a prompt: its last token is generated.
 
-    So a prompt may fill the context. (The engine generates a token at least.) A prompt of one
-    token cannot be shorter; what is generated after it is not shown.
+    The engine generates at least one token. Generating the last token of the prompt, as the only
+    one allowed, lets the prompt fill the context. A prompt of one token is kept whole; the token
+    that is generated after it is not shown.
 
     Raises:
         PromptError: the prompt is longer than the context, or its last token is no id.

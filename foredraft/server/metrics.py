@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from foredraft.async_llm import AsyncLLM
+from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.core.cost import CostModel
 from foredraft.core.record import RowStep, StepRecord
 
@@ -93,27 +95,20 @@ class Metrics:
             held, free = stats.cache_tokens or 0, stats.cache_free_tokens
             return held / (held + free) if free is not None and held + free else 0.0
 
-        gauges = {
-            "num_requests_running": (
-                "Requests in the batch.",
-                lambda: engine.stats().running,
-            ),
-            "num_requests_waiting": (
-                "Requests that wait.",
-                lambda: engine.stats().waiting,
-            ),
+        stats: dict[str, tuple[str, Callable[[], float]]] = {
+            "num_requests_running": ("Requests in the batch.", lambda: engine.stats().running),
+            "num_requests_waiting": ("Requests that wait.", lambda: engine.stats().waiting),
             "kv_cache_tokens": ("Tokens in the cache.", lambda: engine.stats().cache_tokens or 0),
             "kv_cache_usage_perc": ("Share of the cache in use.", cache_usage),
         }
-        for name, (text, read) in gauges.items():
+        for name, (text, read) in stats.items():
             self._gauge(name, text).set_function(read)
-        self._cost = engine.llm.cost
-        report = getattr(engine.llm.controller, "report", None)
-        if report is None:
+        self._cost, controller = engine.llm.cost, engine.llm.controller
+        if not isinstance(controller, AdaptiveBudget):
             return
 
         def seconds(field: str) -> float:
-            return (report()[field] or 0.0) / 1000
+            return (controller.report()[field] or 0.0) / 1000
 
         for name, (text, field) in _LEDGER.items():
             self._gauge(name, text).set_function(partial(seconds, field))

@@ -72,10 +72,10 @@ class _Page:
         return self._lanes
 
     async def stream(self, body: RunBody, key_id: str | None) -> AsyncGenerator[bytes, None]:
-        """A run as server-sent events, for whoever holds this key.
+        """A run as server-sent events, for the holder of this key.
 
-        The first event is empty and comes as soon as the run is accepted. A reader who leaves ends
-        it within a step.
+        The first event is empty and comes as soon as the run is accepted. The run ends within a
+        step when the reader leaves.
 
         Raises:
             ApiError: 429: too many runs are under way; 408, 503: it was ended.
@@ -163,7 +163,7 @@ def include_page(app: FastAPI, context: ServerContext) -> None:
 
 
 def _read_files() -> Mapping[str, tuple[bytes, str]]:
-    """All files of the page, so that no path that somebody sends is ever opened."""
+    """All files of the page in memory, so that no path from a request is ever opened."""
     return {
         path.relative_to(PAGE).as_posix(): (path.read_bytes(), _TYPES[path.suffix])
         for path in sorted(PAGE.rglob("*"))

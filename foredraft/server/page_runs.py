@@ -118,7 +118,7 @@ class Lanes:
             return self._made[spec]
 
     def info(self) -> dict[str, Any]:
-        """What runs here, and what a forward of n tokens costs."""
+        """The model, its drafters, and the time of a forward of n tokens."""
         llm = self._llm
         plan, cost = llm.plan, self._cost
         name = llm.drafter_name
@@ -272,8 +272,8 @@ class _Lane:
 def run_lanes(lanes: Lanes, body: RunBody, tenant: str | None = None) -> Iterator[dict[str, Any]]:
     """Run a page's request; events by step, and one at each lane's end.
 
-    Lanes that run side by side are strangers to each other and to all that ran before: whoever
-    reads the prompt second would else find it in the cache.
+    Lanes that run side by side share no cached tokens, neither with each other nor with earlier
+    requests. Otherwise the second lane would find the prompt in the cache.
 
     Nothing runs before the first event is asked for; closing it early ends all lanes.
 

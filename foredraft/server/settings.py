@@ -109,7 +109,7 @@ class ServerSettings(BaseSettings):
     share_between_keys: bool = False
     """Text of one key may draft for another."""
     otlp_traces_endpoint: Annotated[str, Field(pattern=r"^https?://")] | None = None
-    """Where a span of each request is sent; to nobody unless it is given."""
+    """Where a span of each request is sent; without it no spans are made."""
 
     @field_validator("port", mode="before")
     @classmethod
@@ -128,7 +128,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody but this machine can call."""
+        """Whether only this machine can call."""
         try:
             return ip_address(self.host).is_loopback
         except ValueError:

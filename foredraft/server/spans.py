@@ -43,7 +43,7 @@ class RequestSpans:
     """Makes a span for each request.
 
     Args:
-        provider: sends the spans; None: nobody gets them.
+        provider: sends the spans; None: no spans are made.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -139,8 +139,8 @@ def spans_to(endpoint: str | None) -> RequestSpans:
 
     Args:
         endpoint: where it takes OTLP over HTTP, such as "http://127.0.0.1:4318/v1/traces". None:
-            there are none. What else the exporter can be told (headers, certificates, its service's
-            name) it takes from OpenTelemetry's own variables, ``OTEL_…``.
+            there are no spans. The exporter reads its other settings (headers, certificates, the
+            name of the service) from OpenTelemetry's own variables, ``OTEL_…``.
 
     Raises:
         ConfigError: the packages are not installed.

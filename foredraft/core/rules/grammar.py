@@ -1,10 +1,10 @@
 """What a grammar allows at a place of the text, committed or drafted.
 
-A matcher reads tokens one after the other. One reads what is committed and nothing else; a copy
-of it goes ahead along guesses, and is dropped for a new one where it would have to turn back. It is
-never asked to take tokens back: copies are as cheap, and llguidance (1.9) can lose a token so, once
-it has made a mask. Masks are kept until the next commit: a drafter asks for the same places as
-verification.
+A matcher reads tokens one after the other. One matcher reads the committed tokens and nothing else.
+A copy of it reads the tokens of a draft; for another branch a new copy is made. Matchers never take
+tokens back: a copy is as cheap, and llguidance (1.9) can lose a token that way once it has made a
+mask. Masks are kept until the next commit, because a drafter and verification ask for the same
+places.
 
 Shape legend: V vocabulary.
 """
@@ -22,34 +22,34 @@ from foredraft.core.errors import GrammarError
 Array: TypeAlias = npt.NDArray[Any]
 
 _MAX_FORCED = 32
-"""Tokens looked ahead for what alone can follow."""
+"""Most tokens that `GrammarRule.forced` looks ahead."""
 
 
 class Matcher(Protocol):
-    """Reads a reply by a grammar. What it raises is a `GrammarError`, and ends the request."""
+    """Reads a reply by a grammar. It raises `GrammarError`, which ends the request."""
 
     def mask(self) -> Array:
         """Which tokens may come next: bool [V]."""
         ...
 
     def permits(self, token: int) -> bool:
-        """Whether a token may come next, one that ends the text included."""
+        """Whether a token may come next. Tokens that end the text count, too."""
         ...
 
     def consume(self, token: int) -> bool:
-        """Read a token; False if it may not come or ends the text, and this matcher is spoilt."""
+        """Read a token. False: it may not come or ends the text; do not use the matcher again."""
         ...
 
     def copy(self) -> Matcher:
-        """One that stands where this one does, and goes on by itself."""
+        """An independent matcher that has read the same tokens."""
         ...
 
     def forced(self) -> Sequence[int]:
-        """Tokens that spell what alone can follow; none where there is a choice."""
+        """The tokens of the only text that can follow; none where there is a choice."""
         ...
 
     def is_complete(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether no token can follow."""
         ...
 
 
@@ -70,10 +70,10 @@ class GrammarRule:
         self._masks: dict[tuple[int, ...], Array | None] = {}
 
     def mask(self, text: Sequence[int], drafted: Sequence[int]) -> Array | None:
-        """Which tokens may come after these: bool [V]; None where nothing can have led there.
+        """Which tokens may come after these: bool [V]; None if the grammar does not allow these.
 
         Raises:
-            GrammarError: the grammar is too complex to say.
+            GrammarError: the parser of the grammar outgrows its bounds here.
         """
         self._settle(text)
         path = tuple(drafted)
@@ -89,9 +89,9 @@ class GrammarRule:
         return ahead is not None and ahead.permits(token)
 
     def forced(self, text: Sequence[int]) -> Sequence[int]:
-        """What follows the text, as far as the grammar leaves next to no choice.
+        """Tokens that follow the text, as far as the grammar allows one continuation only.
 
-        Of several ways to spell one text it is the tokenizer's own.
+        Where several tokens spell that continuation, they are those that the tokenizer would choose.
         """
         chain: list[int] = []
         while len(chain) < _MAX_FORCED:

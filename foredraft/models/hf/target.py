@@ -307,7 +307,7 @@ def _without_progress_bars() -> Iterator[None]:
 def _load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     directory = checkpoint.directory
     try:
-        with _without_progress_bars():  # whoever called us shows progress in their own way
+        with _without_progress_bars():  # callers show progress themselves
             model, info = AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype=dtype,

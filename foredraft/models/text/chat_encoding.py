@@ -71,7 +71,8 @@ class ChatEncoder:
         """Ids of a conversation of plain data, ready for the assistant's reply.
 
         Args:
-            tools: what the model is told that it may call. They are content, as messages are.
+            tools: descriptions of the tools that the model may call. Like messages, they are
+                content.
 
         Raises:
             ConfigError: the template refuses the conversation.

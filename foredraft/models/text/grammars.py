@@ -76,11 +76,12 @@ class Grammars:
         self._pool = ThreadPoolExecutor(_NUM_WORKERS, "foredraft-grammar", _lower_priority)
 
     def compile(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Start to compile a grammar, unless it is compiled or somebody else has started it.
+        """Start to compile a grammar, unless it is compiled or being compiled.
 
         Returns:
             A future for this caller alone, with the matcher that `new_matcher` copies. Cancel it
-            to stop waiting: a compilation that nobody waits for is dropped if it has not begun.
+            to stop waiting: a compilation without any waiting caller is dropped if it has not
+            begun.
             It raises GrammarError where the grammar is malformed or too complex, and ConfigError
             where llguidance is not installed or the model has no end-of-text token.
         """
@@ -110,7 +111,7 @@ class Grammars:
         return _GuidanceMatcher(compiled.deep_copy(), self._vocab_size, ends)
 
     def _leave(self, grammar: Grammar, job: _Job, wait: Future[LLMatcher]) -> None:
-        """A request waits no longer."""
+        """A request stops waiting for a compilation."""
         with self._lock:
             job.num_waiting -= 1
             if job.num_waiting == 0 and self._jobs.get(grammar) is job and job.future.cancel():
@@ -212,7 +213,7 @@ def _lower_priority() -> None:
 
 
 def _pass_on(wait: Future[LLMatcher], job: Future[LLMatcher]) -> None:
-    """Give a job's outcome to one that waits for it, unless it has left."""
+    """Give the outcome of a compilation to a waiting request, unless that was cancelled."""
     if not wait.set_running_or_notify_cancel():
         return
     if error := job.exception():
