@@ -91,7 +91,7 @@ class GrammarRule:
     def forced(self, text: Sequence[int]) -> Sequence[int]:
         """Tokens that follow the text, as far as the grammar allows one continuation only.
 
-        Where several tokens spell that continuation, they are those that the tokenizer would choose.
+        Where several tokens spell it, they are those that the tokenizer would choose.
         """
         chain: list[int] = []
         while len(chain) < _MAX_FORCED:
