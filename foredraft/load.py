@@ -261,6 +261,10 @@ _AUTO = ("blend", "suffix")
 """What "auto" means without a draft model: the first that can draft for the target."""
 
 
+FOR_PREDICTIONS = "prediction"
+"""Drafts for requests that bring a prediction, where the drafter in use does not read it."""
+
+
 def _without_draft_model(target: Target | ModelPlan | None) -> str:
     return next(name for name in _AUTO if _comes_with(drafter_spec(name).trained, target))
 

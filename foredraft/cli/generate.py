@@ -117,9 +117,10 @@ def _draft_with_prediction(load: LoadOptions) -> LoadOptions:
         ConfigError: another drafter was asked for, which does not read it.
     """
     from foredraft.drafters import drafter_spec
+    from foredraft.load import FOR_PREDICTIONS
 
     if load.drafter == "auto" and load.draft_model is None:
-        return replace(load, drafter="prediction")
+        return replace(load, drafter=FOR_PREDICTIONS)
     drafter = "draft_model" if load.drafter == "auto" else load.drafter
     if not drafter_spec(drafter).uses_prediction(load.drafter_options):
         raise ConfigError(

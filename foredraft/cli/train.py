@@ -148,7 +148,7 @@ def train_head(
     """
     from foredraft.drafters.registry import head_class
     from foredraft.system.paths import cache_root
-    from foredraft.train.folder import check_out, read_counters
+    from foredraft.train.folder import alone_in, check_out, read_counters
     from foredraft.train.learner import settled
     from foredraft.train.loop import Job, Trainer
     from foredraft.train.options import checked_options
@@ -157,26 +157,27 @@ def train_head(
     module = head_class(kind)
     kind_options = checked_options(module, o.parse_assignments("--option", option or ()))
     options = replace(options, rates=replace(rates, vectors=rates.tables))
-    if replace_old:
-        _move_aside(out)
-    check_out(out, module.kind, start_from)
-    ends_at = None
-    if options.minutes is not None:
-        ends_at = began + 60 * options.minutes - read_counters(out).total_s
-    with settled(), _loaded_target(load, ends_at) as (llm, target, display):
-        texts = _read_texts(data, out, llm, target, display, _writing_ends_at(ends_at))
-        _check_stop(display, out)
-        job = Job(
-            module,
-            out,
-            cache_root() / "captures",
-            data.capture_gb * 1e9,
-            kind_options,
-            start_from,
-            {"data": [*data.data], "command": _command()},
-        )
-        spent_s = time.monotonic() - began
-        result = Trainer(job, target, texts, options, display, spent_s).run()
+    with alone_in(out):
+        if replace_old:
+            _move_aside(out)
+        check_out(out, module.kind, start_from)
+        ends_at = None
+        if options.minutes is not None:
+            ends_at = began + 60 * options.minutes - read_counters(out).total_s
+        with settled(), _loaded_target(load, ends_at) as (llm, target, display):
+            texts = _read_texts(data, out, llm, target, display, _writing_ends_at(ends_at))
+            _check_stop(display, out)
+            job = Job(
+                module,
+                out,
+                cache_root() / "captures",
+                data.capture_gb * 1e9,
+                kind_options,
+                start_from,
+                {"data": [*data.data], "command": _command()},
+            )
+            spent_s = time.monotonic() - began
+            result = Trainer(job, target, texts, options, display, spent_s).run()
     learnt = f"{result.tokens} tokens, {result.seconds / 60:.1f} minutes of learning"
     more = "" if result.done >= 1 else f" ({result.done:.0%}; the same command goes on)"
     say(f"{out}: {learnt}{more}")
@@ -193,16 +194,18 @@ def train_table(
 ) -> None:
     """Learn a table of what follows what. It takes seconds; a better table is never replaced."""
     from foredraft.drafters.table import BOTH
+    from foredraft.train.folder import alone_in
     from foredraft.train.table import kept_table, train_table
 
-    if replace_old:
-        _move_aside(out)
-    with _loaded_target(load) as (llm, target, display):
-        kept_table(target, out)  # before text is written, see that the folder may be
-        texts = _read_texts(data, out, llm, target, display)
-        _check_stop(display, out)
-        made = {"data": [*data.data], "command": _command()}
-        measured = train_table(target, texts, out, options, made, display)
+    with alone_in(out):
+        if replace_old:
+            _move_aside(out)
+        with _loaded_target(load) as (llm, target, display):
+            kept_table(target, out)  # before text is written, see that the folder may be
+            texts = _read_texts(data, out, llm, target, display)
+            _check_stop(display, out)
+            made = {"data": [*data.data], "command": _command()}
+            measured = train_table(target, texts, out, options, made, display)
     right = ", ".join(f"{name} {part[BOTH]:.3f}" for name, part in measured.items())
     say(f"{out}: next tokens named right, with earlier matches: {right}")
 
@@ -223,8 +226,11 @@ def write_text(
 
     foredraft train write-text --out my-texts --tokens 1M
     """
+    from foredraft.train.folder import alone_in
+
     options = replace(options, shard=max(_WRITTEN_AT_ONCE * 4, 2 * batch))
-    with _loaded_target(replace(load, max_batch_size=batch)) as (llm, target, display):
+    load = replace(load, max_batch_size=batch)
+    with alone_in(out), _loaded_target(load) as (llm, target, display):
         writer = _write_into(out, llm, target, prompts or [], options, display)
     skipped = ""
     if writer.num_skipped:

@@ -20,6 +20,7 @@ from foredraft.core.record import StepRecord
 from foredraft.drafters import drafter_spec
 from foredraft.engine.policy import Policy
 from foredraft.llm import LLM
+from foredraft.load import FOR_PREDICTIONS
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.server.errors import ApiError, unavailable
 from foredraft.server.gate import ApiKeys
@@ -30,8 +31,6 @@ from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import spans_to
 
 _log = logging.getLogger("foredraft.server")
-
-_DRAFTS_NOT = "none"
 
 Watcher = Callable[[StepRecord], None]
 
@@ -281,17 +280,16 @@ class ServerContext:
         """The policy that drafts for a request. With a prediction, its drafter reads that."""
         llm = self.llm
         uses_it = drafter_spec(llm.drafter_name).uses_prediction(llm.options.drafter_options)
-        if params.prediction is None or uses_it or llm.drafter_name == _DRAFTS_NOT:
+        if params.prediction is None or uses_it or not llm.policy.drafters:
             return llm.policy
         if self._for_predictions is None:
             options = replace(
                 llm.options,
-                drafter="prediction",
+                drafter=FOR_PREDICTIONS,
                 draft_model=None,
                 num_draft_tokens=None,
                 drafter_options={},
             )
-            # On a thread, because it waits for the step that is under way.
             view = await asyncio.to_thread(llm.with_drafter, options)
             self._for_predictions = self._for_predictions or view
         return self._for_predictions.policy

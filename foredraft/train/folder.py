@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,31 @@ def state_path(out: Path) -> Path:
 
 
 # ------------------------------------------------------------------------- who may write there
+
+
+@contextmanager
+def alone_in(out: Path) -> Iterator[None]:
+    """Keep other processes from training in a folder meanwhile.
+
+    Raises:
+        ConfigError: one does already.
+    """
+    from filelock import FileLock, Timeout
+
+    whole = out.resolve()
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(whole.with_name(f".{whole.name}.lock"))  # not in the folder, which may be moved
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"another process is training in {out}; stop it, wait for its end, or give another "
+            "--out"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def check_out(out: Path, kind: str, start_from: Path | None = None) -> None:

@@ -15,7 +15,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.drafters.heads.store import SHIPPED
 from foredraft.drafters.registry import head_kinds
 from foredraft.llm import LLM
-from foredraft.train.folder import read_counters
+from foredraft.train.folder import alone_in, read_counters
 from foredraft.train.texts import read_texts, write_shard
 from foredraft.train.writing import ReplyRequest
 from tests.train.helpers import some_texts
@@ -117,6 +117,23 @@ def test_mistakes_are_explained(
     result = run("hidden_head", *out, *arguments)
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
+
+
+@pytest.mark.parametrize("command", ["hidden_head", "table", "write-text"])
+def test_two_trainings_do_not_write_into_one_folder(
+    checkpoint: Path, tmp_path: Path, command: str
+) -> None:
+    out = tmp_path / "head"
+    arguments = (command, "--target", str(checkpoint), "--out", str(out), "--tokens", "1k")
+    if command == "table":
+        arguments = (*arguments[:-2], "--replace")
+    with alone_in(out):
+        other = run(*arguments)
+    assert isinstance(other.exception, ConfigError)
+    assert "another process is training in" in str(other.exception)
+    assert not out.exists()
+    with alone_in(out):  # whoever was refused holds nothing
+        pass
 
 
 def test_a_finished_head_is_refused_or_kept_aside(
