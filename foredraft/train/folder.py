@@ -58,16 +58,13 @@ def alone_in(out: Path) -> Iterator[None]:
     whole.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(whole.with_name(f".{whole.name}.lock"))  # not in the folder, which may be moved
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(
-            f"another process is training in {out}; stop it, wait for its end, or give another "
-            "--out"
+            f"another process is training in {out}; wait for its end, or give another --out"
         ) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def check_out(out: Path, kind: str, start_from: Path | None = None) -> None:
