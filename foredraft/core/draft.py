@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from foredraft.core.choices import DrawnChoices, SharedChoices
-from foredraft.core.draws import Draw, DrawKey
+from foredraft.core.draws import DrawKey
 from foredraft.core.errors import NoTokenError
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
 from foredraft.core.rules import Rules
@@ -65,13 +65,13 @@ class Draft(ABC):
         """
         return None
 
-    def take(self, parent: int, draw: Draw) -> int:
+    def take(self, parent: int, token: int) -> int:
         """Hang a token below ``parent`` that was drawn with its `draw_key`; its node.
 
         How likely the target accepts it is not known then, so `build` says nothing of it.
         """
         self._has_drawn = True
-        return self._add(parent, draw.token, 1.0)
+        return self._add(parent, token, 1.0)
 
     @property
     def tree(self) -> TokenTree:

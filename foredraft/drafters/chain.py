@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from foredraft.core.draws import Draw, DrawKey
+from foredraft.core.draws import DrawKey
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow
@@ -51,16 +51,17 @@ class ChainDraft:
         """What draws the next token; None where its logits have to be looked at."""
         return None if self._min_confidence else self._draft.draw_key(len(self._draft) - 1)
 
-    def extend(self, logits_V: Tensor, draw: Draw | None = None) -> int | None:
+    def take(self, tokens: Sequence[int]) -> None:
+        """Add tokens that were drawn one after the other, the first with `draw_key`."""
+        for token in tokens:
+            self._draft.take(len(self._draft) - 1, token)
+
+    def extend(self, logits_V: Tensor) -> int | None:
         """Add the token that follows the last one, and return it; None ends the chain.
 
         Args:
             logits_V: what the draft model says about it.
-            draw: what was drawn from them with `draw_key`, if anything was.
         """
-        if draw is not None:
-            self._draft.take(len(self._draft) - 1, draw)
-            return draw.token
         unsure = self._min_confidence and confidence(logits_V) < self._min_confidence
         if unsure or not self._draft.extend(len(self._draft) - 1, logits_V):
             self._has_ended = True

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
 from foredraft.core.cost import USUAL_PRICE, chain_speedup
-from foredraft.core.draws import Draw, DrawKey
+from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow
@@ -90,7 +90,8 @@ class SelfDrafter(BaseDrafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         chains = {row.request_id: ChainDraft(row) for row in rows if self._has_room(row)}
-        active = [*chains.values()]
+        self._draw([chain for chain in chains.values() if chain.draw_key is not None])
+        active = [chain for chain in chains.values() if chain.draw_key is None]
         while active:
             self._extend(active)
             active = [chain for chain in active if chain.num_left]
@@ -111,12 +112,23 @@ class SelfDrafter(BaseDrafter):
     def end(self, request_id: int) -> None:
         self._first_lengths.pop(request_id, None)
 
+    def _draw(self, chains: Sequence[ChainDraft]) -> None:
+        """Draft for rows whose law is nothing but scaled logits: the copy draws by itself."""
+        while chains:
+            reads, starts = zip(*map(_next_read, chains), strict=True)
+            count = min(chain.num_left for chain in chains)
+            drafts = self._copy.draft(reads, starts, count)
+            for chain, tokens in zip(chains, drafts, strict=True):
+                chain.take(tokens)
+            pairs = zip(chains, drafts, strict=True)
+            chains = [chain for chain, tokens in pairs if chain.num_left and len(tokens) == count]
+
     def _extend(self, chains: Sequence[ChainDraft]) -> None:
         """One forward of the copy: each chain grows by a token, or ends."""
         reads, starts = zip(*map(_next_read, chains), strict=True)
         scores = self._copy.score(reads, starts)
-        for chain, span, draw in zip(chains, scores.heads, _draws(scores, reads), strict=True):
-            chain.extend(scores.logits_NV[span.start], draw)
+        for chain, span in zip(chains, scores.heads, strict=True):
+            chain.extend(scores.logits_NV[span.start])
 
 
 def _next_read(chain: ChainDraft) -> tuple[ScoreRow, int]:
@@ -125,14 +137,6 @@ def _next_read(chain: ChainDraft) -> tuple[ScoreRow, int]:
     last = chain.tokens[-1] if chain.tokens else row.tokens[-1]
     start = len(row.tokens) - 1 + len(chain.tokens)
     return ScoreRow(row.slot, (last,), draw=chain.draw_key), start
-
-
-def _draws(scores: Scores, reads: Sequence[ScoreRow]) -> list[Draw | None]:
-    """The token drawn for each row, where one could be."""
-    if scores.draws is None:
-        return [None] * len(reads)
-    found = iter(scores.draws)
-    return [None if read.draw is None else next(found) for read in reads]
 
 
 def measured_fit(target: LowBitTarget, copy: LowBitCopy, prompt: Sequence[int]) -> Fit:
@@ -187,7 +191,7 @@ def _agreement(
 
 def _drawn(scores: Scores, row: ScoreRow) -> int:
     """The token after a row's last one."""
-    (draw,) = _draws(scores, [row])
+    (draw,) = scores.draws or (None,)
     if draw is None:
         raise NonFiniteScoresError("the target's logits are not finite")
     return draw.token

@@ -438,6 +438,17 @@ class LowBitCopy(Protocol):
         """
         ...
 
+    def draft(self, rows: Sequence[ScoreRow], starts: Sequence[int], count: int) -> list[list[int]]:
+        """Likewise, going on from the token that is drawn for each row: ``count`` tokens a row.
+
+        Args:
+            rows: one pending token each, and a `ScoreRow.draw`.
+
+        Returns:
+            The drawn tokens of each row, fewer where logits are not finite.
+        """
+        ...
+
 
 class LowBitTarget(PartsTarget, Protocol):
     """A target with the capabilities ``low_bit`` and ``parts``.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,7 +25,7 @@ from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import packed
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.decoder import Decoder, DecoderFactory
+from foredraft.models.native.decoder import DecoderFactory, DraftingDecoder
 from foredraft.models.native.packed import PACKED, PackedMatrix, tensor_of
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.weights import (
@@ -53,20 +54,30 @@ class LowBitCopy:
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, bits: int, num_bytes: int, identity: str
+        self, decoder: DraftingDecoder, cache: KVCache, bits: int, num_bytes: int, identity: str
     ) -> None:
         self._decoder, self._cache = decoder, cache
         self.bits, self.num_bytes, self.identity = bits, num_bytes, identity
+
+    def draft(self, rows: Sequence[ScoreRow], starts: Sequence[int], count: int) -> list[list[int]]:
+        plan = plan_forward(rows, starts)
+        self._announce(plan, count - 1)
+        plan = replace(plan, draws=draws_of(rows, plan))
+        return self._decoder.draft(plan, self._cache, count)
+
+    def _announce(self, plan: ForwardPlan, num_more: int = 0) -> None:
+        """Make room for what a plan writes and for more tokens of each row, and let slots know."""
+        for span in plan.rows:
+            num_behind = span.entries.stop + num_more - self._cache.length(span.slot)
+            self._cache.reserve(span.slot, num_behind)
+            self._cache.will_write(span.slot, num_behind)
 
     @torch.no_grad()
     def score(
         self, rows: Sequence[ScoreRow], starts: Sequence[int], taps: Sequence[int] = ()
     ) -> Scores:
         plan = plan_forward(rows, starts)
-        for span in plan.rows:
-            num_behind = span.entries.stop - self._cache.length(span.slot)
-            self._cache.reserve(span.slot, num_behind)
-            self._cache.will_write(span.slot, num_behind)
+        self._announce(plan)
         if self._decoder.draws:
             plan = replace(plan, draws=draws_of(rows, plan))
         logits_NV, tapped = self._decoder.forward(plan, self._cache, taps)
@@ -144,7 +155,7 @@ class Copies:
 
     def _of(self, weights: DecoderWeights, bits: int) -> LowBitCopy:
         weights = replace(weights, embedding_VE=self.weights.embedding_VE)
-        decoder = self.new_decoder(self.config, weights)
+        decoder = cast(DraftingDecoder, self.new_decoder(self.config, weights))
         num_bytes = sum(matrix.nbytes for matrix in _matrices(weights).values())
         identity = recipe_of(bits, tensor_of(weights.layers[-1].output_weight))
         return LowBitCopy(decoder, self.cache, bits, num_bytes, identity)
