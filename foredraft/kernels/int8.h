@@ -130,15 +130,17 @@ struct PackedInputs {
  private:
   // Stores a row's scale; what its elements are to be multiplied with.
   float put_scale(const float* row, int64_t token) const {
-    Vec most{}, broken{};
-    for (int64_t k = 0; k < padded(K); k += kLanes) {
-      const Vec x = load(row + k);
-      most = max(max(x, -x), most);
-      broken = fma(x, Vec{}, broken);
-    }
-    const float largest = max_lanes(most);
+    // Two running values of each, for an instruction waits for the one before in its chain.
+    Vec most[2] = {}, broken[2] = {};
+    for (int64_t k = 0; k < padded(K); k += kPair)
+      UNROLL for (int i = 0; i < 2; ++i) {
+        const Vec x = load(row + k + i * kLanes);
+        most[i] = max(max(x, -x), most[i]);
+        broken[i] = fma(x, Vec{}, broken[i]);
+      }
+    const float largest = max_lanes(max(most[0], most[1]));
     const bool is_zero = largest < 1e-30f;  // 1 / largest would overflow
-    scales[token] = (is_zero ? 0.0f : largest / kLargestActivation) + sum_lanes(broken);
+    scales[token] = (is_zero ? 0.0f : largest / kLargestActivation) + sum_lanes(broken[0] + broken[1]);
     return is_zero ? 0.0f : kLargestActivation / largest;
   }
 
