@@ -119,6 +119,23 @@ def test_the_largest_numbers_meet_without_an_overflow(bits: int, form: int) -> N
             assert torch.equal(found, expected[:count])
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("bits", "form"), [(8, FORM_INT8), (4, FORM_INT4)])
+def test_a_broken_activation_breaks_its_token_and_no_other(
+    bits: int, form: int, broken: float
+) -> None:
+    weights = tensor_of(PACKED[bits].of_weight(noise(16, 45)))
+    x_TK = noise(45, 45, seed=1)
+    whole = multiply(PORTABLE, form, weights, range(16), x_TK)
+    for instructions in [*EXACT, *EMULATIONS]:
+        found = multiply(instructions, form, weights, range(16), x_TK.fill_diagonal_(broken))
+        assert found.isnan().all()
+        x_TK[1:] = noise(45, 45, seed=1)[1:]
+        found = multiply(instructions, form, weights, range(16), x_TK)
+        assert found[0].isnan().all()
+        assert torch.equal(found[1:], whole[1:])
+
+
 @pytest.mark.parametrize(("bits", "form"), [(8, FORM_INT8), (4, FORM_INT4)])
 def test_portable_products_are_those_of_the_numbers(bits: int, form: int) -> None:
     matrix = PACKED[bits].of_weight(noise(50, 96))
