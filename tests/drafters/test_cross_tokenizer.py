@@ -141,13 +141,18 @@ def set_up(style: str, **options: Any) -> Setup:
     return Setup(target, cross(target, model, (codec("bpe"), theirs), **options), model)
 
 
+@functools.cache
+def plain_text(params: SamplingParams) -> list[tuple[int, ...]]:
+    return plain(native().new_target(), PROMPTS, params)
+
+
 @pytest.mark.parametrize("mode", ["slem", "tli"])
 @pytest.mark.parametrize("style", OTHER_STYLES)
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.slow), 1.0])
 def test_the_text_is_the_plain_runs(style: str, mode: str, temperature: float) -> None:
     """Random models babble: broken characters, special tokens and all."""
     params = SamplingParams(temperature=temperature, seed=17, max_tokens=24)
-    expected = plain(native().new_target(), PROMPTS, params)
+    expected = plain_text(params)
     setup = set_up(style, mode=mode)
     for num_draft_tokens in (1, 4):
         results = run(setup.target, setup.drafter, PROMPTS, params, num_draft_tokens, 3)

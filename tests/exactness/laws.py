@@ -47,7 +47,7 @@ class Steps:
     def _step(self, context: Tokens, ledger: Ledger) -> Tokens:
         choices = LedgerChoices(ledger)
         proposal = self._draft(context, self._draft_probs, choices, ANY_BUDGET)
-        probs = TreeProbs(self._target_probs, context, proposal.tree)
+        probs = TreeProbs(self._target_probs.law, context, proposal.tree)
         verdict = self._rule(proposal, probs, choices)
         assert proposal.tree.is_path(verdict.path)
         return (*(proposal.tree.tokens[node] for node in verdict.path), verdict.next_token)

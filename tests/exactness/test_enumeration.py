@@ -6,9 +6,12 @@ tree shape joins with one line in `RULES` or in `drafting.SHAPES`.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,19 +37,24 @@ BINARY = SHAPES["binary of depth 2"]
 
 @dataclass(frozen=True)
 class Taken:
-    """A rule and the proposals it takes."""
+    """A rule and the proposals it takes.
+
+    Attributes:
+        ours: it ships; others are what ours are compared with.
+    """
 
     rule: Rule
     chosen: bool = False
     drawn: bool = True
     trees: bool = True
+    ours: bool = True
 
 
 RULES = {
     "target-only": Taken(verify_target_only, chosen=True, drawn=False),
-    "token rule": Taken(verify_token_rule, trees=False),
+    "token rule": Taken(verify_token_rule, trees=False, ours=False),
     "block": Taken(verify_block, trees=False),
-    "recursive": Taken(verify_recursive),
+    "recursive": Taken(verify_recursive, ours=False),
     "traversal": Taken(verify_traversal),
 }
 
@@ -96,6 +104,15 @@ CASES = [
 ]
 
 
+def cases_in_every_kind() -> Iterator[ParameterSet]:
+    """The rules that ours are compared with, and do not ship, are slow in most kinds."""
+    ours = [taken.rule for taken in RULES.values() if taken.ours]
+    for kind, case in itertools.product(KINDS, CASES):
+        is_slow = case.values[0] not in ours and kind not in ("random", "zeros in both")
+        marks = pytest.mark.slow if is_slow else ()
+        yield pytest.param(kind, *case.values, id=f"{case.id}-{kind}", marks=marks)
+
+
 def assert_exact(
     w: World,
     draft: Draft,
@@ -109,8 +126,7 @@ def assert_exact(
     assert distance < ROUNDING, f"total variation {distance:.3g} over {num_tokens} tokens"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rule", "draft"), CASES)
+@pytest.mark.parametrize(("kind", "rule", "draft"), [*cases_in_every_kind()])
 def test_every_rule_and_shape_in_every_kind_of_world(rule: Rule, draft: Draft, kind: str) -> None:
     assert_exact(world(kind, 2 if draft == Drawn(BINARY) else 3), draft, rule, num_tokens=3)
 

@@ -69,7 +69,7 @@ def test_on_a_chain_it_is_block_verification(kind: str) -> None:
     target, draft = Probs(w.target(), PLAIN), Probs(w.draft(), PLAIN)
     for seed in range(200):
         proposal = Drawn((ROOT, 0, 1, 2))((), draft, KeyedDrawnChoices(seed, 0), 4)
-        probs, choices = TreeProbs(target, (), proposal.tree), KeyedVerifyChoices(seed, 0)
+        probs, choices = TreeProbs(target.law, (), proposal.tree), KeyedVerifyChoices(seed, 0)
         assert verify_traversal(proposal, probs, choices) == verify_block(proposal, probs, choices)
 
 

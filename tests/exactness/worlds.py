@@ -5,6 +5,7 @@ Distributions are wide on purpose: near-one-hot tables hide a wrong rule.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -81,15 +82,17 @@ KINDS: dict[str, Callable[[Weights, Weights, str], tuple[Weights, Weights]]] = {
 def world(kind: str, vocab_size: int, seed: int = 0) -> World:
     """The random world of a kind; its distributions depend on the last two tokens."""
 
-    def tables(context: Tokens) -> tuple[Weights, Weights]:
-        key = f"{kind}/{seed}/{context[-ORDER:]}"
+    @functools.cache
+    def tables(last: Tokens) -> tuple[Weights, Weights]:
+        key = f"{kind}/{seed}/{last}"
         target, draft = _random(vocab_size, f"p{key}"), _random(vocab_size, f"q{key}")
-        return KINDS[kind](target, draft, key)
+        target, draft = KINDS[kind](target, draft, key)
+        return _normalised(target), _normalised(draft)
 
     return World(
         vocab_size,
-        lambda context: _normalised(tables(context)[0]),
-        lambda context: _normalised(tables(context)[1]),
+        lambda context: tables(context[-ORDER:])[0],
+        lambda context: tables(context[-ORDER:])[1],
     )
 
 
@@ -104,6 +107,7 @@ class Distributions:
         self._model, self._params = model, params
         self._slot = model.cache.allocate()
         self._known: dict[Tokens, Tensor] = {}
+        self.law = functools.cache(lambda context: TokenLaw.of_probs(self(context)))
 
     def __call__(self, context: Tokens) -> Tensor:
         if context not in self._known:
@@ -116,13 +120,13 @@ class Distributions:
 class TreeProbs:
     """The distribution after each node of a tree that hangs off ``context``."""
 
-    after: Callable[[Tokens], Tensor]
+    after: Callable[[Tokens], TokenLaw]
     context: Tokens
     tree: TokenTree
 
     def __getitem__(self, node: int) -> TokenLaw:
         path = () if node == ROOT else self.tree.paths[node]
-        return TokenLaw.of_probs(self.after((*self.context, *(self.tree.tokens[i] for i in path))))
+        return self.after((*self.context, *(self.tree.tokens[i] for i in path)))
 
 
 def target_law(
