@@ -107,7 +107,7 @@ class Engine:
         self._ids = itertools.count()
         self.lock = FairLock()
         self._totals = Totals()
-        self._is_stepping = False
+        self._is_stepping = self._was_interrupted = False
         self._cancelled_meanwhile: list[int] = []
 
     def submit(
@@ -204,6 +204,8 @@ class Engine:
         with self.lock:
             self._is_stepping = True
             try:
+                if self._was_interrupted:
+                    self._end_drafting()
                 self._admit()
                 batch = [t for t in self._scheduler.next_batch(policy) if not t.request.is_over]
                 self._run(batch)
@@ -215,9 +217,8 @@ class Engine:
                     for request in self._scheduler.running
                     if request in changed or request.is_over
                 ]
-            except BaseException:  # such as Ctrl-C: drafters may have missed a part of the step
-                for request in self._scheduler.running:
-                    self._drafting.end(request)
+            except BaseException:  # such as Ctrl-C
+                self._was_interrupted = True
                 raise
             finally:
                 self._is_stepping = False
@@ -388,6 +389,15 @@ class Engine:
         self._scheduler.preempt(request)
         self._totals.preemptions += 1
         self._is_full = True
+
+    def _end_drafting(self) -> None:
+        """Nobody drafts for those who run: nobody knows what drafters have seen of a broken step.
+
+        Controllers may name somebody again.
+        """
+        for request in self._scheduler.running:
+            self._drafting.end(request)
+        self._was_interrupted = False
 
     def _close(self, request: Request) -> None:
         """Nobody drafts for a request any more, and its place is free."""

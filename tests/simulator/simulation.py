@@ -295,6 +295,7 @@ class Simulation:
             for name, drafter in drafters.items():
                 mine = {row.request_id for row in rows if row.drafter == name}
                 assert getattr(drafter, "followed", mine) == mine, "a drafter follows others"
+                assert not getattr(drafter, "complaint", ""), drafter.complaint  # type: ignore[attr-defined]
             for row in rows:
                 self._check_drafter(row)
 
