@@ -109,8 +109,8 @@ class Planner:
         prices = self._cost.with_nodes([(1, len(row.tokens)) for row in (*rows, *others)], most)
         self._ledger.begin(prices[0], num_rows)
         plain = Plan(None, {}, prices[0], num_rows / prices[0], None, LinearPrice(1.0))
-        found = [self._with_drafter(d, rows, prices, current) for d in self.drafters.values()]
-        paying = [p for p in found if p is not None and self._weight(p) > plain.plain_rate]
+        plans = [self._with_drafter(d, rows, prices, current) for d in self.drafters.values()]
+        paying = [p for p in plans if p is not None and self._weight(p) > plain.plain_rate]
         if not paying:
             return self._trial(rows, prices, current, num_steps) or plain
         if current is not None and current.drafter is not None and not current.is_trial:
@@ -243,10 +243,10 @@ class Planner:
             drafter = self.drafters[names[self._next_trial % len(names)]]
             self._next_trial += 1
             for num_rows, num_nodes in _TRIALS:
-                found = self._trial_of(drafter, rows, prices, num_rows, num_nodes)
-                if found is not None:
+                trial = self._trial_of(drafter, rows, prices, num_rows, num_nodes)
+                if trial is not None:
                     self.num_trials += 1
-                    return found
+                    return trial
         return None
 
     def _trial_of(

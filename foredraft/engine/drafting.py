@@ -211,10 +211,10 @@ def _goes_on(turn: Turn) -> bool:
 
 
 def _by_policy(turns: Sequence[Turn]) -> dict[Policy, list[Turn]]:
-    found: dict[Policy, list[Turn]] = {}
+    by_policy: dict[Policy, list[Turn]] = {}
     for turn in turns:
-        found.setdefault(turn.request.policy, []).append(turn)
-    return found
+        by_policy.setdefault(turn.request.policy, []).append(turn)
+    return by_policy
 
 
 def _forced(request: Request, most: int) -> tuple[int, ...]:

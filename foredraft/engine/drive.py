@@ -90,7 +90,7 @@ class EngineThread:
     Args:
         engine: what it steps.
         policy: on whose behalf; None: the engine's own.
-        send: told when mailboxes have got what a step, or what others asked for, brought them.
+        send: called when mailboxes have received events: after each step, and after each command.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class EngineThread:
 
     def _put(self, request_id: int, event: Event | EngineStoppedError, is_last: bool) -> None:
         mailbox = self._mailboxes.get(request_id)
-        if mailbox is None:  # it was told of the engine's fault
+        if mailbox is None:  # it has been sent the engine's fault
             return
         if is_last:
             del self._mailboxes[request_id]

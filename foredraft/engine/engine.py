@@ -55,7 +55,7 @@ class EngineOptions:
         new_decoder: makes the decoder of a reply; None when there is no tokenizer.
         rule_book: what requests ask of a distribution; None: all but what needs a tokenizer.
         cost: what steps cost here; it follows the steps that are made. None: nobody wants to know.
-        trace: told of each step.
+        trace: called with the record of each step.
         clock: seconds, for the times of steps.
         new_seed: the seed of a request that names none.
     """
@@ -246,7 +246,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine has done and is doing. Waits for nobody: a step may be under way."""
         totals, running = self._totals, len(self._scheduler.running)
-        usage, found = self._target.cache.usage, self.prefixes.stats
+        usage, prefixes = self._target.cache.usage, self.prefixes.stats
         return EngineStats(
             running=running,
             waiting=self._scheduler.num_waiting,
@@ -259,8 +259,8 @@ class Engine:
             preemptions=totals.preemptions,
             cache_tokens=usage.used,
             cache_free_tokens=usage.available,
-            prefix_tokens=found.tokens,
-            prefix_cached_tokens=found.cached_tokens,
+            prefix_tokens=prefixes.tokens,
+            prefix_cached_tokens=prefixes.cached_tokens,
         )
 
     def close_session(self, session: Session) -> None:
@@ -406,7 +406,7 @@ class Engine:
 
     def _report(self, batch: Sequence[Turn], record: StepRecord) -> None:
         """Tell everybody of a step."""
-        waiting, preempted = self._scheduler.num_waiting, self._totals.untold_preemptions()
+        waiting, preempted = self._scheduler.num_waiting, self._totals.unreported_preemptions()
         record = replace(record, num_waiting=waiting, num_preempted=preempted)
         self._totals.add_step(batch)
         if self._options.cost is not None and record.is_decoding:

@@ -12,7 +12,8 @@ from foredraft.engine.guard import LoadedDrafter
 from foredraft.models.base import Target
 
 Trace = Callable[[StepRecord], None]
-"""Told of steps. What it raises is said once in the log, and it is not told again.
+"""Called with the record of each step. The first time that it raises, the log says so, and it is
+called no more.
 
 One with an attribute `wants_evidence` that is true also gets each verdict's evidence.
 """
@@ -21,7 +22,7 @@ _log = logging.getLogger("foredraft")
 
 
 class GuardedTrace:
-    """A trace that is switched off when it fails; None: nobody is told.
+    """A trace that is switched off when it fails; None: there is none.
 
     Attributes:
         wants_evidence: whether verdicts are to say what they were decided on.
@@ -50,7 +51,7 @@ class Policy:
     Args:
         controller: decides who drafts for a row, and how much.
         drafters: the loaded drafters that it knows by name.
-        trace: told of the steps of these requests, without the rows of others.
+        trace: called with the records of these requests' steps, without the rows of others.
         is_apart: whether these requests take part only in steps that somebody asks for on their
             behalf (`Engine.step`). So two policies can race on one target without slowing each
             other down.

@@ -56,12 +56,12 @@ class Totals:
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
-    _told_preemptions: int = 0
+    _reported_preemptions: int = 0
 
-    def untold_preemptions(self) -> int:
-        """Those since it was asked last."""
-        told, self._told_preemptions = self._told_preemptions, self.preemptions
-        return self.preemptions - told
+    def unreported_preemptions(self) -> int:
+        """Those since the last call."""
+        reported, self._reported_preemptions = self._reported_preemptions, self.preemptions
+        return self.preemptions - reported
 
     def add_step(self, batch: Sequence[Turn]) -> None:
         self.steps += 1
