@@ -41,7 +41,7 @@ class Draft(ABC):
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.chances: list[float] = []
-        self._has_drawn = False
+        self._has_unknown = False
 
     @abstractmethod
     def extend(self, parent: int, logits_V: Tensor, count: int = 1) -> list[int]:
@@ -65,13 +65,14 @@ class Draft(ABC):
         """
         return None
 
-    def take(self, parent: int, token: int) -> int:
-        """Hang a token below ``parent`` that was drawn with its `draw_key`; its node.
+    def take(self, parent: int, token: int, chance: float | None = None) -> int:
+        """Hang a token below ``parent`` that was chosen elsewhere; its node.
 
-        How likely the target accepts it is not known then, so `build` says nothing of it.
+        Args:
+            chance: that the target accepts it; None: not known, so `build` says nothing of it.
         """
-        self._has_drawn = True
-        return self._add(parent, token, 1.0)
+        self._has_unknown |= chance is None
+        return self._add(parent, token, 1.0 if chance is None else chance)
 
     @property
     def tree(self) -> TokenTree:
@@ -122,7 +123,7 @@ class ChosenDraft(Draft):
         return None if scale is None else self._choices.draw_key(len(self._drafted(parent)), scale)
 
     def build(self) -> Proposal:
-        if self._has_drawn:
+        if self._has_unknown:
             return Proposal.chosen(self.tree)
         chances: list[float] = []
         for parent, chance in zip(self.parents, self.chances, strict=True):

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from foredraft.core.choices import Choice
 from foredraft.core.draws import DrawKey
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, TokenTree
@@ -55,6 +56,13 @@ class ChainDraft:
         """Add tokens that were drawn one after the other, the first with `draw_key`."""
         for token in tokens:
             self._draft.take(len(self._draft) - 1, token)
+
+    def choose(self, choices: Sequence[Choice]) -> None:
+        """Add the first of the tokens that the target will likeliest take; none ends the chain."""
+        if not choices:
+            self._has_ended = True
+        else:
+            self._draft.take(len(self._draft) - 1, *choices[0])
 
     def extend(self, logits_V: Tensor) -> int | None:
         """Add the token that follows the last one, and return it; None ends the chain.

@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
+from foredraft.core.choices import DrawnChoices
 from foredraft.core.cost import USUAL_PRICE, chain_speedup
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.rules import SamplingRules
 from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow
 from foredraft.drafters.chain import ChainDraft
+from foredraft.drafters.heads.rows import OutputRows
+from foredraft.drafters.heads.store import shipped_output_ids
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.kernels.build import describe_instructions
 from foredraft.models.base import (
@@ -45,7 +49,8 @@ _SEED = 2503_13565
 _NUM_MEASURED = 32
 """Tokens at each temperature."""
 _AGREED = 0.95
-_MOST_NODES = 16
+_LOOKED_AT, _COVERED = 64, 0.96
+"""Tokens at the end of a text, and how many of them must be usual ones."""
 
 
 @dataclass(frozen=True)
@@ -68,51 +73,25 @@ class Fit:
         return chain_speedup((self.greedy + self.sampled) / 2, self.share, USUAL_PRICE)
 
 
-_USUAL_FIT = Fit(0.9, 0.85, 0.4)
-
-
-class SelfDrafter(BaseDrafter):
-    """See the module docstring. All rows that still draft share each forward of the copy.
+class CopyHead:
+    """A copy with all rows of its head, or with the usual ones: reading them all takes long.
 
     Args:
-        target: whose cache the copy drafts on.
-        copy: of its layers.
-        fit: how well it drafts.
+        copy: drafts.
+        vocab_size: of the target.
+        ids_R: the tokens of the head's rows, ascending; None: all.
     """
 
-    def __init__(self, target: LowBitTarget, copy: LowBitCopy, fit: Fit) -> None:
-        self.promise, self.round_share = (fit.greedy, fit.sampled), fit.share
-        self._cache, self._max_context, self._copy = target.cache, target.max_context, copy
-        self._first_lengths: dict[int, int] = {}
+    def __init__(self, copy: LowBitCopy, vocab_size: int, ids_R: Tensor | None = None) -> None:
+        self._copy, self._rows = copy, OutputRows(ids_R, vocab_size)
+        self._tokens = frozenset(() if ids_R is None else ids_R.tolist())
 
-    def begin(self, request: DraftRequest) -> None:
-        self._first_lengths[request.request_id] = len(request.tokens)
+    def covers(self, text: Sequence[int]) -> bool:
+        """Whether the end of a text is nearly all of the usual tokens."""
+        last = text[-_LOOKED_AT:]
+        return sum(token in self._tokens for token in last) >= _COVERED * len(last)
 
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        chains = {row.request_id: ChainDraft(row) for row in rows if self._has_room(row)}
-        self._draw([chain for chain in chains.values() if chain.draw_key is not None])
-        active = [chain for chain in chains.values() if chain.draw_key is None]
-        while active:
-            self._extend(active)
-            active = [chain for chain in active if chain.num_left]
-        return [
-            chains[row.request_id].build() if row.request_id in chains else NO_PROPOSAL
-            for row in rows
-        ]
-
-    def _has_room(self, row: DraftRow) -> bool:
-        num_tokens = len(row.tokens)
-        if not row.budget or num_tokens + row.budget > self._max_context:
-            return False
-        # The copy reads no prompt. Also where the cache holds nearly all of it, the first step
-        # drafts nothing: else a drawn text would depend on what is in the cache.
-        is_first = num_tokens == self._first_lengths[row.request_id]
-        return not is_first and self._cache.length(row.slot) == num_tokens - 1
-
-    def end(self, request_id: int) -> None:
-        self._first_lengths.pop(request_id, None)
-
-    def _draw(self, chains: Sequence[ChainDraft]) -> None:
+    def draw(self, chains: Sequence[ChainDraft]) -> None:
         """Draft for rows whose law is nothing but scaled logits: the copy draws by itself."""
         while chains:
             reads, starts = zip(*map(_next_read, chains), strict=True)
@@ -123,12 +102,88 @@ class SelfDrafter(BaseDrafter):
             pairs = zip(chains, drafts, strict=True)
             chains = [chain for chain, tokens in pairs if chain.num_left and len(tokens) == count]
 
-    def _extend(self, chains: Sequence[ChainDraft]) -> None:
-        """One forward of the copy: each chain grows by a token, or ends."""
-        reads, starts = zip(*map(_next_read, chains), strict=True)
-        scores = self._copy.score(reads, starts)
-        for chain, span in zip(chains, scores.heads, strict=True):
-            chain.extend(scores.logits_NV[span.start])
+    def extend(self, chains: Sequence[ChainDraft]) -> None:
+        """Draft for others, a token for each row in a forward."""
+        while chains:
+            reads, starts = zip(*map(_next_read, chains), strict=True)
+            scores = self._copy.score(reads, starts)
+            for chain, span in zip(chains, scores.heads, strict=True):
+                self._extend(chain, scores.logits_NV[span.start : span.stop])
+            chains = [chain for chain in chains if chain.num_left]
+
+    def _extend(self, chain: ChainDraft, logits_1R: Tensor) -> None:
+        """Add a token. Where there are filters alone, only the likeliest are looked at for it."""
+        row = chain.row
+        if isinstance(row.rules, SamplingRules) and not isinstance(row.choices, DrawnChoices):
+            (choices,) = self._rows.choices(row, logits_1R, [chain.tokens], 1)
+            chain.choose(choices)
+        else:
+            chain.extend(self._rows.spread(logits_1R[0]))
+
+
+_USUAL_FIT = Fit(0.9, 0.85, 0.4)
+
+
+class SelfDrafter(BaseDrafter):
+    """See the module docstring. All rows that still draft share each forward of the copy.
+
+    Args:
+        target: whose cache the copy drafts on.
+        copy: of its layers.
+        fit: how well it drafts.
+        usual_ids_R: tokens that most texts are of, ascending; None: they are not known.
+    """
+
+    def __init__(
+        self, target: LowBitTarget, copy: LowBitCopy, fit: Fit, usual_ids_R: Tensor | None = None
+    ) -> None:
+        self.promise, self.round_share = (fit.greedy, fit.sampled), fit.share
+        self._cache, self._max_context = target.cache, target.max_context
+        self._all = CopyHead(copy, target.vocab_size)
+        self._usual: CopyHead | None = None
+        if usual_ids_R is not None:
+            short = copy.with_head_rows(usual_ids_R, target.parts.head_rows(usual_ids_R))
+            self._usual = CopyHead(short, target.vocab_size, usual_ids_R)
+        self._first_lengths: dict[int, int] = {}
+
+    def begin(self, request: DraftRequest) -> None:
+        self._first_lengths[request.request_id] = len(request.tokens)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        chains = {row.request_id: ChainDraft(row) for row in rows if self._has_room(row)}
+        by_head: dict[CopyHead, list[ChainDraft]] = {}
+        for chain in chains.values():
+            by_head.setdefault(self._head_for(chain.row), []).append(chain)
+        for head, alike in by_head.items():
+            head.draw([chain for chain in alike if chain.draw_key is not None])
+            head.extend([chain for chain in alike if chain.draw_key is None])
+        return [
+            chains[row.request_id].build() if row.request_id in chains else NO_PROPOSAL
+            for row in rows
+        ]
+
+    def end(self, request_id: int) -> None:
+        self._first_lengths.pop(request_id, None)
+
+    def _has_room(self, row: DraftRow) -> bool:
+        num_tokens = len(row.tokens)
+        if not row.budget or num_tokens + row.budget > self._max_context:
+            return False
+        # The copy reads no prompt. Also where the cache holds nearly all of it, the first step
+        # drafts nothing: else a drawn text would depend on what is in the cache.
+        is_first = num_tokens == self._first_lengths[row.request_id]
+        return not is_first and self._cache.length(row.slot) == num_tokens - 1
+
+    def _head_for(self, row: DraftRow) -> CopyHead:
+        """A short one, where the text has been one of usual tokens and no rule needs others."""
+        usual = self._usual
+        if (
+            usual is None
+            or not isinstance(row.rules, SamplingRules)
+            or not usual.covers(row.tokens)
+        ):
+            return self._all
+        return usual
 
 
 def _next_read(chain: ChainDraft) -> tuple[ScoreRow, int]:
@@ -247,9 +302,11 @@ def _build(context: DrafterContext) -> SelfDrafter:
     target, prompt = low_bit_target(context.target), _prompt(context.tokenizer)
     bits = context.options.get("bits")
     if bits is None:
-        return SelfDrafter(target, *_best_copy(target, prompt))
-    copy = target.low_bit_copy(bits)
-    return SelfDrafter(target, copy, measured_fit(target, copy, prompt))
+        copy, fit = _best_copy(target, prompt)
+    else:
+        copy = target.low_bit_copy(bits)
+        fit = measured_fit(target, copy, prompt)
+    return SelfDrafter(target, copy, fit, shipped_output_ids(target))
 
 
 DRAFTER = DrafterSpec(

@@ -187,5 +187,34 @@ void draw(const Logit* logits, int64_t vocab, ForedraftDraw& wanted) {
   row.find_known(drawn);
 }
 
+// A token is passed over where it would take noise this far above the best so far: less than one in
+// 10^5 of them would win.
+constexpr double kFarBelow = 12;
+
+// Likewise where row i of the logits is of token ids[i]: drafts alone are drawn so, and may now and
+// then be another token than the noise would have it.
+template <class Logit>
+void draw_among(const Logit* logits, const int32_t* ids, int64_t count, ForedraftDraw& wanted) {
+  logits += wanted.row * count;
+  const int64_t first = std::max_element(logits, logits + count) - logits;
+  const double base = double(logits[first]);
+  wanted.token = wanted.best = base - base == 0 ? ids[first] : -1;
+  wanted.logit = base;
+  if (wanted.best < 0 || wanted.scale == 0) return;
+  const Key key{wanted.seed, wanted.position};
+  double score;
+  Best drawn(1, &wanted.token, &score);
+  const auto visit = [&](int64_t i) {
+    const double scaled = (double(logits[i]) - base) * wanted.scale;
+    if (!(scaled + kFarBelow >= drawn.floor())) return;
+    const uint8_t coarse = coarse_byte(key, uint32_t(ids[i]));
+    if (scaled + kBounds.of[coarse] < drawn.floor()) return;
+    drawn.offer(ids[i], scaled + gumbel(random_52(key, uint32_t(ids[i]), coarse)));
+  };
+  visit(first);
+  for (int64_t i = 0; i < count; ++i)
+    if (i != first) visit(i);
+}
+
 }  // namespace noise
 }  // namespace foredraft

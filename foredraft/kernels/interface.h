@@ -27,15 +27,17 @@ struct ForedraftLayer {
 enum ForedraftForm : int64_t { kFormPlain, kFormInt8, kFormInt4, kFormTiled };
 
 struct ForedraftModel {
-  int64_t hidden, feed_forward, num_layers, num_heads, num_kv_heads, head_dim, vocab;
+  int64_t hidden, feed_forward, num_layers, num_heads, num_kv_heads, head_dim;
+  int64_t vocab;                 // V: rows of the head
   int64_t is_bf16;               // embeddings, cache and matrices; float32 if 0
   int64_t form;                  // of the matrices but the embeddings: a ForedraftForm
   double norm_eps;
   const ForedraftLayer* layers;  // [L]
-  const void* embedding;         // [V, E]
+  const void* embedding;         // of all tokens, [., E]
   const void* head;              // [V, E]
   const float* final_norm;       // [E]
   const float* inv_freq;         // [D / 2]
+  const int32_t* head_ids;       // [V] the token of each row of the head, or null: its number
 };
 
 struct ForedraftRow {

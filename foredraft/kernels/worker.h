@@ -316,8 +316,13 @@ class Worker {
   // Next tokens, a row a thread.
   void draw() {
     if (!forward_.num_draws) return;
-    for (int64_t i = me_.index; i < forward_.num_draws; i += me_.size)
-      noise::draw(forward_.logits, model_.vocab, forward_.draws[i]);
+    for (int64_t i = me_.index; i < forward_.num_draws; i += me_.size) {
+      ForedraftDraw& wanted = forward_.draws[i];
+      if (model_.head_ids)
+        noise::draw_among(forward_.logits, model_.head_ids, model_.vocab, wanted);
+      else
+        noise::draw(forward_.logits, model_.vocab, wanted);
+    }
     end(kOther);
   }
 };

@@ -420,6 +420,17 @@ class LowBitCopy(Protocol):
     @property
     def identity(self) -> str: ...
 
+    def with_head_rows(self, ids_R: Tensor, rows_RE: Tensor) -> LowBitCopy:
+        """The same copy with some rows of the head, which takes less time and draws no other token.
+
+        It is for `draft`; the logits of `score` are of these rows alone.
+
+        Args:
+            ids_R: their tokens, ascending.
+            rows_RE: the target's head for these tokens.
+        """
+        ...
+
     @property
     def num_bytes(self) -> int: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor
 
 from foredraft.control.fixed import FixedBudget
+from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
+from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRequest, DraftRow
-from foredraft.drafters.self_draft import SelfDrafter, measured_fit
+from foredraft.drafters.self_draft import CopyHead, Fit, SelfDrafter, measured_fit
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.engine.policy import GuardedTrace, Policy
@@ -221,3 +224,40 @@ def test_a_tuned_copy_is_kept(tmp_path: Path) -> None:
     assert loaded().low_bit_copy(4).identity == first.identity
     rounded_again = NativeTarget(made.config, made.weights, fused_decoder()).low_bit_copy(4)
     assert rounded_again.identity != first.identity
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_short_head_draws_what_its_rows_say(target: NativeTarget, temperature: float) -> None:
+    """The same token as `gumbel_argmax` of the whole copy's logits without all other tokens."""
+    ids_R = torch.arange(0, target.vocab_size, 3)
+    copy = target.low_bit_copy(8)
+    short = copy.with_head_rows(ids_R, target.parts.head_rows(ids_R))
+    slot, text = target.cache.allocate(), random_text(12)
+    scale = 1.0 / temperature if temperature else 0.0
+    names = {short.identity, copy.identity}
+    assert len(names) == 2
+    for seed in range(20):
+        row = ScoreRow(slot, text, draw=DrawKey(seed, 40, scale))
+        scores = copy.score([row], [0])
+        allowed_V = torch.full((target.vocab_size,), -math.inf)
+        allowed_V[ids_R] = scores.logits_NV[0, ids_R]
+        ((token,),) = short.draft([replace(row, pending=text[-1:])], [len(text) - 1], 1)
+        assert token in ids_R.tolist()
+        if temperature:
+            assert token == gumbel_argmax(allowed_V, seed, 40, scale)
+        else:
+            assert token == int(allowed_V.argmax())
+
+
+def test_texts_of_other_tokens_get_the_whole_head(target: NativeTarget) -> None:
+    ids_R = torch.arange(0, target.vocab_size, 2)
+    copy = target.low_bit_copy(4)
+    drafter = SelfDrafter(target, copy, Fit(0.9, 0.9, 0.4), ids_R)
+    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=9)
+    prompts = [[2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11]]
+    results = run(target, drafter, prompts, params, 4)
+    assert [result.token_ids for result in results] == plain(target, prompts, params)
+    head = CopyHead(copy, target.vocab_size, ids_R)
+    assert head.covers([1, 1, *[2] * 62])
+    assert not head.covers([1, 1, 1, *[2] * 61])
+    assert not CopyHead(copy, target.vocab_size).covers([2])

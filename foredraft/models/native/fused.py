@@ -79,6 +79,7 @@ class FusedDecoder:
         if num_threads is not None:
             check_threads(num_threads)
         self._config, self._weights = config, weights
+        self._num_outputs = weights.head_VE.shape[0]
         self._num_threads = num_threads
         self._most_threads = num_threads or min(torch.get_num_threads(), available_cpus())
         self._chooser = ThreadChooser(self._most_threads)
@@ -128,7 +129,7 @@ class FusedDecoder:
         self._check_plan(plan, cache)
         if self._process != os.getpid():
             self._begin_in_child()
-        logits_NV = torch.empty(len(plan.heads), self._config.vocab_size)
+        logits_NV = torch.empty(len(plan.heads), self._num_outputs)
         hidden = self._config.hidden_size
         # Rounded by the kernel: torch's threads would take its cores for a while.
         precision = torch.float32 if plan.is_beginning else self._weights.dtype
@@ -149,7 +150,7 @@ class FusedDecoder:
         if self._process != os.getpid():
             self._begin_in_child()
         num_rows = len(plan.rows)
-        logits_NV = torch.empty(num_rows, self._config.vocab_size)
+        logits_NV = torch.empty(num_rows, self._num_outputs)
         drafted = (c_int32 * (count * num_rows))()
         with self._lock:
             described = self._describe_forward(plan, logits_NV, {}, count - 1)
@@ -168,7 +169,7 @@ class FusedDecoder:
         inputs_TE = normed_TE.float().contiguous()
         plan = plan_head(inputs_TE, len(self._layers))
         scale_T1 = (inputs_TE.square().mean(-1, keepdim=True) + self._config.rms_norm_eps).sqrt()
-        logits_TV = torch.empty(len(plan), self._config.vocab_size)
+        logits_TV = torch.empty(len(plan), self._num_outputs)
         with self._lock:
             described = self._describe_forward(plan, logits_TV, {})
             _check_outcome(self._forward(self._unnormed, described), described.num_threads)
@@ -181,7 +182,7 @@ class FusedDecoder:
     @property
     def sizes(self) -> tuple[int, int]:
         """Of a hidden state, and of the head: E, V."""
-        return self._config.hidden_size, self._config.vocab_size
+        return self._config.hidden_size, self._num_outputs
 
     def new_work_memory(self, num_tokens: int, num_wanted: int, num_entries: int) -> Tensor:
         """Enough for forwards of these sizes that the caller describes: see `prepared`."""
@@ -283,7 +284,7 @@ class FusedDecoder:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            vocab=config.vocab_size,
+            vocab=self._num_outputs,
             is_bf16=weights.dtype == torch.bfloat16,
             form=self._form(),
             norm_eps=config.rms_norm_eps,
@@ -292,6 +293,7 @@ class FusedDecoder:
             head=self._matrix(weights.head_VE),
             final_norm=self._vector(final_norm_E),
             inv_freq=self._vector(inverse_frequencies(config)),
+            head_ids=None if weights.head_ids is None else self._matrix(weights.head_ids),
         )
 
     def _form(self) -> int:

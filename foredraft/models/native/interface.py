@@ -33,6 +33,7 @@ class Model(ctypes.Structure):
         ("norm_eps", c_double),
         ("layers", POINTER(Layer)),
         *((name, c_void_p) for name in ("embedding", "head", "final_norm", "inv_freq")),
+        ("head_ids", c_void_p),
     ]
 
 

@@ -26,7 +26,7 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import packed
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.decoder import DecoderFactory, DraftingDecoder
-from foredraft.models.native.packed import PACKED, PackedMatrix, tensor_of
+from foredraft.models.native.packed import PACKED, Int8Matrix, PackedMatrix, tensor_of
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.weights import (
     DecoderWeights,
@@ -46,18 +46,31 @@ class LowBitCopy:
     """See `foredraft.models.base.LowBitCopy`.
 
     Args:
-        decoder: runs the copy's weights.
+        config: the target's.
+        weights: the copy's; embeddings, norms and biases are the target's.
+        new_decoder: makes what runs them.
         cache: the target's.
-        bits: of a weight of the layers.
-        num_bytes: memory that its weights take beside the target's.
-        identity: tells copies of one target apart.
     """
 
     def __init__(
-        self, decoder: DraftingDecoder, cache: KVCache, bits: int, num_bytes: int, identity: str
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        new_decoder: DecoderFactory,
+        cache: KVCache,
     ) -> None:
-        self._decoder, self._cache = decoder, cache
-        self.bits, self.num_bytes, self.identity = bits, num_bytes, identity
+        self._config, self.weights = config, weights
+        self._new_decoder, self._cache = new_decoder, cache
+        self._decoder = cast(DraftingDecoder, new_decoder(config, weights))
+        self.bits = weights.bits
+        self.num_bytes = sum(matrix.nbytes for matrix in matrices_of(weights).values())
+        last = tensor_of(weights.layers[-1].output_weight)
+        self.identity = recipe_of(self.bits, last, weights.head_ids)
+
+    def with_head_rows(self, ids_R: Tensor, rows_RE: Tensor) -> LowBitCopy:
+        head_RE = Int8Matrix.of_weight(rows_RE.float())
+        weights = replace(self.weights, head_VE=head_RE, head_ids=ids_R.int())
+        return LowBitCopy(self._config, weights, self._new_decoder, self._cache)
 
     def draft(self, rows: Sequence[ScoreRow], starts: Sequence[int], count: int) -> list[list[int]]:
         plan = plan_forward(rows, starts)
@@ -137,8 +150,8 @@ class Copies:
 
         self._check_memory(_TUNED_BITS)
         weights = compensated(self.config, self.weights, texts, advance)
-        self.kept.keep(_name(_TUNED_BITS, True), self._recipe(), _matrices(weights))
-        copy = self._made[_TUNED_BITS] = self._of(weights, _TUNED_BITS)
+        self.kept.keep(_name(_TUNED_BITS, True), self._recipe(), matrices_of(weights))
+        copy = self._made[_TUNED_BITS] = self._of(weights)
         return copy
 
     def _new_copy(self, bits: int) -> LowBitCopy:
@@ -146,19 +159,16 @@ class Copies:
         for is_tuned in (True, False):
             tensors = self.kept.tensors(_name(bits, is_tuned), self._recipe())
             if tensors is not None:
-                return self._of(_with_matrices(self.weights, tensors, bits), bits)
+                return self._of(_with_matrices(self.weights, tensors, bits))
         weights = rounded(self.weights, bits)
         if self.checkpoint is not None:
             weights = load_weights(self.checkpoint, self.config, self.weights.dtype, bits=bits)
-        self.kept.keep(_name(bits, False), self._recipe(), _matrices(weights))
-        return self._of(weights, bits)
+        self.kept.keep(_name(bits, False), self._recipe(), matrices_of(weights))
+        return self._of(weights)
 
-    def _of(self, weights: DecoderWeights, bits: int) -> LowBitCopy:
+    def _of(self, weights: DecoderWeights) -> LowBitCopy:
         weights = replace(weights, embedding_VE=self.weights.embedding_VE)
-        decoder = cast(DraftingDecoder, self.new_decoder(self.config, weights))
-        num_bytes = sum(matrix.nbytes for matrix in _matrices(weights).values())
-        identity = recipe_of(bits, tensor_of(weights.layers[-1].output_weight))
-        return LowBitCopy(decoder, self.cache, bits, num_bytes, identity)
+        return LowBitCopy(self.config, weights, self.new_decoder, self.cache)
 
     def _recipe(self) -> str:
         modules = sys.modules[load_weights.__module__], packed
@@ -179,7 +189,7 @@ def _name(bits: int, is_tuned: bool) -> str:
     return f"copy-{bits}-tuned" if is_tuned else f"copy-{bits}"
 
 
-def _matrices(weights: DecoderWeights) -> dict[str, Tensor]:
+def matrices_of(weights: DecoderWeights) -> dict[str, Tensor]:
     """The packed matrices by name: what a copy has of its own."""
     found = {
         f"{index}.{field.name}": getattr(layer, field.name)

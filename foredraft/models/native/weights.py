@@ -64,6 +64,7 @@ class DecoderWeights:
     Attributes:
         no_attention: layers whose attention is left out.
         no_mlp: layers whose feed-forward part is left out.
+        head_ids: the token of each row of the head, int32, ascending; None: all tokens.
     """
 
     embedding_VE: Tensor
@@ -72,6 +73,7 @@ class DecoderWeights:
     head_VE: Matrix
     no_attention: frozenset[int] = frozenset()
     no_mlp: frozenset[int] = frozenset()
+    head_ids: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
