@@ -10,8 +10,9 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
+import numpy as np
 from pydantic import (
     AliasChoices,
     BaseModel,
@@ -45,7 +46,12 @@ def _listed(ids: object) -> object:
     return (ids,)
 
 
-TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], BeforeValidator(_listed)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(_listed)]
+
+
+def _as_list(numbers: object) -> object:
+    return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
 
 
 class _Schema(BaseModel):
@@ -171,6 +177,60 @@ class IndexFields(_Schema):
     """``model.safetensors.index.json``: the file of each tensor."""
 
     weight_map: dict[str, str] = Field(min_length=1)
+
+
+def _said(key: str, default: Any = ...) -> Any:
+    return Field(default, validation_alias=key)
+
+
+class GgufFields(_Schema):
+    """Metadata of a GGUF file with a model of the family llama."""
+
+    block_count: Count = _said("llama.block_count")
+    context_length: Count = _said("llama.context_length")
+    embedding_length: Count = _said("llama.embedding_length")
+    feed_forward_length: Count = _said("llama.feed_forward_length")
+    head_count: Count = _said("llama.attention.head_count")
+    head_count_kv: Count | None = _said("llama.attention.head_count_kv", None)
+    key_length: Count | None = _said("llama.attention.key_length", None)
+    value_length: Count | None = _said("llama.attention.value_length", None)
+    rms_norm_eps: Epsilon = _said("llama.attention.layer_norm_rms_epsilon")
+    rope_dimension_count: Count | None = _said("llama.rope.dimension_count", None)
+    rope_theta: Theta = _said("llama.rope.freq_base", 10000.0)
+    scaling_type: Literal["none", "linear"] = _said("llama.rope.scaling.type", "none")
+    scaling_factor: Factor = _said("llama.rope.scaling.factor", 1.0)
+    expert_count: Literal[0] = _said("llama.expert_count", 0)
+    expert_used_count: Literal[0] = _said("llama.expert_used_count", 0)
+
+    tokenizer_model: Literal["gpt2"] = _said("tokenizer.ggml.model")
+    pre_tokenizer: str = _said("tokenizer.ggml.pre")
+    tokens: list[str] = _said("tokenizer.ggml.tokens")
+    token_types: Annotated[list[int], BeforeValidator(_as_list)] = _said(
+        "tokenizer.ggml.token_type"
+    )
+    merges: list[str] = _said("tokenizer.ggml.merges")
+    bos_token_id: TokenId | None = _said("tokenizer.ggml.bos_token_id", None)
+    eos_token_id: TokenId | None = _said("tokenizer.ggml.eos_token_id", None)
+    padding_token_id: TokenId | None = _said("tokenizer.ggml.padding_token_id", None)
+    unknown_token_id: TokenId | None = _said("tokenizer.ggml.unknown_token_id", None)
+    add_bos: bool | None = _said("tokenizer.ggml.add_bos_token", None)
+    add_eos: Literal[False] = _said("tokenizer.ggml.add_eos_token", False)
+    chat_template: str | None = _said("tokenizer.chat_template", None)
+
+    @classmethod
+    def keys(cls) -> set[str]:
+        """What is read of the metadata."""
+        return {str(field.validation_alias) for field in cls.model_fields.values()}
+
+    def special_ids(self) -> dict[str, int]:
+        """The ids that the file gives, under the names of ``config.json``."""
+        ids = {
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_id,
+            "pad_token_id": self.padding_token_id,
+            "unk_token_id": self.unknown_token_id,
+        }
+        return {name: index for name, index in ids.items() if index is not None}
 
 
 Fields = TypeVar("Fields", bound=_Schema)

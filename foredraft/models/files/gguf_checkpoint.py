@@ -1,0 +1,273 @@
+"""A GGUF file as a checkpoint in the hub's own form: config, tokenizer, safetensors.
+
+Models of the family llama are converted. What a file says that is not known here is refused by
+name: a model that runs with half of its features gives wrong text.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from foredraft.core.errors import ModelLoadError
+from foredraft.models.files.gguf import GgufFile, GgufTensor
+from foredraft.models.files.gguf_blocks import Bytes, Kind
+from foredraft.models.files.gguf_tokenizer import write_tokenizer
+from foredraft.models.files.schema import GgufFields, LlamaFields, parse_fields
+
+if TYPE_CHECKING:
+    import torch
+
+    from foredraft.models.files.progress import Progress
+    from foredraft.models.native.packed import Blocks
+
+_FAMILY = "llama"
+_KNOWN = GgufFields.keys() | {"llama.vocab_size", "llama.rope.scaling.finetuned"}
+"""Keys of the family that are read, or say nothing about how it computes."""
+
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A tensor of the file under its name in transformers.
+
+    Attributes:
+        heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    heads: int = 0
+
+
+def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
+    """Write all files of a checkpoint into the directory ``into``.
+
+    Floats stay as they are (as bfloat16 where that says the same); quantised weights are rounded
+    to bfloat16, and the blocks of formats that the kernels have are kept beside them.
+
+    Raises:
+        ModelLoadError: the file is damaged, or holds a model that is not known here.
+    """
+    progress.stage("converting the weights to safetensors")
+    file = GgufFile(gguf)
+    fields = _checked_fields(file)
+    config = _config(file, fields)
+    weights = _weights(file, config)
+    _write_json(into / "config.json", config)
+    special = {key: config[key] for key in fields.special_ids() if key != "unk_token_id"}
+    _write_json(into / "generation_config.json", special)
+    progress.stage("converting the tokenizer")
+    write_tokenizer(gguf, fields, into)
+    progress.stage("converting the weights to safetensors")
+    _write_weights(file, weights, into / "model.safetensors", progress)
+    _write_blocks(file, weights, into)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------------- config
+
+
+def _checked_fields(file: GgufFile) -> GgufFields:
+    """What the file says of its model, when all of it is known."""
+    family = file.metadata.get("general.architecture")
+    if family != _FAMILY:
+        _refuse(file, f"models of the family {family!r:.80} are not read from GGUF files yet")
+    if file.metadata.get("split.count", 0) not in (0, 1):
+        _refuse(file, "it is a part of a split file; join the parts with llama-gguf-split --merge")
+    unknown = {key for key in file.metadata if key.startswith(f"{_FAMILY}.")} - _KNOWN
+    if unknown:
+        _refuse(file, f"what {min(unknown)!r:.80} asks for is not implemented for GGUF files")
+    return parse_fields(file.path, file.metadata, GgufFields)
+
+
+def _refuse(file: GgufFile, what: str) -> NoReturn:
+    raise ModelLoadError(f"{file.path}: {what}; or get the model as safetensors")
+
+
+def _config(file: GgufFile, fields: GgufFields) -> dict[str, Any]:
+    """``config.json`` in the hub's own spelling, which transformers and foredraft both read."""
+    head_dim = fields.key_length or fields.embedding_length // fields.head_count
+    if {fields.value_length or head_dim, fields.rope_dimension_count or head_dim} != {head_dim}:
+        _refuse(file, "heads whose keys, values and rotated parts differ in size are not read")
+    scaling = {"rope_type": "linear", "factor": fields.scaling_factor}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(fields.tokens),
+        "hidden_size": fields.embedding_length,
+        "intermediate_size": fields.feed_forward_length,
+        "num_hidden_layers": fields.block_count,
+        "num_attention_heads": fields.head_count,
+        "num_key_value_heads": fields.head_count_kv or fields.head_count,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": fields.context_length,
+        # GGUF holds the float32 nearest to 1e-05; six digits bring the number itself back.
+        "rms_norm_eps": float(f"{fields.rms_norm_eps:.6g}"),
+        "rope_theta": fields.rope_theta,
+        "rope_scaling": scaling if fields.scaling_type == "linear" else None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **{key: id for key, id in fields.special_ids().items() if key != "unk_token_id"},
+        "torch_dtype": "bfloat16",
+    }
+    parse_fields(file.path, config, LlamaFields)  # sizes that do not fit together
+    return config
+
+
+# ---------------------------------------------------------------------------------------- weights
+
+
+def _weights(file: GgufFile, config: dict[str, Any]) -> dict[str, _Weight]:
+    """The tensors of the model by their names in the file, which holds them and no others."""
+    if config["num_hidden_layers"] > len(file.tensors):
+        _refuse(file, f"it has {len(file.tensors)} tensors, too few for its number of layers")
+    expected = _layout(config)
+    if missing := sorted(expected.keys() - file.tensors):
+        _refuse(file, f"tensor {missing[0]!r} is missing; get the whole file again")
+    if unknown := sorted(file.tensors.keys() - expected):
+        _refuse(file, f"tensor {unknown[0]!r:.80} belongs to a feature that is not implemented")
+    for name, weight in expected.items():
+        if (shape := file.tensors[name].shape) != weight.shape:
+            _refuse(file, f"tensor {name!r} has shape {shape}, not {weight.shape}")
+    return {name: expected[name] for name in file.tensors}
+
+
+def _layout(config: dict[str, Any]) -> dict[str, _Weight]:
+    """All tensors of a model of this config, by their names in GGUF."""
+    hidden, inner, vocab = (
+        config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    query, key_value = heads * config["head_dim"], kv_heads * config["head_dim"]
+    shapes = {
+        "attn_norm": (hidden,),
+        "ffn_norm": (hidden,),
+        "attn_q": (query, hidden),
+        "attn_k": (key_value, hidden),
+        "attn_v": (key_value, hidden),
+        "attn_output": (hidden, query),
+        "ffn_down": (hidden, inner),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+    }
+    reordered = {"attn_q": heads, "attn_k": kv_heads}
+    top = {
+        name: _Weight(ours, (hidden,) if name == "output_norm.weight" else (vocab, hidden))
+        for name, ours in _TOP_NAMES.items()
+    }
+    if config["tie_word_embeddings"]:
+        del top["output.weight"]
+    return top | {
+        f"blk.{layer}.{part}.weight": _Weight(
+            f"model.layers.{layer}.{ours}.weight", shapes[part], reordered.get(part, 0)
+        )
+        for layer in range(config["num_hidden_layers"])
+        for part, ours in _LAYER_NAMES.items()
+    }
+
+
+def _write_weights(
+    file: GgufFile, weights: dict[str, _Weight], path: Path, progress: Progress
+) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for done, (tensor, weight, blocks) in enumerate(_rows(file, weights), start=1):
+        tensors[weight.name] = _floats(tensor.kind, blocks).reshape(tensor.shape)
+        progress.advance(done / len(weights))
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # its only word for a full disk
+        raise OSError(errno.EIO, f"{path.name} could not be written ({error})") from error
+    # It comes out readable by its owner alone, which a cache shared by several users is not for.
+    path.chmod(path.with_name("config.json").stat().st_mode)
+
+
+def _floats(kind: Kind, blocks: Bytes) -> torch.Tensor:
+    """Numbers in the narrowest type that says the same; bfloat16 of quantised ones."""
+    import torch
+
+    exact = torch.from_numpy(np.array(kind.dequantise(blocks)))
+    rounded = exact.bfloat16()
+    if kind.unpack is not None or torch.equal(rounded.float(), exact):
+        return rounded
+    return exact.half() if kind.name == "F16" else exact
+
+
+def _write_blocks(file: GgufFile, weights: dict[str, _Weight], into: Path) -> None:
+    """Keep the integers themselves, where the kernels have such blocks."""
+    from foredraft.models.native.source_blocks import FILE, save_blocks
+
+    found = ((weight, _blocks(tensor.kind, rows)) for tensor, weight, rows in _rows(file, weights))
+    kept = {weight.name: blocks for weight, blocks in found if blocks is not None}
+    if kept:
+        save_blocks(into, kept)
+        (into / FILE).chmod((into / "config.json").stat().st_mode)
+
+
+def _blocks(kind: Kind, blocks: Bytes) -> Blocks | None:
+    """A matrix of 32 weights a scale, as the kernels have it; None: another format."""
+    import torch
+
+    from foredraft.models.native.packed import Blocks
+
+    if kind.name not in ("Q4_0", "Q4_1", "Q8_0") or blocks.ndim != 3:
+        return None
+    assert kind.unpack is not None
+    found = kind.unpack(blocks)
+    integers, scales, minima = found.integers_SK, found.scales_S, found.minima_S
+    if kind.name == "Q4_0":  # from -8 to 7, where the kernel has a minimum
+        integers, minima = integers + np.int8(8), scales * np.float32(-8)
+    with np.errstate(over="ignore"):  # blocks that do not give the weights are not used
+        halves = [part.astype(np.float16)[..., 0] for part in (scales, minima) if part is not None]
+    return Blocks(
+        torch.from_numpy(integers[..., 0, :].astype(np.int8)), *map(torch.from_numpy, halves)
+    )
+
+
+def _rows(
+    file: GgufFile, weights: dict[str, _Weight]
+) -> Iterator[tuple[GgufTensor, _Weight, Bytes]]:
+    """The blocks of each tensor, its rows in transformers' order."""
+    for name, weight in weights.items():
+        tensor = file.tensors[name]
+        blocks = file.blocks(tensor)
+        yield tensor, weight, _half_split_rows(blocks, weight.heads) if weight.heads else blocks
+
+
+def _half_split_rows(rows: Bytes, heads: int) -> Bytes:
+    """Undo llama.cpp's row order of queries and keys.
+
+    It interleaves the two halves that rotary embedding pairs; transformers keeps them apart.
+    """
+    paired = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+    return paired.swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,158 @@
+"""The tokenizer of a GGUF file, rebuilt as ``tokenizer.json``.
+
+A file holds the vocabulary and the merges. How text is split before it is merged is only named,
+so the names that are known are spelled out here, and others are refused: a text that is split
+otherwise becomes other tokens than the model was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foredraft.core.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from foredraft.models.files.schema import GgufFields
+
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens, as llama.cpp numbers them."""
+# Words, runs of digits, signs and white space, as the models' authors split them.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def write_tokenizer(gguf: Path, fields: GgufFields, into: Path) -> None:
+    """Write ``tokenizer.json``, its settings and the chat template.
+
+    Raises:
+        ModelLoadError: the file's tokenizer is damaged, or is none that can be rebuilt exactly.
+    """
+    _check(gguf, fields)
+    try:
+        tokenizer = _rebuilt(fields)
+    except Exception as error:  # tokenizers raises bare ones, such as for merges of no tokens
+        raise ModelLoadError(
+            f"{gguf}: its tokenizer is damaged ({error!s:.200}). Download the file again"
+        ) from error
+    # Its own `save` raises bare exceptions when the disk is full.
+    (into / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    named = {
+        key.removesuffix("_id"): fields.tokens[index] for key, index in fields.special_ids().items()
+    }
+    settings = {
+        # GPT2Tokenizer would put its own pre-tokenizer in place of the one in tokenizer.json.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **named,
+        "model_max_length": fields.context_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    content = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (into / "tokenizer_config.json").write_text(content, encoding="utf-8")
+    if fields.chat_template is not None:
+        (into / "chat_template.jinja").write_text(fields.chat_template, encoding="utf-8")
+
+
+def _check(gguf: Path, fields: GgufFields) -> None:
+    if fields.pre_tokenizer not in _PRE_TOKENIZERS:
+        raise ModelLoadError(
+            f"{gguf}: how its tokenizer {fields.pre_tokenizer!r:.80} splits text is not known, "
+            f"only {', '.join(_PRE_TOKENIZERS)}; get the model as safetensors"
+        )
+    problems = {
+        "a token is there twice": len(set(fields.tokens)) < len(fields.tokens),
+        "there is not one type for each token": len(fields.token_types) != len(fields.tokens),
+        "a special token is outside of the vocabulary": any(
+            index >= len(fields.tokens) for index in fields.special_ids().values()
+        ),
+        "it adds a start token and names none": _adds_bos(fields) and fields.bos_token_id is None,
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise ModelLoadError(
+                f"{gguf}: its tokenizer is damaged: {problem}. Download the file again"
+            )
+
+
+def _rebuilt(fields: GgufFields) -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+    vocabulary = {token: index for index, token in enumerate(fields.tokens)}
+    merges = [_pair(merge) for merge in fields.merges]
+    # Llama 3 takes a word that is a token as it is, whatever its merges give.
+    whole_words = fields.pre_tokenizer == "llama-bpe"
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[fields.pre_tokenizer]()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    if fields.pre_tokenizer == "qwen2":
+        from tokenizers.normalizers import NFC
+
+        tokenizer.normalizer = NFC()
+    kinds = [*zip(fields.tokens, fields.token_types, strict=True)]
+    added = [AddedToken(token, special=True) for token, kind in kinds if kind == _CONTROL]
+    tokenizer.add_special_tokens(added)
+    own = [AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED]
+    tokenizer.add_tokens(own)
+    if _adds_bos(fields) and fields.bos_token_id is not None:
+        bos = fields.tokens[fields.bos_token_id]
+        tokenizer.post_processor = processors.Sequence(
+            [
+                tokenizer.post_processor,
+                processors.TemplateProcessing(
+                    single=[bos, "$A"],
+                    pair=[bos, "$A", f"{bos}:1", "$B:1"],
+                    special_tokens=[(bos, fields.bos_token_id)],
+                ),
+            ]
+        )
+    return tokenizer
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    first, second = merge.split(" ")
+    return first, second
+
+
+def _adds_bos(fields: GgufFields) -> bool:
+    """Whether texts begin with a start token; llama.cpp's default where the file does not say."""
+    return fields.pre_tokenizer == "llama-bpe" if fields.add_bos is None else fields.add_bos
+
+
+def _digits_first() -> Any:
+    """Of SmolLM: split digits, then as GPT-2. The other order joins white space to a digit."""
+    from tokenizers import pre_tokenizers
+
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return pre_tokenizers.Sequence([digits, _gpt2()])
+
+
+def _gpt2() -> Any:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
+
+
+def _words(digits: str) -> Callable[[], Any]:
+    def pre_tokenizer() -> Any:
+        from tokenizers import Regex, pre_tokenizers
+
+        split = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
+        to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([split, to_bytes])
+
+    return pre_tokenizer
+
+
+_PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "smollm": _digits_first,
+    "gpt-2": _gpt2,
+    "llama-bpe": _words("{1,3}"),
+    "qwen2": _words(""),
+}
