@@ -268,7 +268,9 @@ class Planner:
         num_nodes = sum(budgets.values())
         loss = self._asking_ms(drafter, rows, prices[0], len(budgets), num_nodes)
         loss += prices[num_nodes] - prices[0]
-        if not budgets or not self._ledger.can_lose(TRIAL_STEPS / 2 * loss, prices[0]):
+        # The last resort is worth one step: if steps were thought too dear, it corrects that.
+        num_lost = TRIAL_STEPS / 2 if num_nodes > 1 else 1.0
+        if not budgets or not self._ledger.can_lose(num_lost * loss, prices[0]):
             return None
         price = _price(prices, self._num_rows, num_nodes)
         plain_rate = self._num_rows / prices[0]

@@ -13,6 +13,7 @@ entries are read once, and multiplied once a token.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -193,6 +194,48 @@ class Attention:
         return sum(context * (self.entry_ms + n * self.pair_ms) for n, context in rows)
 
 
+_FIRST = 4
+"""Steps of a size that may correct it."""
+_CORRECTION = 0.7
+"""How much of what a size was thought too dear one of them takes back."""
+
+
+class _Corrections:
+    """What was measured at first may have been measured beside a busy neighbour.
+
+    So the first steps of several tokens that take less correct it at once, by powers of two of
+    their tokens, and with it the sizes between that were not seen yet. After that, and where steps
+    take longer, `Roofline.moved` follows them; it alone follows steps of one token, which always
+    come soon.
+    """
+
+    def __init__(self) -> None:
+        self._factors: dict[int, float] = {}
+        self._counts: Counter[int] = Counter()
+
+    @property
+    def were_made(self) -> bool:
+        return bool(self._factors)
+
+    def of(self, num_tokens: int) -> float:
+        place = (num_tokens - 1).bit_length()
+        if not place or not self._factors:
+            return 1.0
+        below = max((each for each in self._factors if each <= place), default=None)
+        above = min((each for each in self._factors if each >= place), default=None)
+        return min(self._factors[each] for each in (below, above) if each is not None)
+
+    def takes(self, num_tokens: int, ratio: float) -> bool:
+        """A step of so many took ``ratio`` times what was expected: whether that corrects it."""
+        place = (num_tokens - 1).bit_length()
+        if not place or self._counts[place] >= _FIRST:
+            return False
+        factor = self.of(num_tokens)
+        self._counts[place] += 1
+        self._factors[place] = factor * min(1.0, ratio) ** _CORRECTION
+        return ratio < 1.0
+
+
 class CostModel:
     """Milliseconds of a forward, measured and then followed.
 
@@ -212,6 +255,7 @@ class CostModel:
         self._roofline = Roofline.through(times)
         # What was measured beside what the roofline says: steps that it cannot know of.
         self._shares = tuple((n, ms / self._roofline.ms(n)) for n, ms in times)
+        self._corrections = _Corrections()
 
     def ms(self, rows: Sequence[tuple[int, int]]) -> float:
         """A forward of these rows, each (tokens, context)."""
@@ -229,9 +273,11 @@ class CostModel:
 
     def observe(self, rows: Sequence[tuple[int, int]], ms: float) -> None:
         """A forward of these rows took this long: what is said from now on follows."""
-        num_tokens = sum(n for n, _ in rows)
-        measured_in_roofline = self._without_attention(rows, ms) / self._share(num_tokens)
-        self._roofline = self._roofline.moved(num_tokens, measured_in_roofline)
+        num_tokens, ms = sum(n for n, _ in rows), self._without_attention(rows, ms)
+        if self._corrections.takes(num_tokens, ms / self._weights_ms(num_tokens)):
+            return
+        in_roofline = ms / (self._share(num_tokens) * self._corrections.of(num_tokens))
+        self._roofline = self._roofline.moved(num_tokens, in_roofline)
 
     def price(self, context: int, num_rows: int = 1) -> Price:
         """For a row of this context beside ``num_rows - 1`` others that draft as it does."""
@@ -245,7 +291,11 @@ class CostModel:
         return max(ms - self.attention.ms(rows), 0.1 * ms)
 
     def _weights_ms(self, num_tokens: int) -> float:
-        return self._share(num_tokens) * self._roofline.ms(num_tokens)
+        factor = self._share(num_tokens) * self._corrections.of(num_tokens)
+        ms = factor * self._roofline.ms(num_tokens)
+        if num_tokens > 1 or not self._corrections.were_made:
+            return ms
+        return min(ms, self._weights_ms(2))  # while all steps draft nobody sees one token alone
 
     def _share(self, num_tokens: int) -> float:
         last, share = self._shares[-1]

@@ -32,6 +32,8 @@ class MadeUp:
             tokens committed so far.
         draft_ms, learn_ms: of one row.
         nodes: drafts so many where it may.
+        round_ms: of one row and node, where each takes a forward; 0: none does.
+        promise: see `DrafterTraits`.
     """
 
     accepts: Callable[[int, int], float]
@@ -39,23 +41,37 @@ class MadeUp:
     learn_ms: float = 0.0
     nodes: int = 16
     joins_late: bool = True
+    round_ms: float = 0.0
+    promise: tuple[float, float] | None = None
+
+    def traits(self, name: str, round_share: float) -> DrafterTraits:
+        share = round_share if self.round_ms else None
+        return DrafterTraits(name, self.nodes, self.joins_late, self.promise, share)
 
 
 @dataclass
 class Simulation:
-    """Requests that come as others end, so many at once."""
+    """Requests that come as others end, so many at once.
+
+    Attributes:
+        believed: what the controller takes steps to cost at first; None: what they do cost.
+        round_share: what it takes a draft forward to cost at first, in plain steps.
+    """
 
     drafters: Mapping[str, MadeUp]
     times: Times = FLAT
     seed: int = 0
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=96))
     experience: Experience | None = None
+    believed: Times | None = None
+    round_share: float = 0.35
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.cost = CostModel(self.times)
-        described = [DrafterTraits(n, d.nodes, d.joins_late) for n, d in self.drafters.items()]
-        self.control = AdaptiveBudget(described, CostModel(self.times), self.experience)
+        described = [each.traits(name, self.round_share) for name, each in self.drafters.items()]
+        self.model = CostModel(self.believed or self.times)
+        self.control = AdaptiveBudget(described, self.model, self.experience)
         self.rows: list[Request] = []
         self.count = 0
         self.at: dict[int, str | None] = {}
@@ -80,6 +96,8 @@ class Simulation:
         row = new_request([1] * 32, self.params, self.count, num_cached=31)
         row.drafter = self.at[row.request_id] = self.control.begin(row, self.rows)
         self.rows.append(row)
+        if self.believed is not None:  # its prompt is read
+            self.model.observe([(32, 0)], self.cost.ms([(32, 0)]))
         self.count += 1
 
     def _end(self, row: Request) -> None:
@@ -98,6 +116,7 @@ class Simulation:
             records.append(self._row(row, allowed.budget, name))
             if name is not None:
                 drafting += self.drafters[name].draft_ms * (allowed.budget > 0)
+                drafting += self.drafters[name].round_ms * len(records[-1].proposal.tree)
                 following += self.drafters[name].learn_ms
         sizes = [(record.num_tokens, record.context) for record in records]
         forward = self.cost.ms(sizes)
@@ -109,6 +128,8 @@ class Simulation:
         self.worst_ms = max(self.worst_ms, record.times.total_ms - plain)
         self.num_steps, self.committed = self.num_steps + 1, self.committed + tokens
         self.control.observe(record)
+        if self.believed is not None:
+            self.model.observe(record.sizes, forward)
         for row in [*self.rows]:
             if row.num_remaining <= 0:
                 self._end(row)

@@ -221,3 +221,51 @@ def test_without_measured_times_it_goes_by_a_usual_machine() -> None:
     assert control.allow([row])[0].budget == 0
     control.end(0)
     assert control.report()["steps"] == 0
+
+
+def self_like(round_ms: float = 3.5) -> MadeUp:
+    """A drafter like self_draft: nearly always right, a forward a token, joins at any place."""
+    return MadeUp(constant(0.97), nodes=8, round_ms=round_ms, promise=(0.95, 0.95))
+
+
+def slower(times: Times, factor: float, from_size: int) -> Times:
+    """As measured while a neighbour was busy during the forwards of some sizes."""
+    return tuple((size, ms * (factor if size >= from_size else 1.0)) for size, ms in times)
+
+
+@pytest.mark.parametrize("from_size", [1, 2, 4])
+@pytest.mark.parametrize("factor", [1.5, 2.5])
+def test_costs_that_were_measured_beside_a_busy_neighbour_do_not_stick(
+    factor: float, from_size: int
+) -> None:
+    """Within 50 steps drafts gain most of what they gain where costs were measured in quiet."""
+    believed = slower(FLAT, factor, from_size)
+    disturbed = Simulation({"self": self_like()}, believed=believed).run(50, 1)
+    disturbed.spent_ms = disturbed.plain_ms = 0.0
+    disturbed.run(200, 1)
+    quiet = Simulation({"self": self_like()}).run(250, 1)
+    assert quiet.speedup > 1.5
+    assert disturbed.speedup > 1.0 + 0.85 * (quiet.speedup - 1.0)
+
+
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_the_price_of_a_draft_forward_is_learnt(share: float) -> None:
+    """Also where the copy was timed beside a busy neighbour, or the target was."""
+    wrong = Simulation({"self": self_like()}, round_share=share).run(300, 1)
+    right = Simulation({"self": self_like()}).run(300, 1)
+    assert wrong.speedup > 1.0 + 0.85 * (right.speedup - 1.0)
+
+
+def test_a_dear_draft_forward_is_let_alone() -> None:
+    """A copy that takes as long as the target cannot gain, and costs next to nothing."""
+    done = Simulation({"self": self_like(10.0)}, round_share=0.35).run(400, 1)
+    assert done.speedup > 0.985
+
+
+@pytest.mark.parametrize("load", [1, 4, 16])
+def test_a_head_and_a_copy_share_the_work(load: int) -> None:
+    """Whoever pays at a load drafts, and nobody where nobody does."""
+    head = MadeUp(constant(0.6), 1.0, 0.5, joins_late=False, promise=(0.7, 0.5))
+    both = Simulation({"head": head, "self": self_like(3.5 / load**0.5)}, seed=load).run(800, load)
+    alone = Simulation({"head": head}, seed=load).run(800, load)
+    assert both.speedup > max(0.985, alone.speedup - 0.03)
