@@ -115,7 +115,7 @@ class LLM:
         """Load a target, and a draft model if one is named.
 
         Args:
-            model: a built-in name, a local directory, or a hub id.
+            model: a built-in name, a local directory, a GGUF file, or a hub id.
             progress: told about downloads and conversions (see
                 `foredraft.models.files.progress.Progress`).
             trace: told of every step.

@@ -38,7 +38,7 @@ class LoadOptions:
     """How to load a target and a drafter.
 
     Attributes:
-        model: a built-in name, a local directory, or a hub id ("org/name").
+        model: a built-in name, a local directory, a GGUF file, or a hub id ("org/name").
         drafter: a registered drafter, or "auto": the best that is there.
         draft_model: name or directory of the draft model, for drafters that use one.
         num_draft_tokens: most nodes to draft a step; None takes the drafter's own default.

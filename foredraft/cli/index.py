@@ -28,7 +28,7 @@ def build(
     files: Annotated[list[Path], typer.Argument(help="Text files, or folders of them.")],
     output: Annotated[Path, typer.Option(help="The folder to write.")],
     model: Annotated[
-        str, typer.Option(help="A built-in name, a checkpoint directory, or a hub id.")
+        str, typer.Option(help="A built-in name, a directory, a GGUF file, or a hub id.")
     ] = DEFAULT_MODEL,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace an index that is already there.")

@@ -123,11 +123,11 @@ def test_no_weights(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("with_config", [True, False])
-def test_a_foreign_gguf_is_not_parsed(checkpoint: Path, with_config: bool) -> None:
+def test_a_gguf_file_beside_is_named(checkpoint: Path, with_config: bool) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "model.gguf")
     if not with_config:
         (checkpoint / "config.json").unlink()
-    with pytest.raises(ModelLoadError, match=r"model\.gguf.*foreign GGUF file is never parsed"):
+    with pytest.raises(ModelLoadError, match=r"name it as the model \(model\.gguf\)"):
         Checkpoint(checkpoint)
 
 

@@ -10,6 +10,7 @@ import errno
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
     from foredraft.models.native.packed import Blocks
 
+RECIPE = "GGUF converter 1"
+"""Raise it when `write_checkpoint` makes something else: older copies are converted again."""
 _FAMILY = "llama"
 _KNOWN = GgufFields.keys() | {"llama.vocab_size", "llama.rope.scaling.finetuned"}
 """Keys of the family that are read, or say nothing about how it computes."""
@@ -84,6 +87,16 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     progress.stage("converting the weights to safetensors")
     _write_weights(file, weights, into / "model.safetensors", progress)
     _write_blocks(file, weights, into)
+
+
+def bytes_needed(gguf: Path) -> int:
+    """About what `write_checkpoint` writes, rather more than less.
+
+    Raises:
+        ModelLoadError: the file is damaged.
+    """
+    tensors = GgufFile(gguf).tensors.values()
+    return sum(2 * prod(tensor.shape) + tensor.num_bytes for tensor in tensors)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ class Checkpoint:
 
     Raises:
         ModelLoadError: there is no readable ``config.json``; it names code to be run; the weights
-            are missing, incomplete, damaged, or in a format that is never read (pickle, GGUF).
+            are missing, incomplete, damaged, or in a format that is never read (pickle).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -202,7 +202,7 @@ def _what_else_is_there(directory: Path) -> str:
     ggufs = _names(directory, "*.gguf")
     if not ggufs:
         return ""
-    return f"; {ggufs} is not read: a foreign GGUF file is never parsed, get the safetensors model"
+    return f"; to run a GGUF file, name it as the model ({ggufs})"
 
 
 def _names(directory: Path, *patterns: str) -> str:

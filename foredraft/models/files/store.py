@@ -1,22 +1,25 @@
 """From the name of a model to a local directory that holds it.
 
-A name is one of: the built-in model, a directory, a hub id ("org/name"). The built-in model is
-converted once into foredraft's cache; models of the hub stay in the hub's own cache, which other
-programs share.
+A name is one of: the built-in model, a directory, a GGUF file, a hub id ("org/name"). The built-in
+model and GGUF files are converted once into foredraft's cache; models of the hub stay in the hub's
+own cache, which other programs share.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
-from foredraft.models.files import smollm2
+from foredraft.models.files import gguf_checkpoint, smollm2
 from foredraft.models.files.manifest import find_damage, write_manifest
 from foredraft.models.files.progress import Progress, SilentProgress
 from foredraft.system.paths import cache_root
@@ -42,7 +45,8 @@ def resolve_model(
     """The directory of a model, which is obtained first if need be.
 
     Args:
-        name: a built-in name (case and ``-``/``_`` do not matter), a directory, or a hub id.
+        name: a built-in name (case and ``-``/``_`` do not matter), a directory, a GGUF file (or a
+            directory that holds one and nothing else of a model), or a hub id.
         revision: branch, tag or commit of a hub id.
         local_files_only: never use the network.
         progress: told about downloads and conversions.
@@ -59,12 +63,14 @@ def resolve_model(
     if revision is not None and not is_hub_id:
         raise ConfigError(f"revision {revision!r} was given, but {name!r} is not a hub id")
     if built_in is not None:
-        return _resolve_built_in(built_in, local_files_only, progress)
+        return _converted(_built_in(built_in, local_files_only), progress)
     if is_hub_id:
         from foredraft.models.files.hub import fetch
 
         return fetch(name, revision, local_files_only, progress)
-    return _existing_directory(name, path)
+    directory = _existing_directory(name, path)
+    gguf = _gguf_of(directory)
+    return directory if gguf is None else _converted(_of_gguf(gguf), progress)
 
 
 def _built_in_name(name: str) -> str | None:
@@ -95,35 +101,95 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _existing_directory(name: str, path: Path) -> Path:
-    if name and os.path.isdir(path):  # an empty name would be the working directory
+    """A directory, or a GGUF file."""
+    if name and (os.path.isdir(path) or _is_gguf(path)):  # an empty name: the working directory
         return path
     if name and os.path.exists(path):
-        raise ConfigError(f"{name!r} is a file; name the directory that holds the model")
+        raise ConfigError(
+            f"{name!r} is a file; name the directory that holds the model, or a file *.gguf"
+        )
     if os.sep in name or name.startswith(("~", ".")):
         raise ConfigError(f"no such directory: {name!r} (looked for {path.absolute()})")
     raise ConfigError(
         f"{unknown('model', name, BUILT_IN)}; a model can also be a local directory or a hub id "
-        "such as 'org/name'"
+        "such as 'org/name', or a GGUF file"
     )
 
 
-# ------------------------------------------------------------------------------------- built-in
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf" and os.path.isfile(path)
 
 
-def _resolve_built_in(name: str, local_files_only: bool, progress: Progress) -> Path:
-    directory = cache_root() / "models" / name
-    if find_damage(directory, smollm2.RECIPE) is None:
+def _gguf_of(path: Path) -> Path | None:
+    """The GGUF file that is meant; None where a directory holds a model of another form."""
+    if _is_gguf(path):
+        return path
+    if (path / "config.json").exists():
+        return None
+    found = [inside for inside in path.iterdir() if _is_gguf(inside)]
+    return found[0] if len(found) == 1 else None
+
+
+# ---------------------------------------------------------------------- converted into the cache
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """How a directory of the cache is made.
+
+    Attributes:
+        name: of the directory.
+        recipe: says what it is made from and by which version of the code.
+        num_bytes: what making it takes on the disk.
+        write: makes the model in its first argument; may leave files in the second.
+    """
+
+    name: str
+    recipe: str
+    num_bytes: Callable[[], int]
+    write: Callable[[Path, Path, Progress], None]
+
+
+def _built_in(name: str, local_files_only: bool) -> _Conversion:
+    def write(into: Path, download: Path, progress: Progress) -> None:
+        gguf = smollm2.obtain_gguf(download, progress, allow_download=not local_files_only)
+        smollm2.convert(gguf, into, progress)
+
+    return _Conversion(name, smollm2.RECIPE, lambda: _NEEDED_BYTES, write)
+
+
+def _of_gguf(path: Path) -> _Conversion:
+    """Found again by the file's place, size and time; a changed file is another model."""
+
+    def write(into: Path, _: Path, progress: Progress) -> None:
+        gguf_checkpoint.write_checkpoint(path, into, progress)
+
+    state = path.stat()
+    place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+    stem = re.sub(r"[^A-Za-z0-9.-]+", "-", path.stem)[:60]
+    return _Conversion(
+        f"gguf-{stem}-{place}",
+        f"{gguf_checkpoint.RECIPE} of {state.st_size} bytes of {state.st_mtime_ns}",
+        lambda: gguf_checkpoint.bytes_needed(path),
+        write,
+    )
+
+
+def _converted(conversion: _Conversion, progress: Progress) -> Path:
+    directory = cache_root() / "models" / conversion.name
+    if find_damage(directory, conversion.recipe) is None:
         return directory
+    num_bytes = conversion.num_bytes()
     try:
-        return _make_alone(directory, local_files_only, progress)
+        return _make_alone(directory, conversion, num_bytes, progress)
     except OSError as error:
-        raise ModelLoadError(_cannot_keep(directory, error)) from error
+        raise ModelLoadError(_cannot_keep(directory, num_bytes, error)) from error
 
 
-def _cannot_keep(directory: Path, error: OSError) -> str:
+def _cannot_keep(directory: Path, num_bytes: int, error: OSError) -> str:
     return (
         f"cannot keep {directory.name} in {directory.parent}: {error.strerror or error}. Preparing "
-        f"it takes about {_NEEDED_BYTES / 1e9:.1f} GB there{_free_there(directory)}; free some "
+        f"it takes about {num_bytes / 1e9:.1f} GB there{_free_there(directory)}; free some "
         "space, or set FOREDRAFT_CACHE to a directory that can be written and has it"
     )
 
@@ -135,13 +201,15 @@ def _free_there(directory: Path) -> str:
         return ""
 
 
-def _check_space(directory: Path) -> None:
+def _check_space(directory: Path, num_bytes: int) -> None:
     """Find out before the download, and not after it."""
-    if shutil.disk_usage(directory).free < _NEEDED_BYTES:
+    if shutil.disk_usage(directory).free < num_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _make_alone(directory: Path, local_files_only: bool, progress: Progress) -> Path:
+def _make_alone(
+    directory: Path, conversion: _Conversion, num_bytes: int, progress: Progress
+) -> Path:
     """Make the directory unless another process has done so while this one waited."""
     from filelock import FileLock, Timeout
 
@@ -153,30 +221,29 @@ def _make_alone(directory: Path, local_files_only: bool, progress: Progress) -> 
         progress.stage(f"waiting for another process that is preparing {directory.name}")
         lock.acquire()
     try:
-        damage = find_damage(directory, smollm2.RECIPE)
+        damage = find_damage(directory, conversion.recipe)
         if damage is not None:
             if directory.exists():
                 _LOG.warning("the cached model %s is made anew: %s", directory, damage)
-            _make(directory, local_files_only, progress)
+            _make(directory, conversion, num_bytes, progress)
     finally:
         lock.release()
     return directory
 
 
-def _make(directory: Path, local_files_only: bool, progress: Progress) -> None:
+def _make(directory: Path, conversion: _Conversion, num_bytes: int, progress: Progress) -> None:
     """Convert in a scratch folder beside ``directory``, then rename: whole, or not there."""
     prefix = f".{directory.name}.partial-"
     for left_behind in directory.parent.glob(f"{prefix}*"):  # by a process that was killed
         shutil.rmtree(left_behind, ignore_errors=True)
-    _check_space(directory.parent)
+    _check_space(directory.parent, num_bytes)
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
     try:
         made, download = scratch / "model", scratch / "download"
         made.mkdir()
         download.mkdir()
-        gguf = smollm2.obtain_gguf(download, progress, allow_download=not local_files_only)
-        smollm2.convert(gguf, made, progress)
-        write_manifest(made, smollm2.RECIPE)
+        conversion.write(made, download, progress)
+        write_manifest(made, conversion.recipe)
         if directory.exists():
             directory.rename(scratch / "replaced")
         made.rename(directory)

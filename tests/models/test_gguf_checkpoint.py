@@ -1,0 +1,381 @@
+"""GGUF models: the weights, text and tokens of the same model as safetensors, or a refusal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foredraft import LLM, SamplingParams
+from foredraft.core.errors import ModelLoadError
+from foredraft.models.files import gguf as reader
+from foredraft.models.files.gguf_blocks import KINDS
+from foredraft.models.files.gguf_checkpoint import _LAYER_NAMES, _TOP_NAMES, write_checkpoint
+from foredraft.models.files.progress import SilentProgress
+from foredraft.models.files.store import resolve_model
+from foredraft.models.native.source_blocks import stacked_blocks
+from foredraft.models.text.tokenizer import Tokenizer
+from tests.models.checkpoints import CHAT_TEMPLATE, train_tokenizer
+from tests.models.gguf_files import ARRAY, STRING, Stored, Typed, gguf_bytes, write_gguf
+from tests.models.progress import RecordedProgress
+from tests.models.test_smollm2 import interleave_halves
+
+CODES = {kind.name: code for code, kind in KINDS.items()}
+HEADS, KV_HEADS = 4, 2
+CONTROL = 3
+
+
+def shape_of(**more: Any) -> LlamaConfig:
+    """Rows of 256 weights, which every format can hold."""
+    sizes = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 256}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "num_hidden_layers": 2}
+    limits = {"max_position_embeddings": 128, "rms_norm_eps": 1e-5}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}}
+    ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 2}
+    return LlamaConfig(**(sizes | heads | limits | rope | ids | more))
+
+
+def metadata_of(config: LlamaConfig, **more: Any) -> dict[str, Any]:
+    """What a file says of such a model; dots in the names of ``more`` are written ``__``."""
+    definition = train_tokenizer()
+    tokens = [definition.id_to_token(i) for i in range(definition.get_vocab_size())]
+    kinds = [CONTROL if token.startswith("<|") else 1 for token in tokens]
+    merges = _merges(definition)
+    found = {
+        "general.architecture": "llama",
+        "llama.block_count": config.num_hidden_layers,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 1234.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+    return found | {key.replace("__", "."): value for key, value in more.items()}
+
+
+def _merges(definition: FastTokenizer) -> list[str]:
+    import json
+
+    merges = json.loads(definition.to_str())["model"]["merges"]
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+
+
+def raw_rows(kind: str, shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
+    """Stored rows of small weights: random integers, and scales of about a hundredth."""
+    found = KINDS[CODES[kind]]
+    if found.unpack is None:
+        weights = draw.standard_normal(shape, dtype=np.float32) * np.float32(0.1)
+        return gguf.quantize(weights, gguf.GGMLQuantizationType[kind]).view(np.uint8)
+    rows, inputs = shape
+    size = (rows, inputs // found.block_weights, found.block_bytes)
+    blocks = draw.integers(0, 256, size, np.uint8)
+    halves = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}.get(kind, (0, 2))
+    nested = kind.endswith("_K")
+    for place in halves:
+        scale = draw.uniform(0.001, 0.01, size[:2]).astype("<f2") / np.float16(32 if nested else 1)
+        blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def tensors_of(
+    config: LlamaConfig, kind: str
+) -> tuple[list[tuple[str, Stored]], dict[str, torch.Tensor]]:
+    """The tensors of a file, and the same as transformers has them, by their names there."""
+    draw = np.random.default_rng(5)
+    model = LlamaForCausalLM(config)
+    ours = {theirs: name for name, theirs in _TOP_NAMES.items()}
+    stored: list[tuple[str, Stored]] = []
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        shape, of = tuple(tensor.shape), kind if tensor.ndim == 2 else "F32"
+        rows = raw_rows(of, shape, draw)
+        code = gguf.GGMLQuantizationType[of]
+        exact = gguf.dequantize(rows.view(np.float32) if of == "F32" else rows, code)
+        values = torch.from_numpy(exact.reshape(shape))
+        weights[name] = values if KINDS[CODES[of]].unpack is None else values.bfloat16().float()
+        target = ours.get(name)
+        if target is None:
+            _, _, layer, *part, _ = name.split(".")
+            known = {theirs: short for short, theirs in _LAYER_NAMES.items()}
+            short = known[".".join(part)]
+            target = f"blk.{layer}.{short}.weight"
+            if heads := {"attn_q": HEADS, "attn_k": KV_HEADS}.get(short):
+                rows = interleave_halves(rows, heads)
+        stored.append((target, Stored(CODES[of], shape[::-1], rows.tobytes())))
+    return stored, weights
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def converted(
+    folder: Path, config: LlamaConfig, kind: str = "F32", **metadata: Any
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    stored, weights = tensors_of(config, kind)
+    path = write_gguf(folder / "model.gguf", metadata_of(config, **metadata), stored)
+    into = folder / "converted"
+    into.mkdir()
+    write_checkpoint(path, into, SilentProgress())
+    return into, weights
+
+
+# ---------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_weights_and_logits_are_those_of_the_same_model(tmp_path: Path, kind: str) -> None:
+    config = shape_of(tie_word_embeddings=kind in ("Q8_0", "F16"))
+    directory, weights = converted(tmp_path, config, kind)
+    found = load_file(directory / "model.safetensors")
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(found[name].float(), tensor), name
+    model = LlamaForCausalLM(config).eval()
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    loaded = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = torch.arange(40).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_blocks_of_four_bits_are_taken_as_they_come(tmp_path: Path, kind: str) -> None:
+    config = shape_of()
+    directory, weights = converted(tmp_path, config, kind)
+    stored = dict(tensors_of(config, kind)[0])
+    prefix = "model.layers.1.self_attn."
+    names = [f"{prefix}{part}_proj.weight" for part in "qkv"]
+    blocks = stacked_blocks(directory, names, torch.cat([weights[name] for name in names]))
+    assert blocks is not None
+    rows = np.frombuffer(stored["blk.1.attn_v.weight"].content, np.uint8).reshape(128, -1)
+    exact = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    assert torch.equal(blocks.dequantised()[-128:], torch.from_numpy(exact))
+
+
+def test_linear_scaling_and_heads_of_their_own_size_are_kept(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1234.0, "factor": 2.5}
+    config = shape_of(head_dim=32, rope_parameters=rope)
+    more = {
+        "llama__attention__key_length": 32,
+        "llama__attention__value_length": 32,
+        "llama__rope__scaling__type": "linear",
+        "llama__rope__scaling__factor": 2.5,
+    }
+    directory, weights = converted(tmp_path, config, **more)
+    model = LlamaForCausalLM(config).eval()
+    model.load_state_dict(weights)
+    loaded = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = torch.arange(40).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+# --------------------------------------------------------------------------------------- tokenizer
+
+SPLIT_TEXT = "\n\n1234 I'll go."
+SPLITS = {
+    "smollm": ["ĊĊ", "1", "2", "3", "4", "ĠI", "'ll", "Ġgo", "."],
+    "gpt-2": ["Ċ", "Ċ", "1234", "ĠI", "'ll", "Ġgo", "."],
+    "llama-bpe": ["ĊĊ", "123", "4", "ĠI", "'ll", "Ġgo", "."],
+    "qwen2": ["ĊĊ", "1", "2", "3", "4", "ĠI", "'ll", "Ġgo", "."],
+}
+
+
+def tokenizer_of(folder: Path, **metadata: Any) -> Tokenizer:
+    directory, _ = converted(folder, shape_of(), **metadata)
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_text_comes_back_and_special_tokens_are_single(tmp_path: Path, name: str) -> None:
+    tokenizer = tokenizer_of(
+        tmp_path, tokenizer__ggml__pre=name, tokenizer__ggml__add_bos_token=False
+    )
+    text = "\n\n1234 I'll go, naïve café 東京\t<|im_end|> x"
+    ids = tokenizer.encode(text)
+    assert 2 in ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    fast = FastTokenizer.from_str(tokenizer.definition)
+    pieces = [piece for piece, _ in fast.pre_tokenizer.pre_tokenize_str(SPLIT_TEXT)]
+    assert pieces == SPLITS[name]
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+
+
+def test_words_are_split_as_transformers_splits_them(tmp_path: Path) -> None:
+    from transformers import Qwen2Tokenizer
+
+    theirs = Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
+    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="qwen2")
+    ours = FastTokenizer.from_str(tokenizer.definition)
+    for text in ("I'LL go\r\n\n  to  12345 places ", "x=1;\n\ty", "½ ２３ é́ العربية 🙂🙂"):
+        assert ours.normalizer.normalize_str(text) == theirs.normalizer.normalize_str(text)
+        found = ours.pre_tokenizer.pre_tokenize_str(text)
+        assert found == theirs.pre_tokenizer.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "said", "adds"),
+    [("llama-bpe", None, True), ("llama-bpe", False, False), ("gpt-2", True, True)],
+)
+def test_a_start_token_is_added_where_the_model_has_it(
+    tmp_path: Path, pre: str, said: bool | None, adds: bool
+) -> None:
+    more = {} if said is None else {"tokenizer__ggml__add_bos_token": said}
+    ids = tokenizer_of(tmp_path, tokenizer__ggml__pre=pre, **more).encode("a")
+    assert (ids[0] == 0) is adds
+    assert ids.count(0) == adds
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+CHANGES: dict[str, tuple[Mapping[str, Any], str]] = {
+    "another family": ({"general.architecture": "mamba"}, "family 'mamba' are not read"),
+    "a part": ({"split.count": Typed(2, 3)}, "llama-gguf-split --merge"),
+    "an unknown key": ({"llama.logit_scale": 2.0}, "'llama.logit_scale' asks for"),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
+    "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8"),
+    "heads by layer": (
+        {"llama.attention.head_count_kv": Typed(ARRAY, [2, 2], 4)},
+        "head_count_kv is array",
+    ),
+    "a partly rotated head": ({"llama.rope.dimension_count": 32}, "rotated parts differ"),
+    "no layers": ({"llama.block_count": 0}, "llama.block_count is 0"),
+    "many layers": ({"llama.block_count": 2**31 - 1}, "too few for its number of layers"),
+    "fewer layers": ({"llama.block_count": 1}, "'blk.1.attn_k.weight' belongs to a feature"),
+    "a layer more": ({"llama.block_count": 3}, "'blk.2.attn_k.weight' is missing"),
+    "a width": ({"llama.feed_forward_length": 512}, r"has shape \(256, 256\), not \(512, 256\)"),
+    "heads that do not fit": ({"llama.attention.head_count": 3}, "no multiple of"),
+    "no epsilon": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon is nan"),
+    "sentencepiece": ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'"),
+    "a splitting": ({"tokenizer.ggml.pre": "deepseek-llm"}, "'deepseek-llm' splits text is not"),
+    "types": ({"tokenizer.ggml.token_type": [1]}, "not one type for each token"),
+    "a special id": ({"tokenizer.ggml.eos_token_id": 300}, "outside of the vocabulary"),
+    "merges": ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer is damaged"),
+    "merges of no tokens": ({"tokenizer.ggml.merges": ["qqq zzz"]}, "tokenizer is damaged"),
+    "tokens twice": ({"tokenizer.ggml.tokens": ["a"] * 300}, "a token is there twice"),
+    "few tokens": ({"tokenizer.ggml.tokens": ["a", "b"]}, r"has shape \(300, 256\), not \(2, 256"),
+    "numbers for tokens": ({"tokenizer.ggml.tokens": [1]}, "tokenizer.ggml.tokens is array"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_not_known_is_refused_by_name(tmp_path: Path, change: str) -> None:
+    changes, message = CHANGES[change]
+    config = shape_of()
+    stored, _ = tensors_of(config, "Q8_0")
+    path = write_gguf(tmp_path / "model.gguf", metadata_of(config) | {**changes}, stored)
+    with pytest.raises(ModelLoadError, match=message) as refused:
+        write_checkpoint(path, tmp_path, SilentProgress())
+    assert str(path) in str(refused.value)
+    assert len(str(refused.value)) < 800
+
+
+def test_biases_are_refused_by_name(tmp_path: Path) -> None:
+    config = shape_of()
+    stored, _ = tensors_of(config, "Q8_0")
+    stored.append(("blk.0.attn_q.bias", Stored(0, (256,), bytes(1024))))
+    path = write_gguf(tmp_path / "model.gguf", metadata_of(config), stored)
+    with pytest.raises(ModelLoadError, match=r"'blk\.0\.attn_q\.bias' belongs to a feature"):
+        write_checkpoint(path, tmp_path, SilentProgress())
+
+
+def test_mutated_models_are_converted_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five hundred files with one to three bytes changed between the family and the weights."""
+    config = shape_of(num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    stored, _ = tensors_of(config, "Q8_0")
+    valid = gguf_bytes(metadata_of(config, none=Typed(ARRAY, [], STRING)), stored)
+    header = len(valid) - sum(len(tensor.content) for _, tensor in stored)
+    choose, reasons = random.Random(2), []
+    for _ in range(500):
+        content = bytearray(valid)
+        for _ in range(choose.randint(1, 3)):
+            content[choose.randrange(header)] = choose.randrange(256)
+        monkeypatch.setattr(reader, "_mapped", lambda path, found=bytes(content): found)
+        reasons.append(_reason_of_refusal(tmp_path))
+    assert max(map(len, reasons)) < 1000
+    assert 100 < sum(bool(reason) for reason in reasons) < 500
+
+
+def _reason_of_refusal(folder: Path) -> str:
+    try:
+        write_checkpoint(folder / "model.gguf", folder, SilentProgress())
+    except ModelLoadError as error:
+        return str(error)
+    return ""
+
+
+# ---------------------------------------------------------------------------------------- by name
+
+
+def test_a_file_is_converted_once_and_again_when_it_has_changed(
+    tmp_path: Path, cache: Path
+) -> None:
+    config = shape_of()
+    stored, _ = tensors_of(config, "Q4_1")
+    folder = tmp_path / "folder with one"
+    folder.mkdir()
+    path = write_gguf(folder / "My model.Q4_1.GGUF", metadata_of(config), stored)
+    progress = RecordedProgress()
+    directory = resolve_model(path, progress=progress)
+    assert directory.parent == cache / "models"
+    assert progress.fractions[-1] == 1.0
+    again = RecordedProgress()
+    assert resolve_model(folder, progress=again) == directory
+    assert again.fractions == []
+    write_gguf(path, metadata_of(config, llama__context_length=99), stored)
+    assert resolve_model(path, progress=again) == directory
+    assert '"max_position_embeddings": 99' in (directory / "config.json").read_text()
+
+
+def test_a_damaged_file_leaves_nothing_in_the_cache(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ModelLoadError, match="version 0 is not read"):
+        resolve_model(path)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("weights", ["auto", "int4"])
+def test_text_is_that_of_the_same_model_in_safetensors(tmp_path: Path, weights: str) -> None:
+    config = shape_of()
+    directory, tensors = converted(tmp_path, config, "Q5_1")
+    same = tmp_path / "same"
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(tensors)
+    model.save_pretrained(same)
+    for file in directory.glob("*token*"):
+        (same / file.name).write_bytes(file.read_bytes())
+    params = SamplingParams(max_tokens=12)
+    texts = [
+        LLM.load(str(name), dtype="float32", weights=weights).generate("The ferry", params)[0].text
+        for name in (directory, same)
+    ]
+    assert texts[0] == texts[1]
