@@ -18,9 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files import gguf as reader
+from foredraft.models.files import gguf_checkpoint
 from foredraft.models.files.gguf_blocks import KINDS
 from foredraft.models.files.gguf_checkpoint import _LAYER_NAMES, _TOP_NAMES, write_checkpoint
 from foredraft.models.files.progress import SilentProgress
+from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
 from foredraft.models.native.source_blocks import stacked_blocks
 from foredraft.models.text.tokenizer import Tokenizer
@@ -177,6 +179,19 @@ def test_blocks_of_four_bits_are_taken_as_they_come(tmp_path: Path, kind: str) -
     assert torch.equal(blocks.dequantised()[-128:], torch.from_numpy(exact))
 
 
+def test_a_large_model_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_checkpoint, "_MOST_BYTES", 300_000)
+    directory, weights = converted(tmp_path, shape_of(), "Q8_0")
+    checkpoint = Checkpoint(directory)
+    assert checkpoint.tensors.keys() == weights.keys()
+    files = {tensor.file for tensor in checkpoint.tensors.values()}
+    assert len(files) > 5
+    assert max(file.stat().st_size for file in files) < 310_000
+    for name, tensor in weights.items():
+        found = load_file(checkpoint.tensors[name].file)[name]
+        assert torch.equal(found.float(), tensor), name
+
+
 def test_linear_scaling_and_heads_of_their_own_size_are_kept(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 1234.0, "factor": 2.5}
     config = shape_of(head_dim=32, rope_parameters=rope)
@@ -193,6 +208,50 @@ def test_linear_scaling_and_heads_of_their_own_size_are_kept(tmp_path: Path) -> 
     ids = torch.arange(40).unsqueeze(0)
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+
+
+def llama3_gguf(folder: Path, config: LlamaConfig, **changes: Any) -> Path:
+    """A file with the factors by which transformers divides the frequencies of ``LLAMA_3``."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500000.0 ** (-torch.arange(0, 64, 2).float() / 64)
+    factors = (plain / scaled).numpy()
+    for place, value in changes.items():
+        factors[int(place[1:])] = value
+    stored, _ = tensors_of(config, "BF16")
+    stored.append(("rope_freqs.weight", Stored(0, (32,), factors.astype("<f4").tobytes())))
+    metadata = metadata_of(config) | {"llama.rope.freq_base": 500000.0}
+    return write_gguf(folder / "llama3.gguf", metadata, stored)
+
+
+def test_llama_3_is_known_by_its_factors(tmp_path: Path) -> None:
+    config = shape_of(rope_parameters=LLAMA_3, max_position_embeddings=16384)
+    write_checkpoint(llama3_gguf(tmp_path, config), tmp_path, SilentProgress())
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert loaded.config.rope_parameters == LLAMA_3
+    model = LlamaForCausalLM(config).eval()
+    model.load_state_dict(tensors_of(config, "BF16")[1])
+    ids = torch.arange(40).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("changes", [{"_20": 3.0}, {"_31": float("nan")}, {"_0": -1.0}])
+def test_other_factors_are_refused(tmp_path: Path, changes: dict[str, float]) -> None:
+    path = llama3_gguf(tmp_path, shape_of(rope_parameters=LLAMA_3), **changes)
+    with pytest.raises(ModelLoadError, match="are not Llama 3's"):
+        write_checkpoint(path, tmp_path, SilentProgress())
 
 
 # --------------------------------------------------------------------------------------- tokenizer
@@ -252,6 +311,10 @@ def test_a_start_token_is_added_where_the_model_has_it(
     assert ids.count(0) == adds
 
 
+def test_every_end_of_a_turn_ends_a_reply(tmp_path: Path) -> None:
+    assert tokenizer_of(tmp_path, tokenizer__ggml__eot_token_id=1).eos_token_ids == (1, 2)
+
+
 # ---------------------------------------------------------------------------------------- refusals
 
 CHANGES: dict[str, tuple[Mapping[str, Any], str]] = {
@@ -276,6 +339,7 @@ CHANGES: dict[str, tuple[Mapping[str, Any], str]] = {
     "a splitting": ({"tokenizer.ggml.pre": "deepseek-llm"}, "'deepseek-llm' splits text is not"),
     "types": ({"tokenizer.ggml.token_type": [1]}, "not one type for each token"),
     "a special id": ({"tokenizer.ggml.eos_token_id": 300}, "outside of the vocabulary"),
+    "an end of turns": ({"tokenizer.ggml.eot_token_id": 300}, "outside of the vocabulary"),
     "merges": ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer is damaged"),
     "merges of no tokens": ({"tokenizer.ggml.merges": ["qqq zzz"]}, "tokenizer is damaged"),
     "tokens twice": ({"tokenizer.ggml.tokens": ["a"] * 300}, "a token is there twice"),

@@ -30,10 +30,19 @@ if TYPE_CHECKING:
 
 RECIPE = "GGUF converter 1"
 """Raise it when `write_checkpoint` makes something else: older copies are converted again."""
+_MOST_BYTES = 2 << 30
+"""Of one file of weights, and so of what a conversion holds in memory."""
 _FAMILY = "llama"
 _KNOWN = GgufFields.keys() | {"llama.vocab_size", "llama.rope.scaling.finetuned"}
 """Keys of the family that are read, or say nothing about how it computes."""
 
+_ROTARY_FACTORS = "rope_freqs.weight"
+"""By what each frequency of rotary embedding is divided."""
+_LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -80,12 +89,13 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
     config = _config(file, fields)
     weights = _weights(file, config)
     _write_json(into / "config.json", config)
-    special = {key: config[key] for key in fields.special_ids() if key != "unk_token_id"}
-    _write_json(into / "generation_config.json", special)
+    special = {key: index for key, index in fields.special_ids().items() if key in config}
+    ends = {"eos_token_id": fields.end_ids()} if len(fields.end_ids()) > 1 else {}
+    _write_json(into / "generation_config.json", special | ends)
     progress.stage("converting the tokenizer")
     write_tokenizer(gguf, fields, into)
     progress.stage("converting the weights to safetensors")
-    _write_weights(file, weights, into / "model.safetensors", progress)
+    _write_weights(file, weights, into, progress)
     _write_blocks(file, weights, into)
 
 
@@ -128,7 +138,6 @@ def _config(file: GgufFile, fields: GgufFields) -> dict[str, Any]:
     head_dim = fields.key_length or fields.embedding_length // fields.head_count
     if {fields.value_length or head_dim, fields.rope_dimension_count or head_dim} != {head_dim}:
         _refuse(file, "heads whose keys, values and rotated parts differ in size are not read")
-    scaling = {"rope_type": "linear", "factor": fields.scaling_factor}
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -141,10 +150,9 @@ def _config(file: GgufFile, fields: GgufFields) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": fields.context_length,
-        # GGUF holds the float32 nearest to 1e-05; six digits bring the number itself back.
-        "rms_norm_eps": float(f"{fields.rms_norm_eps:.6g}"),
+        "rms_norm_eps": _shortest(fields.rms_norm_eps),
         "rope_theta": fields.rope_theta,
-        "rope_scaling": scaling if fields.scaling_type == "linear" else None,
+        "rope_scaling": _scaling(file, fields, head_dim),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -153,6 +161,34 @@ def _config(file: GgufFile, fields: GgufFields) -> dict[str, Any]:
     }
     parse_fields(file.path, config, LlamaFields)  # sizes that do not fit together
     return config
+
+
+def _shortest(number: float) -> float:
+    """GGUF holds the float32 nearest to 1e-05; six digits bring the number itself back."""
+    return float(f"{number:.6g}")
+
+
+def _scaling(file: GgufFile, fields: GgufFields, head_dim: int) -> dict[str, Any] | None:
+    """Rotary scaling. Files of Llama 3 hold its factors and not what they are computed from."""
+    linear = fields.scaling_type == "linear"
+    tensor = file.tensors.get(_ROTARY_FACTORS)
+    if tensor is None:
+        return {"rope_type": "linear", "factor": fields.scaling_factor} if linear else None
+    if not linear and tensor.shape == (head_dim // 2,):
+        found = file.weights(tensor)
+        factor = _shortest(found.max())
+        if np.allclose(found, _llama3_factors(factor, fields.rope_theta, head_dim), rtol=1e-4):
+            return {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
+    _refuse(file, f"the factors of its rotary embedding ({_ROTARY_FACTORS}) are not Llama 3's")
+
+
+def _llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray[Any, Any]:
+    """Slow frequencies are divided by ``factor``, fast ones by 1, those between by between."""
+    low, high, context = _LLAMA_3.values()
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    turns = context * frequencies / (2 * np.pi)
+    is_fast = np.clip((turns - low) / (high - low), 0, 1)
+    return 1 / (is_fast + (1 - is_fast) / factor)
 
 
 # ---------------------------------------------------------------------------------------- weights
@@ -165,12 +201,12 @@ def _weights(file: GgufFile, config: dict[str, Any]) -> dict[str, _Weight]:
     expected = _layout(config)
     if missing := sorted(expected.keys() - file.tensors):
         _refuse(file, f"tensor {missing[0]!r} is missing; get the whole file again")
-    if unknown := sorted(file.tensors.keys() - expected):
+    if unknown := sorted(file.tensors.keys() - expected - {_ROTARY_FACTORS}):
         _refuse(file, f"tensor {unknown[0]!r:.80} belongs to a feature that is not implemented")
     for name, weight in expected.items():
         if (shape := file.tensors[name].shape) != weight.shape:
             _refuse(file, f"tensor {name!r} has shape {shape}, not {weight.shape}")
-    return {name: expected[name] for name in file.tensors}
+    return {name: expected[name] for name in file.tensors if name in expected}
 
 
 def _layout(config: dict[str, Any]) -> dict[str, _Weight]:
@@ -208,15 +244,33 @@ def _layout(config: dict[str, Any]) -> dict[str, _Weight]:
 
 
 def _write_weights(
-    file: GgufFile, weights: dict[str, _Weight], path: Path, progress: Progress
+    file: GgufFile, weights: dict[str, _Weight], into: Path, progress: Progress
 ) -> None:
+    """Into one file, or into several that fit into memory and an index of them."""
+    tensors: dict[str, torch.Tensor] = {}
+    names: dict[str, str] = {}
+    num_bytes = 0
+    for done, (tensor, weight, blocks) in enumerate(_rows(file, weights), start=1):
+        floats = _floats(tensor.kind, blocks).reshape(tensor.shape)
+        if tensors and num_bytes + floats.nbytes > _MOST_BYTES:
+            name = f"model-{len(set(names.values())) + 1:05}.safetensors"
+            names |= dict.fromkeys(tensors, name)
+            _save(tensors, into / name)
+            tensors, num_bytes = {}, 0
+        tensors[weight.name] = floats
+        num_bytes += floats.nbytes
+        progress.advance(done / len(weights))
+    last = "model-last.safetensors" if names else "model.safetensors"
+    _save(tensors, into / last)
+    if names:
+        names |= dict.fromkeys(tensors, last)
+        _write_json(into / "model.safetensors.index.json", {"weight_map": names})
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tensors: dict[str, torch.Tensor] = {}
-    for done, (tensor, weight, blocks) in enumerate(_rows(file, weights), start=1):
-        tensors[weight.name] = _floats(tensor.kind, blocks).reshape(tensor.shape)
-        progress.advance(done / len(weights))
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:  # its only word for a full disk

@@ -69,7 +69,8 @@ def _check(gguf: Path, fields: GgufFields) -> None:
         "a token is there twice": len(set(fields.tokens)) < len(fields.tokens),
         "there is not one type for each token": len(fields.token_types) != len(fields.tokens),
         "a special token is outside of the vocabulary": any(
-            index >= len(fields.tokens) for index in fields.special_ids().values()
+            index >= len(fields.tokens)
+            for index in (*fields.special_ids().values(), *fields.end_ids())
         ),
         "it adds a start token and names none": _adds_bos(fields) and fields.bos_token_id is None,
     }

@@ -211,6 +211,8 @@ class GgufFields(_Schema):
     merges: list[str] = _said("tokenizer.ggml.merges")
     bos_token_id: TokenId | None = _said("tokenizer.ggml.bos_token_id", None)
     eos_token_id: TokenId | None = _said("tokenizer.ggml.eos_token_id", None)
+    eot_token_id: TokenId | None = _said("tokenizer.ggml.eot_token_id", None)
+    eom_token_id: TokenId | None = _said("tokenizer.ggml.eom_token_id", None)
     padding_token_id: TokenId | None = _said("tokenizer.ggml.padding_token_id", None)
     unknown_token_id: TokenId | None = _said("tokenizer.ggml.unknown_token_id", None)
     add_bos: bool | None = _said("tokenizer.ggml.add_bos_token", None)
@@ -221,6 +223,11 @@ class GgufFields(_Schema):
     def keys(cls) -> set[str]:
         """What is read of the metadata."""
         return {str(field.validation_alias) for field in cls.model_fields.values()}
+
+    def end_ids(self) -> list[int]:
+        """What ends a reply: the end of a text, of a turn, or of a message."""
+        ids = (self.eos_token_id, self.eot_token_id, self.eom_token_id)
+        return sorted({index for index in ids if index is not None})
 
     def special_ids(self) -> dict[str, int]:
         """The ids that the file gives, under the names of ``config.json``."""
