@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Regex
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ModelLoadError
@@ -286,16 +290,29 @@ def test_a_text_comes_back_and_special_tokens_are_single(tmp_path: Path, name: s
     assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
-def test_words_are_split_as_transformers_splits_them(tmp_path: Path) -> None:
+ODD_TEXTS = ("I'LL go\r\n\n  to  12345 places ", "x=1;\n\ty", "½ ２３ é́ العربية 🙂🙂")
+
+
+def test_qwen_is_split_as_transformers_splits_it(tmp_path: Path) -> None:
     from transformers import Qwen2Tokenizer
 
     theirs = Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
     tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="qwen2")
     ours = FastTokenizer.from_str(tokenizer.definition)
-    for text in ("I'LL go\r\n\n  to  12345 places ", "x=1;\n\ty", "½ ２３ é́ العربية 🙂🙂"):
+    for text in ODD_TEXTS:
         assert ours.normalizer.normalize_str(text) == theirs.normalizer.normalize_str(text)
         found = ours.pre_tokenizer.pre_tokenize_str(text)
         assert found == theirs.pre_tokenizer.pre_tokenize_str(text)
+
+
+def test_llama_3_is_split_as_transformers_splits_it(tmp_path: Path) -> None:
+    pattern = inspect.signature(TikTokenConverter).parameters["pattern"].default
+    parts = [Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)]
+    theirs = Sequence(parts)
+    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="llama-bpe")
+    ours = FastTokenizer.from_str(tokenizer.definition)
+    for text in ODD_TEXTS:
+        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def fetch(name: str, revision: str | None, local_files_only: bool, progress: Pro
     if not any(directory.glob("*.safetensors")):
         raise ModelLoadError(
             f"{name!r} has no *.safetensors weights; other formats are not fetched, because a "
-            "pickle can run code when it is read. Look for a safetensors copy on the hub"
+            "pickle can run code when it is read. Look for a safetensors copy on the hub, "
+            "or download a GGUF file of it and name that file as the model"
         )
     return directory
 

@@ -126,7 +126,7 @@ def _gguf_of(path: Path) -> Path | None:
         return path
     if (path / "config.json").exists():
         return None
-    found = [inside for inside in path.iterdir() if _is_gguf(inside)]
+    found = [inside for inside in path.glob("*") if _is_gguf(inside)]
     return found[0] if len(found) == 1 else None
 
 
