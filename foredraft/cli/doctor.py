@@ -153,6 +153,7 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
         ("context", f"{model['max_context']} tokens"),
         ("weights", _megabytes(model["weight_bytes"])),
         ("a step", _step(model)),
+        ("self-draft", _self_draft(model)),
         ("KV cache", f"{_megabytes(model['cache_bytes'])} at {tokens} tokens"),
         ("memory", f"{_megabytes(model['total_bytes'])} for weights and cache"),
     ]
@@ -168,6 +169,14 @@ def _step(model: dict[str, Any]) -> str:
         "the very weights that the model comes in" if in_4_bits["as_it_comes"] else "less precise"
     )
     return f"{reads}; {with_4}, {quality}"
+
+
+def _self_draft(model: dict[str, Any]) -> str:
+    """What a copy that drafts takes beside the weights; see the drafter self_draft."""
+    if model["in_4_bits"] is None:
+        return "no smaller copy of these weights can draft here"
+    copy = _megabytes(model["in_4_bits"]["read_bytes"])
+    return f"a copy in 4 bits takes {copy} more; auto loads it where it pays"
 
 
 def _instructions(machine: dict[str, Any]) -> str:
