@@ -196,8 +196,9 @@ class Attention:
 
 _FIRST = 4
 """Steps of a size that may correct it."""
-_CORRECTION = 0.7
-"""How much of what a size was thought too dear one of them takes back."""
+_MUCH_LESS, _CORRECTION = 0.75, 0.7
+"""Of what was expected, and how much of the difference one of them takes back; smaller differences
+are those of any two steps."""
 
 
 class _Corrections:
@@ -230,10 +231,11 @@ class _Corrections:
         place = (num_tokens - 1).bit_length()
         if not place or self._counts[place] >= _FIRST:
             return False
-        factor = self.of(num_tokens)
         self._counts[place] += 1
-        self._factors[place] = factor * min(1.0, ratio) ** _CORRECTION
-        return ratio < 1.0
+        if ratio > _MUCH_LESS:
+            return False
+        self._factors[place] = self.of(num_tokens) * ratio**_CORRECTION
+        return True
 
 
 class CostModel:
