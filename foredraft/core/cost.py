@@ -196,9 +196,8 @@ class Attention:
 
 _FIRST = 4
 """Steps of a size that may correct it."""
-_MUCH_LESS, _CORRECTION = 0.75, 0.7
-"""Of what was expected, and how much of the difference one of them takes back; smaller differences
-are those of any two steps."""
+_MUCH_LESS = 0.75
+"""Of what was expected: smaller differences are those of any two steps."""
 
 
 class _Corrections:
@@ -216,7 +215,7 @@ class _Corrections:
 
     @property
     def were_made(self) -> bool:
-        return bool(self._factors)
+        return any(factor < 1.0 for factor in self._factors.values())
 
     def of(self, num_tokens: int) -> float:
         place = (num_tokens - 1).bit_length()
@@ -232,10 +231,10 @@ class _Corrections:
         if not place or self._counts[place] >= _FIRST:
             return False
         self._counts[place] += 1
-        if ratio > _MUCH_LESS:
-            return False
-        self._factors[place] = self.of(num_tokens) * ratio**_CORRECTION
-        return True
+        factor = self.of(num_tokens)
+        is_usual = factor == 1.0 and ratio > _MUCH_LESS
+        self._factors[place] = 1.0 if is_usual else min(1.0, factor * ratio)
+        return not is_usual
 
 
 class CostModel:
