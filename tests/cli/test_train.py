@@ -63,7 +63,7 @@ def test_a_head_is_trained_and_gone_on_with(
     result = run(*common, *options, *more, "--tokens", "2k")
     assert result.exit_code == 0, (result.output, result.exception)
     assert "tokens a step" in result.output
-    assert (tmp_path / "head" / "head.json").exists()
+    before = (tmp_path / "head" / "head.json").read_text()
     result = run(*common, *options, *more, "--tokens", "3k")
     assert result.exit_code == 0, (result.output, result.exception)
     side_by_side = tmp_path / "heads.json"
@@ -72,7 +72,8 @@ def test_a_head_is_trained_and_gone_on_with(
     (head,) = json.loads(side_by_side.read_text())["heads"]
     assert head["kind"] == "hidden_head"
     assert len(head["greedy"]) == 2
-    assert head["tokens"] >= 3000
+    # A head that has learnt more and is no better does not take the place of the one that is there.
+    assert head["tokens"] >= 3000 or (tmp_path / "head" / "head.json").read_text() == before
 
 
 def test_only_heads_are_compared(tmp_path: Path) -> None:
