@@ -204,12 +204,15 @@ def measured_fit(target: LowBitTarget, copy: LowBitCopy, prompt: Sequence[int]) 
     """
 
     def measure() -> Tensor:
-        greedy, times = _agreement(target, copy, prompt, 0.0)
-        sampled, more_times = _agreement(target, copy, prompt, 1.0)
+        # Apart: a drafter may be built while an engine runs on the target's own cache.
+        other = target.apart(num_tokens)
+        greedy, times = _agreement(other, copy.on(other), prompt, 0.0)
+        sampled, more_times = _agreement(other, copy.on(other), prompt, 1.0)
         copy_ms, target_ms = (min(each) for each in zip(*times, *more_times, strict=True))
         return torch.tensor([greedy, sampled, copy_ms / target_ms])
 
-    if len(prompt) + _NUM_MEASURED > target.max_context:
+    num_tokens = len(prompt) + _NUM_MEASURED
+    if num_tokens > target.max_context:
         return _USUAL_FIT
     recipe = recipe_of(copy.identity, cpu_name(), torch.get_num_threads(), describe_instructions())
     try:
@@ -220,7 +223,7 @@ def measured_fit(target: LowBitTarget, copy: LowBitCopy, prompt: Sequence[int]) 
 
 
 def _agreement(
-    target: LowBitTarget, copy: LowBitCopy, prompt: Sequence[int], temperature: float
+    target: Target, copy: LowBitCopy, prompt: Sequence[int], temperature: float
 ) -> tuple[float, list[tuple[float, float]]]:
     """The share of tokens that copy and target agree on, and the milliseconds of both."""
     cache, last, num_agreed = target.cache, prompt[-1], 0
@@ -233,9 +236,9 @@ def _agreement(
         for position in range(_NUM_MEASURED):
             row = ScoreRow(slot, (last,), draw=DrawKey(_SEED, position, scale))
             started = time.perf_counter()
-            guess = _drawn(copy.score([row], [cache.length(slot)]), row)
+            guess = _drawn(copy.score([row], [cache.length(slot)]))
             guessed = time.perf_counter()
-            last = _drawn(target.score([row]), row)
+            last = _drawn(target.score([row]))
             times.append((guessed - started, time.perf_counter() - guessed))
             cache.keep(slot, 1, ())
             num_agreed += guess == last
@@ -244,8 +247,8 @@ def _agreement(
     return (num_agreed + 1) / (_NUM_MEASURED + 2), times
 
 
-def _drawn(scores: Scores, row: ScoreRow) -> int:
-    """The token after a row's last one."""
+def _drawn(scores: Scores) -> int:
+    """The token after the last one of a single row."""
     (draw,) = scores.draws or (None,)
     if draw is None:
         raise NonFiniteScoresError("the target's logits are not finite")

@@ -434,9 +434,11 @@ class LowBitCopy(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def score(
-        self, rows: Sequence[ScoreRow], starts: Sequence[int], taps: Sequence[int] = ()
-    ) -> Scores:
+    def on(self, target: Target) -> LowBitCopy:
+        """The same copy on the cache of `LowBitTarget.apart`."""
+        ...
+
+    def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
         """One forward of the copy, which reads entries and writes behind those that count.
 
         Nothing of it is ever committed: the target's forward of the same tokens writes their
@@ -477,6 +479,14 @@ class LowBitTarget(PartsTarget, Protocol):
         Raises:
             ConfigError: there is no such copy.
             ModelLoadError: there is no memory for it.
+        """
+        ...
+
+    def apart(self, num_tokens: int) -> Target:
+        """The same target with a small cache of its own: to try things while this one is in use.
+
+        Args:
+            num_tokens: that the cache has room for.
         """
         ...
 

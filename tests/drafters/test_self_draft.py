@@ -167,6 +167,17 @@ def test_its_fit_is_measured(target: NativeTarget) -> None:
     assert not target.cache.slots
 
 
+def test_measuring_does_not_touch_the_cache_of_a_running_engine(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an engine may be running on this cache")
+
+    for name in ("allocate", "reserve", "keep"):
+        monkeypatch.setattr(target.cache, name, refuse)
+    assert measured_fit(target, target.low_bit_copy(8), [1]).greedy > 0.7
+
+
 def test_what_cannot_be_is_said(target: NativeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="bits is 5; this target has weights of 32 bits"):
         self_draft(target, bits=5)

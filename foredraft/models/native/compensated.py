@@ -45,17 +45,13 @@ _LEVELS = 15
 
 
 class _LayerByLayer(EagerDecoder):
-    """Runs single layers of all texts together, and adds up what goes into their products.
-
-    Attributes:
-        products: by the identity of a matrix, the products [K, K] of all pairs of its inputs.
-    """
+    """Runs single layers of all texts together."""
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, texts: Sequence[Sequence[int]]
     ) -> None:
         super().__init__(config, weights)
-        self.products: dict[int, Tensor] = {}
+        self._products: dict[int, Tensor] | None = None
         cache = KVCache(config.kv_shape, weights.dtype, weights.device, max(map(len, texts)))
         rows = [ScoreRow(cache.allocate(), text, wants_logits=False) for text in texts]
         for row in rows:
@@ -67,6 +63,14 @@ class _LayerByLayer(EagerDecoder):
         hidden_TE, _ = self._run_layers(self._run_texts, hidden_TE, [index], ())
         return hidden_TE
 
+    def products_of(self, index: int, hidden_TE: Tensor) -> dict[int, Tensor]:
+        """Products [K, K] of pairs of inputs, for each matrix of a layer by its identity."""
+        products: dict[int, Tensor] = {}
+        self._products = products
+        self.through(index, hidden_TE)
+        self._products = None
+        return products
+
     def replace_layer(self, index: int, layer: LayerWeights) -> None:
         """From now on this layer is another one."""
         layers = [*self._weights.layers]
@@ -74,8 +78,9 @@ class _LayerByLayer(EagerDecoder):
         self._weights = replace(self._weights, layers=tuple(layers))
 
     def _linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        x_TK = x.float()
-        self.products[id(weight)] = x_TK.T @ x_TK
+        if self._products is not None:
+            x_TK = x.float()
+            self._products[id(weight)] = x_TK.T @ x_TK
         return super()._linear(x, weight, bias)
 
 
@@ -84,7 +89,7 @@ def compensated(
     config: DecoderConfig,
     weights: DecoderWeights,
     texts: Sequence[Sequence[int]],
-    advance: Callable[[str], None] = lambda done: None,
+    advance: Callable[[str], None],
 ) -> DecoderWeights:
     """A copy in 4 bits, the head in 8, that suits these texts; all but matrices are shared.
 
@@ -99,35 +104,25 @@ def compensated(
     hidden_TE = F.embedding(ids_T, weights.embedding_VE)
     layers = list[LayerWeights]()
 
-    def matrix(weight: Matrix, num_parts: int = 1) -> Int4Matrix:
-        weight_RK = as_tensor(weight, torch.float32).float()
-        blocks = _rounded(weight_RK, decoder.products[id(weight)])
-        return Int4Matrix.of_blocks(blocks, weight_RK.shape[1], num_parts, shelf)
+    def unpacked(_: str, weight: Matrix, num_parts: int) -> Matrix:
+        return as_tensor(weight, weights.dtype)
 
     for index, layer in enumerate(weights.layers):
-        decoder.products.clear()
-        decoder.through(index, hidden_TE)
-        packed = (
-            matrix(layer.qkv_weight),
-            matrix(layer.output_weight),
-            matrix(layer.gate_up_weight, 2),
-            matrix(layer.down_weight),
-        )
-        layers.append(_with_matrices(layer, *packed))
-        unpacked = (each.dequantised(weights.dtype) for each in packed)
-        decoder.replace_layer(index, _with_matrices(layer, *unpacked))
+        products = decoder.products_of(index, hidden_TE)
+
+        def packed(
+            _: str, weight: Matrix, num_parts: int, products: dict[int, Tensor] = products
+        ) -> Matrix:
+            weight_RK = as_tensor(weight, torch.float32).float()
+            blocks = _rounded(weight_RK, products[id(weight)])
+            return Int4Matrix.of_blocks(blocks, weight_RK.shape[1], num_parts, shelf)
+
+        layers.append(layer.with_matrices(packed))
+        decoder.replace_layer(index, layers[-1].with_matrices(unpacked))
         hidden_TE = decoder.through(index, hidden_TE)
         advance(f"layer {index + 1}")
     head_VE = Int8Matrix.of_weight(as_tensor(weights.head_VE, weights.dtype), 1, shelf)
     return replace(weights, layers=tuple(layers), head_VE=head_VE)
-
-
-def _with_matrices(
-    layer: LayerWeights, qkv: Matrix, output: Matrix, gate_up: Matrix, down: Matrix
-) -> LayerWeights:
-    return replace(
-        layer, qkv_weight=qkv, output_weight=output, gate_up_weight=gate_up, down_weight=down
-    )
 
 
 def _rounded(weight_RK: Tensor, product_KK: Tensor) -> Blocks:

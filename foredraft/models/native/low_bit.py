@@ -20,14 +20,15 @@ from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
 from foredraft.core.draws import DrawRows, Wanted
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import packed
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.decoder import DecoderFactory, DraftingDecoder
-from foredraft.models.native.packed import PACKED, Int8Matrix, PackedMatrix, tensor_of
+from foredraft.models.native.decoder import Decoder, DecoderFactory, DraftingDecoder
+from foredraft.models.native.packed import PACKED, Int8Matrix, Matrix, PackedMatrix, tensor_of
 from foredraft.models.native.plan import ForwardPlan, plan_forward
+from foredraft.models.native.shallow import announce
 from foredraft.models.native.weights import (
     DecoderWeights,
     LayerWeights,
@@ -42,7 +43,7 @@ _TUNED_BITS = 4
 _HEAD_BITS = 8
 
 
-class LowBitCopy:
+class NativeLowBitCopy:
     """See `foredraft.models.base.LowBitCopy`.
 
     Args:
@@ -67,36 +68,26 @@ class LowBitCopy:
         last = tensor_of(weights.layers[-1].output_weight)
         self.identity = recipe_of(self.bits, last, weights.head_ids)
 
-    def with_head_rows(self, ids_R: Tensor, rows_RE: Tensor) -> LowBitCopy:
+    def with_head_rows(self, ids_R: Tensor, rows_RE: Tensor) -> NativeLowBitCopy:
         head_RE = Int8Matrix.of_weight(rows_RE.float())
         weights = replace(self.weights, head_VE=head_RE, head_ids=ids_R.int())
-        return LowBitCopy(self._config, weights, self._new_decoder, self._cache)
+        return NativeLowBitCopy(self._config, weights, self._new_decoder, self._cache)
+
+    def on(self, target: Target) -> NativeLowBitCopy:
+        assert isinstance(target.cache, KVCache)
+        return NativeLowBitCopy(self._config, self.weights, self._new_decoder, target.cache)
 
     def draft(self, rows: Sequence[ScoreRow], starts: Sequence[int], count: int) -> list[list[int]]:
         plan = plan_forward(rows, starts)
-        self._announce(plan, count - 1)
+        announce(plan, self._cache, count - 1)
         plan = replace(plan, draws=draws_of(rows, plan))
         return self._decoder.draft(plan, self._cache, count)
 
-    def _announce(self, plan: ForwardPlan, num_more: int = 0) -> None:
-        """Make room for what a plan writes and for more tokens of each row, and let slots know."""
-        for span in plan.rows:
-            num_behind = span.entries.stop + num_more - self._cache.length(span.slot)
-            self._cache.reserve(span.slot, num_behind)
-            self._cache.will_write(span.slot, num_behind)
-
     @torch.no_grad()
-    def score(
-        self, rows: Sequence[ScoreRow], starts: Sequence[int], taps: Sequence[int] = ()
-    ) -> Scores:
+    def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
         plan = plan_forward(rows, starts)
-        self._announce(plan)
-        if self._decoder.draws:
-            plan = replace(plan, draws=draws_of(rows, plan))
-        logits_NV, tapped = self._decoder.forward(plan, self._cache, taps)
-        draws = plan.draws.found() if plan.draws else None
-        heads, tokens = zip(*((span.heads, span.tokens) for span in plan.rows), strict=True)
-        return Scores(logits_NV, heads, tapped, tokens, draws)
+        announce(plan, self._cache)
+        return scored(self._decoder, plan, self._cache, rows)
 
 
 @dataclass
@@ -120,14 +111,14 @@ class Copies:
     checkpoint: Checkpoint | None
 
     def __post_init__(self) -> None:
-        self._made: WeakValueDictionary[int, LowBitCopy] = WeakValueDictionary()
+        self._made: WeakValueDictionary[int, NativeLowBitCopy] = WeakValueDictionary()
 
     @property
     def bits(self) -> tuple[int, ...]:
         """What copies may have, the fewest first."""
         return tuple(bits for bits in _BITS if bits < self.weights.bits)
 
-    def copy(self, bits: int) -> LowBitCopy:
+    def copy(self, bits: int) -> NativeLowBitCopy:
         """A copy in so many bits, made once for all who ask while somebody holds it.
 
         Raises:
@@ -144,7 +135,9 @@ class Copies:
             copy = self._made[bits] = self._new_copy(bits)
         return copy
 
-    def tune(self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]) -> LowBitCopy:
+    def tune(
+        self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]
+    ) -> NativeLowBitCopy:
         """Make a better copy in 4 bits, and keep it; see `foredraft.models.native.compensated`."""
         from foredraft.models.native.compensated import compensated
 
@@ -154,21 +147,23 @@ class Copies:
         copy = self._made[_TUNED_BITS] = self._of(weights)
         return copy
 
-    def _new_copy(self, bits: int) -> LowBitCopy:
+    def _new_copy(self, bits: int) -> NativeLowBitCopy:
         self._check_memory(bits)
         for is_tuned in (True, False):
             tensors = self.kept.tensors(_name(bits, is_tuned), self._recipe())
             if tensors is not None:
                 return self._of(_with_matrices(self.weights, tensors, bits))
-        weights = rounded(self.weights, bits)
-        if self.checkpoint is not None:
-            weights = load_weights(self.checkpoint, self.config, self.weights.dtype, bits=bits)
+        weights = (
+            rounded(self.weights, bits)
+            if self.checkpoint is None
+            else load_weights(self.checkpoint, self.config, self.weights.dtype, bits=bits)
+        )
         self.kept.keep(_name(bits, False), self._recipe(), matrices_of(weights))
         return self._of(weights)
 
-    def _of(self, weights: DecoderWeights) -> LowBitCopy:
+    def _of(self, weights: DecoderWeights) -> NativeLowBitCopy:
         weights = replace(weights, embedding_VE=self.weights.embedding_VE)
-        return LowBitCopy(self.config, weights, self.new_decoder, self.cache)
+        return NativeLowBitCopy(self.config, weights, self.new_decoder, self.cache)
 
     def _recipe(self) -> str:
         modules = sys.modules[load_weights.__module__], packed
@@ -208,22 +203,32 @@ def _with_matrices(
 ) -> DecoderWeights:
     """A target's weights with the kept matrices in place of its own."""
 
-    def matrix(name: str, shape: Sequence[int], bits: int, num_parts: int = 1) -> PackedMatrix:
-        part_rows = (shape[0] // num_parts,) * num_parts
-        return PACKED[bits](tensors[name], part_rows, shape[1])
+    def matrix(name: str, weight: Matrix, num_parts: int, bits: int = bits) -> PackedMatrix:
+        rows, inputs = weight.shape
+        return PACKED[bits](tensors[name], (rows // num_parts,) * num_parts, inputs)
 
     layers = tuple(
-        replace(
-            layer,
-            qkv_weight=matrix(f"{i}.qkv_weight", layer.qkv_weight.shape, bits),
-            output_weight=matrix(f"{i}.output_weight", layer.output_weight.shape, bits),
-            gate_up_weight=matrix(f"{i}.gate_up_weight", layer.gate_up_weight.shape, bits, 2),
-            down_weight=matrix(f"{i}.down_weight", layer.down_weight.shape, bits),
-        )
+        layer.with_matrices(lambda name, *of, index=i: matrix(f"{index}.{name}", *of))
         for i, layer in enumerate(weights.layers)
     )
-    head_VE = matrix("head", weights.head_VE.shape, _HEAD_BITS)
+    head_VE = matrix("head", weights.head_VE, 1, _HEAD_BITS)
     return replace(weights, layers=layers, head_VE=head_VE)
+
+
+def scored(
+    decoder: Decoder,
+    plan: ForwardPlan,
+    cache: KVCache,
+    rows: Sequence[ScoreRow],
+    taps: Sequence[int] = (),
+) -> Scores:
+    """Run a plan of some rows, and draw what they want drawn where the decoder does that."""
+    if decoder.draws:
+        plan = replace(plan, draws=draws_of(rows, plan))
+    logits_NV, tapped = decoder.forward(plan, cache, taps)
+    draws = plan.draws.found() if plan.draws else None
+    heads, tokens = zip(*((span.heads, span.tokens) for span in plan.rows), strict=True)
+    return Scores(logits_NV, heads, tapped, tokens, draws)
 
 
 def draws_of(rows: Sequence[ScoreRow], plan: ForwardPlan) -> DrawRows | None:

@@ -101,7 +101,7 @@ class ShallowView:
             _known(row, plan, span, self._cache, self.exit_layer, len(span.tokens) - 1)
             for row, span in zip(rows, plan.rows, strict=True)
         ]
-        announce(rows, self._cache)
+        announce(plan, self._cache)
         rest = tail(plan, [*map(_count, known)])
         last = [span.tokens.stop - 1 for span in rest.rows]
         rest = replace(rest, heads=last if wants_logits else [])
@@ -120,12 +120,13 @@ class ShallowView:
         return logits_RV, [hidden_TE[token] for token in last], computed
 
 
-def announce(rows: Sequence[ScoreRow], cache: KVCache) -> None:
-    """Make room for a forward over ``rows``, then let its slots know of it."""
-    for row in rows:
-        cache.reserve(row.slot, len(row.pending) + len(row.tree))
-    for row in rows:
-        cache.will_write(row.slot, len(row.pending) + len(row.tree))
+def announce(plan: ForwardPlan, cache: KVCache, num_more: int = 0) -> None:
+    """Make room for what a forward writes, and for more entries of each row; let its slots know."""
+    writes = [(row.slot, row.entries.stop + num_more - cache.length(row.slot)) for row in plan.rows]
+    for slot, num_tokens in writes:
+        cache.reserve(slot, num_tokens)
+    for slot, num_tokens in writes:
+        cache.will_write(slot, num_tokens)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from foredraft.cache.blocks import in_blocks
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import CacheMemory
 from foredraft.core.errors import ConfigError
@@ -19,7 +20,7 @@ from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.decoder import DecoderFactory
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.joins import native_join
-from foredraft.models.native.low_bit import Copies, LowBitCopy, draws_of
+from foredraft.models.native.low_bit import Copies, NativeLowBitCopy, scored
 from foredraft.models.native.parts import NativeParts
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.runner import NativeHeadRunner, head_config
@@ -108,19 +109,17 @@ class NativeTarget:
         check_taps(taps, self.capabilities)
         plan = plan_forward(rows, [self.cache.length(row.slot) for row in rows])
         resumed = resumption(rows, plan, self.cache, taps)
-        announce(rows, self.cache)
+        announce(plan, self.cache)
         if resumed:
             plan = resumed.rest(plan, self.decoder, self.cache, self.num_layers)
         to_run = [tap for tap in taps if not resumed or tap >= resumed.exit_layer]
-        if self.decoder.draws:
-            plan = replace(plan, draws=draws_of(rows, plan))
-        logits_NV, tapped = self.decoder.forward(plan, self.cache, to_run)
-        for tap in {*taps}.difference(to_run):  # the layer that the plan goes on from
-            assert plan.hidden_TE is not None
-            tapped[tap] = plan.hidden_TE.to(self.weights.dtype)
-        draws = plan.draws.found() if plan.draws else None
-        heads, tokens = zip(*((span.heads, span.tokens) for span in plan.rows), strict=True)
-        return Scores(logits_NV, heads, tapped, tokens, draws)
+        scores = scored(self.decoder, plan, self.cache, rows, to_run)
+        if len(to_run) == len(taps):
+            return scores
+        assert plan.hidden_TE is not None
+        hidden_TE = plan.hidden_TE.to(self.weights.dtype)  # of the layer that the plan goes on from
+        others = dict.fromkeys({*taps}.difference(to_run), hidden_TE)
+        return replace(scores, taps={**scores.taps, **others})
 
     @property
     def parts(self) -> NativeParts:
@@ -137,12 +136,16 @@ class NativeTarget:
     def low_bits(self) -> tuple[int, ...]:
         return self._copies.bits if self.capabilities.low_bit else ()
 
-    def low_bit_copy(self, bits: int) -> LowBitCopy:
+    def low_bit_copy(self, bits: int) -> NativeLowBitCopy:
         return self._copies.copy(bits)
+
+    def apart(self, num_tokens: int) -> NativeTarget:
+        memory = in_blocks(num_tokens) * self.config.kv_shape.bytes_per_token(self.weights.dtype)
+        return NativeTarget(self.config, self.weights, self._new_decoder, num_tokens, memory)
 
     def tune_copy(
         self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]
-    ) -> LowBitCopy:
+    ) -> NativeLowBitCopy:
         return self._copies.tune(texts, advance)
 
     @property

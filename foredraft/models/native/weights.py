@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,6 +53,21 @@ class LayerWeights:
     mlp_norm_E: Tensor
     gate_up_weight: Matrix  # [2F, E], gate first
     down_weight: Matrix  # [E, F]
+
+    def with_matrices(self, new: Callable[[str, Matrix, int], Matrix]) -> LayerWeights:
+        """The same layer with other matrices.
+
+        Args:
+            new: from a field's name, its matrix, and how many matrices lie one below the other in
+                it, to the one that takes its place.
+        """
+        return replace(
+            self,
+            qkv_weight=new("qkv_weight", self.qkv_weight, 1),
+            output_weight=new("output_weight", self.output_weight, 1),
+            gate_up_weight=new("gate_up_weight", self.gate_up_weight, 2),
+            down_weight=new("down_weight", self.down_weight, 1),
+        )
 
 
 @dataclass(frozen=True)
@@ -166,22 +181,11 @@ def rounded(weights: DecoderWeights, bits: int) -> DecoderWeights:
     """
     shelf = Shelf()
 
-    def matrix(weight: Matrix, kind: type[PackedMatrix], num_parts: int = 1) -> PackedMatrix:
-        return kind.of_weight(as_tensor(weight, weights.dtype), num_parts, shelf)
+    def matrix(_: str, weight: Matrix, num_parts: int, bits: int = bits) -> PackedMatrix:
+        return PACKED[bits].of_weight(as_tensor(weight, weights.dtype), num_parts, shelf)
 
-    kind = PACKED[bits]
-    layers = tuple(
-        replace(
-            layer,
-            qkv_weight=matrix(layer.qkv_weight, kind),
-            output_weight=matrix(layer.output_weight, kind),
-            gate_up_weight=matrix(layer.gate_up_weight, kind, 2),
-            down_weight=matrix(layer.down_weight, kind),
-        )
-        for layer in weights.layers
-    )
-    head_VE = matrix(weights.head_VE, PACKED[max(bits, 8)])
-    return replace(weights, layers=layers, head_VE=head_VE)
+    layers = tuple(layer.with_matrices(matrix) for layer in weights.layers)
+    return replace(weights, layers=layers, head_VE=matrix("", weights.head_VE, 1, max(bits, 8)))
 
 
 def weight_bytes(config: DecoderConfig, itemsize: int, bits: int | None) -> tuple[int, int]:
