@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 
 
@@ -32,10 +32,10 @@ class RecallDrafter(BaseDrafter):
         self._tenants: dict[int, str | None] = {}
         self._tails: dict[int, tuple[int, ...]] = {}  # the last tokens of each running request
 
-    def begin(self, request: DraftRequest) -> None:
-        self._tenants[request.request_id] = request.tenant
-        self._tails[request.request_id] = ()
-        self._learn(request.request_id, request.tokens)
+    def begin(self, row: DraftRow) -> None:
+        self._tenants[row.request_id] = row.tenant
+        self._tails[row.request_id] = ()
+        self._learn(row.request_id, row.tokens)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [Proposal.chosen(TokenTree.chain(self._recall(row))) for row in rows]

@@ -24,7 +24,7 @@ from foredraft.cache.base import KVShape
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT
-from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import Capabilities, PartsTarget
 
@@ -68,9 +68,9 @@ class ToyHeadDrafter(BaseDrafter):
         self._qkv_DE = self._random(generator, 3 * _KEY_SIZE, hidden)
         self._output_ED = self._random(generator, hidden, _KEY_SIZE)
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin(self, row: DraftRow) -> None:
         # The entries of an earlier turn are in the slot already.
-        self._requests[request.request_id] = _Request(request.slot, request.num_cached)
+        self._requests[row.request_id] = _Request(row.slot, row.num_cached)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:

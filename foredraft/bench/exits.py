@@ -18,7 +18,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import LayeredTarget, ScoreRow, Target, read
@@ -256,7 +256,7 @@ class _Trial:
 
     def time(self, position: _Position, lengths: Sequence[int]) -> None:
         """One round."""
-        self._drafter.begin(DraftRequest(_REQUEST, position.tokens))
+        self._drafter.begin(DraftRow.of(_REQUEST, position.tokens))
         position.draft(self._drafter, 1)  # a cache of its own reads the text now
         for length in lengths:
             times = self._times.setdefault(length, _Times())

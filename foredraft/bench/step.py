@@ -14,7 +14,7 @@ from foredraft.bench.report import Report, Table
 from foredraft.bench.timing import Figure, Stopwatch, take_turns
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.models.base import ScoreRow, Target, read
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class DrafterStepper:
         self._drafter = drafter
         self._tokens = tuple(text(context))
         self._slot = target.cache.allocate()
-        drafter.begin(DraftRequest(0, self._tokens, slot=self._slot))
+        drafter.begin(DraftRow.of(0, self._tokens, slot=self._slot))
 
     def fits(self, size: Size) -> bool:
         return size.rows == 1 and size.tokens > 1

@@ -33,40 +33,21 @@ from foredraft.core.rules import Rules, SamplingRules
 
 
 @dataclass(frozen=True)
-class DraftRequest:
-    """A request that starts.
-
-    Attributes:
-        request_id: unchanged from `Drafter.begin` to `Drafter.end`.
-        tokens: the prompt.
-        params: the distribution the user asked for, and the rest of the request but for its seed.
-        tenant: whose request it is: nothing of one tenant's text may draft for another.
-        num_cached: how many of the tokens the target's cache holds already, from an earlier turn.
-            They will not be observed; the drafter's own cache layers hold their entries.
-        slot: the row's slot in the target's cache.
-    """
-
-    request_id: int
-    tokens: Sequence[int]
-    params: SamplingParams = field(default_factory=SamplingParams)
-    tenant: str | None = None
-    num_cached: int = 0
-    slot: int = -1
-
-
-@dataclass(frozen=True)
 class DraftRow:
-    """What a drafter may know of one request when it drafts.
+    """What a drafter may know of one request, when it begins and whenever it drafts.
 
     Attributes:
         request_id: unchanged from `Drafter.begin` to `Drafter.end`.
         tokens: all committed tokens, prompt included. Do not change it.
-        params: the distribution the user asked for, without the seed.
+        params: the distribution the user asked for, and the rest of the request but for its seed.
         budget: the most nodes to draft; 0 asks for an empty proposal.
         choices: what the row's tokens are chosen or drawn with. `draft` knows which it is.
         rules: what the request makes of any logits: applied before a token is chosen or drawn.
         price: what nodes cost in this step, for drafters that weigh them.
         slot: the row's slot in the target's cache, for drafters that run the target's own layers.
+        tenant: whose request it is: nothing of one tenant's text may draft for another.
+        num_cached: how many of the tokens the target's cache holds. Those that it holds when the
+            drafter begins will not be observed.
     """
 
     request_id: int
@@ -77,24 +58,31 @@ class DraftRow:
     rules: Rules
     price: Price = USUAL_PRICE
     slot: int = -1
+    tenant: str | None = None
+    num_cached: int = 0
 
     @classmethod
     def of(
         cls,
         request_id: int,
         tokens: Sequence[int],
-        params: SamplingParams,
-        budget: int,
+        params: SamplingParams | None = None,
+        budget: int = 0,
         seed: int = 0,
         *,
         rules: Rules | None = None,
         price: Price = USUAL_PRICE,
         slot: int = -1,
+        tenant: str | None = None,
+        num_cached: int = 0,
     ) -> DraftRow:
         """A row with the choices that its coupling allows, keyed by its seed and length."""
+        params = params or SamplingParams()
         choices = draft_choices(params, seed, len(tokens))
         rules = rules or SamplingRules(params)
-        return cls(request_id, tokens, params, budget, choices, rules, price, slot)
+        return cls(
+            *(request_id, tokens, params, budget, choices, rules, price, slot, tenant, num_cached)
+        )
 
     def draft(self) -> Draft:
         """An empty draft that takes logits and chooses or draws, as the row's coupling asks."""
@@ -223,8 +211,8 @@ class Drafter(Protocol):
     @property
     def layers(self) -> Sequence[CacheLayers]: ...
 
-    def begin(self, request: DraftRequest) -> None:
-        """A request starts."""
+    def begin(self, row: DraftRow) -> None:
+        """A request starts; nothing is to be drafted yet."""
         ...
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
@@ -270,7 +258,7 @@ class BaseDrafter:
     taps: Sequence[int] = ()
     layers: Sequence[CacheLayers] = ()
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin(self, row: DraftRow) -> None:
         pass
 
     def observe(self, observations: Sequence[Observation]) -> None:

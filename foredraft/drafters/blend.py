@@ -13,7 +13,7 @@ from typing import cast
 
 from foredraft.core.choices import Choice
 from foredraft.core.proposal import Proposal
-from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import DraftRow, Observation
 from foredraft.drafters.grow import SURE, GrowthLimits, Guide, best_first
 from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.steps import GROWTH_OPTIONS, StepDrafter, growth_limits
@@ -46,13 +46,13 @@ class BlendDrafter(StepDrafter):
         self._table = table
         self._may_branch = target.capabilities.tree_attention
 
-    def begin(self, request: DraftRequest) -> None:
-        super().begin(request)
-        is_sampled = request.params.temperature > 0.0
-        self._texts[request.request_id] = (
-            SuffixText(request.tokens)
+    def begin(self, row: DraftRow) -> None:
+        super().begin(row)
+        is_sampled = row.params.temperature > 0.0
+        self._texts[row.request_id] = (
+            SuffixText(row.tokens)
             if self._table is None
-            else TableText(request.tokens, self._table, is_sampled)
+            else TableText(row.tokens, self._table, is_sampled)
         )
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:

@@ -17,7 +17,6 @@ from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import (
     ContinuingDrafter,
     Drafter,
-    DraftRequest,
     DraftRow,
     Observation,
     skips_gaps,
@@ -96,9 +95,9 @@ class Cascade:
         """Counts since the drafter was built, by stage."""
         return {stage.name: stage.counts for stage in self._stages}
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin(self, row: DraftRow) -> None:
         for stage in self._stages:
-            stage.drafter.begin(request)
+            stage.drafter.begin(row)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
@@ -142,9 +141,9 @@ class VerticalCascade(Cascade):
     def stage_counts(self) -> Mapping[str, StageCounts]:
         return {**super().stage_counts, self._drafting.name: self._drafting.counts}
 
-    def begin(self, request: DraftRequest) -> None:
-        super().begin(request)
-        self._cache.begin(request.request_id)
+    def begin(self, row: DraftRow) -> None:
+        super().begin(row)
+        self._cache.begin(row.request_id)
 
     def end(self, request_id: int) -> None:
         try:

@@ -18,7 +18,7 @@ from foredraft.core.choices import Choice
 from foredraft.core.draws import DrawKey
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.models.base import ScoreRow, Target, read
 
 
@@ -88,7 +88,7 @@ def confidence(logits_V: Tensor) -> float:
 class Predictor(Protocol):
     """Something that predicts the next token of several rows at once."""
 
-    def begin(self, request: DraftRequest) -> None: ...
+    def begin(self, row: DraftRow) -> None: ...
 
     def has_room(self, row: DraftRow) -> bool:
         """Whether the row and as many draft tokens as its budget can be read."""
@@ -116,8 +116,8 @@ class ModelPredictor:
     def __init__(self, model: Target) -> None:
         self._model, self._cache = model, DraftCache(model)
 
-    def begin(self, request: DraftRequest) -> None:
-        self._cache.begin(request.request_id)
+    def begin(self, row: DraftRow) -> None:
+        self._cache.begin(row.request_id)
 
     def has_room(self, row: DraftRow) -> bool:
         return len(row.tokens) + row.budget <= self._model.max_context
@@ -150,8 +150,8 @@ class ChainDrafter(BaseDrafter):
     def __init__(self, predictor: Predictor, min_confidence: float = 0.0) -> None:
         self._predictor, self._min_confidence = predictor, min_confidence
 
-    def begin(self, request: DraftRequest) -> None:
-        self._predictor.begin(request)
+    def begin(self, row: DraftRow) -> None:
+        self._predictor.begin(row)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         chains = [ChainDraft(row, self._min_confidence) for row in rows]

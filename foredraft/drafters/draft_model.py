@@ -18,7 +18,7 @@ from foredraft.core.errors import (
 )
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.chain import ChainDrafter, DraftCache, ModelPredictor
 from foredraft.drafters.grow import BestFirstShape, DepthGrowth, FixedShape, TreeShape
 from foredraft.drafters.heads.distilled import DraftModelModule
@@ -55,8 +55,8 @@ class DraftTreeDrafter(BaseDrafter):
         self._cache = DraftCache(model)
         self._last_reads: dict[int, ScoreRow] = {}
 
-    def begin(self, request: DraftRequest) -> None:
-        self._cache.begin(request.request_id)
+    def begin(self, row: DraftRow) -> None:
+        self._cache.begin(row.request_id)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         growths = {row.request_id: self._shape.grow(row) for row in rows if self._has_room(row)}

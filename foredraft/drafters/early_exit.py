@@ -18,7 +18,7 @@ from torch import Tensor
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import DraftRow, Observation
 from foredraft.drafters.chain import ChainDrafter, ModelPredictor
 from foredraft.drafters.heads.base import LARGEST_SIZE, CausalHead, HeadOption, HeadSource
 from foredraft.drafters.heads.layers import head_weights
@@ -96,7 +96,7 @@ class SharedCachePredictor:
         self._shallow = shallow
         self._computed: dict[int, Computed] = {}
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin(self, row: DraftRow) -> None:
         pass
 
     def has_room(self, row: DraftRow) -> bool:
@@ -171,8 +171,8 @@ class AdaptedPredictor(SharedCachePredictor):
         self._ends: dict[int, int] = {}
         self.layers = self._runner.layers
 
-    def begin(self, request: DraftRequest) -> None:
-        self._slots[request.request_id] = request.slot
+    def begin(self, row: DraftRow) -> None:
+        self._slots[row.request_id] = row.slot
 
     def observe(self, observations: Sequence[Observation]) -> None:
         reads = [

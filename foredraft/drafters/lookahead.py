@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count
 from foredraft.models.base import Capabilities
 
@@ -187,8 +187,8 @@ class LookaheadDrafter(BaseDrafter):
         self._sizes = sizes
         self._requests: dict[int, _Request] = {}
 
-    def begin(self, request: DraftRequest) -> None:
-        self._requests[request.request_id] = _Request(self._sizes, request.tokens)
+    def begin(self, row: DraftRow) -> None:
+        self._requests[row.request_id] = _Request(self._sizes, row.tokens)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [

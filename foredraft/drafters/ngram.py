@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRequest, DraftRow
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.per_request import PerRequestDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 
@@ -74,7 +74,7 @@ class NgramDrafter(PerRequestDrafter[NgramIndex]):
         super().__init__()
         self._sizes = (min_ngram_size, max_ngram_size)
 
-    def begin_request(self, request: DraftRequest) -> NgramIndex:
+    def begin_request(self, row: DraftRow) -> NgramIndex:
         return NgramIndex(*self._sizes)
 
     def draft_tree(self, request: NgramIndex, row: DraftRow, draft: Sequence[int]) -> TokenTree:

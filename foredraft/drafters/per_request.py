@@ -15,7 +15,7 @@ from typing import Generic, Self, TypeVar
 from foredraft.core.cost import Price
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.grow import Guide, asked_price, best_first
 from foredraft.drafters.spec import DrafterContext
 
@@ -30,7 +30,7 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
         self._requests: dict[int, Request] = {}
 
     @abstractmethod
-    def begin_request(self, request: DraftRequest) -> Request:
+    def begin_request(self, row: DraftRow) -> Request:
         """What to keep for a request that starts."""
 
     @abstractmethod
@@ -48,8 +48,8 @@ class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
     def end_request(self, request: Request) -> None:
         """The request is over and forgotten; does nothing more if not overridden."""
 
-    def begin(self, request: DraftRequest) -> None:
-        self._requests[request.request_id] = self.begin_request(request)
+    def begin(self, row: DraftRow) -> None:
+        self._requests[row.request_id] = self.begin_request(row)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [self.propose_after(row, ()) for row in rows]
@@ -78,7 +78,7 @@ class GuidedDrafter(PerRequestDrafter[Guide]):
 
     def __init__(
         self,
-        new_text: Callable[[DraftRequest], Guide],
+        new_text: Callable[[DraftRow], Guide],
         price: Price | None = None,
         tree: bool = True,
     ) -> None:
@@ -86,12 +86,12 @@ class GuidedDrafter(PerRequestDrafter[Guide]):
         self._new_text, self._price, self._tree = new_text, price, tree
 
     @classmethod
-    def of(cls, context: DrafterContext, new_text: Callable[[DraftRequest], Guide]) -> Self:
+    def of(cls, context: DrafterContext, new_text: Callable[[DraftRow], Guide]) -> Self:
         """With the price that the user asked for, and trees where the target takes them."""
         return cls(new_text, asked_price(context), context.target.capabilities.tree_attention)
 
-    def begin_request(self, request: DraftRequest) -> Guide:
-        return self._new_text(request)
+    def begin_request(self, row: DraftRow) -> Guide:
+        return self._new_text(row)
 
     def draft_tree(self, request: Guide, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         place = reduce(request.advance, draft, request.place)

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.confidence import MatchConfidence, priors
 from foredraft.drafters.grow import NODE_COST, Guide
 from foredraft.drafters.per_request import GuidedDrafter
@@ -191,11 +191,11 @@ class PredictedText(Guide):
 def _build(context: DrafterContext) -> Drafter:
     tokenizer, vocab_size = context.tokenizer, context.target.vocab_size
 
-    def expected(request: DraftRequest) -> Sequence[int]:
+    def expected(row: DraftRow) -> Sequence[int]:
         """The ids of the request's prediction; without one, those of its prompt."""
-        text = request.params.prediction
+        text = row.params.prediction
         if text is None:
-            return request.tokens
+            return row.tokens
         if tokenizer is None:
             raise ConfigError(
                 "a prediction is text and this engine has no tokenizer; leave the prediction out"

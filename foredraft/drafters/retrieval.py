@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.confidence import MatchConfidence, priors
 from foredraft.drafters.grow import NODE_COST, Guide
 from foredraft.drafters.per_request import GuidedDrafter
@@ -314,12 +314,12 @@ def _build(context: DrafterContext) -> Drafter:
         datastore = Datastore.open(folder, context.fingerprint, vocab_size)
     min_match = checked_count("min_match", options.get("min_match", 2))
 
-    def new_text(request: DraftRequest) -> RetrievedText:
+    def new_text(row: DraftRow) -> RetrievedText:
         if datastore is not None:
-            return RetrievedText(datastore, priors().other_text, min_match, request.tokens)
+            return RetrievedText(datastore, priors().other_text, min_match, row.tokens)
         # With its last token the prompt's end would match itself.
-        own = Datastore.of_documents([request.tokens[:-1]], vocab_size)
-        return RetrievedText(own, priors().repeated_text, min_match, request.tokens)
+        own = Datastore.of_documents([row.tokens[:-1]], vocab_size)
+        return RetrievedText(own, priors().repeated_text, min_match, row.tokens)
 
     return GuidedDrafter.of(context, new_text)
 

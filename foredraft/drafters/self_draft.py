@@ -25,7 +25,7 @@ from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.rules import SamplingRules
-from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow
+from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.chain import ChainDraft
 from foredraft.drafters.heads.rows import OutputRows
 from foredraft.drafters.heads.store import shipped_output_ids
@@ -146,8 +146,8 @@ class SelfDrafter(BaseDrafter):
             self._usual = CopyHead(short, target.vocab_size, usual_ids_R)
         self._first_lengths: dict[int, int] = {}
 
-    def begin(self, request: DraftRequest) -> None:
-        self._first_lengths[request.request_id] = len(request.tokens)
+    def begin(self, row: DraftRow) -> None:
+        self._first_lengths[row.request_id] = len(row.tokens)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         chains = {row.request_id: ChainDraft(row) for row in rows if self._has_room(row)}

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from foredraft.core.errors import ConfigError
-from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.confidence import MatchConfidence, priors
 from foredraft.drafters.grow import NODE_COST, Guide
 from foredraft.drafters.per_request import GuidedDrafter, PerTenant
@@ -350,8 +350,8 @@ def _build(context: DrafterContext) -> Drafter:
     options = {k: v for k, v in context.options.items() if k != "node_cost"}
     past = _past_outputs(context, **options)
 
-    def new_text(request: DraftRequest) -> SuffixText:
-        return SuffixText(request.tokens, None if past is None else past.of(request.tenant))
+    def new_text(row: DraftRow) -> SuffixText:
+        return SuffixText(row.tokens, None if past is None else past.of(row.tenant))
 
     return GuidedDrafter.of(context, new_text)
 

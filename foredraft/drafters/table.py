@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.confidence import MatchConfidence
 from foredraft.drafters.grow import NODE_COST, Guide
 from foredraft.drafters.heads.store import (
@@ -329,8 +329,8 @@ def _build(context: DrafterContext) -> Drafter:
             "table --target MODEL --out DIR', and name its directory with the drafter option head"
         )
 
-    def new_text(request: DraftRequest) -> TableText:
-        return TableText(request.tokens, table, request.params.temperature > 0.0)
+    def new_text(row: DraftRow) -> TableText:
+        return TableText(row.tokens, table, row.params.temperature > 0.0)
 
     drafter = GuidedDrafter.of(context, new_text)
     drafter.promise = table.promise

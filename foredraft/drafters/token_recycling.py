@@ -19,7 +19,7 @@ from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
 from foredraft.core.largest import largest
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import DraftRow, Observation
 from foredraft.drafters.confidence import priors
 from foredraft.drafters.grow import NODE_COST, asked_price, best_first
 from foredraft.drafters.per_request import PerRequestDrafter, PerTenant
@@ -162,10 +162,10 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
         self._num_candidates, self._price, self._tree = num_candidates, price, tree
         self._shared = PerTenant(self._new, _MOST_SHARED) if shared else None
 
-    def begin_request(self, request: DraftRequest) -> _Request:
-        tenant = request.tenant
+    def begin_request(self, row: DraftRow) -> _Request:
+        tenant = row.tenant
         table = self._new(tenant) if self._shared is None else self._shared.of(tenant)
-        return _Request(request.tokens, table)
+        return _Request(row.tokens, table)
 
     def _new(self, tenant: str | None) -> Successors:
         return Successors(self._num_candidates)

@@ -16,7 +16,6 @@ from foredraft.core.errors import ForedraftError
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import DraftRequest
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
 from foredraft.engine.request import Request
@@ -74,16 +73,8 @@ class Drafting:
     def _follow(self, request: Request, loaded: LoadedDrafter, num_known: int) -> None:
         if loaded.name in request.failed_drafters:
             return
-        described = DraftRequest(
-            request.request_id,
-            tuple(request.tokens),
-            request.draft_params,
-            request.options.tenant,
-            num_known,
-            request.slot,
-        )
         request.drafter = loaded.name  # also while it begins: an interrupted one is ended
-        if not loaded.begin(described):
+        if not loaded.begin(request.draft_row(num_cached=num_known)):
             self._lose(request)
 
     def _lose(self, request: Request) -> None:
@@ -168,12 +159,12 @@ class Drafting:
     def _ask(self, loaded: LoadedDrafter, turns: Sequence[Turn]) -> None:
         """Let a drafter propose for its rows, or go on behind what is forced."""
         proposals: dict[int, Proposal] = {}
-        rows = [turn.draft_row(turn.budget) for turn in turns if not _goes_on(turn)]
+        rows = [turn.draft_row() for turn in turns if not _goes_on(turn)]
         if rows:
             proposals = loaded.propose(rows)
         for turn in turns:
             if _goes_on(turn):
-                row = turn.draft_row(turn.budget - len(turn.forced))
+                row = turn.draft_row(len(turn.forced))
                 proposal = loaded.propose_after(row, turn.forced)
             else:
                 proposal = proposals.get(turn.request_id)

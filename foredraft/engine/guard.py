@@ -17,7 +17,6 @@ from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import (
     ContinuingDrafter,
     Drafter,
-    DraftRequest,
     DraftRow,
     Observation,
     learns,
@@ -87,15 +86,15 @@ class LoadedDrafter:
             not layers.first(slot) and layers.covered(slot) >= num_cached for layers in self.layers
         )
 
-    def begin(self, request: DraftRequest) -> bool:
+    def begin(self, row: DraftRow) -> bool:
         """Begin to follow a request; False where it does not, because it is left out or fails."""
         if self._num_left_out:
             self._num_left_out -= 1
             return False
         try:
-            self._drafter.begin(request)
+            self._drafter.begin(row)
         except Exception as error:
-            self._abandon(request.request_id, "begin", error)
+            self._abandon(row.request_id, "begin", error)
             return False
         return True
 

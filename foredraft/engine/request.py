@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from foredraft.cache.base import Cache
+from foredraft.core.cost import USUAL_PRICE, Price
 from foredraft.core.errors import ConfigError, ForedraftError, NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import FinishReason, SpeculationStats
 from foredraft.core.rules import Rules, SamplingRules
+from foredraft.core.text_view import TextView
+from foredraft.drafters.base import DraftRow
 from foredraft.engine.policy import Policy
 from foredraft.engine.prompt_logprobs import PromptLogprobs
 from foredraft.engine.text import Piece, TextAssembler
@@ -274,6 +277,29 @@ class Request:
     @property
     def parent_id(self) -> int:
         return self.request_id if self.leader is None else self.leader.request_id
+
+    def draft_row(
+        self, budget: int = 0, price: Price = USUAL_PRICE, num_cached: int | None = None
+    ) -> DraftRow:
+        """What a drafter may know of it.
+
+        Args:
+            budget: the most nodes to draft.
+            price: what nodes cost.
+            num_cached: tokens that will not be observed; None: those that the cache holds.
+        """
+        return DraftRow.of(
+            self.request_id,
+            TextView(self.tokens),
+            self.draft_params,
+            budget,
+            self.seed,
+            rules=self.rules,
+            price=price,
+            slot=self.slot,
+            tenant=self.options.tenant,
+            num_cached=self.num_cached if num_cached is None else num_cached,
+        )
 
     def fail(self, error: Exception) -> None:
         """End this request, and no other. What it committed stays; one that is over stays so.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from foredraft.core.choices import KeyedVerifyChoices
@@ -14,14 +14,13 @@ from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import RowStep
 from foredraft.core.rules import Rules
-from foredraft.core.sampling import Law
+from foredraft.core.sampling import Law, check_finite
 from foredraft.core.text_view import TextView
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Evidence, Verdict, verify
 from foredraft.drafters.base import DraftRow, Observation
-from foredraft.engine.fetch import FetchedRow
 from foredraft.engine.request import Request
-from foredraft.models.base import ScoreRow, Scores
+from foredraft.models.base import RowScores, ScoreRow, Scores
 
 
 class Turn(RowStep):
@@ -80,19 +79,9 @@ class Turn(RowStep):
         scale = request.rules.scale if self.reads_all else None
         return None if scale is None else DrawKey(request.seed, len(request.tokens), scale)
 
-    def draft_row(self, budget: int) -> DraftRow:
-        """What a drafter may know of it."""
-        request = self.request
-        return DraftRow.of(
-            request.request_id,
-            TextView(request.tokens),
-            request.draft_params,
-            budget,
-            request.seed,
-            rules=request.rules,
-            price=self.price,
-            slot=request.slot,
-        )
+    def draft_row(self, num_forced: int = 0) -> DraftRow:
+        """What a drafter may know of it, which drafts behind so many forced tokens."""
+        return self.request.draft_row(self.budget - num_forced, self.price)
 
     def score_row(self) -> ScoreRow:
         """Its part of the forward."""
@@ -103,7 +92,7 @@ class Turn(RowStep):
         tree, computed = self.proposal.tree, self.proposal.computed
         return ScoreRow(request.slot, pending, tree, self.reads_all, computed, self.draw_key)
 
-    def verify(self, scores: FetchedRow) -> None:
+    def verify(self, scores: RowScores) -> None:
         """Accept what the target would have written itself, by the row's own rules and noise."""
         request = self.request
         if self.wants_prompt_logprobs and request.prompt_logprobs is not None:
@@ -165,21 +154,20 @@ class Turn(RowStep):
             tokens=TextView(self.request.tokens),
         )
 
-    def _verdict(self, scores: FetchedRow) -> Verdict:
+    def _verdict(self, scores: RowScores) -> Verdict:
         request, proposal = self.request, self.proposal
-        if scores.drawn is not None and not (proposal.tree.tokens or request.keeps_evidence):
-            return Verdict((), scores.drawn, "bonus")
+        drawn = scores.draw.token if scores.draw else None
+        if drawn is not None and not (proposal.tree.tokens or request.keeps_evidence):
+            return Verdict((), drawn, "bonus")
         num_tokens = len(request.tokens)
-        choices = KeyedVerifyChoices(request.seed, num_tokens)
-        if scores.drawn is not None:
-            choices = replace(choices, first=scores.drawn)
+        choices = KeyedVerifyChoices(request.seed, num_tokens, drawn)
         if request.keeps_evidence:
             laws = _RowLaws(proposal, scores, request.rules, tuple(request.tokens))
             evidence = Evidence(laws, choices, request.seed, num_tokens)
             return evidence.of(verify(proposal, evidence, evidence))
         return verify(proposal, _RowLaws(proposal, scores, request.rules, request.tokens), choices)
 
-    def _logprobs_by(self, verdict: Verdict, scores: FetchedRow) -> list[TokenLogprobs]:
+    def _logprobs_by(self, verdict: Verdict, scores: RowScores) -> list[TokenLogprobs]:
         """Of the tokens of a verdict, by the logits of the nodes that they follow."""
         count = self.request.params.logprobs
         if count is None:
@@ -221,11 +209,24 @@ class _RowLaws:
     """The target's law at each node of a row's proposal, looked up as verification gets there."""
 
     proposal: Proposal
-    scores: FetchedRow
+    scores: RowScores
     rules: Rules
     text: Sequence[int]
 
     def __getitem__(self, node: int) -> Law:
+        """The law after ``node``.
+
+        Raises:
+            NonFiniteScoresError: its logits are not finite.
+            ForedraftError: the rules allow no token.
+        """
+        scores, logits_V = self.scores, self.scores.logits_NV[node + 1]
+        if node == ROOT and scores.draw is not None:
+            return Law(logits_V, self.rules.scale or None, scores.draw.best)
+        if scores.best is not None:
+            token, logit = scores.best[node + 1]
+            check_finite(logit, logits_V.numel())
+            return Law(logits_V, None, token)
         tree = self.proposal.tree
         path = () if node == ROOT else tree.paths[node]
-        return self.scores.law(node, self.rules, self.text, [tree.tokens[i] for i in path])
+        return self.rules.law(logits_V, self.text, [tree.tokens[i] for i in path])

@@ -97,10 +97,15 @@ class RowScores:
         logits_NV: float32 (or float64) logits after the last pending token (row 0) and after each
             tree node (row i + 1); no rows if none were wanted.
         taps: for each tapped layer its output [T, E] over the tokens read and the nodes.
+        best: the likeliest token and its logit at each of the N positions, where the rules of the
+            row look at nothing else; the logits may be on the target's device still.
+        draw: the token after the last pending one, where it is drawn already.
     """
 
     logits_NV: Tensor
     taps: Mapping[int, Tensor] = field(default_factory=dict)
+    best: Sequence[tuple[int, float]] | None = None
+    draw: Draw | None = None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation, skips_gaps
+from foredraft.drafters.base import Drafter, DraftRow, Observation, skips_gaps
 from foredraft.drafters.heads.store import shipped_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.engine.request import GenerationResult
@@ -325,8 +325,8 @@ class Wrapped:
         self.layers = inner.layers
         self.skips_gaps = skips_gaps(inner)
 
-    def begin(self, request: DraftRequest) -> None:
-        self.inner.begin(request)
+    def begin(self, row: DraftRow) -> None:
+        self.inner.begin(row)
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         return self.inner.propose(rows)
@@ -356,8 +356,8 @@ class Renumbered(Wrapped):
 
     OFFSET = 7_000_000_001
 
-    def begin(self, request: DraftRequest) -> None:
-        self.inner.begin(replace(request, request_id=request.request_id + self.OFFSET))
+    def begin(self, row: DraftRow) -> None:
+        self.inner.begin(replace(row, request_id=row.request_id + self.OFFSET))
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         return self.inner.propose(
@@ -421,7 +421,7 @@ def check_budget(
         engine.submit(prompt, params)
     finish(engine)
     assert all(len(proposal.tree) <= row.budget for row, proposal in recorded.drafts)
-    drafter.begin(DraftRequest(0, prompts[0]))
+    drafter.begin(DraftRow.of(0, prompts[0]))
     row = DraftRow.of(0, tuple(prompts[0]), params, 0)
     (nothing,) = drafter.propose([row])
     drafter.end(0)
@@ -485,7 +485,7 @@ def check_rejections_leave_nothing(
     history = _plain_history(target, [*prompt, *result.token_ids], len(prompt), lived.taps)
     for row, proposal in lived.drafts:
         slot, sheltered = _slot_that_holds(target, row.tokens[:-1]), new_drafter()
-        sheltered.begin(DraftRequest(row.request_id, prompt, slot=slot))
+        sheltered.begin(DraftRow.of(row.request_id, prompt, slot=slot))
         for observation in history[: len(row.tokens) - len(prompt)]:
             sheltered.observe([replace(observation, request_id=row.request_id)])
         (expected,) = sheltered.propose([replace(row, slot=slot)])

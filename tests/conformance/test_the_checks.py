@@ -9,7 +9,7 @@ import pytest
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.models.base import ScoreRow, Target
@@ -38,9 +38,9 @@ class RemembersRejected(NgramDrafter):
         super().__init__(min_ngram_size=1)
         self._rejected: dict[int, list[int]] = {}
 
-    def begin(self, request: DraftRequest) -> None:
-        super().begin(request)
-        self._rejected[request.request_id] = []
+    def begin(self, row: DraftRow) -> None:
+        super().begin(row)
+        self._rejected[row.request_id] = []
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         proposals = super().propose(rows)
@@ -62,8 +62,8 @@ class NeverRewinds(BaseDrafter):
         self._model = model
         self._slots: dict[int, int] = {}
 
-    def begin(self, request: DraftRequest) -> None:
-        self._slots[request.request_id] = self._model.cache.allocate()
+    def begin(self, row: DraftRow) -> None:
+        self._slots[row.request_id] = self._model.cache.allocate()
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [Proposal.chosen(TokenTree.chain(self._draft(row))) for row in rows]
@@ -132,8 +132,8 @@ class KeepsSlots(DraftModelDrafter):
         super().__init__(model)
         self._cache = model.cache
 
-    def begin(self, request: DraftRequest) -> None:
-        super().begin(request)
+    def begin(self, row: DraftRow) -> None:
+        super().begin(row)
         self._cache.allocate()  # and nobody frees it
 
 

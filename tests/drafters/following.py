@@ -9,7 +9,7 @@ import torch
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRow, Observation
 
 
 class Followed:
@@ -30,7 +30,7 @@ class Followed:
     ) -> None:
         self.drafter, self.tokens = drafter, list(prompt)
         self.params, self.request_id = params or SamplingParams(), request_id
-        drafter.begin(DraftRequest(request_id, tuple(prompt), self.params, tenant))
+        drafter.begin(DraftRow.of(request_id, tuple(prompt), self.params, tenant=tenant))
 
     def draft(self, budget: int = 16) -> TokenTree:
         """What would be drafted now."""

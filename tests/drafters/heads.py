@@ -14,7 +14,7 @@ from foredraft.core.cost import FREE_NODES
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.sampling import Law, law_of
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRow, Observation
 from foredraft.drafters.heads.base import HeadModule, TextBatch
 from foredraft.models.base import ModelShape, ScoreRow
 from foredraft.models.native.decoder import DecoderFactory
@@ -158,7 +158,7 @@ def drafted_logits(
     """
     tokens = tuple(text[: anchor + 2])
     slot = target.cache.allocate()
-    drafter.begin(DraftRequest(1, tokens[:-1], slot=slot))
+    drafter.begin(DraftRow.of(1, tokens[:-1], slot=slot))
     (scores,) = target.score([ScoreRow(slot, tokens[:-1])], drafter.taps)
     target.cache.keep(slot, len(tokens) - 1, ())
     drafter.observe(

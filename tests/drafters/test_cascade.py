@@ -14,7 +14,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.cascade import Cascade, HorizontalCascade, Stage, VerticalCascade
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.spec import DrafterContext
@@ -96,7 +96,7 @@ def test_the_draft_is_the_draft_models_own(right: int, coupling: str) -> None:
             vertical(counting_model(), counting(right)),
         )
         for drafter in (alone, cascade):
-            drafter.begin(DraftRequest(0, text))
+            drafter.begin(DraftRow.of(0, text))
         (expected,), (actual,) = alone.propose([at]), cascade.propose([at])
         assert actual.tree == expected.tree
         if coupling == "drawn":
@@ -109,7 +109,7 @@ def test_the_draft_is_the_draft_models_own(right: int, coupling: str) -> None:
 def test_right_guesses_save_forwards() -> None:
     for right, num_forwards in ((9, 1), (3, 2), (1, 4), (0, 8)):
         cascade = vertical(counting_model(), counting(right))
-        cascade.begin(DraftRequest(0, [4]))
+        cascade.begin(DraftRow.of(0, [4]))
         (proposal,) = cascade.propose([row([4], 8)])
         assert proposal.tree == TokenTree.chain([5, 6, 7, 8, 9, 0, 1, 2])
         assert cascade.stage_counts["draft_model"].asked == num_forwards
@@ -119,7 +119,7 @@ def test_right_guesses_save_forwards() -> None:
 def test_a_guesser_that_cannot_go_on_is_asked_once() -> None:
     guesser = ScriptedDrafter(lambda row: Proposal.chosen(TokenTree.chain([5, 6, 0])))
     cascade = vertical(counting_model(), guesser)
-    cascade.begin(DraftRequest(0, [4]))
+    cascade.begin(DraftRow.of(0, [4]))
     cascade.propose([row([4], 8)])
     assert cascade.stage_counts["guesser 0"].asked == 1
     assert cascade.stage_counts["draft_model"].asked == 6  # three tokens, then one each
@@ -127,7 +127,7 @@ def test_a_guesser_that_cannot_go_on_is_asked_once() -> None:
 
 def test_the_next_guesser_is_asked_when_one_is_silent() -> None:
     cascade = vertical(counting_model(), silent(), counting(9))
-    cascade.begin(DraftRequest(0, [4]))
+    cascade.begin(DraftRow.of(0, [4]))
     cascade.propose([row([4], 8)])
     counts = cascade.stage_counts
     assert (counts["guesser 0"].drafted, counts["guesser 1"].drafted) == (0, 7)
@@ -139,7 +139,7 @@ def test_a_guessed_tree_is_cut_to_a_branch_without_tree_attention() -> None:
         model = counting_model()
         model.capabilities = Capabilities(tree_attention=tree_attention)
         cascade = vertical(model, ScriptedDrafter(lambda row: Proposal.chosen(tree)))
-        cascade.begin(DraftRequest(0, [4]))
+        cascade.begin(DraftRow.of(0, [4]))
         (proposal,) = cascade.propose([row([4], 5)])
         assert proposal.tree == TokenTree.chain([5, 6, 7, 8, 9])
         assert cascade.stage_counts["guesser 0"].drafted == (4 if tree_attention else 3)
@@ -148,7 +148,7 @@ def test_a_guessed_tree_is_cut_to_a_branch_without_tree_attention() -> None:
 def test_no_room_in_the_draft_models_context_means_no_draft() -> None:
     model = TableModel(10, counting_model().probs, max_context=8)
     cascade = vertical(model, counting(9))
-    cascade.begin(DraftRequest(0, [1]))
+    cascade.begin(DraftRow.of(0, [1]))
     for length, expected in ((4, 4), (5, 0)):
         (proposal,) = cascade.propose([row(range(length), 4)])
         assert len(proposal.tree) == expected
@@ -191,7 +191,7 @@ def test_a_tree_is_hung_off_the_end_of_a_chain() -> None:
 
 def test_a_drawn_draft_is_left_as_it_is() -> None:
     model = DraftModelDrafter(counting_model())
-    model.begin(DraftRequest(0, [4]))
+    model.begin(DraftRow.of(0, [4]))
     cascade = relay((model, 2), (counting(9), None))
     (proposal,) = cascade.propose([row([4], 5, temperature=1.0, coupling="drawn")])
     assert proposal.is_drawn
@@ -272,7 +272,7 @@ def test_it_does_without_a_draft_model() -> None:
 class Reluctant(ScriptedDrafter):
     """Cannot begin."""
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin(self, row: DraftRow) -> None:
         raise ValueError("not today")
 
     def end(self, request_id: int) -> None:

@@ -14,7 +14,7 @@ from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismat
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import logits_to_probs
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import DraftRequest, DraftRow
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
 from foredraft.drafters.grow import BestFirstShape, FixedShape, TreeShape
 from foredraft.drafters.spec import DrafterContext
@@ -68,7 +68,7 @@ def likeliest(model: TableModel, tokens: Sequence[int], count: int) -> tuple[int
 
 def test_drafts_its_most_likely_tokens(model: Watched) -> None:
     drafter = DraftModelDrafter(model)
-    drafter.begin(DraftRequest(0, [1, 2]))
+    drafter.begin(DraftRow.of(0, [1, 2]))
     (proposal,) = drafter.propose([row([1, 2], 4)])
     assert proposal.tree.tokens == likeliest(model, [1, 2], 4)
     assert not proposal.is_drawn
@@ -76,7 +76,7 @@ def test_drafts_its_most_likely_tokens(model: Watched) -> None:
 
 def test_reads_only_what_is_new_and_takes_back_what_was_rejected(model: Watched) -> None:
     drafter = DraftModelDrafter(model)
-    drafter.begin(DraftRequest(0, [1, 2]))
+    drafter.begin(DraftRow.of(0, [1, 2]))
     (first,) = drafter.propose([row([1, 2], 3)])
     assert model.reads == [[2], [1], [1]]
     model.reads.clear()
@@ -94,7 +94,7 @@ def test_reads_only_what_is_new_and_takes_back_what_was_rejected(model: Watched)
 def test_rows_share_each_forward_while_they_draft(model: Watched) -> None:
     drafter = DraftModelDrafter(model)
     for request_id in range(3):
-        drafter.begin(DraftRequest(request_id, [request_id]))
+        drafter.begin(DraftRow.of(request_id, [request_id]))
     rows = [row([0], 3, 0), row([1, 4, 2], 1, 1), row([2], 2, 2)]
     proposals = drafter.propose(rows)
     assert model.reads == [[1, 3, 1], [1, 1], [1]]
@@ -106,7 +106,7 @@ def test_rows_share_each_forward_while_they_draft(model: Watched) -> None:
 def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(model: Watched) -> None:
     params = SamplingParams(temperature=0.7, top_k=4, coupling="drawn")
     drafter = DraftModelDrafter(model)
-    drafter.begin(DraftRequest(0, [1, 2]))
+    drafter.begin(DraftRow.of(0, [1, 2]))
     (proposal,) = drafter.propose([row([1, 2], 3, params=params)])
     assert proposal.draft_probs_NV is not None
     text: tuple[int, ...] = (1, 2)
@@ -122,7 +122,7 @@ def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(model: Wat
 def test_drafts_nothing_where_its_own_context_ends(model: Watched) -> None:
     model.max_context = 6
     drafter = DraftModelDrafter(model)
-    drafter.begin(DraftRequest(0, [1]))
+    drafter.begin(DraftRow.of(0, [1]))
     assert len(drafter.propose([row([1, 2, 3], 3)])[0].tree) == 3
     assert len(drafter.propose([row([1, 2, 3, 4], 3)])[0].tree) == 0
 
@@ -153,7 +153,7 @@ def sampling(temperature: float, **options: Any) -> SamplingParams:
 
 def test_a_tree_is_grown_depth_by_depth(model: Watched) -> None:
     drafter = DraftTreeDrafter(model, FixedShape((2, 2, 1)))
-    drafter.begin(DraftRequest(0, [1, 2]))
+    drafter.begin(DraftRow.of(0, [1, 2]))
     (proposal,) = drafter.propose([row([1, 2], 10)])
     assert model.reads == [[2], [1], [1]]
     assert model.nodes == [[0], [2], [6]], "leaves are not scored"
@@ -167,7 +167,7 @@ def test_a_tree_is_grown_depth_by_depth(model: Watched) -> None:
 
 def test_entries_of_the_accepted_path_are_kept(model: Watched) -> None:
     drafter = DraftTreeDrafter(model, FixedShape((2, 2, 1)))
-    drafter.begin(DraftRequest(0, [1, 2]))
+    drafter.begin(DraftRow.of(0, [1, 2]))
     (first,) = drafter.propose([row([1, 2], 10)])
     model.reads.clear()
     path = first.tree.paths[8]  # three accepted tokens, by way of the second child
@@ -180,7 +180,7 @@ def test_entries_of_the_accepted_path_are_kept(model: Watched) -> None:
 
 def test_entries_of_rejected_branches_are_dropped(model: Watched) -> None:
     drafter = DraftTreeDrafter(model, FixedShape((2, 2, 1)))
-    drafter.begin(DraftRequest(0, [1, 2]))
+    drafter.begin(DraftRow.of(0, [1, 2]))
     (first,) = drafter.propose([row([1, 2], 10)])
     other = next(token for token in range(8) if token not in first.tree.tokens[:2])
     model.reads.clear()
@@ -192,7 +192,7 @@ def test_entries_of_rejected_branches_are_dropped(model: Watched) -> None:
 def test_trees_share_forwards_and_leave_out_rows_that_are_done(model: Watched) -> None:
     drafter = DraftTreeDrafter(model, FixedShape((2, 1, 1)))
     for request_id in range(2):
-        drafter.begin(DraftRequest(request_id, [request_id]))
+        drafter.begin(DraftRow.of(request_id, [request_id]))
     proposals = drafter.propose([row([0], 6, 0), row([1, 4, 2], 2, 1)])
     assert model.nodes == [[0, 0], [2], [4]]
     assert [len(proposal.tree) for proposal in proposals] == [6, 2]
@@ -202,7 +202,7 @@ def test_a_tree_needs_room_in_the_context(model: Watched) -> None:
     model.max_context = 8
     shape = BestFirstShape(width=2, max_depth=3, price=FREE_NODES)
     drafter = DraftTreeDrafter(model, shape)
-    drafter.begin(DraftRequest(0, [1]))
+    drafter.begin(DraftRow.of(0, [1]))
     assert len(drafter.propose([row([1, 2, 3, 4], 3)])[0].tree) == 3
     assert len(drafter.propose([row([1, 2, 3, 4, 5], 3)])[0].tree) == 0
 

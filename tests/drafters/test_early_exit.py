@@ -10,7 +10,7 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.draft_model import DraftModelDrafter
 from foredraft.drafters.early_exit import parse_skip
 from foredraft.drafters.spec import DrafterContext
@@ -48,7 +48,7 @@ def row_of(target: NativeTarget, tokens: list[int], budget: int) -> DraftRow:
 def test_it_drafts_what_its_layers_alone_would_say(target: NativeTarget, exit_layer: int) -> None:
     row = row_of(target, [3, 1, 4, 1, 5], 6)
     alone = DraftModelDrafter(target.layer_view(range(exit_layer)))
-    alone.begin(DraftRequest(0, row.tokens))
+    alone.begin(DraftRow.of(0, row.tokens))
     (expected,) = alone.propose([row])
     (actual,) = early_exit(target, exit_layer=exit_layer).propose([row])
     assert actual.tree == expected.tree
@@ -105,7 +105,7 @@ def test_a_decoder_that_runs_all_layers_only_costs_a_cache(target: NativeTarget)
         whole.shallow(2)
     tokens = [3, 1, 4, 1, 5]
     drafter = early_exit(whole, exit_layer=2)
-    drafter.begin(DraftRequest(0, tokens))
+    drafter.begin(DraftRow.of(0, tokens))
     (expected,) = early_exit(target, exit_layer=2).propose([row_of(target, tokens, 5)])
     (actual,) = drafter.propose([row_of(whole, tokens, 5)])
     assert actual.tree == expected.tree

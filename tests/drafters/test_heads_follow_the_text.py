@@ -17,7 +17,6 @@ from foredraft.drafters import build_drafter
 from foredraft.drafters.base import (
     BaseDrafter,
     Drafter,
-    DraftRequest,
     DraftRow,
     Observation,
     skips_gaps,
@@ -102,8 +101,8 @@ class Helped(BaseDrafter):
         self.taps, self.layers = head.taps, head.layers
         self.skips_gaps = skips_gaps(head)
 
-    def begin(self, request: DraftRequest) -> None:
-        self.head.begin(request)
+    def begin(self, row: DraftRow) -> None:
+        self.head.begin(row)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         guesses = self.head.propose(rows)  # these may leave entries behind the text

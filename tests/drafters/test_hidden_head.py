@@ -43,11 +43,11 @@ def target(request: pytest.FixtureRequest) -> NativeTarget:
 def observed(target: NativeTarget, drafter: StepDrafter, text: list[int]) -> None:
     """Read a text but for its last token, as the engine would."""
     from foredraft.core.proposal import NO_PROPOSAL
-    from foredraft.drafters.base import DraftRequest
+    from foredraft.drafters.base import DraftRow
     from foredraft.models.base import ScoreRow
 
     slot = target.cache.allocate()
-    drafter.begin(DraftRequest(0, text[:-1], slot=slot))
+    drafter.begin(DraftRow.of(0, text[:-1], slot=slot))
     scores = target.score([ScoreRow(slot, text[:-1])], drafter.taps)[0]
     target.cache.keep(slot, len(text) - 1, ())
     drafter.observe(

@@ -12,7 +12,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import DraftRow, Observation
 from foredraft.drafters.lookahead import JacobiWindow, LookaheadDrafter, LookaheadSizes, NgramPool
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import Capabilities, ScoreRow
@@ -30,7 +30,7 @@ class Steps:
 
     def __init__(self, sizes: LookaheadSizes, target: TableModel, prompt: Sequence[int]) -> None:
         self.drafter, self.target, self.tokens = LookaheadDrafter(sizes), target, list(prompt)
-        self.drafter.begin(DraftRequest(0, prompt))
+        self.drafter.begin(DraftRow.of(0, prompt))
 
     def step(self, budget: int, committed: Sequence[int]) -> Proposal:
         (proposal,) = self.drafter.propose([row(self.tokens, budget)])

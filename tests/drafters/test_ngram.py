@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.drafters.base import DraftRequest, DraftRow
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.ngram import NgramDrafter, NgramIndex
 
 
@@ -66,7 +66,7 @@ def test_requests_do_not_see_each_others_text() -> None:
     drafter, params = NgramDrafter(), SamplingParams()
     texts = {0: (1, 2, 3, 1, 2), 1: (1, 2)}
     for request_id, text in texts.items():
-        drafter.begin(DraftRequest(request_id, text))
+        drafter.begin(DraftRow.of(request_id, text))
     rows = [DraftRow.of(i, text, params, 2) for i, text in texts.items()]
     assert [proposal.tree.tokens for proposal in drafter.propose(rows)] == [(3, 1), ()]
 

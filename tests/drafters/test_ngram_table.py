@@ -14,7 +14,7 @@ from foredraft.core.cost import FREE_NODES
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import DraftRequest, DraftRow
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.heads.store import identify
 from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.table import (
@@ -120,7 +120,7 @@ def test_chances_follow_what_came() -> None:
 def test_it_drafts_what_it_learnt(folder: Path) -> None:
     drafter = build_drafter("table", DrafterContext(TARGET, options={"head": str(folder)}))
     tokens = [90, 6, 7]
-    drafter.begin(DraftRequest(0, tokens))
+    drafter.begin(DraftRow.of(0, tokens))
     params = SamplingParams.of(temperature=0.0)
     row = DraftRow.of(0, tokens, params, 4, price=FREE_NODES)
     (proposal,) = drafter.propose([row])

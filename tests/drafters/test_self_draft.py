@@ -20,7 +20,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import DraftRequest, DraftRow
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.self_draft import CopyHead, Fit, SelfDrafter, measured_fit
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
@@ -129,7 +129,7 @@ def test_drawn_tokens_are_those_of_the_rules(target: NativeTarget) -> None:
     slot = target.cache.allocate()
     target.score([ScoreRow(slot, tokens[:-1])])
     target.cache.keep(slot, len(tokens) - 1, ())
-    drafter.begin(DraftRequest(0, tokens[:4]))
+    drafter.begin(DraftRow.of(0, tokens[:4]))
     row = DraftRow.of(0, tuple(tokens), params, 6, seed=4, slot=slot)
     (drawn,) = drafter.propose([row])
     ruled = replace(row, rules=NoScale(row.rules))

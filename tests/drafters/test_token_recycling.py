@@ -12,7 +12,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext
 from foredraft.drafters.token_recycling import Successors, likeliest
 from foredraft.models.table import TableModel
@@ -85,7 +85,7 @@ def test_a_steady_row_is_trusted_more() -> None:
 
 def test_every_committed_position_of_a_step_teaches_and_no_rejected_one() -> None:
     drafter = build(node_cost=0.01)
-    drafter.begin(DraftRequest(0, (1, 2)))
+    drafter.begin(DraftRow.of(0, (1, 2)))
     # 3 was accepted, 4 (its sibling) and 5 (below 4) were rejected; the target added 6.
     tree = TokenTree((4, 3, 5), (-1, -1, 0))
     logits_NV = torch.stack([logits(3), logits(19), logits(6, 7), logits(18)])
@@ -112,7 +112,7 @@ def test_requests_share_a_table_only_when_asked_to_and_of_one_tenant(tenant: str
 
 def test_it_drafts_chosen_tokens_whatever_the_coupling() -> None:
     drafter = build()
-    drafter.begin(DraftRequest(0, (1, 2, 1, 2, 1, 2, 1, 2)))
+    drafter.begin(DraftRow.of(0, (1, 2, 1, 2, 1, 2, 1, 2)))
     params = SamplingParams(temperature=1.0, coupling="drawn")
     row = DraftRow.of(0, (1, 2, 1, 2, 1, 2, 1, 2), params, 4)
     (proposal,) = drafter.propose([row])

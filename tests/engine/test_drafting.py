@@ -18,7 +18,7 @@ from foredraft.core.record import StepRecord
 from foredraft.core.rules.base import Rules, TextlessRules
 from foredraft.core.sampling import Law, law_of
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.engine import Engine, EngineOptions
@@ -67,9 +67,9 @@ class Noted(BaseDrafter):
         self.seen: list[int] = []
         self.params: list[SamplingParams] = []
 
-    def begin(self, request: DraftRequest) -> None:
-        self.begun[request.request_id] = tuple(request.tokens)
-        self.params.append(request.params)
+    def begin(self, row: DraftRow) -> None:
+        self.begun[row.request_id] = tuple(row.tokens)
+        self.params.append(row.params)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         self.params += [row.params for row in rows]
@@ -325,8 +325,8 @@ class Slotted(BaseDrafter):
         self.layers = (target.cache.add_layers(KVShape(1, 1, 1), torch.float32),)
         self.slots: dict[int, int] = {}
 
-    def begin(self, request: DraftRequest) -> None:
-        self.slots[request.request_id] = request.slot
+    def begin(self, row: DraftRow) -> None:
+        self.slots[row.request_id] = row.slot
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [NO_PROPOSAL for _ in rows]

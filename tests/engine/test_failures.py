@@ -15,7 +15,7 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import StepRecord
-from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.engine.request import Event, RequestOptions, Session
 from foredraft.models.base import ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
@@ -381,8 +381,8 @@ class Following(BaseDrafter):
     def __init__(self) -> None:
         self.num_seen: dict[int, int] = {}
 
-    def begin(self, request: DraftRequest) -> None:
-        self.num_seen[request.request_id] = len(request.tokens)
+    def begin(self, row: DraftRow) -> None:
+        self.num_seen[row.request_id] = len(row.tokens)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         for row in rows:

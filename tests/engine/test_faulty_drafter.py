@@ -14,7 +14,7 @@ from foredraft.core.errors import CacheFullError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposalBuilder, Proposal
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import DraftRow, Observation
 from foredraft.engine.request import GenerationResult
 from foredraft.models.base import Capabilities
 from foredraft.models.table import TableModel
@@ -40,8 +40,8 @@ class Faulty(ScriptedDrafter):
         if method == self._method and self.calls[method] > 1:
             raise self._error
 
-    def begin(self, request: DraftRequest) -> None:
-        self.live.add(request.request_id)
+    def begin(self, row: DraftRow) -> None:
+        self.live.add(row.request_id)
         self._count("begin")
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
@@ -153,8 +153,8 @@ def test_a_fault_costs_the_request_that_it_happened_in() -> None:
 
 def test_a_fault_in_begin_ends_what_was_begun() -> None:
     class Leaky(ScriptedDrafter):
-        def begin(self, request: DraftRequest) -> None:
-            live.add(request.request_id)
+        def begin(self, row: DraftRow) -> None:
+            live.add(row.request_id)
             raise MemoryError("no room for a second slot")
 
         def end(self, request_id: int) -> None:

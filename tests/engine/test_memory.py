@@ -9,7 +9,7 @@ import pytest
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.engine.places import HEADROOM
 from foredraft.engine.request import RequestOptions
@@ -104,9 +104,9 @@ class Recorder(BaseDrafter):
         self.told: list[tuple[str, int]] = []
         self._fails_in = fails_in
 
-    def begin(self, request: DraftRequest) -> None:
-        self.told.append(("begin", request.request_id))
-        assert request.num_cached == 0
+    def begin(self, row: DraftRow) -> None:
+        self.told.append(("begin", row.request_id))
+        assert row.num_cached == 0
 
     def end(self, request_id: int) -> None:
         self.told.append(("end", request_id))

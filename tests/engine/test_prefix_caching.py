@@ -15,7 +15,7 @@ from foredraft.control.base import DrafterTraits
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.guard import LoadedDrafter
@@ -153,8 +153,8 @@ class Keeper(BaseDrafter):
         self.layers = (target.cache.add_layers(KVShape(1, 1, 1), torch.float32),)
         self._slots: dict[int, int] = {}
 
-    def begin(self, request: DraftRequest) -> None:
-        self._slots[request.request_id] = request.slot
+    def begin(self, row: DraftRow) -> None:
+        self._slots[row.request_id] = row.slot
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [NO_PROPOSAL] * len(rows)

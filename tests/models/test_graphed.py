@@ -346,9 +346,9 @@ def test_the_mask_is_the_plans(target: NativeTarget) -> None:
     bias = attention_bias(inputs, bucket, torch.float32)
     assert (bias == 0).any(-1).all(), "a token that sees nothing has no defined output"
     for place, row in enumerate(plan.rows):
-        expected = torch.zeros(len(row.tokens), bucket.context, dtype=torch.bool)
-        expected[:, : row.entries.stop] = plan.mask(row)
-        assert torch.equal(bias[place, : len(row.tokens)] == 0, expected)
+        expected = torch.zeros(len(row), bucket.context, dtype=torch.bool)
+        expected[:, : plan.end(row)] = plan.mask(row)
+        assert torch.equal(bias[place, : len(row)] == 0, expected)
 
 
 def test_equal_shapes_share_a_recording(pair: Pair) -> None:

@@ -17,7 +17,7 @@ from foredraft.core.errors import CacheFullError
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import DraftRow, Observation
 from foredraft.models.base import RowScores, ScoreRow, Scores
 from foredraft.models.table import TableModel, TokenCache
 
@@ -239,9 +239,9 @@ class SimDrafter:
         self.asked: dict[int, int] = {}
         """Budgets of the step under way, by request."""
 
-    def begin(self, request: DraftRequest) -> None:
-        assert request.request_id not in self.followed
-        self.followed.add(request.request_id)
+    def begin(self, row: DraftRow) -> None:
+        assert row.request_id not in self.followed
+        self.followed.add(row.request_id)
         self._fail("begin")
 
     def propose(self, rows: Sequence[DraftRow]) -> Any:
@@ -310,12 +310,12 @@ class SimHead(SimDrafter):
         super().__init__(dice, failing, nonsense)
         self.layers = (cache.add_layers(KVShape(1, 1, 1), torch.float32),)
         self.skips_gaps = dice.happens(0.7)
-        self._requests: dict[int, DraftRequest] = {}
+        self._requests: dict[int, DraftRow] = {}
         self._waiting: dict[int, tuple[int, list[int]]] = {}  # start and tokens, by request
 
-    def begin(self, request: DraftRequest) -> None:
-        self._requests[request.request_id] = request
-        super().begin(request)
+    def begin(self, row: DraftRow) -> None:
+        self._requests[row.request_id] = row
+        super().begin(row)
 
     def propose(self, rows: Sequence[DraftRow]) -> Any:
         for row in rows:

@@ -9,7 +9,7 @@ from foredraft import GenerationResult, SamplingParams
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError
 from foredraft.drafters import build_drafter, drafter_names
-from foredraft.drafters.base import Drafter, DraftRequest, DraftRow
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.engine.policy import Policy
@@ -54,7 +54,7 @@ def test_the_second_time_costs_fewer_steps() -> None:
 
 def test_forgets_the_oldest_first() -> None:
     drafter = RecallDrafter(context_size=1, max_entries=2)
-    drafter.begin(DraftRequest(0, [1, 2, 3, 4]))
+    drafter.begin(DraftRow.of(0, [1, 2, 3, 4]))
     assert draft_after(drafter, 1) == ()
     assert draft_after(drafter, 2) == (3, 4)
 

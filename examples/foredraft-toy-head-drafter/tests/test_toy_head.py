@@ -17,7 +17,7 @@ from foredraft.core.errors import CapabilityError
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter, drafter_names
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import Policy
@@ -112,8 +112,8 @@ class Helped(BaseDrafter):
         self.head, self._turns = head, turns
         self.taps, self.layers, self.look_ahead = head.taps, head.layers, head.look_ahead
 
-    def begin(self, request: DraftRequest) -> None:
-        self.head.begin(request)
+    def begin(self, row: DraftRow) -> None:
+        self.head.begin(row)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         guesses = self.head.propose(rows)  # these leave entries behind the text

@@ -25,7 +25,7 @@ from foredraft.core.rules import SamplingRules
 from foredraft.core.sampling import Law
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.cross_tokenizer.shared_vocabulary import RestrictedModel, SharedVocabulary
 from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Transcript
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
@@ -143,12 +143,12 @@ class CrossTokenizerDrafter(BaseDrafter):
         self._inner, self._codecs, self._mode = inner, codecs, mode
         self._transcripts: dict[int, Transcript] = {}
 
-    def begin(self, request: DraftRequest) -> None:
+    def begin(self, row: DraftRow) -> None:
         transcript = Transcript(self._codecs)
-        transcript.begin(request.tokens)
-        self._transcripts[request.request_id] = transcript
+        transcript.begin(row.tokens)
+        self._transcripts[row.request_id] = transcript
         tokens = tuple(transcript.draft_tokens)
-        self._inner.begin(replace(request, tokens=tokens, num_cached=0, slot=-1))
+        self._inner.begin(replace(row.without_noise(0), tokens=tokens, num_cached=0, slot=-1))
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         asked = [(row, asks) for row in rows if (asks := self._ask(row)) is not None]

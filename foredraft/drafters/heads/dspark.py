@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from foredraft.core.choices import DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.grow import Worth
 from foredraft.drafters.heads.base import (
     LARGEST_SIZE,
@@ -322,20 +322,20 @@ class DsparkDrafter(BaseDrafter):
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self.taps, self.layers = module.taps, (self._runner.layers,)
         self.promise = module.promise
-        self._requests: dict[int, DraftRequest] = {}
+        self._slots: dict[int, int] = {}
         self._ends: dict[int, int] = {}
 
-    def begin(self, request: DraftRequest) -> None:
-        self._requests[request.request_id] = request
+    def begin(self, row: DraftRow) -> None:
+        self._slots[row.request_id] = row.slot
 
     def end(self, request_id: int) -> None:
-        self._requests.pop(request_id, None)
+        self._slots.pop(request_id, None)
         self._ends.pop(request_id, None)
 
     @torch.no_grad()
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
-            slot, layers = self._requests[seen.request_id].slot, self._runner.layers
+            slot, layers = self._slots[seen.request_id], self._runner.layers
             start = layers.next_start(slot, seen.start, seen.end - seen.start)
             if start >= seen.end:  # what is cached of the text has no entries here
                 continue
@@ -369,7 +369,7 @@ class DsparkDrafter(BaseDrafter):
         inputs_TE = self._module.block(embedded_NE).flatten(0, 1)
         reads = [
             HeadRow(
-                *(self._requests[row.request_id].slot, len(row.tokens) - 1, 0, places),
+                *(row.slot, len(row.tokens) - 1, 0, places),
                 num_wanted=size,
                 is_block=True,
             )

@@ -22,7 +22,7 @@ from foredraft.cache.base import CacheLayers
 from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.tree import ROOT
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRequest, DraftRow, Observation
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.grow import Growth, GrowthLimits, Guide
 from foredraft.drafters.heads.base import HeadModule
 from foredraft.drafters.heads.published import is_checkpoint
@@ -161,12 +161,12 @@ class StepDrafter(BaseDrafter):
         self._requests: dict[int, _Request] = {}
         self._reliabilities: dict[float, Reliability] = {}
 
-    def begin(self, request: DraftRequest) -> None:
-        self._runner.begin(request.slot)
+    def begin(self, row: DraftRow) -> None:
+        self._runner.begin(row.slot)
         # Requests are as like as their temperatures are, to a tenth; few such values occur.
-        temperature = round(min(request.params.temperature, _HOTTEST), 1)
+        temperature = round(min(row.params.temperature, _HOTTEST), 1)
         reliability = self._reliabilities.setdefault(temperature, Reliability())
-        self._requests[request.request_id] = _Request(request.slot, reliability)
+        self._requests[row.request_id] = _Request(row.slot, reliability)
 
     def end(self, request_id: int) -> None:
         request = self._requests.pop(request_id)

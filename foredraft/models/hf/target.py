@@ -163,10 +163,10 @@ class HFTarget:
         with self._parts.last_output() if last in taps and self._parts else nullcontext() as caught:
             output = self.model(**self._inputs(row, plan), output_hidden_states=bool(taps))
         written = self.cache.num_written(row.slot)
-        if written != {plan.rows[0].entries.stop}:
+        if written != {plan.end(plan.rows[0])}:
             raise CapabilityError(
                 f"{type(self.model).__name__} left {sorted(written)} entries in its cache where "
-                f"{plan.rows[0].entries.stop} were due; it cannot be rolled back"
+                f"{plan.end(plan.rows[0])} were due; it cannot be rolled back"
             )
         logits_TV = output.logits[0]
         logits_NV = logits_TV[len(logits_TV) - len(plan.heads) :].float()
@@ -246,7 +246,7 @@ class _TreeMask:
     def _in_window(self, seen_TC: Tensor, plan: ForwardPlan) -> Tensor:
         if self._window is None:
             return seen_TC
-        start = plan.rows[0].entries.start
+        start = plan.entries[0]
         entry_positions_C = torch.cat([torch.arange(start), plan.positions_T])
         return seen_TC & (entry_positions_C[None] > plan.positions_T[:, None] - self._window)
 

@@ -18,7 +18,7 @@ from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.head import head_logits
 from foredraft.models.native.packed import Matrix, as_tensor
 from foredraft.models.native.parts import rms_norm
-from foredraft.models.native.plan import ForwardPlan, RowSpan
+from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.rope import inverse_frequencies, rotate
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
@@ -176,13 +176,13 @@ class _RowRun:
         self._plan, self._store, self._masks = plan, cache.store, masks
         blocks, size = list[int](), cache.store.block_size
         for row in plan.rows:
-            table = cache.table(row.slot)
-            blocks.extend(table[entry // size] for entry in plan.entries[_slice(row.tokens)])
+            table = cache.table(plan.slot(row))
+            blocks.extend(table[entry // size] for entry in plan.entries[_slice(row)])
         offsets = [entry % size for entry in plan.entries]
         self._written = torch.tensor([blocks, offsets], dtype=torch.int64).to(cache.store.device)
-        self._rows = [self._rows_of(cache, row) for row in plan.rows]
+        self._rows = [_rows_of(cache, plan.slot(row), plan.end(row)) for row in plan.rows]
         self._attend_row = attend_row
-        self._num_nodes = [sum(map(bool, plan.extras[_slice(row.tokens)])) for row in plan.rows]
+        self._num_nodes = [sum(map(bool, plan.extras[_slice(row)])) for row in plan.rows]
 
     def attend(self, index: int, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
         outputs = []
@@ -191,20 +191,20 @@ class _RowRun:
         self._store.values[:, index][blocks_T, :, offsets_T] = value_TGD
         rows = zip(self._plan.rows, self._rows, self._masks, self._num_nodes, strict=True)
         for row, rows_R, mask, num_nodes in rows:
-            end = row.entries.stop
+            end = self._plan.end(row)
             keys_GCD, values_GCD = (x[:, :end] for x in self._store.gather(index, rows_R))
             if num_nodes:
                 _make_finite(keys_GCD[:, end - num_nodes :])
                 _make_finite(values_GCD[:, end - num_nodes :])
-            query_RHD = query_THD[_slice(row.tokens)]
+            query_RHD = query_THD[_slice(row)]
             outputs.append(self._attend_row(query_RHD, keys_GCD, values_GCD, mask).flatten(1))
         return torch.cat(outputs)
 
-    @staticmethod
-    def _rows_of(cache: Entries, row: RowSpan) -> Tensor:
-        """Where the blocks lie that hold what a row sees (see `BlockStore.rows`)."""
-        num_blocks = -(-row.entries.stop // cache.store.block_size)
-        return cache.store.rows(cache.table(row.slot)[:num_blocks])
+
+def _rows_of(cache: Entries, slot: int, end: int) -> Tensor:
+    """Where the blocks lie that hold a slot's entries before ``end``; see `BlockStore.rows`."""
+    num_blocks = -(-end // cache.store.block_size)
+    return cache.store.rows(cache.table(slot)[:num_blocks])
 
 
 def _make_finite(entries_GND: Tensor) -> None:

@@ -222,7 +222,7 @@ class FusedDecoder:
         self, plan: ForwardPlan, logits_NV: Tensor, tapped: dict[int, Tensor], num_more: int = 0
     ) -> interface.Forward:
         """All but where the cache's entries lie; with room for ``num_more`` entries of each row."""
-        max_entries = max(row.entries.stop for row in plan.rows)
+        max_entries = max(map(plan.end, plan.rows))
         layers = plan.layers_to_run(len(self._layers))
         extra_starts = [0]
         for extras in plan.extras:
@@ -267,11 +267,11 @@ class FusedDecoder:
                 f"vocabulary of {self._config.vocab_size}"
             )
         for row in plan.rows:
-            held = len(cache.table(row.slot)) * cache.store.block_size
-            end = row.entries.stop + num_more
+            slot, end = plan.slot(row), plan.end(row) + num_more
+            held = len(cache.table(slot)) * cache.store.block_size
             if end > held:
                 raise IndexError(
-                    f"entry {end - 1} of slot {row.slot} lies outside its blocks, "
+                    f"entry {end - 1} of slot {slot} lies outside its blocks, "
                     f"which hold {held} entries; reserve it first"
                 )
 
@@ -368,8 +368,8 @@ def _point_to_entries(described: interface.Forward, plan: ForwardPlan, cache: En
     """Say where the entries of the plan's slots lie."""
     tables = list[int]()
     for row in plan.rows:
-        address, _ = cache.table(row.slot).buffer_info()
-        tables += [address] * len(row.tokens)
+        address, _ = cache.table(plan.slot(row)).buffer_info()
+        tables += [address] * len(row)
     described.tables = (c_void_p * len(tables))(*tables)
     keys, values = cache.store.keys, cache.store.values
     described.keys, described.values = keys.data_ptr(), values.data_ptr()
@@ -378,7 +378,7 @@ def _point_to_entries(described: interface.Forward, plan: ForwardPlan, cache: En
 
 
 def _rows(plan: ForwardPlan) -> ctypes.Array[interface.Row]:
-    spans = [interface.Row(row.tokens.start, row.tokens.stop) for row in plan.rows]
+    spans = [interface.Row(row.start, row.stop) for row in plan.rows]
     return (interface.Row * len(spans))(*spans)
 
 

@@ -106,7 +106,7 @@ class GraphedDecoder(EagerDecoder):
             return super().forward(plan, cache, taps)
         cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
         for row in plan.rows:
-            cache.clear_behind(row.slot, row.entries.stop)
+            cache.clear_behind(plan.slot(row), plan.end(row))
         bucket = choose_bucket(plan, cache.store.block_size, taps)
         graph = self._graph(bucket, cache, grid_inputs(plan, bucket, cache))
         tapped = graph.replay()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.store import Entries
-from foredraft.models.native.plan import ForwardPlan, RowSpan
+from foredraft.models.native.plan import ForwardPlan
 
 MAX_ROW_TOKENS = 64
 """What a token sees of its own forward is one bit a token of a 64-bit number."""
@@ -94,7 +94,7 @@ def fits_grid(plan: ForwardPlan) -> bool:
     return (
         tokens <= MAX_ROW_TOKENS
         and rows * tokens <= _MAX_TOKENS
-        and all(_num_pending(row) <= _MAX_PENDING for row in plan.rows)
+        and all(map(_has_few_pending, plan.rows, plan.row_heads))
     )
 
 
@@ -107,7 +107,7 @@ def choose_bucket(plan: ForwardPlan, block_size: int, taps: Sequence[int] = ()) 
         taps: layers whose output is wanted.
     """
     rows, tokens = _padded_shape(plan)
-    seen = max(row.entries.start for row in plan.rows) + tokens
+    seen = max(plan.entries[row.start] for row in plan.rows) + tokens
     context = max(_MIN_CONTEXT, power_of_two(seen), block_size)
     return Bucket(rows, tokens, context, tuple(sorted(set(taps))))
 
@@ -121,15 +121,15 @@ def grid_inputs(plan: ForwardPlan, bucket: Bucket, cache: Entries) -> Tensor:
     numbers["tables"] = []
     places: list[int] = []
     for grid_row, row in enumerate(plan.rows):
-        first, count = grid_row * bucket.tokens, len(row.tokens)
-        here, there = slice(row.tokens.start, row.tokens.stop), slice(first, first + count)
-        table, entries = cache.table(row.slot), plan.entries[here]
+        first, count = grid_row * bucket.tokens, len(row)
+        here, there = slice(row.start, row.stop), slice(first, first + count)
+        table, entries = cache.table(plan.slot(row)), plan.entries[here]
         numbers["token_ids"][there] = plan.token_ids[here]
         numbers["positions"][there] = plan.positions[here]
         numbers["blocks"][there] = [table[entry // block_size] for entry in entries]
         numbers["offsets"][there] = [entry % block_size for entry in entries]
-        numbers["visible"][there] = [_visible(plan, row, token) for token in row.tokens]
-        numbers["starts"][grid_row] = row.entries.start
+        numbers["visible"][there] = [_visible(plan, entries[0], token) for token in row]
+        numbers["starts"][grid_row] = entries[0]
         numbers["tables"] += _padded_table(table, bucket.context // block_size)
         places.extend(range(first, first + count))
     numbers["tables"] += numbers["tables"][-1:] * (
@@ -162,9 +162,8 @@ def attention_bias(inputs: GridInputs, bucket: Bucket, dtype: torch.dtype) -> Te
     return bias_RTC.masked_fill_(~seen_RTC, float("-inf"))
 
 
-def _visible(plan: ForwardPlan, row: RowSpan, token: int) -> int:
-    """The bits of `GridInputs.visible`."""
-    start = row.entries.start
+def _visible(plan: ForwardPlan, start: int, token: int) -> int:
+    """The bits of `GridInputs.visible` of a token whose row writes from entry ``start`` on."""
     bits = (1 << plan.prefixes[token] - start) - 1
     for entry in plan.extras[token]:
         bits |= 1 << entry - start
@@ -178,12 +177,12 @@ def _signed(bits: int) -> int:
 
 def _padded_shape(plan: ForwardPlan) -> tuple[int, int]:
     """Rows and tokens of a row, each rounded up to a power of two."""
-    return power_of_two(len(plan.rows)), power_of_two(max(len(r.tokens) for r in plan.rows))
+    return power_of_two(len(plan.rows)), power_of_two(max(map(len, plan.rows)))
 
 
-def _num_pending(row: RowSpan) -> int:
+def _has_few_pending(row: range, heads: range) -> bool:
     """Logits are wanted after the last pending token and after each node, or nowhere in the row."""
-    return len(row.tokens) - max(len(row.heads) - 1, 0)
+    return len(row) - max(len(heads) - 1, 0) <= _MAX_PENDING
 
 
 def power_of_two(count: int) -> int:

@@ -227,15 +227,14 @@ def scored(
         plan = replace(plan, draws=draws_of(rows, plan))
     logits_NV, tapped = decoder.forward(plan, cache, taps)
     draws = plan.draws.found() if plan.draws else None
-    heads, tokens = zip(*((span.heads, span.tokens) for span in plan.rows), strict=True)
-    return Scores(logits_NV, heads, tapped, tokens, draws)
+    return Scores(logits_NV, tuple(plan.row_heads), tapped, tuple(plan.rows), draws)
 
 
 def draws_of(rows: Sequence[ScoreRow], plan: ForwardPlan) -> DrawRows | None:
     """What the rows want drawn; None: nothing."""
     wanted = [
-        Wanted(span.heads.start, *row.draw)
-        for row, span in zip(rows, plan.rows, strict=True)
-        if row.draw is not None and span.heads
+        Wanted(heads.start, *row.draw)
+        for row, heads in zip(rows, plan.row_heads, strict=True)
+        if row.draw is not None and heads
     ]
     return DrawRows(wanted) if wanted else None

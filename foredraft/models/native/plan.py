@@ -9,7 +9,7 @@ Shape legend: T tokens of the forward, H tokens whose logits are wanted, E hidde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -20,26 +20,11 @@ from foredraft.models.base import ScoreRow
 
 
 @dataclass(frozen=True)
-class RowSpan:
-    """Where one row lies in the flat forward.
-
-    Attributes:
-        slot: the row's cache slot.
-        tokens: its half-open range among the T tokens.
-        entries: the half-open range of cache entries that it writes. The row's tokens see entries
-            below ``entries.stop`` only.
-        heads: its half-open range among the H wanted logits.
-    """
-
-    slot: int
-    tokens: range
-    entries: range
-    heads: range
-
-
-@dataclass(frozen=True)
 class ForwardPlan:
     """What each token is, where it goes and what it sees.
+
+    A row is the half-open range of its tokens among the T of the forward. All of them are of one
+    slot, they write entries in a row, and they see none behind these.
 
     Attributes:
         token_ids: [T] vocabulary ids.
@@ -50,20 +35,22 @@ class ForwardPlan:
             is pending.
         extras: [T] entries seen beyond the prefix, ascending: a tree node's ancestors and itself.
         heads: [H] tokens whose logits are wanted.
-        rows: one span a row.
+        rows: the tokens of each row.
+        row_heads: of each row its half-open range among the H wanted logits.
         layers: the layers to run; None: all.
         hidden_TE: what the layer before ``layers`` gave; None: start from the embeddings.
         draws: to be filled in from the logits, for decoders that do so.
     """
 
-    token_ids: list[int]
-    positions: list[int]
-    slots: list[int]
-    entries: list[int]
-    prefixes: list[int]
-    extras: list[tuple[int, ...]]
-    heads: list[int]
-    rows: list[RowSpan]
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    prefixes: list[int] = field(default_factory=list)
+    extras: list[tuple[int, ...]] = field(default_factory=list)
+    heads: list[int] = field(default_factory=list)
+    rows: list[range] = field(default_factory=list)
+    row_heads: list[range] = field(default_factory=list)
     layers: range | None = None
     hidden_TE: Tensor | None = None
     draws: DrawRows | None = None
@@ -80,6 +67,14 @@ class ForwardPlan:
         """`layers`, or all of a model's ``num_layers``."""
         return range(num_layers) if self.layers is None else self.layers
 
+    def slot(self, row: range) -> int:
+        """A row's cache slot."""
+        return self.slots[row.start]
+
+    def end(self, row: range) -> int:
+        """The entry behind the last one that a row writes."""
+        return self.entries[row.stop - 1] + 1
+
     @cached_property
     def token_ids_T(self) -> Tensor:
         return torch.tensor(self.token_ids)
@@ -88,20 +83,19 @@ class ForwardPlan:
     def positions_T(self) -> Tensor:
         return torch.tensor(self.positions)
 
-    def mask(self, row: RowSpan) -> Tensor | None:
-        """Which entries below ``row.entries.stop`` each token of the row sees; None: all of them.
+    def mask(self, row: range) -> Tensor | None:
+        """Which entries before the row's `end` each of its tokens sees; None: all of them.
 
         Returns:
             bool [tokens of the row, entries], True where seen.
         """
-        first = row.tokens.start
-        sees_all = self.prefixes[first] + len(self.extras[first]) == row.entries.stop
-        if len(row.tokens) == 1 and sees_all:
+        first, end = row.start, self.end(row)
+        sees_all = self.prefixes[first] + len(self.extras[first]) == end
+        if len(row) == 1 and sees_all:
             return None
-        entry = torch.arange(row.entries.stop)
-        prefixes = torch.tensor(self.prefixes[row.tokens.start : row.tokens.stop])
-        mask = entry[None, :] < prefixes[:, None]
-        for i, token in enumerate(row.tokens):
+        prefixes = torch.tensor(self.prefixes[first : row.stop])
+        mask = torch.arange(end)[None, :] < prefixes[:, None]
+        for i, token in enumerate(row):
             if self.extras[token]:
                 mask[i, list(self.extras[token])] = True
         return mask
@@ -114,7 +108,7 @@ def plan_forward(rows: Sequence[ScoreRow], starts: Sequence[int]) -> ForwardPlan
         rows: what to score.
         starts: for each row, how many entries its slot already holds.
     """
-    plan = ForwardPlan([], [], [], [], [], [], [], [])
+    plan = ForwardPlan()
     for row, start in zip(rows, starts, strict=True):
         _add_row(plan, row, start)
     return plan
@@ -126,18 +120,18 @@ def tail(plan: ForwardPlan, known: Sequence[int]) -> ForwardPlan:
     The entries of these must be in the cache already. Wants no logits; a row of which nothing is
     left is not in it.
     """
-    rest = ForwardPlan([], [], [], [], [], [], [], [])
+    rest = ForwardPlan()
     for row, count in zip(plan.rows, known, strict=True):
-        left, first = slice(row.tokens.start + count, row.tokens.stop), len(rest)
+        left, first = slice(row.start + count, row.stop), len(rest)
         rest.token_ids.extend(plan.token_ids[left])
         rest.positions.extend(plan.positions[left])
         rest.slots.extend(plan.slots[left])
         rest.entries.extend(plan.entries[left])
         rest.prefixes.extend(plan.prefixes[left])
         rest.extras.extend(plan.extras[left])
-        if count < len(row.tokens):
-            tokens = range(first, len(rest))
-            rest.rows.append(RowSpan(row.slot, tokens, row.entries[count:], range(0)))
+        if count < len(row):
+            rest.rows.append(range(first, len(rest)))
+            rest.row_heads.append(range(0))
     return rest
 
 
@@ -145,10 +139,11 @@ def plan_head(hidden_TE: Tensor, num_layers: int) -> ForwardPlan:
     """A plan that runs none of the layers and wants all logits. It touches no cache."""
     count = len(hidden_TE)
     zeros, tokens = [0] * count, range(count)
-    rows = [RowSpan(0, tokens, range(1), tokens)]
     nothing: list[tuple[int, ...]] = [()] * count
     return ForwardPlan(
-        *(zeros, zeros, zeros, zeros, zeros, nothing, [*tokens], rows),
+        *(zeros, zeros, zeros, zeros, zeros, nothing, [*tokens]),
+        rows=[tokens],
+        row_heads=[tokens],
         layers=range(num_layers, num_layers),
         hidden_TE=hidden_TE,
     )
@@ -174,7 +169,8 @@ def _add_row(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
     if row.wants_logits:
         plan.heads.extend(range(first + num_pending - 1, len(plan)))
         heads = range(heads.start, len(plan.heads))
-    plan.rows.append(RowSpan(row.slot, range(first, len(plan)), entries, heads))
+    plan.rows.append(range(first, len(plan)))
+    plan.row_heads.append(heads)
 
 
 def _add_token(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
@@ -188,5 +184,5 @@ def _add_token(plan: ForwardPlan, row: ScoreRow, start: int) -> None:
     plan.slots.append(row.slot)
     if row.wants_logits:
         plan.heads.append(token)
-    heads = range(head, len(plan.heads))
-    plan.rows.append(RowSpan(row.slot, range(token, token + 1), range(start, start + 1), heads))
+    plan.rows.append(range(token, token + 1))
+    plan.row_heads.append(range(head, len(plan.heads)))

@@ -20,7 +20,7 @@ from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.handed import HandedDecoder
 from foredraft.models.native.packed import Int8Matrix
 from foredraft.models.native.parts import rms_norm
-from foredraft.models.native.plan import ForwardPlan, RowSpan
+from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 if TYPE_CHECKING:  # the fused kernel is compiled where it is used
@@ -131,7 +131,7 @@ def plan_run(
             first block come before that; both 0 where not given. Positions are those of the text,
             entries are counted from the beginning of that block.
     """
-    plan = ForwardPlan([], [], [], [], [], [], [], [], layers=layers, hidden_TE=inputs_TE)
+    plan = ForwardPlan(layers=layers, hidden_TE=inputs_TE)
     for row, (first, skipped) in zip(rows, firsts or [(0, 0)] * len(rows), strict=True):
         _add_row(plan, row, first - skipped, skipped)
     return plan
@@ -159,9 +159,9 @@ def _add_row(plan: ForwardPlan, row: HeadRow, first: int, skipped: int) -> None:
     plan.token_ids.extend([0] * len(entries))
     plan.slots.extend([row.slot] * len(entries))
     tokens = range(start, len(plan))
-    heads = range(len(plan.heads), len(plan.heads) + row.num_wanted)
+    plan.row_heads.append(range(len(plan.heads), len(plan.heads) + row.num_wanted))
     plan.heads.extend(range(tokens.stop - row.num_wanted, tokens.stop))
-    plan.rows.append(RowSpan(row.slot, tokens, entries, heads))
+    plan.rows.append(tokens)
 
 
 def head_config(head: HeadWeights) -> DecoderConfig:

@@ -20,7 +20,7 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.cache.store import Entries
 from foredraft.models.base import Computed, ScoreRow
-from foredraft.models.native.plan import ForwardPlan, RowSpan, plan_forward, tail
+from foredraft.models.native.plan import ForwardPlan, plan_forward, tail
 
 _Identity = tuple[int, int, tuple[int, ...]]
 
@@ -53,12 +53,12 @@ class FirstLayers:
     tokens: list[_Identity]
     hidden_TE: Tensor
 
-    def is_of(self, cache: KVCache, span: RowSpan) -> bool:
-        """Whether the tokens' entries are still where the row would write its own."""
+    def is_of(self, cache: KVCache, slot: int, entry: int) -> bool:
+        """Whether the tokens' entries are still where a row would write its own from ``entry``."""
         return (
             self.cache is cache
-            and self.revision == cache.revision(span.slot)
-            and self.first_entry == span.entries.start
+            and self.revision == cache.revision(slot)
+            and self.first_entry == entry
         )
 
     def states(self, identities: Sequence[_Identity]) -> Tensor:
@@ -98,22 +98,22 @@ class ShallowView:
         """Logits [R, V] if wanted, the last token's state [E] of each row, and what is known."""
         plan = plan_forward(rows, [self._cache.length(row.slot) for row in rows])
         known = [
-            _known(row, plan, span, self._cache, self.exit_layer, len(span.tokens) - 1)
+            _known(row.computed, plan, span[:-1], self._cache, self.exit_layer)
             for row, span in zip(rows, plan.rows, strict=True)
         ]
         announce(plan, self._cache)
         rest = tail(plan, [*map(_count, known)])
-        last = [span.tokens.stop - 1 for span in rest.rows]
+        last = [span.stop - 1 for span in rest.rows]
         rest = replace(rest, heads=last if wants_logits else [])
         logits_RV, hidden_TE = run_first(self._decoder, rest, self._cache, self.exit_layer)
         computed: list[Computed] = [
             FirstLayers(
                 self._cache,
-                self._cache.revision(span.slot),
-                span.entries.start,
+                self._cache.revision(plan.slot(span)),
+                plan.entries[span.start],
                 self.exit_layer,
                 _identities(plan, span),
-                torch.cat([*states, hidden_TE[new.tokens.start : new.tokens.stop]]),
+                torch.cat([*states, hidden_TE[new.start : new.stop]]),
             )
             for span, new, states in zip(plan.rows, rest.rows, known, strict=True)
         ]
@@ -122,7 +122,10 @@ class ShallowView:
 
 def announce(plan: ForwardPlan, cache: KVCache, num_more: int = 0) -> None:
     """Make room for what a forward writes, and for more entries of each row; let its slots know."""
-    writes = [(row.slot, row.entries.stop + num_more - cache.length(row.slot)) for row in plan.rows]
+    writes = [
+        (plan.slot(row), plan.end(row) + num_more - cache.length(plan.slot(row)))
+        for row in plan.rows
+    ]
     for slot, num_tokens in writes:
         cache.reserve(slot, num_tokens)
     for slot, num_tokens in writes:
@@ -151,7 +154,7 @@ class Resumption:
         states = list[Tensor]()
         for span, known in zip(plan.rows, self.known, strict=True):
             states += known
-            if _count(known) < len(span.tokens):
+            if _count(known) < len(span):
                 states.append(next(parts))
         layers = range(self.exit_layer, num_layers)
         return replace(plan, layers=layers, hidden_TE=torch.cat(states))
@@ -167,13 +170,14 @@ def resumption(
     exits = [
         row.computed.exit_layer
         for row, span in zip(rows, plan.rows, strict=True)
-        if isinstance(row.computed, FirstLayers) and row.computed.is_of(cache, span)
+        if isinstance(row.computed, FirstLayers)
+        and row.computed.is_of(cache, row.slot, plan.entries[span.start])
     ]
     exit_layer = min(exits, default=0)
     if not exits or any(tap < exit_layer - 1 for tap in taps):
         return None
     known = [
-        _known(row, plan, span, cache, exit_layer, len(span.tokens))
+        _known(row.computed, plan, span, cache, exit_layer)
         for row, span in zip(rows, plan.rows, strict=True)
     ]
     return Resumption(exit_layer, known) if any(known) else None
@@ -189,15 +193,14 @@ def run_first(
 
 
 def _known(
-    row: ScoreRow, plan: ForwardPlan, span: RowSpan, cache: KVCache, exit_layer: int, limit: int
+    known: Computed | None, plan: ForwardPlan, span: range, cache: KVCache, exit_layer: int
 ) -> list[Tensor]:
-    """What the row brings along of its own first tokens, ``limit`` at most: nothing, or [T, E]."""
-    known = row.computed
-    if not isinstance(known, FirstLayers) or known.exit_layer != exit_layer:
+    """What a row brings along of the first of these tokens of its own: nothing, or [T, E]."""
+    if not isinstance(known, FirstLayers) or known.exit_layer != exit_layer or not span:
         return []
-    if not known.is_of(cache, span):
+    if not known.is_of(cache, plan.slot(span), plan.entries[span.start]):
         return []
-    states_TE = known.states(_identities(plan, span)[:limit])
+    states_TE = known.states(_identities(plan, span))
     return [states_TE] if len(states_TE) else []
 
 
@@ -208,12 +211,12 @@ def _split(
     if not plan.rows:
         return ()
     _, hidden_TE = run_first(decoder, plan, cache, exit_layer)
-    return [hidden_TE[span.tokens.start : span.tokens.stop] for span in plan.rows]
+    return [hidden_TE[span.start : span.stop] for span in plan.rows]
 
 
-def _identities(plan: ForwardPlan, span: RowSpan) -> list[_Identity]:
+def _identities(plan: ForwardPlan, span: range) -> list[_Identity]:
     """What each token of a row is and sees; with the entry, that fixes its numbers."""
-    tokens = slice(span.tokens.start, span.tokens.stop)
+    tokens = slice(span.start, span.stop)
     return [*zip(plan.token_ids[tokens], plan.prefixes[tokens], plan.extras[tokens], strict=True)]
 
 
