@@ -122,14 +122,11 @@ class ShallowView:
 
 def announce(plan: ForwardPlan, cache: KVCache, num_more: int = 0) -> None:
     """Make room for what a forward writes, and for more entries of each row; let its slots know."""
-    writes = [
-        (plan.slot(row), plan.end(row) + num_more - cache.length(plan.slot(row)))
-        for row in plan.rows
-    ]
-    for slot, num_tokens in writes:
-        cache.reserve(slot, num_tokens)
-    for slot, num_tokens in writes:
-        cache.will_write(slot, num_tokens)
+    ends = [(plan.slot(row), plan.end(row) + num_more) for row in plan.rows]
+    for slot, end in ends:
+        cache.reserve(slot, end - cache.length(slot))
+    for slot, end in ends:
+        cache.will_write(slot, end - cache.length(slot))
 
 
 @dataclass(frozen=True)
