@@ -29,6 +29,8 @@ _LONG_CONTEXT = 1024
 _LONG_SIZES = (1, 8)
 _WEEK_SECONDS = 7 * 24 * 3600
 _NEARLY = 0.15
+_MOST_MEASURED = 3
+"""Processes that measure before the least of their times is kept."""
 
 _Place = tuple[int, int]
 """Cache entries before a forward, and its tokens."""
@@ -37,9 +39,10 @@ _Place = tuple[int, int]
 def kept_cost(kept: KeptFiles, recipe: str, target: Target, max_rows: int = 1) -> CostModel:
     """What a forward costs, as earlier processes measured it; else `measure_cost`.
 
-    A measurement beside a busy neighbour must not decide for long how much is drafted. So it is
-    kept for good once two processes have measured nearly the same, and then for a week. The model
-    of costs follows the steps that are run in any case.
+    A measurement beside a busy neighbour must not decide for long how much is drafted. So the
+    least of several processes counts, and is then kept for a week: once two have measured nearly
+    the same, or after three, for where neighbours are always busy no two ever do. The model of
+    costs follows the steps that are run in any case.
 
     Args:
         recipe: what the times depend on: machine, kernel, form of the weights, threads.
@@ -47,33 +50,33 @@ def kept_cost(kept: KeptFiles, recipe: str, target: Target, max_rows: int = 1) -
     week = int(time.time() // _WEEK_SECONDS)
     recipe = recipe_of(recipe, max_rows, week)
     name = f"costs-{recipe[:8]}"
-    times, attention, context, is_confirmed = _parsed(kept.read_json(name, recipe))
-    if not is_confirmed:
+    times, attention, context, num_left = _parsed(kept.read_json(name, recipe))
+    if num_left:
         earlier = times
         times, attention, context = _measure(target, max_rows)
-        if is_confirmed := _agree(times, earlier):
-            pairs = zip(times, earlier, strict=True)
-            times = tuple((size, min(ms, other)) for (size, ms), (_, other) in pairs)
-        kept.keep_json(name, recipe, [times, attention, context, is_confirmed])
+        times, are_near = _least(times, earlier)
+        num_left = 0 if are_near else num_left - 1
+        kept.keep_json(name, recipe, [times, attention, context, num_left])
     return CostModel(times, Attention(*attention), context)
 
 
-def _parsed(value: Any) -> tuple[Times, tuple[float, float], int, bool]:
-    """A kept measurement, and whether a second one has confirmed it."""
+def _parsed(value: Any) -> tuple[Times, tuple[float, float], int, int]:
+    """A kept measurement, and how many processes are to measure at the most."""
     try:
-        times, (entry_ms, pair_ms), context, is_confirmed = value
+        times, (entry_ms, pair_ms), context, num_left = value
         pairs = tuple((int(size), float(ms)) for size, ms in times)
-        return pairs, (float(entry_ms), float(pair_ms)), int(context), bool(is_confirmed)
+        return pairs, (float(entry_ms), float(pair_ms)), int(context), int(num_left)
     except (TypeError, ValueError):
-        return (), (0.0, 0.0), 0, False
+        return (), (0.0, 0.0), 0, _MOST_MEASURED
 
 
-def _agree(times: Times, others: Times) -> bool:
-    """Whether two measurements are of the same sizes and nearly the same."""
+def _least(times: Times, others: Times) -> tuple[Times, bool]:
+    """The least of two measurements of the same sizes, and whether they are nearly the same."""
     if [size for size, _ in times] != [size for size, _ in others]:
-        return False
-    pairs = zip(times, others, strict=True)
-    return all(abs(ms - other) < _NEARLY * min(ms, other) for (_, ms), (_, other) in pairs)
+        return times, False
+    pairs = [(n, *sorted((ms, other))) for (n, ms), (_, other) in zip(times, others, strict=True)]
+    are_near = all(more - least < _NEARLY * least for _, least, more in pairs)
+    return tuple((n, least) for n, least, _ in pairs), are_near
 
 
 def measure_cost(target: Target, max_rows: int = 1) -> CostModel:

@@ -190,6 +190,16 @@ def test_costs_are_kept_once_two_processes_agree(
         kept_cost(kept, "elsewhere", target)
 
 
+def test_where_no_two_agree_the_least_of_three_is_kept(
+    kept: KeptFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = cast(Target, None)
+    left = _measuring(monkeypatch, 2.0, 1.0, 3.0)
+    found = [kept_cost(kept, "here", target).ms([(1, 64)]) for _ in range(4)]
+    assert found == pytest.approx([20.0, 10.0, 10.0, 10.0])
+    assert not left
+
+
 @pytest.mark.parametrize("value", [None, 3, [], [[[1, "x"]], [0, 0], 1, True], {"a": 1}])
 def test_costs_that_cannot_be_read_are_measured(
     kept: KeptFiles, monkeypatch: pytest.MonkeyPatch, value: object
