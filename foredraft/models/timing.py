@@ -74,9 +74,10 @@ def _least(times: Times, others: Times) -> tuple[Times, bool]:
     """The least of two measurements of the same sizes, and whether they are nearly the same."""
     if [size for size, _ in times] != [size for size, _ in others]:
         return times, False
-    pairs = [(n, *sorted((ms, other))) for (n, ms), (_, other) in zip(times, others, strict=True)]
-    are_near = all(more - least < _NEARLY * least for _, least, more in pairs)
-    return tuple((n, least) for n, least, _ in pairs), are_near
+    least = tuple((n, min(ms, other)) for (n, ms), (_, other) in zip(times, others, strict=True))
+    both = zip(times, others, least, strict=True)
+    are_near = all(max(ms, more) < (1 + _NEARLY) * ls for (_, ms), (_, more), (_, ls) in both)
+    return least, are_near
 
 
 def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
