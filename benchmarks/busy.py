@@ -97,7 +97,7 @@ def busy(
 ) -> None:
     """Plain decoding beside busy processes: threads that follow, each fixed number, peers."""
     check_outputs(json_file)
-    counts = o.whole_numbers("--neighbours", neighbours)
+    counts = o.numbers("--neighbours", neighbours, int)
     if not 0 <= min(counts) <= max(counts) <= 64:
         raise ConfigError(f"--neighbours {neighbours!r}: from 0 to 64 busy processes")
     threads = [None, *steps_up_to(available_cpus())]

@@ -89,7 +89,7 @@ def prompts(
 ) -> None:
     """Time prompts until their first token, each format of weights beside peers, in turns."""
     check_outputs(json_file)
-    counts = o.whole_numbers("--lengths", lengths)
+    counts = o.numbers("--lengths", lengths, int)
     if min(counts) < 2:
         raise ConfigError(f"--lengths {lengths!r} holds {min(counts)}; a prompt has 2 or more")
     llm, contenders = load_plain(load, against, max(counts) + 1, formats=o.names(formats))

@@ -61,11 +61,11 @@ class Demand:
 
     @property
     def in_flight(self) -> list[int]:
-        return o.whole_numbers("--concurrency", self.concurrency, low=1)
+        return o.numbers("--concurrency", self.concurrency, int, low=1)
 
     @property
     def temperatures(self) -> list[float]:
-        return o.real_numbers("--temperature", self.temperature)
+        return o.numbers("--temperature", self.temperature, float)
 
     def loads(self, ids: Sequence[Sequence[int]]) -> list[Load]:
         """One for each number in flight at each temperature."""

@@ -72,7 +72,7 @@ class Course:
 
     @property
     def temperatures(self) -> list[float]:
-        return o.real_numbers("--temperature", self.temperature)
+        return o.numbers("--temperature", self.temperature, float)
 
     def params(self) -> SamplingParams:
         """What all requests share except the temperature."""
@@ -199,14 +199,14 @@ class Forwards:
 
     @property
     def contexts(self) -> list[int]:
-        return o.whole_numbers("--context", self.context, low=1)
+        return o.numbers("--context", self.context, int, low=1)
 
     @property
     def sizes(self) -> list[Size]:
         from foredraft.bench.step import Size
 
-        counts = o.whole_numbers("--tokens", self.tokens, low=1)
-        return [Size(r, n) for r in o.whole_numbers("--rows", self.rows, low=1) for n in counts]
+        counts = o.numbers("--tokens", self.tokens, int, low=1)
+        return [Size(r, n) for r in o.numbers("--rows", self.rows, int, low=1) for n in counts]
 
 
 @app.command()
@@ -288,7 +288,7 @@ def serve(
     servers = dict(map(_named_url, url or ["http://127.0.0.1:8000"]))
     texts = [prompt.text for prompt in load_prompts(prompts, limit)]
     task = Task(texts, max_tokens, temperature, api_key, model)
-    counts = o.whole_numbers("--clients", clients, low=1)
+    counts = o.numbers("--clients", clients, int, low=1)
     serving_report(compare(servers, counts, task, rounds)).give(json_file)
 
 

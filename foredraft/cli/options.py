@@ -23,6 +23,7 @@ from typing import (
     Any,
     Literal,
     Protocol,
+    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 
 _HELP_CHARACTERS = 200
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -372,34 +374,24 @@ def names(text: str | None) -> list[str]:
     return [name.strip() for name in text.split(",")] if text else []
 
 
-def whole_numbers(flag: str, text: str, low: int | None = None) -> list[int]:
-    """Whole numbers with commas between them.
+def numbers(flag: str, text: str, read: type[N], low: int | None = None) -> list[N]:
+    """Numbers with commas between them.
 
     Args:
+        read: `int` or `float`.
         low: the lowest that is allowed.
 
     Raises:
         ConfigError: the text holds something else, or a number below ``low``.
     """
     try:
-        numbers = [int(part) for part in text.split(",")]
+        found = [read(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{flag} {text!r} is not whole numbers with commas") from None
-    if low is not None and min(numbers) < low:
-        raise ConfigError(f"{flag} {text!r} holds {min(numbers)}; counts start at {low}")
-    return numbers
-
-
-def real_numbers(flag: str, text: str) -> list[float]:
-    """Numbers with commas between them.
-
-    Raises:
-        ConfigError: the text holds something else.
-    """
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{flag} {text!r} is not one or more numbers") from None
+        kind = "whole numbers" if read is int else "numbers"
+        raise ConfigError(f"{flag} {text!r} is not {kind} with commas") from None
+    if low is not None and min(found) < low:
+        raise ConfigError(f"{flag} {text!r} holds {min(found)}; counts start at {low}")
+    return found
 
 
 # --------------------------------------------------------------------------------- loading a model

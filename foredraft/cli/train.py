@@ -70,10 +70,6 @@ def parse_count(text: str) -> int:
         raise ConfigError(f"{text!r} is no number of tokens; write 500k or 20M") from None
 
 
-def _parse_temperatures(text: str) -> tuple[float, ...]:
-    return tuple(o.real_numbers("--temperature", text))
-
-
 @dataclass(frozen=True)
 class DataOptions:
     """The text to learn from.
@@ -117,7 +113,10 @@ _WRITING = o.Derived(
     "Text",
     without=("passes", "shard", "max_prompt_tokens"),
     names={"temperatures": "--temperature"},
-    parsers={"tokens": parse_count, "temperatures": _parse_temperatures},
+    parsers={
+        "tokens": parse_count,
+        "temperatures": lambda text: tuple(o.numbers("--temperature", text, float)),
+    },
 )
 
 

@@ -244,7 +244,7 @@ def tune_load(
     from foredraft.cli.display import progress_bar
     from foredraft.core.params import SamplingParams
 
-    counts = o.whole_numbers("--concurrency", concurrency, low=1)
+    counts = o.numbers("--concurrency", concurrency, int, low=1)
     if load.drafter == "none":
         raise ConfigError("drafter 'none' leaves nothing to choose; name another or leave it out")
     params = SamplingParams.of(max_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)

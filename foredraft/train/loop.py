@@ -29,7 +29,7 @@ from foredraft.train.folder import (
 from foredraft.train.learner import Learner, NameableTokens, take_over
 from foredraft.train.optimiser import rate_share
 from foredraft.train.options import TrainOptions
-from foredraft.train.progress import Monitor, Recent, Result, Status
+from foredraft.train.progress import Monitor, Recent, Status
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text, digest_of, frequent_tokens, split_texts, usable
 from foredraft.version import __version__
@@ -134,7 +134,7 @@ class Trainer:
 
     # ------------------------------------------------------------------------------- running
 
-    def run(self) -> Result:
+    def run(self) -> Status:
         """Train until the options are fulfilled or the monitor wants to stop.
 
         Raises:
@@ -144,10 +144,10 @@ class Trainer:
         options, counters = self._options, self.counters
         seconds = options.reading_s(counters, time.monotonic() - self._began)
         is_all_read = self._capture.fill(self._monitor, seconds)
-        if self._monitor.wants_stop():
-            return self._result()
-        self._curves = Curves(self._curves_path, counters.tokens)
         self._recent = Recent()
+        if self._monitor.wants_stop():
+            return self._status()
+        self._curves = Curves(self._curves_path, counters.tokens)
         self._choose_texts(everything=is_all_read)
         self._measure_first()
         saved_at = time.monotonic()
@@ -162,12 +162,7 @@ class Trainer:
         self.save()
         lines = {self._job.out.name: read_curves(self._curves_path)}
         draw_curves(lines, self._curves_path.with_suffix(".png"))
-        return self._result()
-
-    def _result(self) -> Result:
-        counters = self.counters
-        done = self._options.done(counters)
-        return Result(done, counters.tokens, counters.seconds, self._acceptance)
+        return self._status()
 
     @property
     def _curves_path(self) -> Path:
@@ -347,6 +342,7 @@ class Trainer:
         return Status(
             self._options.done(counters),
             counters.tokens,
+            counters.seconds,
             recent.loss,
             recent.overlap,
             recent.tokens_per_s,

@@ -19,7 +19,8 @@ class Status:
 
     Attributes:
         done: share of the learning.
-        tokens: learnt from.
+        tokens: learnt from, over all resumptions.
+        seconds: of learning, likewise.
         loss: of the last steps.
         overlap: by depth, of the last steps.
         tokens_per_s: of learning.
@@ -29,6 +30,7 @@ class Status:
 
     done: float
     tokens: int
+    seconds: float
     loss: float
     overlap: tuple[float, ...]
     tokens_per_s: float
@@ -52,23 +54,6 @@ class Monitor(Progress, Protocol):
     def pause(self) -> object:
         """Called before each piece of work; returns when it may begin."""
         ...
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a call of `Trainer.run` ended.
-
-    Attributes:
-        done: share of the learning that is behind us.
-        tokens: learnt from, over all resumptions.
-        seconds: of learning, likewise.
-        acceptance: of the weights that are kept.
-    """
-
-    done: float
-    tokens: int
-    seconds: float
-    acceptance: HeldOutAcceptance | None
 
 
 class Recent:

@@ -23,7 +23,7 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.target import NativeTarget
 from foredraft.train.loop import Job, Trainer
 from foredraft.train.options import Rates, TrainOptions
-from foredraft.train.progress import Result, Status
+from foredraft.train.progress import Status
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text
 
@@ -160,5 +160,5 @@ def trainer_of(
     return Trainer(job, target, texts, options or options_of(), watch or Watch())
 
 
-def train(target: TrainingTarget, out: Path, **more: Any) -> Result:
+def train(target: TrainingTarget, out: Path, **more: Any) -> Status:
     return trainer_of(target, out, **more).run()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
-from foredraft.core.errors import TrainingError
+from foredraft.models.files.kept import KeptFiles
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint, check_safetensors
-from foredraft.system.files import write_text
 
 _FOLDER = "weights"
 _DIGITS = 32
@@ -33,16 +30,14 @@ def weights_digest(checkpoint: Checkpoint, cache: Path, progress: Progress | Non
         ModelLoadError: a file of weights is damaged.
     """
     files = sorted({tensor.file for tensor in checkpoint.tensors.values()})
-    kept = cache / _FOLDER / f"{_state_of(files)}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(kept.read_text())["digest"])
-    if progress is not None:
-        progress.stage("Reading the weights once, to tell them from those of fine-tunes")
-    digest = _digest_of(files)
-    with suppress(OSError, TrainingError):  # a cache that cannot be written costs time only
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, json.dumps({"digest": digest, "files": [str(file) for file in files]}))
-    return digest
+
+    def digest() -> str:
+        if progress is not None:
+            progress.stage("Reading the weights once, to tell them from those of fine-tunes")
+        return _digest_of(files)
+
+    state = _state_of(files)
+    return str(KeptFiles(cache / _FOLDER).json(state, state, digest))
 
 
 def _state_of(files: Iterable[Path]) -> str:

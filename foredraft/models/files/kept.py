@@ -15,9 +15,9 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -156,39 +156,38 @@ def _try_to_keep(name: str, write: Callable[[], None], size: int = 0) -> None:
         _LOG.debug("%s is not kept: %s", name, error)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A new file beside ``path``, which takes its place at the end; one that fails is deleted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(dir=path.parent)
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file)
+        yield Path(unfinished)
         os.replace(unfinished, path)
-    except BaseException:
+    finally:
         with suppress(OSError):
             os.unlink(unfinished)
-        raise
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with _replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _write_tensors(path: Path, recipe: str, tensors: Mapping[str, Tensor]) -> None:
     """The bytes of the tensors, each at the beginning of a cache line; then their index."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(dir=path.parent)
     index = []
-    try:
-        with os.fdopen(handle, "wb") as file:
+    with _replacing(path) as unfinished:
+        with unfinished.open("wb") as file:
             for name, tensor in tensors.items():
                 index.append([name, str(tensor.dtype), list(tensor.shape), file.tell()])
                 file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
                 file.write(bytes(-file.tell() % _LINE))
             size = file.tell()
-        _, sums = _read_whole(Path(unfinished), size)
-        os.replace(unfinished, path)
-        content = {"recipe": recipe, "bytes": size, "sums": sums, "tensors": index}
-        _write_json(path.with_suffix(".index"), content)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(unfinished)
-        raise
+        _, sums = _read_whole(unfinished, size)
+    content = {"recipe": recipe, "bytes": size, "sums": sums, "tensors": index}
+    _write_json(path.with_suffix(".index"), content)
 
 
 def _read_tensors(path: Path, recipe: str) -> dict[str, Tensor] | None:
