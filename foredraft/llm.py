@@ -63,6 +63,7 @@ class LLM:
         plan: how the target runs; None when built from parts.
         cost: what forwards of the target cost; None: drafters are weighed as on a usual machine.
         trace: told of every step of the engine.
+        keeps_evidence: whether verdicts say what they were decided on, as a `Tracer` wants it.
 
     Attributes:
         engine: runs the requests.
@@ -81,6 +82,7 @@ class LLM:
         plan: ModelPlan | None = None,
         cost: CostModel | None = None,
         trace: Trace | None = None,
+        keeps_evidence: bool = False,
     ) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options
         self._draft, self.plan, self.cost = draft, plan, cost
@@ -99,6 +101,7 @@ class LLM:
                 rule_book=_rule_book(target, tokenizer, self.grammars),
                 cost=cost,
                 trace=trace,
+                keeps_evidence=keeps_evidence,
             ),
         )
         self._streams = Streams(self.engine, self.policy)
@@ -110,6 +113,7 @@ class LLM:
         *,
         progress: Progress | None = None,
         trace: Trace | None = None,
+        keeps_evidence: bool = False,
         **options: Any,
     ) -> LLM:
         """Load a target, and a draft model if one is named.
@@ -119,6 +123,7 @@ class LLM:
             progress: told about downloads and conversions (see
                 `foredraft.models.files.progress.Progress`).
             trace: told of every step.
+            keeps_evidence: whether verdicts say what they were decided on, as a `Tracer` wants it.
             **options: fields of `LoadOptions`.
 
         Raises:
@@ -139,6 +144,7 @@ class LLM:
             plan=loaded.plan,
             cost=forward_cost(loaded.plan, loaded.target, asked) if weighs else None,
             trace=trace,
+            keeps_evidence=keeps_evidence,
         )
 
     def with_drafter(
@@ -148,6 +154,7 @@ class LLM:
         trace: Trace | None = None,
         drafter: Drafter | None = None,
         is_apart: bool = False,
+        keeps_evidence: bool = False,
     ) -> LLM:
         """The same LLM with the drafter that ``options`` names.
 
@@ -160,6 +167,7 @@ class LLM:
             drafter: one of your own instead of the one that is named.
             is_apart: whether these requests run in steps of their own, made while their streams are
                 read. So two LLMs can race on one target without slowing each other down.
+            keeps_evidence: whether verdicts on these requests say what they were decided on.
 
         Raises:
             ConfigError, CapabilityError: the drafter cannot be built as asked for.
@@ -171,6 +179,7 @@ class LLM:
         with self._building:  # the engine goes on meanwhile: a head takes a while to load
             view.drafter_name, policy = view._new_policy(options, experience, drafter)
         policy.trace, policy.is_apart = GuardedTrace(trace), is_apart
+        policy.keeps_evidence = keeps_evidence
         view.policy = policy
         view._streams = Streams(self.engine, policy)
         return view

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from foredraft.cache.base import NO_MEMORY
 from foredraft.control.adaptive import AdaptiveBudget, Experience
-from foredraft.control.base import OWN, DrafterTraits
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.cost import USUAL_PRICE, CostModel, Price, chain_speedup
-from foredraft.core.errors import ModelLoadError
+from foredraft.core.errors import ConfigError, ModelLoadError
+from foredraft.core.traits import DrafterTraits
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import Drafter
+from foredraft.drafters.registry import missing_parts
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
@@ -51,14 +52,19 @@ def policy_for(
     if own is None and name == "none":
         return Policy(FixedBudget(0, cost, drafter=None))
     if own is not None:
-        traits = DrafterTraits(OWN, joins_late=not own.taps and not own.layers)
-        loaded = [LoadedDrafter(own, context.target, traits)]
+        if missing := missing_parts(own):
+            raise ConfigError(
+                f"{type(own).__name__} is no drafter: it has no {', '.join(missing)}. "
+                "foredraft.drafters.base.BaseDrafter, which it can derive from, has defaults"
+            )
+        joins_late = not own.taps and not own.layers
+        loaded = [LoadedDrafter(own, context.target, joins_late=joins_late)]
     elif fixed is None and options.drafter == "auto":
         loaded = [_loaded(name, context), *_beside(name, replace(context, options={}), cost)]
     else:
         loaded = [_loaded(name, context)]
     if fixed is not None:
-        return Policy(FixedBudget(fixed, cost, loaded[0].name), loaded)
+        return Policy(FixedBudget(fixed, cost, loaded[0].traits.name), loaded)
     return Policy(AdaptiveBudget([each.traits for each in loaded], cost, experience), loaded)
 
 
@@ -87,7 +93,4 @@ def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:
     drafter, spec = build_drafter(name, context), drafter_spec(name)
     # One that needs something of forwards that it was not there for cannot join a text late.
     joins_late = not drafter.taps and not drafter.layers and spec.draft_model == "none"
-    promise = getattr(drafter, "promise", None)
-    share = getattr(drafter, "round_share", None)
-    traits = DrafterTraits(name, spec.num_draft_tokens, joins_late, promise, share)
-    return LoadedDrafter(drafter, context.target, traits)
+    return LoadedDrafter(drafter, context.target, name, spec.num_draft_tokens, joins_late)

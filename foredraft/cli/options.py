@@ -425,9 +425,8 @@ def tracing(path: Path | None, **about: Any) -> Iterator[LoadLLM]:
 
         def load(options: LoadOptions, feed: StepFeed | None = None) -> LLM:
             if feed is not None:
-                feed.wants_evidence = True
                 feed.add(tracer)
-            llm = load_llm(options, feed or tracer)
+            llm = load_llm(options, feed or tracer, keeps_evidence=True)
             tracer.read_with(llm.tokenizer)
             named = {"model": options.model, "drafter": llm.drafter_name}
             file.begin(**named, num_draft_tokens=options.num_draft_tokens, **about)
@@ -436,7 +435,9 @@ def tracing(path: Path | None, **about: Any) -> Iterator[LoadLLM]:
         yield load
 
 
-def load_llm(options: LoadOptions, trace: Trace | None = None) -> LLM:
+def load_llm(
+    options: LoadOptions, trace: Trace | None = None, *, keeps_evidence: bool = False
+) -> LLM:
     """Load a model, and show on the terminal what takes long.
 
     Args:
@@ -447,7 +448,9 @@ def load_llm(options: LoadOptions, trace: Trace | None = None) -> LLM:
     with _no_collections(), RichProgress(waiting=f"Loading {options.model}") as progress:
         from foredraft.llm import LLM  # takes its part of the time
 
-        return LLM.load(**vars(options), progress=progress, trace=trace)
+        return LLM.load(
+            **vars(options), progress=progress, trace=trace, keeps_evidence=keeps_evidence
+        )
 
 
 @contextmanager

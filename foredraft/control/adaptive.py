@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foredraft.control.acceptance import Acceptance, Hope, Lessons
-from foredraft.control.base import Allowance, DrafterTraits, Row
+from foredraft.control.base import Allowance, Row
 from foredraft.control.ledger import Ledger
 from foredraft.control.planner import TRIAL_STEPS, Plan, Planner
 from foredraft.control.times import DraftTimes
 from foredraft.core.cost import CostModel
 from foredraft.core.record import RowStep, StepRecord
+from foredraft.core.traits import DrafterTraits
 
 _EVERY = 8
 """Steps between two plans, at most."""

@@ -10,9 +10,6 @@ from foredraft.core.cost import USUAL_PRICE, Price
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 
-OWN = "own"
-"""What a drafter is called that has no name in the registry."""
-
 
 class Row(Protocol):
     """What a controller may look at of a request.
@@ -43,27 +40,6 @@ class Row(Protocol):
 
     @property
     def room(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class DrafterTraits:
-    """What is known of a loaded drafter.
-
-    Attributes:
-        name: what controllers and records call it.
-        most_nodes: that it is asked for at once, where a controller chooses.
-        joins_late: whether it can begin in the middle of a text, which it then takes for a prompt.
-        promise: the chances that its first token is right, at temperatures 0 and 1, as measured
-            when it was made; None: nothing is known.
-        round_share: time of one of its forwards, in plain steps of the target, where each token of
-            a draft takes a forward; None: its time does not grow with what it drafts.
-    """
-
-    name: str = OWN
-    most_nodes: int = 16
-    joins_late: bool = False
-    promise: tuple[float, float] | None = None
-    round_share: float | None = None
 
 
 @dataclass(frozen=True)

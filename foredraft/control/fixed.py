@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foredraft.control.base import OWN, Allowance, Row
+from foredraft.control.base import Allowance, Row
 from foredraft.core.cost import USUAL_PRICE, CostModel, Price
 from foredraft.core.errors import ConfigError
 from foredraft.core.record import StepRecord
+from foredraft.core.traits import OWN
 
 
 class FixedBudget:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from foredraft.control.acceptance import MOST_SLOTS, Acceptance, Array, Kind, kind_of
-from foredraft.control.base import DrafterTraits, Row
+from foredraft.control.base import Row
 from foredraft.control.ledger import Ledger
 from foredraft.control.pooled import Pooled, PooledRow, best_prefix
 from foredraft.control.times import DraftTimes
 from foredraft.core.cost import CostModel, LinearPrice, Price, PriceList
 from foredraft.core.params import SamplingParams
+from foredraft.core.traits import DrafterTraits
 
 Drafters = Sequence[str | None]
 """Who drafts for each of the running requests; None: nobody."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from foredraft.core.errors import NoTokenError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.rules import Rules, SamplingRules
+from foredraft.core.traits import DrafterTraits
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,8 @@ class Drafter(Protocol):
             `Cache.add_layers`); usually none. With any, taps come with every step, chunks of
             prompts included, and `observe` writes the entries from ``start`` to ``end``, or keeps
             what it takes to write them until they are needed, or `end`: where they lack entries
-            of a text it cannot be followed from there on (but see `BaseDrafter.skips_gaps`).
+            of a text it cannot be followed from there on (but see `DrafterTraits.skips_gaps`).
+        traits: what else the engine and controllers are to know of it; usually the defaults.
     """
 
     @property
@@ -210,6 +212,9 @@ class Drafter(Protocol):
 
     @property
     def layers(self) -> Sequence[CacheLayers]: ...
+
+    @property
+    def traits(self) -> DrafterTraits: ...
 
     def begin(self, row: DraftRow) -> None:
         """A request starts; nothing is to be drafted yet."""
@@ -228,9 +233,9 @@ class Drafter(Protocol):
         ...
 
 
-@runtime_checkable
 class ContinuingDrafter(Drafter, Protocol):
-    """A drafter that others can build on: see `foredraft.drafters.cascade`."""
+    """A drafter whose traits say that it ``continues``: rules that force tokens, and other drafters
+    (see `foredraft.drafters.cascade`), build on it."""
 
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         """Draft what follows the row's tokens and ``draft``: chosen tokens, ``row.budget`` at most.
@@ -241,22 +246,11 @@ class ContinuingDrafter(Drafter, Protocol):
 
 
 class BaseDrafter:
-    """Do-nothing defaults for every part of `Drafter` but `propose`.
+    """Do-nothing defaults for every part of `Drafter` but `propose`."""
 
-    Attributes:
-        promise: the chances that its first token is right, at temperatures 0 and 1, where that was
-            measured when it was made: what a controller begins with.
-        round_share: time of one of its forwards, in plain steps of the target, where each token of
-            a draft takes a forward; None: its time does not grow with what it drafts.
-        skips_gaps: whether it goes on where its cache layers lack entries of a text's beginning
-            that the target has (see `CacheLayers.next_start`). Else it does not follow such a text.
-    """
-
-    promise: tuple[float, float] | None = None
-    round_share: float | None = None
-    skips_gaps: bool = False
     taps: Sequence[int] = ()
     layers: Sequence[CacheLayers] = ()
+    traits = DrafterTraits()
 
     def begin(self, row: DraftRow) -> None:
         pass
@@ -266,14 +260,3 @@ class BaseDrafter:
 
     def end(self, request_id: int) -> None:
         pass
-
-
-def skips_gaps(drafter: Drafter) -> bool:
-    """Whether a drafter goes on behind a gap in its cache layers: see `BaseDrafter`."""
-    return bool(getattr(drafter, "skips_gaps", False))
-
-
-def learns(drafter: Drafter) -> bool:
-    """Whether a drafter makes anything of what it observes."""
-    inherited: object = BaseDrafter.observe
-    return getattr(type(drafter), "observe", None) is not inherited

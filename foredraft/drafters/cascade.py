@@ -6,12 +6,13 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import (
@@ -19,7 +20,6 @@ from foredraft.drafters.base import (
     Drafter,
     DraftRow,
     Observation,
-    skips_gaps,
 )
 from foredraft.drafters.chain import ChainDraft, DraftCache
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
@@ -63,10 +63,11 @@ class Stage:
 
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         """Nothing, where the drafter cannot go on from a draft."""
-        if not isinstance(self.drafter, ContinuingDrafter):
+        if not self.drafter.traits.continues:
             return NO_PROPOSAL
         self.counts.asked += 1
-        return self.drafter.propose_after(self._limited(row), draft)
+        drafter = cast(ContinuingDrafter, self.drafter)
+        return drafter.propose_after(self._limited(row), draft)
 
     def hands_over(self, num_drafted: int) -> bool:
         return self.limit is not None and num_drafted >= self.limit
@@ -88,7 +89,8 @@ class Cascade:
         drafters = [stage.drafter for stage in stages]
         self.taps: Sequence[int] = sorted({tap for drafter in drafters for tap in drafter.taps})
         self.layers = tuple(layers for drafter in drafters for layers in drafter.layers)
-        self.skips_gaps = all(skips_gaps(each) for each in drafters if each.layers)
+        skips_gaps = all(drafter.traits.skips_gaps for drafter in drafters if drafter.layers)
+        self.traits = DrafterTraits(skips_gaps=skips_gaps)
 
     @property
     def stage_counts(self) -> Mapping[str, StageCounts]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from foredraft.core.choices import Choice
 from foredraft.core.draws import DrawKey
 from foredraft.core.proposal import Proposal
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.models.base import ScoreRow, Target, read
@@ -146,6 +147,8 @@ class ChainDrafter(BaseDrafter):
         predictor: predicts the next token.
         min_confidence: see `ChainDraft`.
     """
+
+    traits = DrafterTraits(learns=False)
 
     def __init__(self, predictor: Predictor, min_confidence: float = 0.0) -> None:
         self._predictor, self._min_confidence = predictor, min_confidence

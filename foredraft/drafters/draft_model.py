@@ -17,6 +17,7 @@ from foredraft.core.errors import (
     unknown,
 )
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
 from foredraft.drafters.chain import ChainDrafter, DraftCache, ModelPredictor
@@ -49,6 +50,8 @@ class DraftTreeDrafter(BaseDrafter):
         model: the draft model, with a cache of its own.
         shape: how the trees grow.
     """
+
+    traits = DrafterTraits(learns=False)
 
     def __init__(self, model: Target, shape: TreeShape) -> None:
         self._model, self._shape = model, shape

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foredraft.core.errors import CapabilityError, ConfigError
 from foredraft.core.proposal import Proposal
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow, Observation
 from foredraft.drafters.chain import ChainDrafter, ModelPredictor
@@ -217,6 +218,7 @@ class AdaptedDrafter(SharedCacheDrafter):
         self._adapted = AdaptedPredictor(module, target)
         super().__init__(self._adapted, min_confidence)
         self.taps, self.layers = module.taps, (self._adapted.layers,)
+        self.traits = DrafterTraits()
 
     def observe(self, observations: Sequence[Observation]) -> None:
         self._adapted.observe(observations)

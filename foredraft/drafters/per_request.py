@@ -14,6 +14,7 @@ from typing import Generic, Self, TypeVar
 
 from foredraft.core.cost import Price
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.grow import Guide, asked_price, best_first
@@ -25,6 +26,8 @@ Request = TypeVar("Request")
 
 class PerRequestDrafter(BaseDrafter, ABC, Generic[Request]):
     """A `ContinuingDrafter` of chosen trees; subclasses say what they do for one request."""
+
+    traits = DrafterTraits(continues=True)
 
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}

@@ -38,8 +38,8 @@ SHARED = frozenset(
     }
 )
 """Modules beside the drafters that are none."""
-_PARTS = ("taps", "layers", "begin", "propose", "observe", "end")
-"""What the engine uses of every drafter."""
+_PARTS = ("taps", "layers", "traits", "begin", "propose", "observe", "end")
+"""What every drafter has; see `Drafter`."""
 RENAMED = {"eagle3": "eagle"}
 """Earlier names of drafters, each with today's."""
 
@@ -218,13 +218,20 @@ def _built(key: str, entry: EntryPoint, spec: DrafterSpec, context: DrafterConte
             f"drafter {key!r} of {_package(entry)} cannot be built "
             f"({type(error).__name__}: {error}); update that package or take another drafter"
         ) from error
-    missing = [part for part in _PARTS if not hasattr(drafter, part)]
-    if missing:
+    if missing := missing_parts(drafter):
         raise ConfigError(
             f"drafter {key!r} of {_package(entry)} builds {type(drafter).__name__}, which is no "
             f"drafter: it has no {', '.join(missing)}; update that package or take another drafter"
         )
     return drafter
+
+
+def missing_parts(drafter: Drafter) -> list[str]:
+    """What the engine uses of every drafter and this one lacks: it need not derive from any class.
+
+    `BaseDrafter` has defaults of all but ``propose``.
+    """
+    return [part for part in _PARTS if not hasattr(drafter, part)]
 
 
 def _package(entry: EntryPoint) -> str:

@@ -25,6 +25,7 @@ from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.rules import SamplingRules
+from foredraft.core.traits import DrafterTraits
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.chain import ChainDraft
 from foredraft.drafters.heads.rows import OutputRows
@@ -137,7 +138,8 @@ class SelfDrafter(BaseDrafter):
     def __init__(
         self, target: LowBitTarget, copy: LowBitCopy, fit: Fit, usual_ids_R: Tensor | None = None
     ) -> None:
-        self.promise, self.round_share = (fit.greedy, fit.sampled), fit.share
+        chances = (fit.greedy, fit.sampled)
+        self.traits = DrafterTraits(promise=chances, round_share=fit.share, learns=False)
         self._cache, self._max_context = target.cache, target.max_context
         self._all = CopyHead(copy, target.vocab_size)
         self._usual: CopyHead | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +78,7 @@ class NgramTable:
         chances_CK: uint8, in 255ths; 0: there is no such successor.
         shares: how often the likeliest token came, by situation and tenths of its chance, in
             "greedy" text and in "sampled"; see `foredraft.drafters.table.opinions`.
-        promise: see `foredraft.drafters.base.BaseDrafter`.
+        promise: see `DrafterTraits`.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ def _build(context: DrafterContext) -> Drafter:
         return TableText(row.tokens, table, row.params.temperature > 0.0)
 
     drafter = GuidedDrafter.of(context, new_text)
-    drafter.promise = table.promise
+    drafter.traits = replace(drafter.traits, promise=table.promise)
     return drafter
 
 

@@ -71,9 +71,9 @@ class Drafting:
             self._follow(request, loaded, len(request.tokens) - 1)
 
     def _follow(self, request: Request, loaded: LoadedDrafter, num_known: int) -> None:
-        if loaded.name in request.failed_drafters:
+        if loaded.traits.name in request.failed_drafters:
             return
-        request.drafter = loaded.name  # also while it begins: an interrupted one is ended
+        request.drafter = loaded.traits.name  # also while it begins: an interrupted one is ended
         if not loaded.begin(request.draft_row(num_cached=num_known)):
             self._lose(request)
 
@@ -123,7 +123,7 @@ class Drafting:
         """Tell drafters what became of the rows that they follow."""
         watched: dict[LoadedDrafter, list[int]] = {}
         for index, turn in enumerate(batch):
-            if turn.request.drafter is not None and _loaded(turn.request).learns:
+            if turn.request.drafter is not None and _loaded(turn.request).traits.learns:
                 watched.setdefault(_loaded(turn.request), []).append(index)
         for loaded, indices in watched.items():
             failed = loaded.observe([batch[i].observation(scores, i) for i in indices])
@@ -193,12 +193,12 @@ def _is_asked(turn: Turn) -> bool:
         return turn.allowed > 0
     if len(turn.forced) >= turn.allowed:
         return False
-    return len(turn.forced) == 1 or _loaded(turn.request).continues
+    return len(turn.forced) == 1 or _loaded(turn.request).traits.continues
 
 
 def _goes_on(turn: Turn) -> bool:
     """Whether the drafter that is asked goes on behind forced tokens."""
-    return bool(turn.forced) and _loaded(turn.request).continues
+    return bool(turn.forced) and _loaded(turn.request).traits.continues
 
 
 def _by_policy(turns: Sequence[Turn]) -> dict[Policy, list[Turn]]:

@@ -56,6 +56,7 @@ class EngineOptions:
         rule_book: what requests ask of a distribution; None: all but what needs a tokenizer.
         cost: what steps cost here; it follows the steps that are made. None: nobody wants to know.
         trace: called with the record of each step.
+        keeps_evidence: whether verdicts say what they were decided on.
         clock: seconds, for the times of steps.
         new_seed: the seed of a request that names none.
     """
@@ -68,6 +69,7 @@ class EngineOptions:
     rule_book: RuleBook | None = None
     cost: CostModel | None = None
     trace: Trace | None = None
+    keeps_evidence: bool = False
     clock: Callable[[], float] = time.perf_counter
     new_seed: Callable[[], int] = _new_seed
 
@@ -322,7 +324,7 @@ class Engine:
             options,
             leader,
             index,
-            keeps_evidence=self._trace.wants_evidence or policy.trace.wants_evidence,
+            keeps_evidence=self._options.keeps_evidence or policy.keeps_evidence,
         )
 
     def _admit(self) -> None:

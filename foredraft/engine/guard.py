@@ -5,22 +5,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
-from foredraft.control.base import DrafterTraits
 from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import DrawnProposal, Proposal
+from foredraft.core.traits import OWN
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import (
     ContinuingDrafter,
     Drafter,
     DraftRow,
     Observation,
-    learns,
-    skips_gaps,
 )
 from foredraft.models.base import Target, check_taps
 
@@ -42,11 +42,13 @@ class LoadedDrafter:
     Args:
         drafter: the drafter itself.
         target: the model that its proposals are scored by.
-        traits: what controllers know of it; None: nothing.
+        name: what controllers and records call it.
+        most_nodes: see `DrafterTraits`.
+        joins_late: likewise.
 
     Attributes:
+        traits: what is known of it.
         layers: the cache layers in which it keeps something for each token.
-        learns: whether it makes anything of what it observes.
         num_faults: requests in which it failed.
 
     Raises:
@@ -54,15 +56,19 @@ class LoadedDrafter:
     """
 
     def __init__(
-        self, drafter: Drafter, target: Target, traits: DrafterTraits | None = None
+        self,
+        drafter: Drafter,
+        target: Target,
+        name: str = OWN,
+        most_nodes: int = 16,
+        joins_late: bool = False,
     ) -> None:
         check_taps(drafter.taps, target.capabilities)
         self._drafter, self._target = drafter, target
-        self.traits = traits or DrafterTraits()
-        self.name = self.traits.name
-        self.layers, self.learns = tuple(drafter.layers), learns(drafter)
-        self._continuing = drafter if isinstance(drafter, ContinuingDrafter) else None
-        self._skips_gaps = skips_gaps(drafter)
+        self.traits = replace(
+            drafter.traits, name=name, most_nodes=most_nodes, joins_late=joins_late
+        )
+        self.layers = tuple(drafter.layers)
         self.num_faults = 0
         self._faults_in_a_row, self._pause, self._num_left_out = 0, _FIRST_PAUSE, 0
         self._observes_alone = False
@@ -72,17 +78,12 @@ class LoadedDrafter:
         """The layers whose outputs it wants now; they may change as it goes."""
         return self._drafter.taps
 
-    @property
-    def continues(self) -> bool:
-        """Whether it can go on from a draft as well as from the text."""
-        return self._continuing is not None
-
     def can_follow(self, slot: int, num_cached: int) -> bool:
         """Whether it can begin where the target's cache holds so much of a text already.
 
         Its own cache layers hold as much, or it goes on behind what they lack.
         """
-        return self._skips_gaps or all(
+        return self.traits.skips_gaps or all(
             not layers.first(slot) and layers.covered(slot) >= num_cached for layers in self.layers
         )
 
@@ -116,10 +117,10 @@ class LoadedDrafter:
         return {row.request_id: p for row, p in pairs if self._is_sound(p, row)}
 
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal | None:
-        """What follows ``draft``, of a drafter that `continues`; None where it failed."""
-        assert self._continuing is not None
+        """What follows ``draft``, of a drafter that ``continues``; None where it failed."""
+        assert self.traits.continues
         try:
-            proposal = self._continuing.propose_after(row, draft)
+            proposal = cast(ContinuingDrafter, self._drafter).propose_after(row, draft)
         except Exception as error:
             self._abandon(row.request_id, "propose_after", error)
             return None

@@ -14,23 +14,16 @@ from foredraft.models.base import Target
 Trace = Callable[[StepRecord], None]
 """Called with the record of each step. The first time that it raises, the log says so, and it is
 called no more.
-
-One with an attribute `wants_evidence` that is true also gets each verdict's evidence.
 """
 
 _log = logging.getLogger("foredraft")
 
 
 class GuardedTrace:
-    """A trace that is switched off when it fails; None: there is none.
-
-    Attributes:
-        wants_evidence: whether verdicts are to say what they were decided on.
-    """
+    """A trace that is switched off when it fails; None: there is none."""
 
     def __init__(self, trace: Trace | None) -> None:
         self._trace = trace
-        self.wants_evidence = bool(getattr(trace, "wants_evidence", False))
 
     def __call__(self, record: StepRecord) -> None:
         if self._trace is None:
@@ -55,6 +48,7 @@ class Policy:
         is_apart: whether these requests take part only in steps that somebody asks for on their
             behalf (`Engine.step`). So two policies can race on one target without slowing each
             other down.
+        keeps_evidence: whether the verdicts on these requests say what they were decided on.
     """
 
     def __init__(
@@ -63,9 +57,11 @@ class Policy:
         drafters: Sequence[LoadedDrafter] = (),
         trace: Trace | None = None,
         is_apart: bool = False,
+        keeps_evidence: bool = False,
     ) -> None:
         self.controller, self.is_apart = controller, is_apart
-        self.drafters = {loaded.name: loaded for loaded in drafters}
+        self.drafters = {loaded.traits.name: loaded for loaded in drafters}
+        self.keeps_evidence = keeps_evidence
         self.trace = GuardedTrace(trace)
 
     @classmethod

@@ -40,12 +40,7 @@ class StepFeed:
 
     Watchers run on the engine's thread between two steps, so they must be quick. A watcher that
     raises is removed.
-
-    Attributes:
-        wants_evidence: whether verdicts record what they were based on (`Tracer`).
     """
-
-    wants_evidence = False
 
     def __init__(self) -> None:
         self._watchers: tuple[Watcher, ...] = ()

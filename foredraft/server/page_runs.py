@@ -178,7 +178,7 @@ class _Watched:
     def __init__(self, llm: LLM, options: LoadOptions) -> None:
         self._steps: dict[int, deque[tuple[StepTimes, TracedRow]]] = {}
         tracer = Tracer(self._keep, llm.tokenizer)
-        self.llm = llm.with_drafter(options, trace=tracer, is_apart=True)
+        self.llm = llm.with_drafter(options, trace=tracer, is_apart=True, keeps_evidence=True)
 
     def _keep(self, step: TracedStep) -> None:
         for row in step.rows:

@@ -14,16 +14,14 @@ from foredraft.trace.why import why
 class Tracer:
     """What an engine is given as its trace: makes a line of each step.
 
+    It says why a token was taken where the engine keeps the evidence of verdicts
+    (``keeps_evidence``). Reading it takes time, too (not measured yet); it falls outside the times
+    of the steps.
+
     Args:
         sink: handed each line, in the thread that runs the step.
         tokenizer: the target's, for texts; None leaves them empty.
-
-    Attributes:
-        wants_evidence: tells the engine to keep what verdicts are decided on. Reading it takes
-            time, too (not measured yet); it falls outside the times of the steps.
     """
-
-    wants_evidence = True
 
     def __init__(self, sink: Callable[[f.TracedStep], None], tokenizer: Decoding | None) -> None:
         self._sink, self._texts = sink, TokenTexts(tokenizer)

@@ -26,7 +26,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DraftRow, Observation, skips_gaps
+from foredraft.drafters.base import Drafter, DraftRow, Observation
 from foredraft.drafters.heads.store import shipped_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.engine.request import GenerationResult
@@ -323,7 +323,7 @@ class Wrapped:
 
         self.taps = inner.taps
         self.layers = inner.layers
-        self.skips_gaps = skips_gaps(inner)
+        self.traits = replace(inner.traits, continues=False)
 
     def begin(self, row: DraftRow) -> None:
         self.inner.begin(row)

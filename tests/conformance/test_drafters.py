@@ -12,6 +12,7 @@ import pytest
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import drafter_names
+from foredraft.drafters.base import BaseDrafter
 from foredraft.drafters.heads.steps import Reliability
 from tests.conformance.harness import (
     KINDS,
@@ -116,6 +117,12 @@ def test_it_drafts(name: str) -> None:
     assert sum(r.stats.drafted for r in results) > 0
     if name not in UNTRAINED and spec_of(name).trained is None:
         assert sum(r.stats.accepted for r in results) > 0
+
+
+def test_what_it_says_of_itself_is_true(name: str) -> None:
+    drafter = set_up(name, kind_of(simplest_kind(name))).drafter
+    assert drafter.traits.learns == (type(drafter).observe is not BaseDrafter.observe)
+    assert drafter.traits.continues == hasattr(drafter, "propose_after")
 
 
 @pytest.mark.parametrize("coupling", ["seeded", "drawn"])

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.control.adaptive import AdaptiveBudget, Experience
-from foredraft.control.base import DrafterTraits
 from foredraft.core.cost import CostModel, Times
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import RowStep, StepRecord, StepTimes
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.core.verify import Verdict
 from foredraft.engine.request import Request

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.control.adaptive import AdaptiveBudget, Experience
-from foredraft.control.base import Allowance, DrafterTraits, Row
+from foredraft.control.base import Allowance, Row
 from foredraft.control.ledger import SHARE
 from foredraft.core.cost import CostModel, Times
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import RowStep, StepRecord, StepTimes
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from tests.control.simulator import FLAT, STEEP, MadeUp, Simulation, constant
 from tests.engine.helpers import new_request

@@ -12,6 +12,7 @@ import torch
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import Drafter, DraftRow
@@ -44,6 +45,8 @@ MODES = [
 
 class Scripted(ScriptedDrafter):
     """Drafts by a script, after a draft as well as after the text."""
+
+    traits = DrafterTraits(continues=True)
 
     def __init__(self, script: Callable[[DraftRow], Proposal]) -> None:
         super().__init__(script)

@@ -19,7 +19,6 @@ from foredraft.drafters.base import (
     Drafter,
     DraftRow,
     Observation,
-    skips_gaps,
 )
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
@@ -99,7 +98,7 @@ class Helped(BaseDrafter):
     def __init__(self, head: Drafter, turns: Sequence[Sequence[int]]) -> None:
         self.head, self._turns = head, turns
         self.taps, self.layers = head.taps, head.layers
-        self.skips_gaps = skips_gaps(head)
+        self.traits = head.traits
 
     def begin(self, row: DraftRow) -> None:
         self.head.begin(row)

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 import foredraft.drafters.registry
+from foredraft import LLM
 from foredraft.core.errors import CapabilityError, ConfigError
+from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.drafters import build_drafter, drafter_names, drafter_spec, ready_drafters
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.drafters.registry import (
     RENAMED,
@@ -147,6 +150,18 @@ def test_packages_add_theirs() -> None:
 def test_a_broken_package_is_named(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_drafter(name, DrafterContext(TableModel.random(4, 0)))
+
+
+def test_a_drafter_of_ones_own_has_all_parts() -> None:
+    class Half:
+        taps, layers = (), ()
+
+        def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+            return [NO_PROPOSAL] * len(rows)
+
+    llm = LLM(TableModel.random(4, 0), None, LoadOptions(drafter="none"))
+    with pytest.raises(ConfigError, match="Half is no drafter: it has no traits, begin, "):
+        llm.with_drafter(llm.options, drafter=Half())  # type: ignore[arg-type]
 
 
 def test_the_package_of_a_drafter_is_named() -> None:

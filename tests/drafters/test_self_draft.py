@@ -162,8 +162,8 @@ def test_its_fit_is_measured(target: NativeTarget) -> None:
     assert fit.greedy > 0.7
     assert fit.share > 0.0
     drafter = self_draft(target, bits=8)
-    assert drafter.promise is not None
-    assert drafter.round_share is not None
+    assert drafter.traits.promise is not None
+    assert drafter.traits.round_share is not None
     assert not target.cache.slots
 
 

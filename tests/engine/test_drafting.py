@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from foredraft import speculation
-from foredraft.control.base import Allowance, DrafterTraits, Row
+from foredraft.control.base import Allowance, Row
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.rules.base import Rules, TextlessRules
 from foredraft.core.sampling import Law, law_of
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext
@@ -85,7 +86,7 @@ class Noted(BaseDrafter):
 def loaded(drafter: Any, name: str, joins_late: bool) -> LoadedDrafter:
     target = TableModel.random(10, seed=1)
     target.capabilities = type(target.capabilities)(tree_attention=True, taps=range(5))
-    return LoadedDrafter(drafter, target, DrafterTraits(name, joins_late=joins_late))
+    return LoadedDrafter(drafter, target, name, joins_late=joins_late)
 
 
 @dataclass
@@ -216,6 +217,8 @@ class Inner(BaseDrafter):
 
 
 class Continuing(Inner):
+    traits = DrafterTraits(continues=True)
+
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         self.asked.append(row.budget)
         return Proposal.chosen(self.tree)
@@ -346,8 +349,8 @@ def test_a_preempted_request_whose_drafter_joins_late_drafts_again() -> None:
     target = limited(counting_model(), 330)  # the layers take their share
     wants, copy = Wants(), counting_drafter()
     drafters = [
-        LoadedDrafter(Slotted(target), target, DrafterTraits("head")),
-        LoadedDrafter(copy, target, DrafterTraits("copy", joins_late=True)),
+        LoadedDrafter(Slotted(target), target, "head"),
+        LoadedDrafter(copy, target, "copy", joins_late=True),
     ]
     wants.first = {0: "copy", 1: "copy"}
     engine = Engine(target, Policy(wants, drafters), EngineOptions(trace=(steps := []).append))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from foredraft.control.adaptive import AdaptiveBudget
-from foredraft.control.base import DrafterTraits
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import GrammarError
 from foredraft.core.grammar import Grammar
@@ -18,6 +17,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.rules.book import RuleBook
+from foredraft.core.traits import DrafterTraits
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.drafters.none import NoDrafter
 from foredraft.engine.engine import Engine, EngineOptions
@@ -98,10 +98,9 @@ def run(
     target = target or TableModel.random(len(LETTERS), seed=3)
     drafter, steps = Counted(), list[StepRecord]()
     controller = Nothing() if adaptive else FixedBudget(0, drafter="x")
-    traits = DrafterTraits("x", 4, joins_late=True)
     engine = Engine(
         target,
-        Policy(controller, [LoadedDrafter(drafter, target, traits)]),
+        Policy(controller, [LoadedDrafter(drafter, target, "x", 4, joins_late=True)]),
         EngineOptions(
             new_decoder=letters,
             rule_book=RuleBook(len(LETTERS), new_matcher=lambda _: Form(is_lame)),

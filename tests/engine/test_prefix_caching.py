@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from foredraft.cache.base import KVShape
-from foredraft.control.base import DrafterTraits
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
@@ -172,8 +171,8 @@ SYSTEM = [i * 7 % 10 for i in range(60)]
 @pytest.mark.parametrize("drafts", ["nobody", "a head", "another than the head"])
 def test_a_burst_with_one_system_prompt_reads_it_once_while_it_runs(drafts: str) -> None:
     target = reading()
-    head = LoadedDrafter(Keeper(target), target, DrafterTraits("head"))
-    copies = LoadedDrafter(NgramDrafter(), target, DrafterTraits("copies", joins_late=True))
+    head = LoadedDrafter(Keeper(target), target, "head")
+    copies = LoadedDrafter(NgramDrafter(), target, "copies", joins_late=True)
     name = {"nobody": None, "a head": "head", "another than the head": "copies"}[drafts]
     policy = Policy(FixedBudget(4, drafter=name), [head, copies])
     engine = Engine(target, policy, EngineOptions(max_batch_size=12, max_step_tokens=16))
@@ -193,8 +192,8 @@ def test_each_prompt_of_several_replies_is_read_once_and_kept_whoever_drafts(
 ) -> None:
     """Twelve prompts of four replies each, which the head does not follow, as under load."""
     target = reading(None if max_tokens is None else 3 * max_tokens)
-    head = LoadedDrafter(Keeper(target), target, DrafterTraits("head"))
-    copies = LoadedDrafter(NgramDrafter(), target, DrafterTraits("copies", joins_late=True))
+    head = LoadedDrafter(Keeper(target), target, "head")
+    copies = LoadedDrafter(NgramDrafter(), target, "copies", joins_late=True)
     policy = Policy(FixedBudget(4, drafter="copies"), [head, copies])
     engine = Engine(target, policy, EngineOptions(max_batch_size=8, max_step_tokens=16))
     dice = random.Random(5)

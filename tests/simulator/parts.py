@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY, KVShape
-from foredraft.control.base import OWN, Allowance, Controller, Row
+from foredraft.control.base import Allowance, Controller, Row
 from foredraft.core.errors import CacheFullError
 from foredraft.core.proposal import Proposal
 from foredraft.core.record import StepRecord
+from foredraft.core.traits import OWN, DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow, Observation
 from foredraft.models.base import RowScores, ScoreRow, Scores
@@ -231,6 +232,7 @@ class SimDrafter:
 
     taps: Sequence[int] = ()
     layers: Sequence[Any] = ()
+    traits = DrafterTraits()
 
     def __init__(self, dice: Dice, failing: float, nonsense: float) -> None:
         self._dice, self._failing, self._nonsense = dice, failing, nonsense
@@ -309,7 +311,7 @@ class SimHead(SimDrafter):
     def __init__(self, dice: Dice, failing: float, nonsense: float, cache: TokenCache) -> None:
         super().__init__(dice, failing, nonsense)
         self.layers = (cache.add_layers(KVShape(1, 1, 1), torch.float32),)
-        self.skips_gaps = dice.happens(0.7)
+        self.traits = DrafterTraits(skips_gaps=dice.happens(0.7))
         self._requests: dict[int, DraftRow] = {}
         self._waiting: dict[int, tuple[int, list[int]]] = {}  # start and tokens, by request
 
@@ -347,7 +349,7 @@ class SimHead(SimDrafter):
         (layers,), slot = self.layers, self._requests[request_id].slot
         start, tokens = self._waiting[request_id]
         first = layers.next_start(slot, start, len(tokens))
-        assert self.skips_gaps or first == start, "it follows a text that it lacks"
+        assert self.traits.skips_gaps or first == start, "it follows a text that it lacks"
         if first < start + len(tokens):
             values = torch.tensor(tokens[first - start :], dtype=torch.float32).view(1, -1, 1)
             layers.write(0, slot, first, values, -values)

@@ -8,9 +8,10 @@ from typing import Any
 
 from foredraft.cache.index import common_prefix
 from foredraft.control.adaptive import AdaptiveBudget
-from foredraft.control.base import OWN, Controller, DrafterTraits
+from foredraft.control.base import Controller
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
+from foredraft.core.traits import OWN
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.ngram import NgramDrafter
 from foredraft.drafters.none import NoDrafter
@@ -171,14 +172,13 @@ class Simulation:
             others = [NoDrafter(), NgramDrafter(min_ngram_size=1)]
             others.append(SimHead(dice, failing, nonsense, self.cache))
             drafters = {OWN: dice.choice(others)}
-        traits = [DrafterTraits(name, 4, joins_late=not d.layers) for name, d in drafters.items()]
+        loaded = [
+            LoadedDrafter(drafter, self.target, name, 4, joins_late=not drafter.layers)
+            for name, drafter in drafters.items()
+        ]
         controller: Controller = SimController(dice, most, failing_control, [*drafters])
         if dice.happens(0.3):
-            controller = Noting(AdaptiveBudget(traits))
-        loaded = [
-            LoadedDrafter(drafter, self.target, each)
-            for drafter, each in zip(drafters.values(), traits, strict=True)
-        ]
+            controller = Noting(AdaptiveBudget([each.traits for each in loaded]))
         policy = Policy(controller, loaded)
         self.drafters[policy] = drafters
         return policy

@@ -84,7 +84,8 @@ def run(path: Path | None, budget: int = 4, **params: object) -> GenerationResul
             Counting(),
             FixedBudget(budget),
             new_decoder=Letters().new_decoder,
-            trace=trace,  # type: ignore[arg-type]
+            trace=trace,
+            keeps_evidence=trace is not None,
         )
         engine.submit(PROMPT, given)
         *_, last = engine.run()

@@ -23,6 +23,7 @@ from foredraft.core.named import NamedLaws
 from foredraft.core.proposal import NO_PROPOSAL, Proposal, Renaming
 from foredraft.core.rules import SamplingRules
 from foredraft.core.sampling import Law
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
@@ -138,6 +139,8 @@ class CrossTokenizerDrafter(BaseDrafter):
         codecs: the tokenizers of target and draft model.
         mode: how drafts pass between them.
     """
+
+    traits = DrafterTraits(learns=False)
 
     def __init__(self, inner: Drafter, codecs: CodecPair, mode: _Mode) -> None:
         self._inner, self._codecs, self._mode = inner, codecs, mode

@@ -187,7 +187,7 @@ class HeadModule(nn.Module, ABC):
         taps: the layers of the target that it reads; ascending.
         output: the output rows [R, E], or what holds them: see `rows`.
         output_ids_R: the token of each output row, ascending, a buffer; None: all of them.
-        promise: of a trained one, see `foredraft.drafters.base.BaseDrafter`.
+        promise: of a trained one, see `DrafterTraits`.
     """
 
     kind: ClassVar[str]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from foredraft.core.choices import DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.grow import Worth
@@ -309,8 +310,6 @@ class DsparkDrafter(BaseDrafter):
         target: its target.
     """
 
-    skips_gaps = True
-
     def __init__(self, module: DsparkModule, target: HeadTarget) -> None:
         self._parts = target.parts
         weights = head_weights(module.layers, module.norm, module.output, module.shape)
@@ -321,7 +320,7 @@ class DsparkDrafter(BaseDrafter):
         self._module = module.to(self._parts.device, self._parts.dtype).eval()
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self.taps, self.layers = module.taps, (self._runner.layers,)
-        self.promise = module.promise
+        self.traits = DrafterTraits(promise=module.promise, skips_gaps=True)
         self._slots: dict[int, int] = {}
         self._ends: dict[int, int] = {}
 

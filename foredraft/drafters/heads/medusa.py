@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.traits import DrafterTraits
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.grow import RANK_ACCEPTANCE, PlannedGrowth, best_first, planned_parents
 from foredraft.drafters.heads.base import HeadModule, HeadOption, HeadSource, Prediction, TextBatch
@@ -116,7 +117,7 @@ class MedusaDrafter(BaseDrafter):
         self._module = module.to(parts.device, parts.dtype).eval()
         self._rows = OutputRows(module.output_ids_R, target.vocab_size)
         self._width = width if target.capabilities.tree_attention else 1
-        self.taps, self.promise = module.taps, module.promise
+        self.taps, self.traits = module.taps, DrafterTraits(promise=module.promise)
         self._last: dict[int, tuple[int, Tensor]] = {}  # where a request stands, and its state [E]
 
     def observe(self, observations: Sequence[Observation]) -> None:

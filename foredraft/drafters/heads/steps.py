@@ -21,6 +21,7 @@ from torch import Tensor
 from foredraft.cache.base import CacheLayers
 from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.grow import Growth, GrowthLimits, Guide
@@ -147,8 +148,6 @@ class StepDrafter(BaseDrafter):
         limits: how far a tree may grow.
     """
 
-    skips_gaps = True
-
     def __init__(
         self, head: StepHead, target: HeadTarget, limits: GrowthLimits | None = None
     ) -> None:
@@ -157,7 +156,8 @@ class StepDrafter(BaseDrafter):
         self._limits = limits or GrowthLimits()
         if not target.capabilities.tree_attention:
             self._limits = replace(self._limits, width=1, branching=1)
-        self.taps, self.layers, self.promise = head.taps, self._runner.layers, head.promise
+        self.taps, self.layers = head.taps, self._runner.layers
+        self.traits = DrafterTraits(promise=head.promise, skips_gaps=True)
         self._requests: dict[int, _Request] = {}
         self._reliabilities: dict[float, Reliability] = {}
 
