@@ -122,8 +122,7 @@ class LLM:
             model: a built-in name, a local directory, a GGUF file, or a hub id.
             progress: told about downloads and conversions (see
                 `foredraft.models.files.progress.Progress`).
-            trace: told of every step.
-            keeps_evidence: whether verdicts say what they were decided on, as a `Tracer` wants it.
+            trace, keeps_evidence: see the class.
             **options: fields of `LoadOptions`.
 
         Raises:

@@ -10,11 +10,10 @@ from foredraft.cache.base import NO_MEMORY
 from foredraft.control.adaptive import AdaptiveBudget, Experience
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.cost import USUAL_PRICE, CostModel, Price, chain_speedup
-from foredraft.core.errors import ConfigError, ModelLoadError
+from foredraft.core.errors import ModelLoadError
 from foredraft.core.traits import DrafterTraits
-from foredraft.drafters import build_drafter, drafter_spec
+from foredraft.drafters import build_drafter, check_parts, drafter_spec
 from foredraft.drafters.base import Drafter
-from foredraft.drafters.registry import missing_parts
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
@@ -52,11 +51,7 @@ def policy_for(
     if own is None and name == "none":
         return Policy(FixedBudget(0, cost, drafter=None))
     if own is not None:
-        if missing := missing_parts(own):
-            raise ConfigError(
-                f"{type(own).__name__} is no drafter: it has no {', '.join(missing)}. "
-                "foredraft.drafters.base.BaseDrafter, which it can derive from, has defaults"
-            )
+        check_parts(own, "the drafter given is")
         joins_late = not own.taps and not own.layers
         loaded = [LoadedDrafter(own, context.target, joins_late=joins_late)]
     elif fixed is None and options.drafter == "auto":

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 import foredraft
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
-from foredraft.core.sampling import logits_to_probs
 from foredraft.hf_generate import _read_processors
+from tests.core.reference import logits_to_probs
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, tiny_model
 
 WINDOW = 16

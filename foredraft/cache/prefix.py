@@ -57,11 +57,6 @@ class PrefixCache:
         """Entries in use."""
         return self._cache.usage.used
 
-    @property
-    def num_free_tokens(self) -> int:
-        """Entries that requests can still get: free ones, and those kept only for later."""
-        return self._cache.usage.available
-
     def open(self, tokens: Sequence[int], salt: str | None = None) -> tuple[int, int]:
         """A slot for a request, and how many of its tokens the slot holds already.
 

@@ -426,7 +426,7 @@ def tracing(path: Path | None, **about: Any) -> Iterator[LoadLLM]:
         def load(options: LoadOptions, feed: StepFeed | None = None) -> LLM:
             if feed is not None:
                 feed.add(tracer)
-            llm = load_llm(options, feed or tracer, keeps_evidence=True)
+            llm = load_llm(options, feed or tracer, evidence=True)
             tracer.read_with(llm.tokenizer)
             named = {"model": options.model, "drafter": llm.drafter_name}
             file.begin(**named, num_draft_tokens=options.num_draft_tokens, **about)
@@ -435,22 +435,19 @@ def tracing(path: Path | None, **about: Any) -> Iterator[LoadLLM]:
         yield load
 
 
-def load_llm(
-    options: LoadOptions, trace: Trace | None = None, *, keeps_evidence: bool = False
-) -> LLM:
+def load_llm(options: LoadOptions, trace: Trace | None = None, evidence: bool = False) -> LLM:
     """Load a model, and show on the terminal what takes long.
 
     Args:
         trace: called with the record of every step.
+        evidence: whether verdicts say what they were decided on.
     """
     from foredraft.cli.display import RichProgress
 
     with _no_collections(), RichProgress(waiting=f"Loading {options.model}") as progress:
         from foredraft.llm import LLM  # takes its part of the time
 
-        return LLM.load(
-            **vars(options), progress=progress, trace=trace, keeps_evidence=keeps_evidence
-        )
+        return LLM.load(**vars(options), progress=progress, trace=trace, keeps_evidence=evidence)
 
 
 @contextmanager

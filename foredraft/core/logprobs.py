@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from foredraft.core.largest import largest
-from foredraft.core.sampling import check_finite
+from foredraft.core.sampling import check_finite, largest
 
 
 @dataclass(frozen=True)

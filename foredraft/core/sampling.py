@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import NonFiniteScoresError
-from foredraft.core.largest import kth_largest
 from foredraft.core.params import SamplingParams
 
 Array: TypeAlias = npt.NDArray[Any]
+_BLOCK = 128
+"""Numbers that are looked at as one where the largest of many are wanted."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,6 @@ def _weights(values_V: Array, token: int, scale: float) -> Array:
     return weights_V
 
 
-def logits_to_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities [V] of `law_of`; one-hot at temperature 0."""
-    return law_of(logits_V, params).probs_V
-
-
 def check_finite(best: float, num_logits: int) -> None:
     """Refuse a position whose largest logit is ``best``.
 
@@ -161,3 +157,35 @@ class NodeLaws(Protocol):
     """
 
     def __getitem__(self, node: int) -> Law: ...
+
+
+def largest(values_V: Array, count: int) -> list[int]:
+    """Where the ``count`` largest numbers are, largest first, of equal ones the first.
+
+    Without sorting them all and without torch's threads: woken for so many numbers, these spin for
+    a while on the CPUs that the next forward wants.
+    """
+    count = min(count, values_V.size)
+    if count == 0:
+        return []
+    candidates = np.flatnonzero(values_V >= _at_most_kth(values_V, count))
+    order = np.argsort(-values_V[candidates], kind="stable")[:count]
+    return [int(place) for place in candidates[order]]
+
+
+def kth_largest(values_V: Array, k: int) -> Any:
+    """The k-th largest number, 1 <= k <= V."""
+    candidates = values_V[values_V >= _at_most_kth(values_V, k)]
+    return np.partition(candidates, -k)[-k]
+
+
+def _at_most_kth(values_V: Array, k: int) -> Any:
+    """A number that is no larger than the k-th largest, and that few are larger than.
+
+    ``k`` blocks have maxima that reach it, so at least so many numbers do.
+    """
+    num_blocks = values_V.size // _BLOCK
+    if num_blocks <= k:
+        return -np.inf
+    maxima = values_V[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK).max(axis=1)
+    return np.partition(maxima, -k)[-k]

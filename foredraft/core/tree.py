@@ -132,9 +132,5 @@ class TokenTree:
         parents = (places.get(self.parents[node], ROOT) for node in nodes)
         return TokenTree(tuple(self.tokens[node] for node in nodes), tuple(parents))
 
-    def is_path(self, nodes: Sequence[int]) -> bool:
-        """Whether ``nodes`` is a root-to-node path of this tree (the empty path is one)."""
-        return not nodes or (0 <= nodes[-1] < len(self) and tuple(nodes) == self.paths[nodes[-1]])
-
 
 EMPTY_TREE = TokenTree()

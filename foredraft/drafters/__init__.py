@@ -8,6 +8,7 @@ knows of it, `registry` finds it, other packages' drafters included. See docs/ad
 from foredraft.drafters.registry import (
     build_drafter,
     check_options,
+    check_parts,
     drafter_key,
     drafter_names,
     drafter_spec,
@@ -19,6 +20,7 @@ from foredraft.drafters.registry import (
 __all__ = [
     "build_drafter",
     "check_options",
+    "check_parts",
     "drafter_key",
     "drafter_names",
     "drafter_spec",

@@ -218,20 +218,24 @@ def _built(key: str, entry: EntryPoint, spec: DrafterSpec, context: DrafterConte
             f"drafter {key!r} of {_package(entry)} cannot be built "
             f"({type(error).__name__}: {error}); update that package or take another drafter"
         ) from error
-    if missing := missing_parts(drafter):
-        raise ConfigError(
-            f"drafter {key!r} of {_package(entry)} builds {type(drafter).__name__}, which is no "
-            f"drafter: it has no {', '.join(missing)}; update that package or take another drafter"
-        )
+    check_parts(drafter, f"drafter {key!r} of {_package(entry)} builds")
     return drafter
 
 
-def missing_parts(drafter: Drafter) -> list[str]:
-    """What the engine uses of every drafter and this one lacks: it need not derive from any class.
+def check_parts(drafter: Drafter, built: str) -> None:
+    """Refuse what lacks a part of a drafter; it need not derive from any class.
 
-    `BaseDrafter` has defaults of all but ``propose``.
+    Args:
+        built: what to say of it first.
+
+    Raises:
+        ConfigError: it lacks one.
     """
-    return [part for part in _PARTS if not hasattr(drafter, part)]
+    if missing := [part for part in _PARTS if not hasattr(drafter, part)]:
+        raise ConfigError(
+            f"{built} {type(drafter).__name__}, which is no drafter: it has no "
+            f"{', '.join(missing)}. `foredraft.drafters.base.BaseDrafter` has defaults of most"
+        )
 
 
 def _package(entry: EntryPoint) -> str:

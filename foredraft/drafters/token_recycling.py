@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foredraft.core.cost import Price
 from foredraft.core.errors import ConfigError
-from foredraft.core.largest import largest
+from foredraft.core.sampling import largest
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow, Observation
 from foredraft.drafters.confidence import priors

@@ -336,7 +336,7 @@ def test_the_least_recently_used_text_goes_and_its_end_first() -> None:
     assert requests.run([*TEXT[:64], 2]) == 64
     assert requests.run(third[:129]) == 128
     assert requests.run([*TEXT[:128], 2]) == 64
-    assert requests.prefixes.num_free_tokens == 6 * 64
+    assert requests.cache.usage.available == 6 * 64
 
 
 def test_a_text_that_is_left_beginning_first_still_goes_end_first() -> None:

@@ -5,7 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from foredraft.core.params import SamplingParams
+from foredraft.core.sampling import law_of
+from foredraft.core.tree import TokenTree
+
+
+def logits_to_probs(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities [V] of the law; one-hot at temperature 0."""
+    return law_of(logits_V, params).probs_V
+
+
+def is_path(tree: TokenTree, nodes: Sequence[int]) -> bool:
+    """Whether ``nodes`` is a path from the root to a node (the empty path is one)."""
+    return not nodes or (0 <= nodes[-1] < len(tree) and tuple(nodes) == tree.paths[nodes[-1]])
 
 
 def reference_probs(logits: list[float], params: SamplingParams) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from foredraft.core.largest import kth_largest, largest
+from foredraft.core.sampling import kth_largest, largest
 
 
 @pytest.mark.parametrize("size", [1, 5, 128, 1000, 49_152])

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.params import SamplingParams
-from foredraft.core.sampling import draw_token, law_of, logits_to_probs
-from tests.core.reference import reference_probs
+from foredraft.core.sampling import draw_token, law_of
+from tests.core.reference import logits_to_probs, reference_probs
 
 LAST_UNIFORM = 1 - 2**-53
 """The largest number below one that a double with 53 random bits can be."""

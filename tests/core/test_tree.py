@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from foredraft.core.errors import ForedraftError, MalformedProposalError
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
+from tests.core.reference import is_path
 
 
 @st.composite
@@ -67,10 +68,10 @@ def test_child_with_token_finds_the_first_of_equals() -> None:
 
 
 def test_is_path() -> None:
-    assert BRANCHING.is_path(())
-    assert BRANCHING.is_path((1, 4))
+    assert is_path(BRANCHING, ())
+    assert is_path(BRANCHING, (1, 4))
     for wrong in [(4,), (0, 4), (2, 0), (5,), (-1,), (0, 2, 3)]:
-        assert not BRANCHING.is_path(wrong), wrong
+        assert not is_path(BRANCHING, wrong), wrong
 
 
 @given(trees())
@@ -83,7 +84,7 @@ def test_parents_come_first_and_paths_end_at_their_node(tree: TokenTree) -> None
         assert len(path) == depth
         assert list(path) == sorted(path)
         assert [tree.parents[i] for i in path] == [ROOT, *path[:-1]]
-        assert tree.is_path(path)
+        assert is_path(tree, path)
 
 
 @given(trees())

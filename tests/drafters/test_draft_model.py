@@ -12,7 +12,6 @@ import pytest
 from foredraft.core.cost import FREE_NODES
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.core.params import SamplingParams
-from foredraft.core.sampling import logits_to_probs
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.draft_model import DraftModelDrafter, DraftTreeDrafter
@@ -31,6 +30,7 @@ from tests.conformance.harness import (
     plain,
     run,
 )
+from tests.core.reference import logits_to_probs
 
 
 class Watched(TableModel):

@@ -160,7 +160,7 @@ def test_a_drafter_of_ones_own_has_all_parts() -> None:
             return [NO_PROPOSAL] * len(rows)
 
     llm = LLM(TableModel.random(4, 0), None, LoadOptions(drafter="none"))
-    with pytest.raises(ConfigError, match="Half is no drafter: it has no traits, begin, "):
+    with pytest.raises(ConfigError, match="Half, which is no drafter: it has no traits, begin, "):
         llm.with_drafter(llm.options, drafter=Half())  # type: ignore[arg-type]
 
 

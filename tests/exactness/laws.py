@@ -9,6 +9,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.sampling import NodeLaws
 from foredraft.core.verify import Verdict
+from tests.core.reference import is_path
 from tests.exactness.drafting import Draft
 from tests.exactness.ledger import Law, Ledger, LedgerChoices, law
 from tests.exactness.worlds import PLAIN, Distributions, Tokens, TreeProbs, World
@@ -49,7 +50,7 @@ class Steps:
         proposal = self._draft(context, self._draft_probs, choices, ANY_BUDGET)
         probs = TreeProbs(self._target_probs.law, context, proposal.tree)
         verdict = self._rule(proposal, probs, choices)
-        assert proposal.tree.is_path(verdict.path)
+        assert is_path(proposal.tree, verdict.path)
         return (*(proposal.tree.tokens[node] for node in verdict.path), verdict.next_token)
 
     def text_law(self, num_tokens: int) -> Law[Tokens]:

@@ -15,6 +15,7 @@ from foredraft.core.proposal import DrawnProposalBuilder, Proposal
 from foredraft.core.sampling import Law
 from foredraft.core.tree import ROOT
 from foredraft.core.verify import verify_block, verify_traversal
+from tests.core.reference import is_path
 from tests.exactness.drafting import SHAPES, Conditional, Drawn
 from tests.exactness.laws import Rule, Steps
 from tests.exactness.ledger import total_variation
@@ -98,4 +99,4 @@ def test_a_wide_vocabulary_in_float32() -> None:
         near_NV = (logits_NV + 1e-4 * torch.randn(7, 2000, generator=generator)).softmax(1)
         target = {node: Law.of_probs(near_NV[max(node + 1, 0)]) for node in range(-1, 6)}
         verdict = verify_traversal(builder.build(), target, verify_choices)
-        assert builder.build().tree.is_path(verdict.path)
+        assert is_path(builder.build().tree, verdict.path)

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from foredraft.core.params import SamplingParams
 from foredraft.core.sampling import Law as TokenLaw
-from foredraft.core.sampling import logits_to_probs
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.models.base import ScoreRow
 from foredraft.models.table import TableModel
-from tests.core.reference import reference_probs, ruled_logits
+from tests.core.reference import logits_to_probs, reference_probs, ruled_logits
 from tests.exactness.ledger import Law
 
 Tokens = tuple[int, ...]
