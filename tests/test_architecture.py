@@ -304,3 +304,14 @@ def test_importing_it_loads_nothing_heavy(module: str, extra: tuple[str, ...]) -
         check=True,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """One word, one meaning: a name that two modules give to classes means two things."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert not twice

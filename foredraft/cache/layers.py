@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY, KVShape
-from foredraft.cache.slots import Run, Slot
+from foredraft.cache.slots import EntryRun, Slot
 from foredraft.cache.store import BlockStore
 
 if TYPE_CHECKING:
@@ -170,11 +170,11 @@ class StoredLayers:
         end, place = min(last * size + self.num_held(table[last]), state.length), last
         while place and self.num_held(table[place - 1]) == size:
             place -= 1
-        state.runs[self] = Run(place * size, [end] * self.shape.num_layers, end)
+        state.runs[self] = EntryRun(place * size, [end] * self.shape.num_layers, end)
 
-    def take_over(self, state: Slot, run: Run) -> None:
+    def take_over(self, state: Slot, run: EntryRun) -> None:
         """A slot was forked: what counts of its run is that of the new one, too."""
-        copy = state.runs[self] = Run(run.first, list(run.ends), run.noted)
+        copy = state.runs[self] = EntryRun(run.first, list(run.ends), run.noted)
         copy.cut(state.length)
 
     def num_held(self, block: int) -> int:
@@ -203,11 +203,11 @@ class StoredLayers:
         self._notes.clear()
         self.store.release()
 
-    def _run(self, slot: int) -> Run:
+    def _run(self, slot: int) -> EntryRun:
         state = self._cache.slot(slot)
         run = state.runs.get(self)
         if run is None:
-            run = state.runs[self] = Run(0, [0] * self.shape.num_layers)
+            run = state.runs[self] = EntryRun(0, [0] * self.shape.num_layers)
         return run
 
     def _note(self, slot: int) -> None:

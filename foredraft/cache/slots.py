@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Run:
+class EntryRun:
     """The entries that further layers hold of a slot: an unbroken run of positions.
 
     Attributes:
@@ -73,7 +73,7 @@ class Slot:
     written: int = 0
     dirty: int = 0
     names: list[bytes] = field(default_factory=list)
-    runs: WeakKeyDictionary[StoredLayers, Run] = field(default_factory=WeakKeyDictionary)
+    runs: WeakKeyDictionary[StoredLayers, EntryRun] = field(default_factory=WeakKeyDictionary)
 
 
 class Slots:

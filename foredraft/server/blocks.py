@@ -37,7 +37,7 @@ BlockChange = tuple[Change, Block, Part | None]
 """How a block changes, and the part that it grows by."""
 
 
-class Blocks:
+class BlockBuilder:
     """Builds the blocks of one reply from its parts."""
 
     def __init__(self) -> None:

@@ -81,7 +81,7 @@ def _prediction_details(repeated: Sequence[Repeated]) -> dict[str, int]:
     return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
 
-class Prediction:
+class ExpectedText:
     """The text that a reply is expected to repeat.
 
     Args:
@@ -111,7 +111,7 @@ class Repeated:
     LCS-length computation revisited, 2004).
     """
 
-    def __init__(self, prediction: Prediction) -> None:
+    def __init__(self, prediction: ExpectedText) -> None:
         self._prediction = prediction
         self._all = self._left = (1 << prediction.num_tokens) - 1  # a bit for each token
 

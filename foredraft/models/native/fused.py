@@ -377,9 +377,9 @@ def _point_to_entries(described: interface.Forward, plan: ForwardPlan, cache: En
     described.block_stride, described.layer_stride, described.head_stride, _, _ = keys.stride()
 
 
-def _rows(plan: ForwardPlan) -> ctypes.Array[interface.Row]:
-    spans = [interface.Row(row.start, row.stop) for row in plan.rows]
-    return (interface.Row * len(spans))(*spans)
+def _rows(plan: ForwardPlan) -> ctypes.Array[interface.ForwardRow]:
+    spans = [interface.ForwardRow(row.start, row.stop) for row in plan.rows]
+    return (interface.ForwardRow * len(spans))(*spans)
 
 
 def _check_outcome(outcome: int, num_threads: int) -> None:

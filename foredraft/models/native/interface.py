@@ -37,7 +37,7 @@ class Model(ctypes.Structure):
     ]
 
 
-class Row(ctypes.Structure):
+class ForwardRow(ctypes.Structure):
     """``ForedraftRow`` of interface.h."""
 
     _fields_ = [("first_token", c_int64), ("end_token", c_int64)]
@@ -51,7 +51,7 @@ class Forward(ctypes.Structure):
         *((name, POINTER(c_int32)) for name in ("token_ids", "positions", "entries")),
         ("tables", POINTER(c_void_p)),
         *((name, POINTER(c_int32)) for name in ("prefixes", "extra_starts", "extras", "wanted")),
-        ("rows", POINTER(Row)),
+        ("rows", POINTER(ForwardRow)),
         ("keys", c_void_p),
         ("values", c_void_p),
         *((name, c_int64) for name in ("block_entries", "block_stride", "layer_stride")),

@@ -18,7 +18,7 @@ from torch import Tensor
 from foredraft.cache.layers import StoredLayers
 from foredraft.models.base import HeadRow
 from foredraft.models.native.fused import FusedDecoder
-from foredraft.models.native.interface import Forward, Row
+from foredraft.models.native.interface import Forward, ForwardRow
 
 MOST_TOKENS = 16
 """Of a prepared forward: more are worth a plan."""
@@ -40,11 +40,11 @@ class PreparedForward:
         self._decoder, self._layers = decoder, layers
         self._hidden_size, self._num_rows = decoder.sizes
         self._lists = _Lists()
-        self._row, self._taps = Row(), (c_void_p * max(1, decoder.num_layers))()
+        self._row, self._taps = ForwardRow(), (c_void_p * max(1, decoder.num_layers))()
         self._tables = (c_void_p * MOST_TOKENS)()
         self._forward = Forward(
             num_rows=1,
-            rows=POINTER(Row)(self._row),
+            rows=POINTER(ForwardRow)(self._row),
             end_layer=decoder.num_layers,
             taps=self._taps,
             tables=self._tables,

@@ -24,7 +24,7 @@ from foredraft.server.answers import (
     respond,
     streamed,
 )
-from foredraft.server.blocks import Block, Blocks, Change
+from foredraft.server.blocks import Block, BlockBuilder, Change
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, RequestBody, Sets, entries
 from foredraft.server.dialects.request import (
@@ -224,7 +224,7 @@ class MessagesWriter:
     def __init__(self, context: ServerContext, request: GenerationRequest) -> None:
         self._context, self._request = context, request
         self._id = new_id("msg_")
-        self._blocks = Blocks()
+        self._blocks = BlockBuilder()
 
     async def whole(self) -> dict[str, Any]:
         """The answer when all is there: what the last events of a stream add up to."""

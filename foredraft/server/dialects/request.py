@@ -19,7 +19,7 @@ from foredraft.server.generation import Generation
 from foredraft.server.replies import ReplyParser, after_thoughts, opens_thoughts
 from foredraft.server.spans import Operation
 from foredraft.server.tools import NO_TOOLS, ToolUse, read_tools
-from foredraft.server.usage import Prediction, Thoughts
+from foredraft.server.usage import ExpectedText, Thoughts
 
 _OF_A_MESSAGE = (
     *("role", "content", "tool_calls", "name", "tool_call_id"),
@@ -56,7 +56,7 @@ class GenerationRequest:
     tenant: str | None
     priority: int
     names: Mapping[str, str] = field(default_factory=dict)
-    prediction: Prediction | None = None
+    prediction: ExpectedText | None = None
     tools: ToolUse = NO_TOOLS
     thinks: bool = False
     in_thoughts: bool = False
@@ -238,9 +238,9 @@ def _priority(context: ServerContext, body: SamplingFields) -> int:
     return -priority
 
 
-async def _prediction(context: ServerContext, params: SamplingParams) -> Prediction | None:
+async def _prediction(context: ServerContext, params: SamplingParams) -> ExpectedText | None:
     text = params.prediction
     if text is None:
         return None
     tokenizer = context.tokenizer
-    return await asyncio.to_thread(lambda: Prediction(tokenizer.encode(text, False)))
+    return await asyncio.to_thread(lambda: ExpectedText(tokenizer.encode(text, False)))

@@ -24,7 +24,7 @@ from foredraft.server.answers import (
     respond,
     streamed,
 )
-from foredraft.server.blocks import Block, Blocks, Change
+from foredraft.server.blocks import Block, BlockBuilder, Change
 from foredraft.server.context import ServerContext
 from foredraft.server.dialects.fields import Items, Refused, Sets, entries
 from foredraft.server.dialects.request import (
@@ -207,7 +207,7 @@ class ResponsesWriter:
     ) -> None:
         self._context, self._request = context, request
         self._numbers = itertools.count()
-        self._blocks = Blocks()
+        self._blocks = BlockBuilder()
         self._is_cut = False
         self._entries = ReplyLogprobs(context.tokenizer, request.prompts[0])  # of text to come
         self._logprobs: dict[int, list[TokenLogprobs]] = {}  # of text that has come, by block
