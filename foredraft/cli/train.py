@@ -106,7 +106,7 @@ _RATES = o.Derived("Training", names={"matrices": "--lr", "tables": "--table-lr"
                    only=("matrices", "tables"))  # fmt: skip
 _TRAINING = o.Derived(
     "Training",
-    without=("clip", "held_out_texts", "save_s", "survival"),
+    without=("clip", "held_out_texts", "save_s"),
     parsers={"tokens": parse_count},
 )
 _WRITING = o.Derived(

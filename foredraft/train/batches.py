@@ -152,7 +152,7 @@ def load_batch(
     batch = TextBatch(
         tokens_BL,
         torch.tensor([len(window) for window in windows], device=device),
-        target.embed(tokens_BL).to(dtype),
+        target.parts.embed(tokens_BL).to(dtype),
         {layer: x_BLE.to(dtype) for layer, x_BLE in taps.items()},
     )
     learnt_BL = _marked(windows, length, lambda w: (w.learnt_from, w.stop)).to(device)
@@ -161,7 +161,7 @@ def load_batch(
     before_BL[:, -1] = False
     learnt_BL[:, 0] = False
     rows_BL = torch.where(learnt_BL, learnt_BL.flatten().cumsum(0).view_as(learnt_BL) - 1, -1)
-    teacher = Teacher(target.normed(last_BLE[before_BL]), normaliser_BL[before_BL], rows_BL)
+    teacher = Teacher(target.parts.norm(last_BLE[before_BL]), normaliser_BL[before_BL], rows_BL)
     anchors_BL = _marked(windows, length, lambda w: (w.learnt_from - 1, w.stop)).to(device)
     temperatures_B = torch.tensor([texts[w.text].temperature for w in windows], device=device)
     return TrainBatch(batch, teacher, anchors_BL, temperatures_B, sum(map(len, windows)))

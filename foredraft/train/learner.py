@@ -51,7 +51,7 @@ class NameableTokens:
         ids_R = torch.tensor(_named_tokens(module))
         row_of_V = torch.full((vocab,), -1, dtype=torch.int64)
         row_of_V[ids_R] = torch.arange(len(ids_R))
-        return cls(target.head_rows(ids_R), row_of_V.to(target.device))
+        return cls(target.parts.head_rows(ids_R), row_of_V.to(target.device))
 
 
 class Learner:
@@ -140,8 +140,6 @@ class Learner:
         log_probs_TR = batch.teacher.log_probs(self.rows.head_RE)
         num = min(_CANDIDATES, log_probs_TR.shape[1])
         values_TC, rows_TC = log_probs_TR.topk(num, -1)
-        if self._options.renormalise:
-            return rows_TC, values_TC.softmax(-1)
         # Their rounded logits may say a little more than all there is.
         probs_TC = values_TC.exp()
         return rows_TC, probs_TC / probs_TC.sum(-1, keepdim=True).clamp(min=1.0)
@@ -167,8 +165,6 @@ class Learner:
         self, predictions: Sequence[Prediction], survival: Sequence[float]
     ) -> list[float]:
         """By how often drafting gets to a depth, as far as the last batches tell."""
-        if not self._options.survival:
-            return [1.0] * len(predictions)
         survived = [1.0]
         for share in survival:
             survived.append(survived[-1] * share)

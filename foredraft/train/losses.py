@@ -13,8 +13,7 @@ tv         1 - alpha
 lk         w soft + (1 - w) tv with w = exp(-3 alpha): first the one, then the other (likewise)
 =========  =====================================================================================
 
-A target's mass on tokens that the head cannot name is lost to it. ``renormalise`` instead trains it
-on the target's distribution over those that it can.
+A target's mass on tokens that the head cannot name is lost to it.
 
 The target's distribution is given by its likeliest tokens among the output rows; there are few that
 matter, and nothing is lost by leaving out the others but their share of the mass.

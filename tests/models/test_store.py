@@ -36,11 +36,10 @@ class FakeConverter:
     """Stands in for the real model, which is large."""
 
     def __init__(self) -> None:
-        self.conversions = 0
-        self.downloads_allowed: list[bool] = []
+        self.conversions = self.downloads = 0
 
-    def obtain_gguf(self, scratch: Path, progress: Any, *, allow_download: bool = True) -> Path:
-        self.downloads_allowed.append(allow_download)
+    def obtain_gguf(self, scratch: Path, progress: Any) -> Path:
+        self.downloads += 1
         (scratch / "leftover of a download").write_bytes(b"x")
         return scratch / "file.gguf"
 
@@ -301,17 +300,12 @@ def test_a_failed_repair_does_not_hide_the_reason(
     directory = resolve_model(NAME)
     (directory / "model.safetensors").unlink()
 
-    def refuses(scratch: Path, progress: Any, *, allow_download: bool = True) -> Path:
+    def refuses(scratch: Path, progress: Any) -> Path:
         raise ModelLoadError("no network")
 
     monkeypatch.setattr(smollm2, "obtain_gguf", refuses)
     with pytest.raises(ModelLoadError, match="no network"):
         resolve_model(NAME)
-
-
-def test_local_files_only_reaches_the_download(converter: FakeConverter) -> None:
-    resolve_model(NAME, local_files_only=True)
-    assert converter.downloads_allowed == [False]
 
 
 def test_a_cache_that_cannot_be_written_names_the_way_out(
@@ -345,7 +339,7 @@ def test_a_full_disk_is_found_before_the_download(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ModelLoadError, match=r"No space left.*\(0\.0 GB are free\)"):
         resolve_model(NAME)
-    assert converter.downloads_allowed == []
+    assert not converter.downloads
 
 
 def test_a_second_caller_waits_and_uses_what_the_first_made(
@@ -379,7 +373,7 @@ def convert(gguf, into, progress):
     with open(sys.argv[1], "a") as log:
         log.write("converted\\n")
     (into / "config.json").write_text("{}")
-smollm2.obtain_gguf = lambda scratch, progress, allow_download: scratch
+smollm2.obtain_gguf = lambda scratch, progress: scratch
 smollm2.convert = convert
 print(store.resolve_model(smollm2.NAME))
 """

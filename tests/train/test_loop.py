@@ -145,7 +145,9 @@ def test_a_head_starts_from_what_another_has_learnt(target: TrainingTarget, tmp_
     fresh = set(rows) - set(older.output_ids_R.tolist())
     assert fresh
     token = min(fresh)
-    assert torch.equal(newer.output.weight[rows[token]], target.head_rows(torch.tensor([token]))[0])
+    assert torch.equal(
+        newer.output.weight[rows[token]], target.parts.head_rows(torch.tensor([token]))[0]
+    )
 
 
 def test_heads_of_other_sizes_are_no_start(target: TrainingTarget) -> None:

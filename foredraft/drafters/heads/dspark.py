@@ -304,10 +304,6 @@ class DsparkDrafter(BaseDrafter):
     How long a draft gets is decided by price and confidence. Chosen tokens may be dropped after
     they are known. Of drawn ones each that was drawn stays: whether another is drawn depends on
     its confidence, which is known before it is.
-
-    Args:
-        module: a trained head.
-        target: its target.
     """
 
     def __init__(self, module: DsparkModule, target: HeadTarget) -> None:

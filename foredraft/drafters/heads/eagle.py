@@ -240,12 +240,7 @@ class FirstEagleModule(nn.Module):
 
 
 class FirstEagleRunner(StepRunner):
-    """What goes into the layer of a `FirstEagleModule`, where the target runs it.
-
-    Args:
-        module: a trained head.
-        target: its target.
-    """
+    """What goes into the layer of a `FirstEagleModule`, where the target runs it."""
 
     def __init__(self, module: FirstEagleModule, target: HeadTarget) -> None:
         weights = {n: _weight(w, target) for n, w in module.layer.weights().items()}
@@ -278,10 +273,6 @@ class EagleRunner(StepRunner):
     """What goes into the layer of an `EagleModule`, where the target runs it.
 
     Queries, keys and values are made by the target's joins, and handed in.
-
-    Args:
-        module: a trained head.
-        target: its target.
     """
 
     def __init__(self, module: EagleModule, target: HeadTarget) -> None:

@@ -111,12 +111,7 @@ class HiddenHeadModule(HeadModule):
 
 
 class HiddenHeadRunner(StepRunner):
-    """What goes into a `HiddenHeadModule`'s layer, where the target runs it.
-
-    Args:
-        module: a trained head.
-        target: its target.
-    """
+    """What goes into a `HiddenHeadModule`'s layer, where the target runs it."""
 
     def __init__(self, module: HiddenHeadModule, target: HeadTarget) -> None:
         shape, eps = module.shape, module.shape.rms_norm_eps

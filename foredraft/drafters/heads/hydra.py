@@ -121,12 +121,7 @@ class HydraModule(HeadModule):
 
 
 class HydraRunner(StepRunner):
-    """What goes into a `HydraModule`'s layer, where the target runs it.
-
-    Args:
-        module: a trained head.
-        target: its target.
-    """
+    """What goes into a `HydraModule`'s layer, where the target runs it."""
 
     def __init__(self, module: HydraModule, target: HeadTarget) -> None:
         shape = replace(module.shape, intermediate_size=module.width)

@@ -209,10 +209,6 @@ class MtpRunner(StepRunner):
 
     Along with a token goes what its successors are read with: the states of all heads but the last,
     or of the only one.
-
-    Args:
-        module: trained heads.
-        target: their target.
     """
 
     def __init__(self, module: MtpModule, target: HeadTarget) -> None:

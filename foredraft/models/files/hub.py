@@ -30,7 +30,7 @@ FILES = (
 FILES_LEFT_OUT = ("*/*", "consolidated*.safetensors")
 
 
-def fetch(name: str, revision: str | None, local_files_only: bool, progress: Progress) -> Path:
+def fetch(name: str, revision: str | None, progress: Progress) -> Path:
     """The hub's own snapshot directory of ``name`` ("org/name"), downloaded if need be.
 
     What is in the hub's cache already is not downloaded again, and serves without a network.
@@ -48,11 +48,10 @@ def fetch(name: str, revision: str | None, local_files_only: bool, progress: Pro
             revision=revision,
             allow_patterns=list(FILES),
             ignore_patterns=list(FILES_LEFT_OUT),
-            local_files_only=local_files_only,
             tqdm_class=_bars_reporting_to(progress),
         )
     except Exception as error:  # the hub client lets errors of its http library through
-        raise _explain(name, revision, local_files_only, error) from error
+        raise _explain(name, revision, error) from error
     directory = Path(folder)
     if not any(directory.glob("*.safetensors")):
         raise ModelLoadError(
@@ -63,9 +62,7 @@ def fetch(name: str, revision: str | None, local_files_only: bool, progress: Pro
     return directory
 
 
-def _explain(
-    name: str, revision: str | None, local_files_only: bool, error: Exception
-) -> ForedraftError:
+def _explain(name: str, revision: str | None, error: Exception) -> ForedraftError:
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{name}"
@@ -83,11 +80,6 @@ def _explain(
             return ConfigError(f"{name!r} has no revision {revision!r}; see {page}/tree/main")
         case errors.HFValidationError():
             return ConfigError(f"{name!r} is not a valid hub id ('org/name'): {error}")
-        case errors.LocalEntryNotFoundError() if local_files_only:
-            return ModelLoadError(
-                f"{name!r} is not (completely) in the hub's cache, and downloads are off; allow "
-                f"them once, or run `hf download {name}` first"
-            )
     reason = _root_cause(error)
     if isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
         return ModelLoadError(

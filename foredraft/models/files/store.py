@@ -39,7 +39,6 @@ def resolve_model(
     name: str | os.PathLike[str],
     *,
     revision: str | None = None,
-    local_files_only: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """The directory of a model, which is obtained first if need be.
@@ -48,7 +47,6 @@ def resolve_model(
         name: a built-in name (case and ``-``/``_`` do not matter), a directory, a GGUF file (or a
             directory that holds one and nothing else of a model), or a hub id.
         revision: branch, tag or commit of a hub id.
-        local_files_only: never use the network.
         progress: told about downloads and conversions.
 
     Raises:
@@ -63,11 +61,11 @@ def resolve_model(
     if revision is not None and not is_hub_id:
         raise ConfigError(f"revision {revision!r} was given, but {name!r} is not a hub id")
     if built_in is not None:
-        return _converted(_built_in(built_in, local_files_only), progress)
+        return _converted(_built_in(built_in), progress)
     if is_hub_id:
         from foredraft.models.files.hub import fetch
 
-        return fetch(name, revision, local_files_only, progress)
+        return fetch(name, revision, progress)
     directory = _existing_directory(name, path)
     gguf = _gguf_of(directory)
     return directory if gguf is None else _converted(_of_gguf(gguf), progress)
@@ -150,9 +148,9 @@ class _Conversion:
     write: Callable[[Path, Path, Progress], None]
 
 
-def _built_in(name: str, local_files_only: bool) -> _Conversion:
+def _built_in(name: str) -> _Conversion:
     def write(into: Path, download: Path, progress: Progress) -> None:
-        gguf = smollm2.obtain_gguf(download, progress, allow_download=not local_files_only)
+        gguf = smollm2.obtain_gguf(download, progress)
         smollm2.convert(gguf, into, progress)
 
     return _Conversion(name, smollm2.RECIPE, lambda: _NEEDED_BYTES, write)
