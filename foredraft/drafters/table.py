@@ -26,7 +26,6 @@ from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.confidence import MatchConfidence
 from foredraft.drafters.grow import NODE_COST, Guide
 from foredraft.drafters.heads.store import (
-    SELF_TEST,
     WEIGHTS,
     HeadInfo,
     TargetIdentity,
@@ -42,7 +41,6 @@ from foredraft.drafters.per_request import GuidedDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.drafters.suffix import SuffixPlace, SuffixText
 from foredraft.models.base import Capabilities
-from foredraft.models.files.safety import check_safetensors
 
 KIND = "table"
 BOTH = "with earlier matches"
@@ -128,11 +126,11 @@ class NgramTable:
 
 
 def load_table(directory: Path, target: TargetIdentity, vocab_size: int) -> NgramTable:
-    """A table, mapped and checked: kind, target, file, and what it says of some contexts.
+    """A table, mapped and checked: kind, target and file.
 
     Raises:
         ConfigError: no table is there, or it is of another target.
-        ModelLoadError: it is damaged, or does not say what it did when it was saved.
+        ModelLoadError: it is damaged.
     """
     info = read_info(directory)
     check_kind(info, KIND, directory)
@@ -152,7 +150,6 @@ def load_table(directory: Path, target: TargetIdentity, vocab_size: int) -> Ngra
             raise ValueError("a share is not between 0 and 1")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelLoadError(f"{directory} cannot be used: {error!r:.200}") from error
-    _run_self_test(directory / SELF_TEST, table)
     return table
 
 
@@ -161,36 +158,6 @@ def _promise(info: HeadInfo) -> tuple[float, float] | None:
     if not greedy["places"] or not sampled["places"]:
         return None
     return float(greedy[BOTH]), float(sampled[BOTH])
-
-
-def self_test(table: NgramTable, contexts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Some contexts, and what the table says follows: `load_table` compares it."""
-    whole = [context for context in contexts if len(context) == LONGEST]
-    said = [_padded(table.successors(context)) for context in whole]
-    return {
-        "contexts": torch.tensor(whole, dtype=torch.int64).reshape(-1, LONGEST),
-        "tokens": torch.tensor([[t for t, _ in each] for each in said], dtype=torch.int64),
-        "chances": torch.tensor([[c for _, c in each] for each in said], dtype=torch.float32),
-    }
-
-
-def _padded(found: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    return [*found, *[(-1, 0.0)] * (NUM_SUCCESSORS - len(found))]
-
-
-def _run_self_test(path: Path, table: NgramTable) -> None:
-    check_safetensors(path)
-    stored = load_file(path)
-    try:
-        actual = self_test(table, stored["contexts"].tolist())
-        same = all(torch.equal(actual[name], stored[name]) for name in actual)
-    except (KeyError, IndexError, RuntimeError, ValueError) as problem:
-        raise ModelLoadError(f"{path} cannot be run: {problem!r:.200}") from problem
-    if not same:
-        raise ModelLoadError(
-            f"{path}: the table says something else than when it was saved; it is damaged, or of "
-            "another version of foredraft. Train it again"
-        )
 
 
 NUM_CLASSES = 10

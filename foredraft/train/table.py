@@ -35,7 +35,6 @@ from foredraft.drafters.table import (
     NgramTable,
     TableText,
     load_table,
-    self_test,
 )
 from foredraft.models.files.progress import Progress
 from foredraft.train.acceptance import shares_by_depth
@@ -49,7 +48,6 @@ from foredraft.version import __version__
 _DEPTH = 3
 _PRIOR_TRIALS = 20.0
 _HELD_OUT_TEXTS = 200
-_TESTED = 64
 _SEPARATOR = np.uint64(1 << 40)
 _DOUBT = 4.0
 """A context that was seen as often as this counts as much as what the shorter ones say."""
@@ -331,7 +329,7 @@ def train_table(
     made |= {"contexts": len(table), "min_count": options.min_count, "foredraft": __version__}
     info = HeadInfo(KIND, {"shares": shares}, target.shape, target.identity, made, measured)
     card = _card(target.identity, measured, made)
-    write_folder(out, info, table.tensors, self_test(table, _some_contexts(learnt)), card)
+    write_folder(out, info, table.tensors, card)
     return measured
 
 
@@ -362,11 +360,6 @@ def _check_no_worse(new: Mapping[str, Any], kept: Mapping[str, Any], out: Path) 
 
 def _num_reply(text: Text) -> int:
     return len(text.reply_ids)
-
-
-def _some_contexts(texts: Sequence[Text]) -> list[list[int]]:
-    """For the self test."""
-    return [text.tokens[-LONGEST:].tolist() for text in texts[: 4 * _TESTED]][:_TESTED]
 
 
 def _card(target: TargetIdentity, measured: Mapping[str, Any], made: Mapping[str, Any]) -> str:

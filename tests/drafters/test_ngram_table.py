@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from foredraft.drafters.table import (
     NgramTable,
     TableText,
     load_table,
+    next_hash,
 )
 from foredraft.models.files.progress import SilentProgress
 from foredraft.train.options import TableOptions
@@ -138,6 +140,11 @@ def test_a_table_is_what_was_saved(folder: Path) -> None:
     assert "held-out replies" in (folder / "README.md").read_text()
 
 
+def test_keys_stay_what_stored_tables_have_them() -> None:
+    """Another hash would need another number of the format, or old tables would say nothing."""
+    assert reduce(next_hash, [3, 49_151, 0], 0) == 2530583521009388411
+
+
 def copy_of(folder: Path, where: Path) -> Path:
     where.mkdir()
     for path in folder.iterdir():
@@ -152,12 +159,6 @@ def test_a_damaged_table_is_refused(folder: Path, tmp_path: Path) -> None:
     tensors["chances"] = torch.ones_like(tensors["chances"])
     save_file(tensors, other / "weights.safetensors")
     with pytest.raises(ModelLoadError, match=r"is not what head\.json says"):
-        load_table(other, identity, VOCAB)
-    other = copy_of(folder, tmp_path / "test")
-    tensors = load_file(other / "self_test.safetensors")
-    tensors["tokens"] += 1
-    save_file(tensors, other / "self_test.safetensors")
-    with pytest.raises(ModelLoadError, match="something else than when it was saved"):
         load_table(other, identity, VOCAB)
     with pytest.raises(ModelLoadError, match="vocabulary of 4"):
         load_table(folder, identity, 4)

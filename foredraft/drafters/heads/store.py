@@ -1,9 +1,9 @@
 """The folder of something that was learnt for a target: what it says of itself, written whole.
 
 ``head.json`` (kind, config, target, provenance, measured acceptance), ``weights.safetensors``,
-``self_test.safetensors`` and ``README.md``. A process may be killed at any moment while they are
-written: the folder then holds what was there before, or both halves of the swap, which the next
-`finish_saving` completes.
+``README.md``, and of heads ``self_test.safetensors``. A process may be killed at any moment while
+they are written: the folder then holds what was there before, or both halves of the swap, which the
+next `finish_saving` completes.
 
 Shape legend: N token ids, E hidden size.
 """
@@ -146,15 +146,16 @@ def write_folder(
     directory: Path,
     info: HeadInfo,
     weights: Mapping[str, Tensor],
-    self_test: Mapping[str, Tensor],
     card: str,
+    self_test: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a folder; what was there before is replaced when all is written.
 
     Args:
         info: what ``head.json`` is to say; the digest of the weights' file is added.
-        weights, self_test: by name.
+        weights: by name.
         card: the text of README.md.
+        self_test: what is computed with them, by name; None: they are only looked up.
 
     Raises:
         TrainingError: it cannot be written, such as on a full disk.
@@ -164,7 +165,8 @@ def write_folder(
     shutil.rmtree(directory / _NEXT, ignore_errors=True)
     (directory / _NEXT).mkdir()
     write_tensors(directory / _NEXT / WEIGHTS, weights)
-    write_tensors(directory / _NEXT / SELF_TEST, self_test)
+    if self_test is not None:
+        write_tensors(directory / _NEXT / SELF_TEST, self_test)
     info = replace(info, weights_sha256=sha256_of(directory / _NEXT / WEIGHTS))
     meta = json.dumps({"format": _FORMAT} | asdict(info), indent=2)
     write_text(directory / _NEXT / META, meta + "\n")
@@ -355,7 +357,7 @@ def save_head(directory: Path, module: HeadModule, info: Mapping[str, Any], test
     rounded = type(module).from_config(module.shape, module.config)
     rounded.load_state_dict({name: _loaded(t, torch.float32) for name, t in stored.items()})
     whole_info = HeadInfo(module.kind, module.config, module.shape, **info)
-    write_folder(directory, whole_info, stored, _self_test(rounded, _on_cpu(test), depth), card)
+    write_folder(directory, whole_info, stored, card, _self_test(rounded, _on_cpu(test), depth))
 
 
 def _stored(tensor: Tensor) -> Tensor:
