@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from foredraft.server.usage import Prediction, Repeated
+from foredraft.server.usage import ExpectedText, Repeated
 
 
 def num_common(left: list[int], right: list[int]) -> int:
@@ -26,7 +26,7 @@ def test_the_longest_common_subsequence_is_counted(seed: int) -> None:
     predicted, written = (
         [generator.randrange(vocab) for _ in range(generator.randrange(70))] for _ in range(2)
     )
-    repeated = Repeated(Prediction(predicted))
+    repeated = Repeated(ExpectedText(predicted))
     at = 0
     while at < len(written):
         size = generator.randrange(1, 9)
@@ -39,13 +39,13 @@ def test_the_longest_common_subsequence_is_counted(seed: int) -> None:
 def test_a_long_prediction_that_comes_true_is_accepted() -> None:
     """Longer than what used to be compared, and with another beginning."""
     predicted = [number * 7 % 1000 for number in range(6000)]
-    repeated = Repeated(Prediction(predicted))
+    repeated = Repeated(ExpectedText(predicted))
     repeated.add([5, 5, *predicted[100:]])
     assert repeated.count in range(5900, 5903)
 
 
 def test_several_replies_share_a_prediction() -> None:
-    prediction = Prediction([1, 2, 3])
+    prediction = ExpectedText([1, 2, 3])
     first, second = Repeated(prediction), Repeated(prediction)
     first.add([1, 3])
     second.add([3])
