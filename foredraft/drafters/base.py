@@ -112,6 +112,12 @@ class DraftRow:
         params = replace(self.params, coupling="seeded")
         return replace(self, params=params, choices=LikeliestChoices(), budget=budget)
 
+    def chosen(self, budget: int) -> DraftRow:
+        """The same row for a stage of a drafter, whose tokens are guesses and must be chosen."""
+        if self.params.coupling == "seeded":
+            return replace(self, budget=budget)
+        return self.without_noise(budget)
+
     def weigh(self, candidates: Sequence[Choice], depth: int) -> list[Choice]:
         """What the row's noise leaves of the chances of known candidates; see `SharedChoices`.
 

@@ -19,8 +19,7 @@ from foredraft.drafters.heads.hidden_head import HiddenHeadModule
 from foredraft.drafters.heads.steps import GROWTH_OPTIONS, StepDrafter, growth_limits
 from foredraft.drafters.heads.store import HEAD_OPTION, trained_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
-from foredraft.drafters.suffix import SuffixText
-from foredraft.drafters.table import NgramTable, TableText, found_table
+from foredraft.drafters.table import NgramTable, found_table, new_text
 from foredraft.models.base import Capabilities, HeadTarget
 
 
@@ -48,12 +47,7 @@ class BlendDrafter(StepDrafter):
 
     def begin(self, row: DraftRow) -> None:
         super().begin(row)
-        is_sampled = row.params.temperature > 0.0
-        self._texts[row.request_id] = (
-            SuffixText(row.tokens)
-            if self._table is None
-            else TableText(row.tokens, self._table, is_sampled)
-        )
+        self._texts[row.request_id] = new_text(row, self._table)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         copied = {row.request_id: self._copied(row) for row in rows if self._is_sure(row)}

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.traits import DrafterTraits
-from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
+from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import (
     ContinuingDrafter,
@@ -119,13 +120,6 @@ class Cascade:
         _log.debug("cascade after request %d: %s", request_id, self.stage_counts)
 
 
-def seeded(row: DraftRow, budget: int) -> DraftRow:
-    """The same row for a stage whose tokens must be chosen."""
-    if row.params.coupling == "seeded":
-        return replace(row, budget=budget)
-    return row.without_noise(budget)
-
-
 class VerticalCascade(Cascade):
     """See `foredraft.drafters.cascade`. Rows that still draft share a forward of the draft model.
 
@@ -194,7 +188,8 @@ class VerticalCascade(Cascade):
         scores = self._model.score(reads)
         self._drafting.counts.asked += len(chains)
         for chain, read, score in zip(chains, reads, scores, strict=True):
-            path = _follow(chain, read.tree, score.logits_NV)
+            # Tokens, and with coupling "drawn" their laws, are the draft model's in any case.
+            path = chain.follow(read.tree, partial(_extend, chain, score.logits_NV))
             self._cache.keep(chain.row.request_id, read.pending, read.tree, path)
             if guess := guesses.get(chain.row.request_id):
                 guess[1].counts.drafted += len(read.tree)
@@ -209,7 +204,7 @@ class VerticalCascade(Cascade):
 
 def _offers(stage: Stage, chains: Sequence[ChainDraft]) -> list[Proposal]:
     """What a stage offers after each chain, or after the text where the chain is empty."""
-    rows = [seeded(chain.row, chain.num_left - 1) for chain in chains]
+    rows = [chain.row.chosen(chain.num_left - 1) for chain in chains]
     starting = [row for row, chain in zip(rows, chains, strict=True) if not chain.tokens]
     first = iter(stage.propose(starting) if starting else ())
     return [
@@ -218,21 +213,8 @@ def _offers(stage: Stage, chains: Sequence[ChainDraft]) -> list[Proposal]:
     ]
 
 
-def _follow(chain: ChainDraft, tree: TokenTree, logits_NV: Tensor) -> list[int]:
-    """Let the draft model speak for as long as the tree has foreseen it; the nodes on the way.
-
-    The tokens, and with coupling "drawn" their distributions, are the draft model's own whatever
-    the tree holds.
-    """
-    node, path = ROOT, list[int]()
-    while chain.num_left:
-        token = chain.extend(logits_NV[node + 1])
-        child = None if token is None else tree.child_with_token(node, token)
-        if child is None:
-            break
-        path.append(child)
-        node = child
-    return path
+def _extend(chain: ChainDraft, logits_NV: Tensor, place: int) -> int | None:
+    return chain.extend(logits_NV[place])
 
 
 @dataclass
@@ -275,7 +257,7 @@ class HorizontalCascade(Cascade):
                     relay.take(offer, stage)
             for relay in handed_over:
                 tokens = relay.proposal.tree.tokens
-                rest = seeded(relay.row, relay.row.budget - len(tokens))
+                rest = relay.row.chosen(relay.row.budget - len(tokens))
                 relay.take(stage.propose_after(rest, tokens), stage)
         for relay in relays:
             self._authors[relay.row.request_id] = relay.authors

@@ -8,7 +8,7 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from foredraft.core.choices import Choice
 from foredraft.core.draws import DrawKey
 from foredraft.core.proposal import Proposal
 from foredraft.core.traits import DrafterTraits
-from foredraft.core.tree import EMPTY_TREE, TokenTree
+from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.models.base import ScoreRow, Target, read
 
@@ -53,17 +53,36 @@ class ChainDraft:
         """What draws the next token; None where its logits have to be looked at."""
         return None if self._min_confidence else self._draft.draw_key(len(self._draft) - 1)
 
-    def take(self, tokens: Sequence[int]) -> None:
-        """Add tokens that were drawn one after the other, the first with `draw_key`."""
-        for token in tokens:
-            self._draft.take(len(self._draft) - 1, token)
+    def take(self, choice: Choice | int | None) -> int | None:
+        """Add the token that follows the last one, and return it; None ends the chain.
 
-    def choose(self, choices: Sequence[Choice]) -> None:
-        """Add the first of the tokens that the target will likeliest take; none ends the chain."""
-        if not choices:
+        Args:
+            choice: the token, with its chance or without.
+        """
+        if choice is None:
             self._has_ended = True
-        else:
-            self._draft.take(len(self._draft) - 1, *choices[0])
+            return None
+        token, chance = choice if isinstance(choice, Choice) else (choice, None)
+        self._draft.take(len(self._draft) - 1, token, chance)
+        return token
+
+    def follow(self, tree: TokenTree, extend: Callable[[int], int | None]) -> list[int]:
+        """Grow for as long as a tree has foreseen it; the nodes on the way.
+
+        Args:
+            tree: guesses of what the chain grows by.
+            extend: grows it by what is said after the last token (0) or after a node (its number
+                and one), and returns the token.
+        """
+        node, path = ROOT, list[int]()
+        while self.num_left:
+            token = extend(node + 1)
+            child = None if token is None else tree.child_with_token(node, token)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
 
     def extend(self, logits_V: Tensor) -> int | None:
         """Add the token that follows the last one, and return it; None ends the chain.

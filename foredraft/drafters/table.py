@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -271,6 +272,13 @@ class TableText(Guide):
         self.place = self._own.place, (*self.place[1], token)[-LONGEST:]
 
 
+def new_text(row: DraftRow, table: NgramTable | None) -> Guide:
+    """A row's text: what it copies, and what a table says if there is one."""
+    if table is None:
+        return SuffixText(row.tokens)
+    return TableText(row.tokens, table, row.params.temperature > 0.0)
+
+
 def found_table(context: DrafterContext, option: str) -> NgramTable | None:
     """The table that the user named, or that comes with the package; None: there is none.
 
@@ -296,10 +304,7 @@ def _build(context: DrafterContext) -> Drafter:
             "table --target MODEL --out DIR', and name its directory with the drafter option head"
         )
 
-    def new_text(row: DraftRow) -> TableText:
-        return TableText(row.tokens, table, row.params.temperature > 0.0)
-
-    drafter = GuidedDrafter.of(context, new_text)
+    drafter = GuidedDrafter.of(context, partial(new_text, table=table))
     drafter.traits = replace(drafter.traits, promise=table.promise)
     return drafter
 

@@ -428,7 +428,7 @@ class LowBitCopy(Protocol):
     def with_head_rows(self, ids_R: Tensor, rows_RE: Tensor) -> LowBitCopy:
         """The same copy with some rows of the head, which takes less time and draws no other token.
 
-        It is for `draft`; the logits of `score` are of these rows alone.
+        Its logits are of these rows alone.
 
         Args:
             ids_R: their tokens, ascending.
@@ -453,17 +453,11 @@ class LowBitCopy(Protocol):
             rows: as for `Target.score`; ``pending`` are the first tokens to read.
             starts: of each row the place of the first of them: the slot's length, or more where
                 the copy has read the tokens in between since the slot was last changed.
-        """
-        ...
-
-    def draft(self, rows: Sequence[ScoreRow], starts: Sequence[int], count: int) -> list[list[int]]:
-        """Likewise, going on from the token that is drawn for each row: ``count`` tokens a row.
-
-        Args:
-            rows: one pending token each, and a `ScoreRow.draw`.
 
         Returns:
-            The drawn tokens of each row, fewer where logits are not finite.
+            With a draw for each row of logits, or with none: behind the first token of a chain
+            they are drawn by the noise of the next positions. None where a row has no
+            `ScoreRow.draw`, or its logits are not finite.
         """
         ...
 

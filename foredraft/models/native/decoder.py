@@ -51,23 +51,4 @@ class Decoder(Protocol):
         ...
 
 
-class DraftingDecoder(Decoder, Protocol):
-    """One that drafts many tokens in one call."""
-
-    def draft(self, plan: ForwardPlan, cache: Entries, count: int) -> list[list[int]]:
-        """Run the plan and go on from the token that it draws for each row, ``count`` times in all.
-
-        Args:
-            plan: one token and one draw (`ForwardPlan.draws`) a row. The positions of draws and
-                tokens go on by one each time; there is room for the entries.
-
-        Returns:
-            The drawn tokens of each row, fewer where logits are not finite.
-
-        Raises:
-            IndexError: as `forward`.
-        """
-        ...
-
-
 DecoderFactory = Callable[[DecoderConfig, DecoderWeights], Decoder]

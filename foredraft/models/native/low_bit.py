@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,7 +24,7 @@ from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import packed
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.decoder import Decoder, DecoderFactory, DraftingDecoder
+from foredraft.models.native.decoder import Decoder, DecoderFactory
 from foredraft.models.native.packed import PACKED, Int8Matrix, Matrix, PackedMatrix, tensor_of
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.shallow import announce
@@ -62,7 +61,7 @@ class NativeLowBitCopy:
     ) -> None:
         self._config, self.weights = config, weights
         self._new_decoder, self._cache = new_decoder, cache
-        self._decoder = cast(DraftingDecoder, new_decoder(config, weights))
+        self._decoder = new_decoder(config, weights)
         self.bits = weights.bits
         self.num_bytes = sum(matrix.nbytes for matrix in matrices_of(weights).values())
         last = tensor_of(weights.layers[-1].output_weight)
@@ -77,17 +76,21 @@ class NativeLowBitCopy:
         assert isinstance(target.cache, KVCache)
         return NativeLowBitCopy(self._config, self.weights, self._new_decoder, target.cache)
 
-    def draft(self, rows: Sequence[ScoreRow], starts: Sequence[int], count: int) -> list[list[int]]:
-        plan = plan_forward(rows, starts)
-        announce(plan, self._cache, count - 1)
-        plan = replace(plan, draws=draws_of(rows, plan))
-        return self._decoder.draft(plan, self._cache, count)
-
     @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
         plan = plan_forward(rows, starts)
         announce(plan, self._cache)
-        return scored(self._decoder, plan, self._cache, rows)
+        wanted = [
+            Wanted(place, row.draw.seed, row.draw.position + ahead, row.draw.scale)
+            for row, heads in zip(rows, plan.row_heads, strict=True)
+            if row.draw is not None
+            for ahead, place in enumerate(heads)
+        ]
+        scores = scored(self._decoder, plan, self._cache, wanted)
+        if scores.draws is None:
+            return scores
+        drawn = dict(zip([each.row for each in wanted], scores.draws, strict=True))
+        return replace(scores, draws=[*map(drawn.get, range(len(plan.heads)))])
 
 
 @dataclass
@@ -219,22 +222,12 @@ def scored(
     decoder: Decoder,
     plan: ForwardPlan,
     cache: KVCache,
-    rows: Sequence[ScoreRow],
+    wanted: Sequence[Wanted],
     taps: Sequence[int] = (),
 ) -> Scores:
-    """Run a plan of some rows, and draw what they want drawn where the decoder does that."""
-    if decoder.draws:
-        plan = replace(plan, draws=draws_of(rows, plan))
+    """Run a plan, and draw what is wanted where the decoder does that."""
+    if decoder.draws and wanted:
+        plan = replace(plan, draws=DrawRows(wanted))
     logits_NV, tapped = decoder.forward(plan, cache, taps)
     draws = plan.draws.found() if plan.draws else None
     return Scores(logits_NV, tuple(plan.row_heads), tapped, tuple(plan.rows), draws)
-
-
-def draws_of(rows: Sequence[ScoreRow], plan: ForwardPlan) -> DrawRows | None:
-    """What the rows want drawn; None: nothing."""
-    wanted = [
-        Wanted(heads.start, *row.draw)
-        for row, heads in zip(rows, plan.row_heads, strict=True)
-        if row.draw is not None and heads
-    ]
-    return DrawRows(wanted) if wanted else None

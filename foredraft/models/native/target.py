@@ -12,6 +12,7 @@ from torch import Tensor
 from foredraft.cache.blocks import in_blocks
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import CacheMemory
+from foredraft.core.draws import Wanted
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
@@ -113,7 +114,12 @@ class NativeTarget:
         if resumed:
             plan = resumed.rest(plan, self.decoder, self.cache, self.num_layers)
         to_run = [tap for tap in taps if not resumed or tap >= resumed.exit_layer]
-        scores = scored(self.decoder, plan, self.cache, rows, to_run)
+        wanted = [
+            Wanted(heads.start, *row.draw)
+            for row, heads in zip(rows, plan.row_heads, strict=True)
+            if row.draw is not None and heads
+        ]
+        scores = scored(self.decoder, plan, self.cache, wanted, to_run)
         if len(to_run) == len(taps):
             return scores
         assert plan.hidden_TE is not None
