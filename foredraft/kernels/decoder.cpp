@@ -3,7 +3,6 @@
 #pragma GCC optimize("ira-algorithm=priority")  // spills fewer of dot_block's running sums
 #endif
 
-#include <algorithm>
 #include <vector>
 
 #include "attention_plan.h"
@@ -66,32 +65,6 @@ int64_t foredraft_forward(const ForedraftModel* model, const ForedraftForward* f
   return with_types(*model, [&](auto weight, auto form) {
     return run<decltype(weight), decltype(form)>(*model, *forward);
   });
-}
-
-// Drafts `count` tokens for each row of a forward of one token a row: each forward goes on from the
-// tokens that the one before it has drawn. `drafted` [count, N]; -1 from where one cannot be drawn.
-__attribute__((visibility("default")))
-int64_t foredraft_draft(const ForedraftModel* model, const ForedraftForward* forward, int64_t count,
-                        int32_t* drafted) {
-  const int64_t num_rows = forward->num_rows;
-  std::fill(drafted, drafted + count * num_rows, -1);
-  std::vector<int32_t> tokens(forward->token_ids, forward->token_ids + num_rows);
-  std::vector<int32_t> positions(forward->positions, forward->positions + num_rows);
-  std::vector<int32_t> entries(forward->entries, forward->entries + num_rows);
-  std::vector<int32_t> prefixes(forward->prefixes, forward->prefixes + num_rows);
-  ForedraftForward next = *forward;
-  next.token_ids = tokens.data(), next.positions = positions.data();
-  next.entries = entries.data(), next.prefixes = prefixes.data();
-  for (int64_t step = 0; step < count; ++step, drafted += num_rows, ++next.max_entries) {
-    if (const int64_t outcome = foredraft_forward(model, &next)) return outcome;
-    for (int64_t row = 0; row < num_rows; ++row) {
-      ForedraftDraw& draw = next.draws[row];
-      if (draw.token < 0) return 0;
-      drafted[row] = tokens[row] = static_cast<int32_t>(draw.token);
-      ++positions[row], ++entries[row], ++prefixes[row], ++draw.position;
-    }
-  }
-  return 0;
 }
 
 }  // extern "C"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foredraft.control.fixed import FixedBudget
+from foredraft.core.cost import FREE_NODES
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.noise import gumbel_argmax
@@ -21,6 +22,8 @@ from foredraft.core.rules import Rules
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRow
+from foredraft.drafters.grow import Guide
+from foredraft.drafters.per_request import GuidedDrafter
 from foredraft.drafters.self_draft import CopyHead, Fit, SelfDrafter, measured_fit
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
@@ -36,6 +39,13 @@ from tests.drafters.heads import random_text, tiny_target
 from tests.engine.helpers import drain, engine_of
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 8, 9, 7, 8, 9, 7])
+FOLLOWED = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=0.8, logit_bias={3: 2.0}),
+    SamplingParams(temperature=0.9, coupling="drawn"),
+)
 
 
 @pytest.fixture
@@ -108,6 +118,67 @@ def test_it_joins_in_the_middle_and_agrees_with_plain(target: NativeTarget) -> N
         assert [result.token_ids for result in results] == expected
 
 
+class Oracle(Guide):
+    """Knows what will be written, but for every so many tokens; counts nothing."""
+
+    def __init__(self, text: list[int], start: int, wrong_every: int) -> None:
+        self._text, self.place, self._wrong_every = text, start, wrong_every
+
+    def successors(self, place: int) -> list[tuple[int, float, int]]:
+        if place >= len(self._text):
+            return []
+        wrong = place % self._wrong_every == 0
+        return [(self._text[place] ^ wrong, 0.9, place + 1)]
+
+    def advance(self, place: int, token: int) -> int:
+        return place + 1
+
+    def commit(self, token: int) -> None:
+        self.place += 1
+
+
+@pytest.mark.parametrize("params", FOLLOWED)
+@pytest.mark.parametrize("wrong_every", [1, 2, 3, 1000])
+def test_guesses_change_no_draft_and_save_forwards(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch, params: SamplingParams, wrong_every: int
+) -> None:
+    """Whatever is guessed, the copy drafts the same; where guesses are right in fewer forwards."""
+    params = replace(params, max_tokens=30, ignore_eos=True, seed=3)
+    prompt = PROMPTS[0]
+    (written,) = plain(target, [prompt], params)
+    text = [*prompt, *written]
+    drafts: list[list[tuple[int, ...]]] = []
+    forwards: list[int] = []
+    for has_guesses in (False, True):
+        drafter = self_draft(target, bits=8)
+        forwards.append(0)
+        drafts.append([])
+
+        def count(head: CopyHead, chains: Any, guesses: Any, usual: Any = CopyHead.extend) -> None:
+            forwards[-1] += 1
+            usual(head, chains, guesses)
+
+        known = text if has_guesses else []
+        drafter._guesser = GuidedDrafter(
+            lambda row, known=known: Oracle(known, len(row.tokens), wrong_every),  # type: ignore[misc]
+            FREE_NODES,
+            tree=False,
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr(CopyHead, "extend", count)
+            policy = Policy.of(target, drafter, FixedBudget(6))
+            policy.trace = GuardedTrace(
+                lambda record: drafts[-1].append(record.rows[0].proposal.tree.tokens)
+            )
+            engine = Engine(target, policy)
+            engine.submit(prompt, params)
+            drain(engine)
+    assert drafts[0] == drafts[1]
+    assert forwards[1] <= forwards[0]
+    if wrong_every == 1000:
+        assert forwards[1] < 0.9 * forwards[0]
+
+
 def test_it_drafts_nothing_in_the_first_step(target: NativeTarget) -> None:
     """So a drawn text does not depend on what the cache holds of its prompt."""
     sizes: list[list[int]] = []
@@ -160,7 +231,8 @@ def test_the_copy_shares_the_embedding_and_is_made_once(target: NativeTarget) ->
 def test_its_fit_is_measured(target: NativeTarget) -> None:
     fit = measured_fit(target, target.low_bit_copy(8), [1])
     assert fit.greedy > 0.7
-    assert fit.share > 0.0
+    assert min(fit.shares) > 0.0
+    assert 0.0 < fit.token_share(0.9) < fit.token_share(0.1)
     drafter = self_draft(target, bits=8)
     assert drafter.traits.promise is not None
     assert drafter.traits.round_share is not None
@@ -248,22 +320,26 @@ def test_a_short_head_draws_what_its_rows_say(target: NativeTarget, temperature:
     names = {short.identity, copy.identity}
     assert len(names) == 2
     for seed in range(20):
-        row = ScoreRow(slot, text, draw=DrawKey(seed, 40, scale))
-        scores = copy.score([row], [0])
-        allowed_V = torch.full((target.vocab_size,), -math.inf)
-        allowed_V[ids_R] = scores.logits_NV[0, ids_R]
-        ((token,),) = short.draft([replace(row, pending=text[-1:])], [len(text) - 1], 1)
-        assert token in ids_R.tolist()
-        if temperature:
-            assert token == gumbel_argmax(allowed_V, seed, 40, scale)
-        else:
-            assert token == int(allowed_V.argmax())
+        copy.score([ScoreRow(slot, text[:-1])], [0])
+        row = ScoreRow(slot, text[-1:], TokenTree.chain([3, 5]), draw=DrawKey(seed, 40, scale))
+        scores = copy.score([row], [len(text) - 1])
+        allowed_NV = torch.full((3, target.vocab_size), -math.inf)
+        allowed_NV[:, ids_R] = scores.logits_NV[:, ids_R]
+        draws = short.score([row], [len(text) - 1]).draws
+        assert draws is not None
+        for ahead, (draw, allowed_V) in enumerate(zip(draws, allowed_NV, strict=True)):
+            assert draw is not None
+            assert draw.token in ids_R.tolist()
+            if temperature:
+                assert draw.token == gumbel_argmax(allowed_V, seed, 40 + ahead, scale)
+            else:
+                assert draw.token == int(allowed_V.argmax())
 
 
 def test_texts_of_other_tokens_get_the_whole_head(target: NativeTarget) -> None:
     ids_R = torch.arange(0, target.vocab_size, 2)
     copy = target.low_bit_copy(4)
-    drafter = SelfDrafter(target, copy, Fit(0.9, 0.9, 0.4), ids_R)
+    drafter = SelfDrafter(target, copy, Fit(0.9, 0.9, (0.4,)), usual_ids_R=ids_R)
     params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=9)
     prompts = [[2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11]]
     results = run(target, drafter, prompts, params, 4)

@@ -15,7 +15,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 
 import torch
@@ -95,9 +95,6 @@ class FusedDecoder:
         self._forward = library.foredraft_forward
         self._forward.argtypes = [POINTER(interface.Model), POINTER(interface.Forward)]
         self._forward.restype = c_int64
-        self._draft = library.foredraft_draft
-        self._draft.argtypes = [*self._forward.argtypes, c_int64, POINTER(c_int32)]
-        self._draft.restype = c_int64
         self._workspace_size = library.foredraft_workspace_size
         self._workspace_size.argtypes = [POINTER(interface.Model), *[c_int64] * 4]
         self._workspace_size.restype = c_int64
@@ -143,23 +140,6 @@ class FusedDecoder:
             self._call(described)
         return logits_NV, tapped
 
-    def draft(self, plan: ForwardPlan, cache: Entries, count: int) -> list[list[int]]:
-        """See `foredraft.models.native.decoder.DraftingDecoder`."""
-        assert plan.draws is not None
-        self._check_plan(plan, cache, count - 1)
-        if self._process != os.getpid():
-            self._begin_in_child()
-        num_rows = len(plan.rows)
-        logits_NV = torch.empty(num_rows, self._num_outputs)
-        drafted = (c_int32 * (count * num_rows))()
-        with self._lock:
-            described = self._describe_forward(plan, logits_NV, {}, count - 1)
-            _point_to_entries(described, plan, cache)
-            described.num_draws, described.draws = num_rows, plan.draws.rows
-            self._call(described, lambda *both: self._draft(*both, count, drafted), count)
-        columns = [drafted[row::num_rows] for row in range(num_rows)]
-        return [[token for token in column if token >= 0] for column in columns]
-
     def logits(self, normed_TE: Tensor) -> Tensor:
         """The head alone: float32 logits [T, V] of normed states.
 
@@ -196,19 +176,15 @@ class FusedDecoder:
         with self._lock:
             self._call(described)
 
-    def _call(
-        self, described: interface.Forward, run: Callable[..., int] | None = None, times: int = 1
-    ) -> None:
-        """Run it; ``run`` does so ``times`` times."""
+    def _call(self, described: interface.Forward) -> None:
         num_layers = described.end_layer - described.first_layer
         size = forward_size(
             described.num_tokens, described.max_entries, described.num_wanted, num_layers
         )
         described.num_threads = self._num_threads or self._chooser.choose(size)
         started = time.perf_counter()
-        outcome = (run or self._forward)(self._model, described)
-        _check_outcome(outcome, described.num_threads)
-        self._chooser.observe(size, (time.perf_counter() - started) / times)
+        _check_outcome(self._forward(self._model, described), described.num_threads)
+        self._chooser.observe(size, time.perf_counter() - started)
 
     def _begin_in_child(self) -> None:
         """After fork(): the kernel starts threads of its own anew, torch does not.
@@ -219,9 +195,9 @@ class FusedDecoder:
         torch.set_num_threads(1)
 
     def _describe_forward(
-        self, plan: ForwardPlan, logits_NV: Tensor, tapped: dict[int, Tensor], num_more: int = 0
+        self, plan: ForwardPlan, logits_NV: Tensor, tapped: dict[int, Tensor]
     ) -> interface.Forward:
-        """All but where the cache's entries lie; with room for ``num_more`` entries of each row."""
+        """All but where the cache's entries lie."""
         max_entries = max(map(plan.end, plan.rows))
         layers = plan.layers_to_run(len(self._layers))
         extra_starts = [0]
@@ -247,7 +223,7 @@ class FusedDecoder:
             taps=(c_void_p * len(self._layers))(
                 *(tapped[i].data_ptr() if i in tapped else None for i in range(len(self._layers)))
             ),
-            workspace=self._work_memory(len(plan), len(plan.heads), max_entries + num_more),
+            workspace=self._work_memory(len(plan), len(plan.heads), max_entries),
             num_threads=self._num_threads or self._chooser.best,
             phase_seconds=self._phase_seconds,
         )
@@ -259,7 +235,7 @@ class FusedDecoder:
             self._workspace = torch.empty(needed, dtype=torch.float32)
         return self._workspace.data_ptr()
 
-    def _check_plan(self, plan: ForwardPlan, cache: Entries, num_more: int = 0) -> None:
+    def _check_plan(self, plan: ForwardPlan, cache: Entries) -> None:
         cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
         if not 0 <= min(plan.token_ids) <= max(plan.token_ids) < self._config.vocab_size:
             raise IndexError(
@@ -267,7 +243,7 @@ class FusedDecoder:
                 f"vocabulary of {self._config.vocab_size}"
             )
         for row in plan.rows:
-            slot, end = plan.slot(row), plan.end(row) + num_more
+            slot, end = plan.slot(row), plan.end(row)
             held = len(cache.table(slot)) * cache.store.block_size
             if end > held:
                 raise IndexError(

@@ -120,9 +120,9 @@ class ShallowView:
         return logits_RV, [hidden_TE[token] for token in last], computed
 
 
-def announce(plan: ForwardPlan, cache: KVCache, num_more: int = 0) -> None:
-    """Make room for what a forward writes, and for more entries of each row; let its slots know."""
-    ends = [(plan.slot(row), plan.end(row) + num_more) for row in plan.rows]
+def announce(plan: ForwardPlan, cache: KVCache) -> None:
+    """Make room for what a forward writes, and let its slots know."""
+    ends = [(plan.slot(row), plan.end(row)) for row in plan.rows]
     for slot, end in ends:
         cache.reserve(slot, end - cache.length(slot))
     for slot, end in ends:
