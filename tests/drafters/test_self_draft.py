@@ -175,7 +175,7 @@ def test_guesses_change_no_draft_and_save_forwards(
             drain(engine)
     assert drafts[0] == drafts[1]
     assert forwards[1] <= forwards[0]
-    if wrong_every == 1000:
+    if wrong_every == 1000 and params.coupling == "seeded":
         assert forwards[1] < 0.9 * forwards[0]
 
 
