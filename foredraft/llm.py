@@ -214,7 +214,8 @@ class LLM:
         """The name of the drafter that ``options`` mean, and what they ask for."""
         name = resolve_drafter(options, self._draft is not None, self.target)
         context, cost = self.drafter_context, self.cost
-        return name, policy_for(name, options, context, cost, experience, drafter)
+        policy = policy_for(name, options, context, cost, experience, drafter)
+        return name if drafter else next(iter(policy.drafters), name), policy
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -24,8 +25,9 @@ _BESIDE = ("self_draft", "suffix")
 place."""
 _log = logging.getLogger("foredraft")
 _USUAL_CONTEXT = 256
-_LEAST_SPEEDUP = 1.05
-"""That a drafter which takes a forward a token has to promise to be loaded unasked."""
+_LEAST_SPEEDUP, _AS_GOOD_AS_A_HEAD = 1.05, 1.4
+"""That a drafter which takes a forward a token has to promise to be loaded unasked, and to be
+loaded instead of a trained head."""
 
 
 def policy_for(
@@ -55,7 +57,9 @@ def policy_for(
         joins_late = not own.taps and not own.layers
         loaded = [LoadedDrafter(own, context.target, joins_late=joins_late)]
     elif fixed is None and options.drafter == "auto":
-        loaded = [_loaded(name, context), *_beside(name, replace(context, options={}), cost)]
+        loaded = _loaded_for_auto(
+            name, context, cost.price(_USUAL_CONTEXT) if cost else USUAL_PRICE
+        )
     else:
         loaded = [_loaded(name, context)]
     if fixed is not None:
@@ -63,25 +67,42 @@ def policy_for(
     return Policy(AdaptiveBudget([each.traits for each in loaded], cost, experience), loaded)
 
 
-def _beside(name: str, context: DrafterContext, cost: CostModel | None) -> Iterator[LoadedDrafter]:
-    """What is loaded beside the drafter of this name, unless there is no memory for it."""
+def _loaded_for_auto(name: str, context: DrafterContext, price: Price) -> list[LoadedDrafter]:
+    """What "auto" means: the drafter of this name, and what joins any text at any place.
+
+    A trained head reads every prompt and has to be there from its beginning. Where a copy drafts as
+    well as it without either, the head stays away.
+    """
+    beside = [
+        loaded
+        for loaded in _beside(name, replace(context, options={}))
+        if _speedup(loaded.traits, price) >= _LEAST_SPEEDUP
+    ]
+    has_good_copy = any(
+        loaded.traits.round_share and _speedup(loaded.traits, price) >= _AS_GOOD_AS_A_HEAD
+        for loaded in beside
+    )
+    if has_good_copy and drafter_spec(name).trained and not context.options:
+        return beside
+    return [_loaded(name, context), *beside]
+
+
+def _beside(name: str, context: DrafterContext) -> Iterator[LoadedDrafter]:
+    """What can draft beside the drafter of this name, unless there is no memory for it."""
     for other in _BESIDE:
         if other == name or drafter_spec(other).missing_capabilities(context.target):
             continue
         try:
-            loaded = _loaded(other, context)
+            yield _loaded(other, context)
         except (*NO_MEMORY, ModelLoadError) as error:
             _log.info("no %s: %s", other, error)
-            continue
-        if _pays(loaded.traits, cost.price(_USUAL_CONTEXT) if cost else USUAL_PRICE):
-            yield loaded
 
 
-def _pays(traits: DrafterTraits, price: Price) -> bool:
-    """Whether a drafter that takes a forward a token can pay at any temperature, if it is one."""
+def _speedup(traits: DrafterTraits, price: Price) -> float:
+    """What a drafter promises on average, if it takes a forward a token; inf: it does not."""
     if traits.round_share is None or traits.promise is None:
-        return True
-    return chain_speedup(max(traits.promise), traits.round_share, price) >= _LEAST_SPEEDUP
+        return math.inf
+    return chain_speedup(sum(traits.promise) / 2, traits.round_share, price)
 
 
 def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:
