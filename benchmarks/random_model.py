@@ -17,6 +17,7 @@ from foredraft.llm import LLM
 from foredraft.load import native_decoder, plan_native
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.packed import PACKED, Matrix, tensor_of
+from foredraft.models.native.rope import RotaryEmbedding
 from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
@@ -62,12 +63,7 @@ def random_config(name: str) -> DecoderConfig:
         model_type="llama",
         max_position_embeddings=8192,
         rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_inv_freq_scaling=None,
-        attention_bias=False,
-        output_bias=False,
-        qk_norm=False,
-        eos_token_ids=(),
+        ropes=(RotaryEmbedding(10000.0, shapes()[name].head_dim),),
     )
 
 

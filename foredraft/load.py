@@ -330,7 +330,7 @@ def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: 
     reason = None
     if options.backend == "auto":
         path = checkpoint.directory / "config.json"
-        reason = why_not_native(checkpoint.config, path, options.max_context)
+        reason = why_not_native(checkpoint.config, path)
     if options.backend == "native" or (options.backend == "auto" and reason is None):
         config, _ = fit(checkpoint, read_config(checkpoint.directory, options.max_context))
         return plan_native(name, checkpoint, config, options, device)
@@ -372,7 +372,7 @@ def plan_native(
     if dtype == "auto":
         dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
     weights = options.weights if options.weights in _BITS else dtype
-    tiles = kernel_problem is None and weights == "bfloat16" and has_tiles()
+    tiles = kernel_problem is None and weights == "bfloat16" and config.fits_tiles and has_tiles()
     bits = _TILES if tiles else _BITS.get(weights)
     in_memory, read = weight_bytes(config, getattr(torch, dtype).itemsize, bits)
     return ModelPlan(
@@ -385,7 +385,7 @@ def plan_native(
         weights=weights,
         weight_bytes=in_memory,
         read_bytes=read,
-        num_parameters=config.num_matrix_parameters,
+        num_parameters=config.num_read_parameters,
         cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
         cache_memory=checked_memory("cache_memory", options.cache_memory),

@@ -32,11 +32,10 @@ template <class Weight, class Form>
 class AttentionPhase {
  public:
   AttentionPhase(const ForedraftModel& model, const ForedraftForward& forward,
-                 const Workspace<Weight, Form>& work, const std::vector<Visible>& visible,
-                 const AttentionPlan& plan, Member& me, int64_t index,
+                 const Workspace<Weight, Form>& work, const View& view, Member& me, int64_t index,
                  const ForedraftLayer& layer)
-      : model_(model), forward_(forward), work_(work), visible_(visible), plan_(plan), me_(me),
-        index_(index), layer_(layer) {}
+      : model_(model), forward_(forward), work_(work), visible_(view.visible), plan_(view.plan),
+        me_(me), index_(index), layer_(layer) {}
 
   void run() const {
     const std::vector<AttentionPlan::Piece>& pieces = plan_.pieces(me_.index);
@@ -64,15 +63,18 @@ class AttentionPhase {
   // Finishes the queries of a tile: [tokens, G, padded D].
   void put_queries(Range tokens, int64_t kv_head, const Attention& attention) const {
     float *row = attention.queries, *x = attention.scores;  // room for one
-    const float scale = kLog2E / std::sqrt(float(D));
-    for (int64_t token = tokens.begin; token < tokens.end; ++token)
+    const float scale =
+        model_.query_scale ? kLog2E * float(model_.query_scale) : kLog2E / std::sqrt(float(D));
+    for (int64_t token = tokens.begin; token < tokens.end; ++token) {
+      const float* queries = work_.qkv + token * (H + 2 * model_.num_kv_heads) * D;
+      const HeadNorm norm(model_, layer_.query_norm, queries, H);
       for (int64_t head = kv_head * G; head < (kv_head + 1) * G; ++head, row += padded(D)) {
-        const float* source = work_.qkv + token * (H + 2 * model_.num_kv_heads) * D + head * D;
-        std::copy(source, source + D, x);
-        normalise_head(x, layer_.query_norm, D, model_.norm_eps);
-        rotate_head(x, work_.cosine + token * D / 2, work_.sine + token * D / 2, D);
+        std::copy(queries + head * D, queries + (head + 1) * D, x);
+        norm.apply(x, head);
+        work_.rotate(model_, layer_, token, x);
         for (int64_t i = 0; i < D; ++i) row[i] = x[i] * scale;
       }
+    }
     attention.begin();
   }
 
@@ -115,34 +117,51 @@ class AttentionPhase {
     put_queries(tile.tokens, tile.kv_head, scratch.arithmetic);
     const AttentionTile<Weight, Attention> attention{
         entries(forward_.keys, tile), entries(forward_.values, tile), D, G,
-        &visible_[size_t(tile.tokens.begin)], T, scratch.arithmetic};
+        &visible_[size_t(tile.tokens.begin)], T, scratch.arithmetic,
+        float(model_.attention_cap) * kLog2E};
     for (int64_t chunk = chunks.begin; chunk < chunks.end; ++chunk) {
-      const bool is_first = chunk == 0;
+      const bool is_first = chunk == tile.first_chunk;
       attention.attend_chunk(chunk * kChunk, ahead_of(piece, chunk, following),
                              tile.partial >= 0 ? kept(tile, chunk)
                              : is_first        ? scratch.all
                                                : scratch.chunk);
       if (tile.partial >= 0 || is_first) continue;
       for (int64_t m = 0; m < M; ++m)
-        if (attention.reaches(m / G, chunk * kChunk)) fold(scratch.all, scratch.chunk, m, D);
+        if (attention.reaches(m / G, chunk * kChunk))
+          add(seen_by(tile, m), chunk, scratch.all, scratch.chunk, m);
     }
     if (tile.partial < 0)
       for (int64_t m = 0; m < M; ++m) put_attended(tile, m, scratch.all);
   }
 
+  // By the token of query m.
+  const Visible& seen_by(const AttentionPlan::Tile& tile, int64_t m) const {
+    return visible_[size_t(tile.tokens.begin + m / G)];
+  }
+
+  // Adds what query m attended in a chunk that is not the tile's first; it may be the query's.
+  void add(const Visible& sees, int64_t chunk, const Attended& all, const Attended& next,
+           int64_t m) const {
+    if (sees.begins_in(chunk * kChunk)) begin_with(all, next, m, D);
+    else fold(all, next, m, D);
+  }
+
   // What a chunk of a shared tile gave.
   Attended kept(const AttentionPlan::Tile& tile, int64_t chunk) const {
     const int64_t M = (tile.tokens.end - tile.tokens.begin) * G;
-    return Attended::in(work_.kept_chunks + (tile.partial + chunk) * work_.kept_chunk_size, M, D);
+    const int64_t number = tile.partial + chunk - tile.first_chunk;
+    return Attended::in(work_.kept_chunks + number * work_.kept_chunk_size, M, D);
   }
 
   // Folds this thread's share of a shared tile's queries.
   void fold_kept(const AttentionPlan::Tile& tile) const {
     const Range mine = me_.share((tile.tokens.end - tile.tokens.begin) * G);
-    const Attended all = kept(tile, 0);
+    const Attended all = kept(tile, tile.first_chunk);
     for (int64_t m = mine.begin; m < mine.end; ++m) {
-      const int64_t count = visible_[size_t(tile.tokens.begin + m / G)].count();
-      for (int64_t chunk = 1; chunk * kChunk < count; ++chunk) fold(all, kept(tile, chunk), m, D);
+      const Visible& sees = seen_by(tile, m);
+      const int64_t first = std::max(sees.first / kChunk, tile.first_chunk + 1);
+      for (int64_t chunk = first; chunk * kChunk < sees.count(); ++chunk)
+        add(sees, chunk, all, kept(tile, chunk), m);
       put_attended(tile, m, all);
     }
   }

@@ -19,6 +19,8 @@ extern "C" {
 
 struct ForedraftAttention {
   int64_t num_tokens, group, head_dim, block_entries;
+  int64_t window;               // 0: all is seen
+  double cap;                   // of scores; 0: none
   const int32_t* table;         // blocks of the slot
   const int32_t* prefixes;      // [T]
   const int32_t* extra_starts;  // [T + 1] into extras
@@ -40,7 +42,7 @@ void attend(const ForedraftAttention& a) {
   int64_t ranks = 0;
   for (int64_t t = 0; t < T; ++t) {
     visible.push_back(Visible::of(a.prefixes[t], a.extras + a.extra_starts[t],
-                                  a.extra_starts[t + 1] - a.extra_starts[t]));
+                                  a.extra_starts[t + 1] - a.extra_starts[t], a.window));
     ranks = std::max(ranks, visible.back().count());
   }
   std::vector<float> memory(size_t(AttentionScratch<Arithmetic>::size(M, D)));
@@ -55,13 +57,16 @@ void attend(const ForedraftAttention& a) {
                                __builtin_ctzll(uint64_t(a.block_entries))};
   };
   AttentionTile<bf16, Arithmetic> tile{
-      entries(a.keys), entries(a.values), D, G, visible.data(), T, scratch.arithmetic};
+      entries(a.keys), entries(a.values), D, G, visible.data(), T, scratch.arithmetic, float(a.cap)};
   for (int64_t begin = 0; begin < ranks; begin += kChunk) {
     Ahead<bf16> next;
     next.add(tile.keys, tile.values, {begin + kChunk, std::min(begin + 2 * kChunk, ranks)});
     tile.attend_chunk(begin, next, begin ? scratch.chunk : scratch.all);
-    for (int64_t m = 0; begin && m < M; ++m)
-      if (tile.reaches(m / G, begin)) fold(scratch.all, scratch.chunk, m, D);
+    for (int64_t m = 0; begin && m < M; ++m) {
+      if (!tile.reaches(m / G, begin)) continue;
+      if (visible[size_t(m / G)].begins_in(begin)) begin_with(scratch.all, scratch.chunk, m, D);
+      else fold(scratch.all, scratch.chunk, m, D);
+    }
   }
   for (int64_t m = 0; m < M; ++m)
     for (int64_t d = 0; d < D; ++d)

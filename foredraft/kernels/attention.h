@@ -47,11 +47,14 @@ struct AttentionTile {
   const Visible* visible;  // [T]
   int64_t num_tokens;      // T
   const Arithmetic& arithmetic;  // with queries; the G heads of a token are neighbours
+  float cap = 0;           // of scores: see to_weights
 
   int64_t num_queries() const { return num_tokens * group; }
 
   // Whether a token has ranks in the chunk that begins here.
-  bool reaches(int64_t token, int64_t begin) const { return visible[token].count() > begin; }
+  bool reaches(int64_t token, int64_t begin) const {
+    return visible[token].count() > begin && visible[token].first < begin + kChunk;
+  }
 
   // What all queries attended in the ranks [begin, begin + kChunk). Meanwhile what is next is fetched.
   void attend_chunk(int64_t begin, Ahead<Weight> next, const Attended& out) const {
@@ -63,14 +66,18 @@ struct AttentionTile {
     for (int64_t t = 0; t < num_tokens; ++t)
       if (reaches(t, begin))
         for (int64_t m = t * group; m < (t + 1) * group; ++m) {
-          arithmetic.weights_of(m, ranks_within(t, begin), here.shared, out);
+          arithmetic.weights_of(m, ranks_within(t, begin), here.shared, cap, out);
           between();
         }
     const Range shared{begin, begin + here.shared};
-    const int64_t done = arithmetic.weigh_shared(values, shared, here.common, out, between);
+    arithmetic.clear(out);
+    if constexpr (Arithmetic::kHasWindows)
+      for (int64_t t = 0; here.first && t < num_tokens; ++t) weigh_rest(t, begin, 0, here.first, out);
+    const int64_t done =
+        arithmetic.weigh_shared(values, shared, here.first, here.common, out, between);
     if (done == here.end) return;
     arithmetic.part(group);
-    for (int64_t t = 0; t < num_tokens; ++t) weigh_rest(t, begin, done, out);
+    for (int64_t t = 0; t < num_tokens; ++t) weigh_rest(t, begin, done, kChunk, out);
     arithmetic.whole();
   }
 
@@ -79,7 +86,8 @@ struct AttentionTile {
 
   // How far things go in a chunk, counted from its beginning.
   struct Extents {
-    int64_t common;   // all tokens see these ranks, as the same entries
+    int64_t first;    // ranks before are not seen by all tokens: they are outside of windows
+    int64_t common;   // all tokens see the ranks from there to here, as the same entries
     int64_t shared;   // ranks that are the same entries for all who see them
     int64_t longest;  // prefix
     int64_t end;      // of what anybody sees
@@ -89,9 +97,10 @@ struct AttentionTile {
     const auto within = [&](int64_t rank) {
       return std::min(std::max<int64_t>(rank - begin, 0), kChunk);
     };
-    Extents all{kChunk, kChunk, 0, 0};
+    Extents all{0, kChunk, kChunk, 0, 0};
     for (int64_t t = 0; t < num_tokens; ++t) {
       const int64_t prefix = within(visible[t].prefix), end = within(visible[t].count());
+      all.first = std::max(all.first, within(visible[t].first));
       all.common = std::min(all.common, prefix);
       if (end > prefix) all.shared = std::min(all.shared, prefix);
       all.longest = std::max(all.longest, prefix);
@@ -101,12 +110,14 @@ struct AttentionTile {
     all.shared = std::min(all.shared, all.longest);
     if (all.shared < all.end) all.shared = all.shared / Arithmetic::kWeighed * Arithmetic::kWeighed;
     all.common = std::min(all.common, all.shared);
+    all.first = std::min(all.first, all.common);
     return all;
   }
 
-  // How many ranks a token has in the chunk.
-  int64_t ranks_within(int64_t token, int64_t begin) const {
-    return std::min(visible[token].count() - begin, kChunk);
+  // A token's ranks in the chunk, counted from its beginning.
+  Range ranks_within(int64_t token, int64_t begin) const {
+    const Visible& sees = visible[token];
+    return {std::max<int64_t>(sees.first - begin, 0), std::min(sees.count() - begin, kChunk)};
   }
 
   // Scores of the extras among the chunk's ranks go where their ranks are.
@@ -139,10 +150,13 @@ struct AttentionTile {
     }
   }
 
-  // What a token sees in the chunk behind the ranks that are done.
-  void weigh_rest(int64_t token, int64_t begin, int64_t done, const Attended& out) const {
+  // What a token sees in the chunk behind the ranks that are done, and before `stop`.
+  void weigh_rest(int64_t token, int64_t begin, int64_t done, int64_t stop,
+                  const Attended& out) const {
     const Visible& sees = visible[token];
-    const int64_t end = ranks_within(token, begin);
+    const Range mine = ranks_within(token, begin);
+    const int64_t end = std::min(mine.end, stop);
+    done = std::max(done, mine.begin);
     if (done >= end) return;
     const auto value = [&](int64_t column) {
       const int64_t rank = begin + column;

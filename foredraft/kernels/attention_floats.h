@@ -160,6 +160,7 @@ class FloatAttention {
  public:
   static constexpr int64_t kScored = kPair;  // entries that are scored together
   static constexpr int64_t kWeighed = 1;     // ranks whose values are added together
+  static constexpr bool kHasWindows = true;  // and caps
 
   float* queries;  // [M, padded D], scaled
   float* scores;   // [M, kScoreStride], then weights
@@ -199,22 +200,26 @@ class FloatAttention {
     }
   }
 
-  // The scores of a query's `count` ranks become weights. Others see ranks up to `end`.
-  void weights_of(int64_t m, int64_t count, int64_t end, const Attended& out) const {
+  // The scores of a query's ranks become weights. Others see ranks up to `end`.
+  void weights_of(int64_t m, Range ranks, int64_t end, float cap, const Attended& out) const {
     (void)end;
-    to_weights(scores + m * kScoreStride, count, out.most[m], out.sum[m]);
+    to_weights(scores + m * kScoreStride, ranks.begin, ranks.end, cap, out.most[m], out.sum[m]);
   }
 
-  // What queries attended at entries that stand for the same ranks of all who see them: the first
-  // `common` all do. Their weights are in columns from 0 on. Returns how many were added for everybody;
-  // the rest is for weigh_rest.
+  // Nothing is added yet.
+  void clear(const Attended& out) const {
+    std::fill(out.values, out.values + M_ * attended_width(D_), 0.0f);
+  }
+
+  // Adds what queries attended at entries that stand for the same ranks of all who see them: those of
+  // columns [first, common), which all do; that of column 0 lies where the range begins. Returns up to
+  // where it was added for everybody; the rest is for weigh_rest.
   // Few queries read the values as they are; for more they are converted once.
   template <class Between>
-  int64_t weigh_shared(const Entries<const Weight>& values, Range range, int64_t common,
-                       const Attended& out, const Between& between) const {
-    std::fill(out.values, out.values + M_ * attended_width(D_), 0.0f);
+  int64_t weigh_shared(const Entries<const Weight>& values, Range range, int64_t first,
+                       int64_t common, const Attended& out, const Between& between) const {
     const auto value = [&](int64_t column) { return values.at(range.begin + column); };
-    for (int64_t first = 0; first < common; first += panel_rows(D_)) {
+    for (; first < common; first += panel_rows(D_)) {
       const Range columns{first, std::min(first + panel_rows(D_), common)};
       const Range entries{range.begin + columns.begin, range.begin + columns.end};
       if (M_ <= 6 && D_ % kPair == 0) weigh(values, entries, first, {0, M_}, out);

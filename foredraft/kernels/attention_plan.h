@@ -22,13 +22,13 @@ constexpr int64_t kTilesPerThread = 8;  // from so many on whole tiles are even 
 
 inline int64_t num_chunks(int64_t ranks) { return (ranks + kChunk - 1) / kChunk; }
 
-// What tokens see, from what Python handed over.
-inline std::vector<Visible> visible_entries(const ForedraftForward& forward) {
+// What tokens see, from what Python handed over: the last `window` entries, or all if 0.
+inline std::vector<Visible> visible_entries(const ForedraftForward& forward, int64_t window) {
   std::vector<Visible> visible(static_cast<size_t>(forward.num_tokens));
   for (int64_t t = 0; t < forward.num_tokens; ++t) {
     const int32_t start = forward.extra_starts[t];
     visible[size_t(t)] = Visible::of(forward.prefixes[t], forward.extras + start,
-                                     forward.extra_starts[t + 1] - start);
+                                     forward.extra_starts[t + 1] - start, window);
   }
   return visible;
 }
@@ -38,7 +38,10 @@ class AttentionPlan {
   struct Tile {
     Range tokens;
     int64_t kv_head, ranks;
+    int64_t first_chunk;   // that anybody sees
     int64_t partial = -1;  // if shared: number of its first chunk among those kept
+
+    Range chunks() const { return {first_chunk, num_chunks(ranks)}; }
   };
 
   struct Piece {
@@ -65,7 +68,7 @@ class AttentionPlan {
     deal_out(forward.num_threads);
     for (const auto& mine : pieces_)
       for (const Piece& piece : mine)
-        if (piece.chunks.begin > 0) share(tiles_[size_t(piece.tile - tiles_.data())]);
+        if (piece.chunks.begin > piece.tile->first_chunk) share(tiles_[size_t(piece.tile - tiles_.data())]);
   }
 
   const std::vector<Piece>& pieces(int thread) const { return pieces_[size_t(thread)]; }
@@ -90,10 +93,12 @@ class AttentionPlan {
   }
 
   void add_tile(Range tokens, int64_t kv_head, const std::vector<Visible>& visible) {
-    int64_t ranks = 0;
-    for (int64_t token = tokens.begin; token < tokens.end; ++token)
+    int64_t ranks = 0, first = INT64_MAX;
+    for (int64_t token = tokens.begin; token < tokens.end; ++token) {
       ranks = std::max(ranks, visible[size_t(token)].count());
-    tiles_.push_back({tokens, kv_head, ranks});
+      first = std::min(first, visible[size_t(token)].first);
+    }
+    tiles_.push_back({tokens, kv_head, ranks, first / kChunk});
   }
 
   // Between those tokens where a thread's even share of all work ends.
@@ -101,9 +106,9 @@ class AttentionPlan {
     const std::vector<Tile> whole = std::move(tiles_);
     tiles_.clear();
     int64_t total = 0, before = 0;
-    for (const Tile& tile : whole) total += work(tile, {0, num_chunks(tile.ranks)});
+    for (const Tile& tile : whole) total += work(tile, tile.chunks());
     for (const Tile& tile : whole) {
-      const int64_t here = work(tile, {0, num_chunks(tile.ranks)});
+      const int64_t here = work(tile, tile.chunks());
       const int64_t a_token = std::max<int64_t>(here / (tile.tokens.end - tile.tokens.begin), 1);
       int64_t first = tile.tokens.begin;
       for (int64_t thread = 1; thread < threads; ++thread) {
@@ -119,18 +124,20 @@ class AttentionPlan {
   }
 
   // Whole chunks of a tile: what is behind them goes with the last.
-  static int64_t long_chunks(const Tile& tile) { return std::max<int64_t>(tile.ranks / kChunk, 1); }
+  static int64_t long_chunks(const Tile& tile) {
+    return std::max<int64_t>(tile.ranks / kChunk - tile.first_chunk, 1);
+  }
 
   // Chunks, or whole tiles if there are many, go to the thread in whose share of all work their
   // middle lies. What is behind the last whole chunk goes with it: it is not worth a barrier.
   void deal_out(int64_t threads) {
     const bool whole = int64_t(tiles_.size()) >= kTilesPerThread * threads;
     int64_t total = 0, before = 0;
-    for (const Tile& tile : tiles_) total += work(tile, {0, num_chunks(tile.ranks)});
+    for (const Tile& tile : tiles_) total += work(tile, tile.chunks());
     for (const Tile& tile : tiles_) {
-      const int64_t count = num_chunks(tile.ranks);
-      const int64_t last = long_chunks(tile) - 1;
-      for (Range chunks{0, 0}; chunks.begin < count; chunks.begin = chunks.end) {
+      const int64_t first = tile.first_chunk, count = num_chunks(tile.ranks);
+      const int64_t last = first + long_chunks(tile) - 1;
+      for (Range chunks{first, first}; chunks.begin < count; chunks.begin = chunks.end) {
         chunks.end = whole || chunks.begin == last ? count : chunks.begin + 1;
         const int64_t here = work(tile, chunks);
         give((before + here / 2) * threads / std::max<int64_t>(total, 1), tile, chunks);
@@ -153,9 +160,25 @@ class AttentionPlan {
   void share(Tile& tile) {
     if (tile.partial >= 0) return;
     tile.partial = num_kept_;
-    num_kept_ += num_chunks(tile.ranks);
+    num_kept_ += num_chunks(tile.ranks) - tile.first_chunk;
     shared_.push_back(&tile);
   }
 };
+
+// What the layers of one kind attend to.
+struct View {
+  std::vector<Visible> visible;
+  AttentionPlan plan;
+
+  View(const ForedraftModel& model, const ForedraftForward& forward, int64_t window)
+      : visible(visible_entries(forward, window)), plan(model, forward, visible) {}
+};
+
+inline std::vector<View> views_of(const ForedraftModel& model, const ForedraftForward& forward) {
+  std::vector<View> views;
+  views.reserve(size_t(model.num_views));
+  for (int64_t i = 0; i < model.num_views; ++i) views.emplace_back(model, forward, model.windows[i]);
+  return views;
+}
 
 }  // namespace foredraft

@@ -65,6 +65,7 @@ class TileAttention {
  public:
   static constexpr int64_t kScored = kRunEntries;
   static constexpr int64_t kWeighed = kTileInputs;
+  static constexpr bool kHasWindows = false;  // nor caps: see with_form()
   static_assert(kScored == 2 * kTileColumns && kChunk % kPanelRanks == 0, "whole tiles");
 
   float* queries;  // [M, padded D], scaled
@@ -125,7 +126,8 @@ class TileAttention {
   }
 
   // Ranks from `count` to `end`, which others see, get no weight.
-  void weights_of(int64_t m, int64_t count, int64_t end, const Attended& out) const {
+  void weights_of(int64_t m, Range ranks, int64_t end, float, const Attended& out) const {
+    const int64_t count = ranks.end;
     float* const row = scores + m * kScoreStride;
     for (int64_t i = count; i % kTileInputs; ++i) row[i] = -INFINITY;
     const float most = out.most[m] = largest_score(row, count);
@@ -137,9 +139,11 @@ class TileAttention {
     out.sum[m] = sum_lanes(total);
   }
 
+  void clear(const Attended&) const {}  // weigh_shared() does so
+
   // Where a query has no weight a value must not matter: one that is not finite would.
   template <class Between>
-  int64_t weigh_shared(const Entries<const bf16>& values, Range range, int64_t common,
+  int64_t weigh_shared(const Entries<const bf16>& values, Range range, int64_t, int64_t common,
                        const Attended& out, const Between& between) const {
     for (int64_t entry = range.begin + common; entry < range.end; ++entry)
       if (!is_finite(values.at(entry))) range.end = range.begin + common / kWeighed * kWeighed;

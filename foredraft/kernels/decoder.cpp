@@ -21,18 +21,23 @@ template <class Weight, class Form>
 Outcome run(const ForedraftModel& model, const ForedraftForward& forward) {
   const Workspace<Weight, Form> work(model, forward.num_tokens, forward.num_wanted,
                                      forward.max_entries, forward.num_threads, forward.workspace);
-  const std::vector<Visible> visible = visible_entries(forward);
-  const AttentionPlan plan(model, forward, visible);
+  const std::vector<View> views = views_of(model, forward);
   return Entry::of_this_process().run(forward.workspace, forward.num_threads, [&](Member me) {
-    Worker<Weight, Form>(model, forward, work, visible, plan, me).run();
+    Worker<Weight, Form>(model, forward, work, views, me).run();
   });
+}
+
+bool attends_in_floats(const ForedraftModel& model) {
+  return model.attention_cap != 0 ||
+         std::any_of(model.windows, model.windows + model.num_views, [](int64_t size) { return size; });
 }
 
 // Calls work(type of the embeddings, form of the other matrices).
 template <class Work>
 auto with_types(const ForedraftModel& model, const Work& work) {
   const auto in_type = [&](auto weight) {
-    return with_form<decltype(weight)>(model.form, [&](auto form) { return work(weight, form); });
+    return with_form<decltype(weight)>(model.form, attends_in_floats(model),
+                                       [&](auto form) { return work(weight, form); });
   };
   return model.is_bf16 ? in_type(bf16{}) : in_type(float{});
 }

@@ -9,22 +9,30 @@
 
 extern "C" {
 
+// A norm that is null is not there.
 struct ForedraftLayer {
   const float* attention_norm;  // [E]
   const void* qkv;              // [(H + 2 H/G) D, E], or null: the layer has no attention
   const float* qkv_bias;        // or null
-  const float* query_norm;      // [D] or null
-  const float* key_norm;        // [D] or null
+  const float* query_norm;      // [D], or [H D] of all heads together
+  const float* key_norm;        // [D], or [H/G D]
   const void* output;           // [E, H D]
   const float* output_bias;     // [E] or null
   const float* mlp_norm;        // [E]
   const void* gate_up;          // [2 F, E], gate first, or null: the layer has no MLP
   const void* down;             // [E, F]
+  const float* attention_post_norm;  // [E] of what is added
+  const float* mlp_post_norm;        // [E]
+  const void* router;           // [X, E] in the type of Form::Order; then gate_up and down are of X experts
+  int64_t rope;                 // which rotary embedding, or -1: none
+  int64_t view;                 // which window
 };
 
 // Of matrices: as the embeddings, packed in 8 or 4 bits (int8.h; the head always in 8), bfloat16
 // multiplied on tiles (tiles.h).
 enum ForedraftForm : int64_t { kFormPlain, kFormInt8, kFormInt4, kFormTiled };
+
+enum ForedraftActivation : int64_t { kSilu, kGeluTanh };
 
 struct ForedraftModel {
   int64_t hidden, feed_forward, num_layers, num_heads, num_kv_heads, head_dim;
@@ -36,8 +44,20 @@ struct ForedraftModel {
   const void* embedding;         // of all tokens, [., E]
   const void* head;              // [V, E]
   const float* final_norm;       // [E]
-  const float* inv_freq;         // [D / 2]
   const int32_t* head_ids;       // [V] the token of each row of the head, or null: its number
+  int64_t num_ropes;
+  const float* inv_freq;         // [ropes, D / 2]
+  const int64_t* rope_sizes;     // [ropes] how many of a head's numbers are rotated
+  const float* amplitudes;       // [ropes] what cosines and sines are multiplied with
+  int64_t num_views;
+  const int64_t* windows;        // [views] what a token sees: the last so many entries, or all if 0
+  int64_t norms_all_heads;       // query_norm and key_norm are of all heads together
+  int64_t activation;            // a ForedraftActivation
+  int64_t num_experts, chosen_experts;  // X, and how many of them a token chooses
+  int64_t normalises_chances;    // those of the chosen ones add up to 1
+  double query_scale;            // of scores; 0: 1 / root of D
+  double attention_cap, logits_cap;     // scores s become c tanh(s / c); 0: they stay
+  double logits_scale, embedding_scale, residual_scale;
 };
 
 struct ForedraftRow {

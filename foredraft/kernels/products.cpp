@@ -38,7 +38,7 @@ int64_t foredraft_has_tiles() { return tiles_allowed(); }
 __attribute__((visibility("default")))
 void foredraft_multiply(int64_t form, const void* weights, int64_t begin, int64_t end, int64_t K,
                         const float* x, int64_t num_tokens, float* out) {
-  with_form<bf16>(form, [&](auto kind) {
+  with_form<bf16>(form, false, [&](auto kind) {
     multiply<decltype(kind)>(weights, {begin, end}, K, x, num_tokens, out);
   });
 }

@@ -32,6 +32,7 @@ struct Plain {
   static constexpr bool kPrepares = false, kAttendsOnTiles = false;
   struct Session {
     explicit Session(int64_t) {}  // more than a variable nobody uses
+    void resume() const {}
   };
 
   static int64_t prepared_size(int64_t, int64_t) { return 0; }
@@ -109,11 +110,18 @@ inline typename Form::Rows matrix(const void* data, int64_t K) {
   return {static_cast<decltype(Form::Rows::data)>(data), K};
 }
 
+// One of several matrices of so many rows that lie one below the other.
+template <class Rows>
+inline Rows part_of(const Rows& all, int64_t rows, int64_t index) {
+  return {all.data + index * (all.behind(rows).data - all.data), all.K};
+}
+
 // Calls work(form) with a ForedraftForm of a model whose embeddings are of type Weight.
+// Attention on tiles knows no windows and no caps: models that have such attend in float32.
 template <class Weight, class Work>
-inline auto with_form(int64_t form, const Work& work) {
+inline auto with_form(int64_t form, bool attends_in_floats, const Work& work) {
   constexpr bool kTileCache = kTiles && std::is_same_v<Weight, bf16>;  // bfloat16 as well
-  const bool attends_on_tiles = kTileCache && tiles_allowed();
+  const bool attends_on_tiles = kTileCache && tiles_allowed() && !attends_in_floats;
   const auto packed = [&](auto format) {
     using Format = decltype(format);
     return attends_on_tiles ? work(Packed<Format, kTileCache>{}) : work(Packed<Format, false>{});

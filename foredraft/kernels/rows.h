@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "interface.h"
 #include "simd.h"
 
 namespace foredraft {
@@ -29,17 +30,35 @@ inline float inverse_rms(const float* x, int64_t size, double eps) {
   return 1.0f / std::sqrt(mean + float(eps));
 }
 
-inline void normalise_head(float* x, const float* weight, int64_t D, double eps) {
-  if (!weight) return;
-  const float scale = inverse_rms(x, D, eps);
-  for (int64_t i = 0; i < D; ++i) x[i] = weight[i] * (x[i] * scale);
-}
+// The norm of a token's queries, or keys: of each head by itself, or of all heads together.
+class HeadNorm {
+ public:
+  HeadNorm(const ForedraftModel& model, const float* weight, const float* heads, int64_t num_heads)
+      : D_(model.head_dim), eps_(model.norm_eps), weight_(weight) {
+    if (weight && model.norms_all_heads) all_ = inverse_rms(heads, num_heads * D_, eps_);
+  }
 
-inline void rotate_head(float* x, const float* cosine, const float* sine, int64_t D) {
-  for (int64_t i = 0; i < D / 2; ++i) {
-    const float first = x[i], second = x[i + D / 2];
+  // Normalises the numbers of a head.
+  void apply(float* x, int64_t head) const {
+    if (!weight_) return;
+    const float scale = all_ ? all_ : inverse_rms(x, D_, eps_);
+    const float* const weight = weight_ + (all_ ? head * D_ : 0);
+    for (int64_t i = 0; i < D_; ++i) x[i] = weight[i] * (x[i] * scale);
+  }
+
+ private:
+  const int64_t D_;
+  const double eps_;
+  const float* const weight_;
+  float all_ = 0;  // scale of all heads; 0: each has its own
+};
+
+// Turns the first `size` numbers of a head, in pairs of its halves.
+inline void rotate_head(float* x, const float* cosine, const float* sine, int64_t size) {
+  for (int64_t i = 0; i < size / 2; ++i) {
+    const float first = x[i], second = x[i + size / 2];
     x[i] = first * cosine[i] - second * sine[i];
-    x[i + D / 2] = second * cosine[i] + first * sine[i];
+    x[i + size / 2] = second * cosine[i] + first * sine[i];
   }
 }
 

@@ -346,4 +346,19 @@ inline Vec silu(Vec x) {
   return x / (1.0f + exp(-floor));
 }
 
+// x * (1 + tanh(root(2 / pi) (x + 0.044715 x^3))) / 2, which is x * sigmoid of twice the argument.
+inline Vec gelu_tanh(Vec x) {
+  const Vec twice = 1.5957691216f * (x + 0.044715f * (x * x * x));
+  const Vec floor = twice > -80.0f ? twice : broadcast(-80.0f);
+  return x / (1.0f + exp(-floor));
+}
+
+// c tanh(x / c), c > 0
+inline Vec capped(Vec x, float c) {
+  const Vec y = x * (1.0f / c), magnitude = y < 0.0f ? -y : y;
+  const Vec small = exp(magnitude * -2.0f);
+  const Vec tanh = (1.0f - small) / (1.0f + small);
+  return (y < 0.0f ? -tanh : tanh) * c;
+}
+
 }  // namespace foredraft

@@ -22,14 +22,20 @@ struct Visible {
   int64_t prefix;
   const int32_t* extras;
   int64_t num_extras;
+  int64_t first;  // rank that it sees; those before are outside of its window
 
-  // Extras that follow the prefix at once, as those of a chain, belong to it.
-  static Visible of(int64_t prefix, const int32_t* extras, int64_t num_extras) {
+  // Extras that follow the prefix at once, as those of a chain, belong to it. Of all the last `window`
+  // are seen; all if 0.
+  static Visible of(int64_t prefix, const int32_t* extras, int64_t num_extras, int64_t window = 0) {
     for (; num_extras && *extras == prefix; --num_extras) ++prefix, ++extras;
-    return {prefix, extras, num_extras};
+    const int64_t count = prefix + num_extras;
+    return {prefix, extras, num_extras, window ? std::max<int64_t>(count - window, 0) : 0};
   }
 
   int64_t count() const { return prefix + num_extras; }
+
+  // Whether its first rank is in the chunk that begins here.
+  bool begins_in(int64_t begin) const { return first / kChunk * kChunk == begin; }
 
   // The extras with ranks in [begin, end), as numbers of extras.
   Range extras_within(int64_t begin, int64_t end) const {
@@ -104,6 +110,13 @@ inline void fold(const Attended& all, const Attended& next, int64_t m, int64_t D
   all.most[m] = most[0];
 }
 
+// Takes over what query m attended in its first chunk.
+inline void begin_with(const Attended& all, const Attended& next, int64_t m, int64_t D) {
+  const int64_t stride = attended_width(D);
+  std::copy(next.values + m * stride, next.values + m * stride + padded(D), all.values + m * stride);
+  all.most[m] = next.most[m], all.sum[m] = next.sum[m];
+}
+
 // Of `count` scores, -infinity behind them in the last vector.
 inline float largest_score(const float* scores, int64_t count) {
   Vec largest = load(scores);
@@ -112,7 +125,12 @@ inline float largest_score(const float* scores, int64_t count) {
 }
 
 // Scores to unnormalised weights 2^(score - most), in place. The array has room for whole vectors.
-inline void to_weights(float* scores, int64_t count, float& most, float& sum) {
+// Those before `first` are not seen. With a cap c scores s are c tanh(s / c).
+inline void to_weights(float* scores, int64_t first, int64_t count, float cap, float& most, float& sum) {
+  const int64_t skipped = first / kLanes * kLanes;
+  scores += skipped, first -= skipped, count -= skipped;
+  for (int64_t i = 0; cap && i < count; i += kLanes) store(scores + i, capped(load(scores + i), cap));
+  for (int64_t i = 0; i < first; ++i) scores[i] = -INFINITY;
   for (int64_t i = count; i % kLanes; ++i) scores[i] = -INFINITY;
   most = largest_score(scores, count);
   const Vec shift = broadcast(most);

@@ -7,7 +7,8 @@
 // core.
 //
 // Shape legend: T tokens of the forward, N tokens whose logits are wanted, L layers, E hidden size,
-// H query heads, G query heads per key-value head, D head size, F feed-forward width, V vocabulary.
+// H query heads, G query heads per key-value head, D head size, F feed-forward width, V vocabulary,
+// X experts.
 //
 // Phases of a layer, a barrier after each; "split" says what the threads share out:
 //   qkv         split by weight row     hidden -> normed -> qkv; keys and values -> cache
@@ -15,6 +16,12 @@
 //   output      split by weight row     hidden += attended . W
 //   gate_up     split by weight row     hidden -> normed; feed_forward = silu(gate) * up
 //   down        split by weight row     hidden += feed_forward . W
+// Where a part's output is normalised before it is added, that is one more phase, split by token. So
+// are keys, where all heads have one norm. In a mixture of experts gate_up is preceded by
+//   route       split by weight row     hidden -> normed -> routed
+//   choose      split by token          routed -> the experts that each token chooses, by chances
+// and an expert's weights are read once for all tokens that have chosen it. A token adds up its experts
+// in the order of their numbers.
 // Whatever one core writes and another reads costs a transfer, in a machine of several dies some
 // tenths of a microsecond. So each thread normalises few tokens for itself, all of them; many
 // tokens are split, with one more barrier.
@@ -22,10 +29,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "attend.h"
 #include "attention_plan.h"
+#include "experts.h"
 #include "interface.h"
 #include "products.h"
 #include "rows.h"
@@ -41,9 +50,8 @@ template <class Weight, class Form>
 class Worker {
  public:
   Worker(const ForedraftModel& model, const ForedraftForward& forward,
-         const Workspace<Weight, Form>& work, const std::vector<Visible>& visible,
-         const AttentionPlan& plan, Member me)
-      : model_(model), forward_(forward), work_(work), visible_(visible), plan_(plan), me_(me),
+         const Workspace<Weight, Form>& work, const std::vector<View>& views, Member me)
+      : model_(model), forward_(forward), work_(work), views_(views), me_(me),
         clock_(me.index == 0 ? forward.phase_seconds : nullptr) {}
 
   void run() {
@@ -58,14 +66,14 @@ class Worker {
   const ForedraftModel& model_;
   const ForedraftForward& forward_;
   const Workspace<Weight, Form>& work_;
-  const std::vector<Visible>& visible_;
-  const AttentionPlan& plan_;
+  const std::vector<View>& views_;
   Member me_;
   PhaseClock clock_;
   const typename Form::Session session_{forward_.num_tokens};
 
   const int64_t T = forward_.num_tokens, E = model_.hidden, D = model_.head_dim;
   const int64_t H = model_.num_heads, F = model_.feed_forward;
+  const float residual_scale_ = float(model_.residual_scale);
   const int64_t qkv_width = (H + 2 * model_.num_kv_heads) * D;
 
   const bool few_ = T <= kFewTokens;
@@ -95,20 +103,29 @@ class Worker {
     normalise(T, nullptr, layer.attention_norm);
     qkv(index, layer);
     end(kLinear);
+    if (layer.key_norm && model_.norms_all_heads) {
+      const int64_t num_heads = 2 * model_.num_kv_heads;
+      const Range mine = me_.share(T * num_heads);
+      for (int64_t i = mine.begin; i < mine.end; ++i)
+        put_cache(index, layer, i / num_heads, i % num_heads);
+      end(kAttention);
+    }
     attend(index, layer);
     end(kAttention);
     prepare<Weight>(work_.attended, H * D);
-    add_product(layer.output, layer.output_bias, work_.attended, H * D, first_gate(layer));
-    end(kLinear);
+    add_product(layer.output, layer.output_bias, work_.attended, H * D, layer.attention_post_norm,
+                first_gate(layer));
   }
 
   void mlp(int64_t index, const ForedraftLayer& layer) {
     normalise(T, nullptr, layer.mlp_norm);
-    gate_up(layer);
+    if (layer.router) return mixture(layer);
+    const Rows gate = matrix(layer.gate_up, E);
+    gate_up(gate, gate.behind(F), inputs(normed_, E), T, work_.feed_forward, matrix(layer.down, F));
     end(kLinear);
     prepare<Order>(work_.feed_forward, F);
-    add_product(layer.down, nullptr, work_.feed_forward, F, first_of_layer(index + 1));
-    end(kLinear);
+    add_product(layer.down, nullptr, work_.feed_forward, F, layer.mlp_post_norm,
+                first_of_layer(index + 1));
   }
 
   using Rows = typename Form::Rows;
@@ -122,7 +139,8 @@ class Worker {
   // Where this thread's share of a coming product begins: prefetched at the end of the one before,
   // memory goes on giving while threads wait for each other.
   const void* first_gate(const ForedraftLayer& layer) const {
-    return layer.gate_up ? matrix(layer.gate_up, E).at(me_.share(F, kShareRows).begin) : nullptr;
+    if (!layer.gate_up || layer.router) return nullptr;
+    return matrix(layer.gate_up, E).at(me_.share(F, kShareRows).begin);
   }
 
   const void* first_of_layer(int64_t index) const {
@@ -159,35 +177,49 @@ class Worker {
   // element by element.
   void embed() const {
     const Weight* table = static_cast<const Weight*>(model_.embedding);
+    const float scale = float(model_.embedding_scale);
     const Range mine = me_.share(T);
     for (int64_t t = mine.begin; t < mine.end; ++t) {
       const Weight* source = table + forward_.token_ids[t] * E;
       for (int64_t i = 0; i < E; ++i)
-        work_.hidden[t * E + i] = forward_.hidden ? forward_.hidden[t * E + i] : to_float(source[i]);
-      for (int64_t i = 0; i < D / 2; ++i) {
-        const float angle = float(forward_.positions[t]) * model_.inv_freq[i];
-        work_.cosine[t * D / 2 + i] = std::cos(angle);
-        work_.sine[t * D / 2 + i] = std::sin(angle);
-      }
+        work_.hidden[t * E + i] =
+            forward_.hidden ? forward_.hidden[t * E + i] : to_float(source[i]) * scale;
+      for (int64_t rope = 0; rope < model_.num_ropes; ++rope) put_angles(rope, t);
       pad_with_zeros(work_.attended, t, H * D);
-      pad_with_zeros(work_.feed_forward, t, F);
+      const int64_t num_rows = std::max<int64_t>(model_.chosen_experts, 1);
+      for (int64_t i = 0; i < num_rows; ++i) pad_with_zeros(work_.feed_forward, t * num_rows + i, F);
+    }
+  }
+
+  void put_angles(int64_t rope, int64_t token) const {
+    const float* const inv_freq = model_.inv_freq + rope * (D / 2);
+    const float amplitude = model_.amplitudes[rope];
+    const int64_t at = (rope * T + token) * (D / 2);
+    for (int64_t i = 0; i < model_.rope_sizes[rope] / 2; ++i) {
+      const float angle = float(forward_.positions[token]) * inv_freq[i];
+      work_.cosine[at + i] = std::cos(angle) * amplitude;
+      work_.sine[at + i] = std::sin(angle) * amplitude;
     }
   }
 
   // RMS-normalised hidden states in lane order, of all tokens or of those listed, and inputs of them.
+  // Without a weight they stay as they are.
   template <class For = Form>
   void normalise(int64_t count, const int32_t* tokens, const float* weight) {
     const Range mine = to_prepare(count);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       const float* x = work_.hidden + (tokens ? tokens[i] : i) * E;
-      const Vec scale = broadcast(inverse_rms(x, E, model_.norm_eps));
+      const Vec scale = broadcast(weight ? inverse_rms(x, E, model_.norm_eps) : 1.0f);
       float* row = normed_ + i * padded(E);
-      const auto vector = [&](int64_t k) { return load(weight + k) * (load(x + k) * scale); };
+      const auto vector = [&](int64_t k) INLINE {
+        return weight ? load(weight + k) * (load(x + k) * scale) : load(x + k);
+      };
       int64_t k = 0;
       for (; k + kPair <= E; k += kPair)
         store_in_lane_order(row + k, vector(k), vector(k + kLanes), kOrder);
       pad_with_zeros(normed_, i, E);
-      for (; k < E; ++k) row[lane_order<Order>(k)] = weight[k] * (x[k] * scale[0]);
+      for (; k < E; ++k)
+        row[lane_order<Order>(k)] = weight ? weight[k] * (x[k] * scale[0]) : x[k];
     }
     For::template prepare<Order>(For::inputs(prepared_, normed_, count, E), normed_, mine);
     end_prepare(kOther);
@@ -211,6 +243,7 @@ class Worker {
            [&](int64_t token, int64_t row, float value) {
              work_.qkv[token * qkv_width + row] = bias ? value + bias[row] : value;
            });
+    if (layer.key_norm && model_.norms_all_heads) return;  // all keys are needed first
     const int64_t begin = (std::max(mine.begin, H * D) + D - 1) / D, end = mine.end / D;
     for (int64_t head = begin; head < end; ++head)
       for (int64_t token = 0; token < T; ++token) put_cache(index, layer, token, head - H);
@@ -218,11 +251,14 @@ class Worker {
 
   // Finishes a key head, or a value head behind those, and writes it into the cache.
   void put_cache(int64_t index, const ForedraftLayer& layer, int64_t token, int64_t kv_head) const {
-    float* x = work_.qkv + token * qkv_width + (H + kv_head) * D;
+    const float* const heads = work_.qkv + token * qkv_width + H * D;
+    const float* const source = heads + kv_head * D;
     void* store = forward_.values;
+    float* x = work_.attention + me_.index * work_.attention_size;  // room for one
+    std::copy(source, source + D, x);
     if (kv_head < model_.num_kv_heads) {
-      normalise_head(x, layer.key_norm, D, model_.norm_eps);
-      rotate_head(x, work_.cosine + token * D / 2, work_.sine + token * D / 2, D);
+      HeadNorm(model_, layer.key_norm, heads, model_.num_kv_heads).apply(x, kv_head);
+      work_.rotate(model_, layer, token, x);
       store = forward_.keys;
     }
     Weight* target = cache_layer<Weight>(model_, forward_, store, index)
@@ -232,30 +268,113 @@ class Worker {
   }
 
   void attend(int64_t index, const ForedraftLayer& layer) {
-    AttentionPhase<Weight, Form>{model_, forward_, work_, visible_, plan_, me_, index, layer}.run();
+    const View& view = views_[size_t(layer.view)];
+    AttentionPhase<Weight, Form>{model_, forward_, work_, view, me_, index, layer}.run();
     if constexpr (Form::kAttendsOnTiles) session_.resume();
   }
 
-  // hidden += x . W (+ bias)
+  // hidden += x . W (+ bias), perhaps normalised before
   void add_product(const void* weights, const float* bias, const float* x, int64_t K,
-                   const void* next) const {
-    matmul(matrix(weights, K), me_.share(E, kShareRows), inputs(x, K), T, next,
-           [&](int64_t token, int64_t row, float value) {
-             work_.hidden[token * E + row] += bias ? value + bias[row] : value;
-           });
+                   const float* post_norm, const void* next) {
+    const auto product = [&](const auto& put) {
+      matmul(matrix(weights, K), me_.share(E, kShareRows), inputs(x, K), T, next,
+             [&](int64_t token, int64_t row, float value) {
+               put(token * E + row, bias ? value + bias[row] : value);
+             });
+      end(kLinear);
+    };
+    if (!post_norm)
+      return product([&](int64_t at, float value) { work_.hidden[at] += value * residual_scale_; });
+    product([&](int64_t at, float value) { work_.added[at] = value; });
+    const Range mine = me_.share(T);
+    for (int64_t t = mine.begin; t < mine.end; ++t) {
+      const float* const added = work_.added + t * E;
+      const float scale = inverse_rms(added, E, model_.norm_eps);
+      for (int64_t i = 0; i < E; ++i)
+        work_.hidden[t * E + i] += post_norm[i] * (added[i] * scale) * residual_scale_;
+    }
+    end(kOther);
   }
+
+  // ---- experts ----------------------------------------------------------------------------------
+
+  void mixture(const ForedraftLayer& layer) {
+    const int64_t X = model_.num_experts;
+    matmul(Matrix<Order>{static_cast<const Order*>(layer.router), E}, me_.share(X),
+           Activations{normed_, padded(E)}, T, nullptr,
+           [&](int64_t token, int64_t row, float value) { work_.routed[token * X + row] = value; });
+    end(kLinear);
+    const Range mine = me_.share(T);
+    for (int64_t token = mine.begin; token < mine.end; ++token) choose(token);
+    end(kOther);
+    const Chosen chosen(work_.chosen, T, X, model_.chosen_experts);
+    float* const rows = work_.gathered + me_.index * work_.gathered_size;
+    float* const prepared = rows + work_.gathered_rows;
+    const auto prepare_rows = [&](const float* from, int64_t count, int64_t K) {
+      const Inputs x = Form::inputs(prepared, from, count, K);
+      if constexpr (Form::kPrepares) Form::template prepare<Order>(x, from, {0, count});
+      return x;
+    };
+    chosen.each([&](int64_t expert, const int32_t* pairs, int64_t first, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) {
+        const float* const row = normed_ + pairs[i] / model_.chosen_experts * padded(E);
+        std::copy(row, row + padded(E), rows + i * padded(E));
+      }
+      const typename Form::Session session(count);
+      const Rows gate = part_of(matrix(layer.gate_up, E), F, 2 * expert);
+      gate_up(gate, gate.behind(F), prepare_rows(rows, count, E), count,
+              work_.feed_forward + first * padded(F), part_of(matrix(layer.down, F), E, expert));
+    });
+    end(kLinear);
+    chosen.each([&](int64_t expert, const int32_t* pairs, int64_t first, int64_t count) {
+      const typename Form::Session session(count);
+      const Inputs x = prepare_rows(work_.feed_forward + first * padded(F), count, F);
+      matmul(part_of(matrix(layer.down, F), E, expert), me_.share(E, kShareRows), x, count, nullptr,
+             [&](int64_t i, int64_t row, float value) {
+               const float chance = work_.chances[pairs[i]];
+               work_.hidden[pairs[i] / model_.chosen_experts * E + row] +=
+                   value * chance * residual_scale_;
+             });
+    });
+    session_.resume();
+    end(kLinear);
+  }
+
+  // The experts of a token and their chances, in the order of their numbers. Of equal ones the first.
+  void choose(int64_t token) const {
+    const int64_t X = model_.num_experts, K = model_.chosen_experts;
+    float* const logits = work_.routed + token * X;
+    const float most = *std::max_element(logits, logits + X);
+    float all = 0, of_chosen = 0;
+    for (int64_t x = 0; x < X; ++x) all += logits[x] = std::exp(logits[x] - most);
+    float* const chances = work_.chances + token * K;
+    int32_t* const chosen = reinterpret_cast<int32_t*>(work_.chosen) + token * K;
+    for (int64_t k = 0; k < K; ++k) {
+      int64_t best = -1;
+      for (int64_t x = 0; x < X; ++x) {
+        const bool is_taken = std::find(chosen, chosen + k, int32_t(x)) != chosen + k;
+        if (!is_taken && (best < 0 || logits[x] > logits[best])) best = x;
+      }
+      chosen[k] = int32_t(best);
+      of_chosen += logits[best];
+    }
+    std::sort(chosen, chosen + K);
+    for (int64_t k = 0; k < K; ++k)
+      chances[k] = logits[chosen[k]] / (model_.normalises_chances ? of_chosen : all);
+  }
+
+  // ---- feed-forward -----------------------------------------------------------------------------
 
   // Gate and up rows go to scratch, some panels of them, before their product goes to feed_forward
   // in one stream. Lines of memory that another core has read are slow to write one by one.
-  void gate_up(const ForedraftLayer& layer) const {
-    const Rows gate = matrix(layer.gate_up, E), up = gate.behind(F);
-    const Inputs x = inputs(normed_, E);
+  void gate_up(const Rows& gate, const Rows& up, const Inputs& x, int64_t count, float* out,
+               const Rows& down) const {
     const int64_t stride = work_.gate_up_rows;
     float* gates = work_.gate_up + me_.index * work_.gate_up_size;
-    float* ups = gates + T * stride;
+    float* ups = gates + count * stride;
     const Range mine = me_.share(F, kShareRows);
-    const void* const next = matrix(layer.down, F).at(me_.share(E, kShareRows).begin);
-    const int64_t step = panel_rows(gate, T);
+    const void* const next = down.at(me_.share(E, kShareRows).begin);
+    const int64_t step = std::min(panel_rows(gate, count), stride);
     int64_t first = mine.begin;  // of the rows in scratch
     for (int64_t begin = mine.begin; begin < mine.end; begin += step) {
       const Range rows{begin, std::min(begin + step, mine.end)};
@@ -265,21 +384,24 @@ class Worker {
           scratch[token * stride + row - first] = value;
         };
       };
-      all_tokens(gate, rows, x, T, is_last ? next : gate.at(rows.end), into(gates));
-      all_tokens(up, rows, x, T, up.at(is_last ? rows.begin : rows.end), into(ups));
+      all_tokens(gate, rows, x, count, is_last ? next : gate.at(rows.end), into(gates));
+      all_tokens(up, rows, x, count, up.at(is_last ? rows.begin : rows.end), into(ups));
       if (!is_last && rows.end - first + step <= stride) continue;
-      for (int64_t t = 0; t < T; ++t)
-        put_feed_forward(t, {first, rows.end}, gates + t * stride, ups + t * stride);
+      for (int64_t i = 0; i < count; ++i)
+        put_feed_forward({first, rows.end}, gates + i * stride, ups + i * stride,
+                         out + i * padded(F));
       first = rows.end;
     }
   }
 
   // silu(gate) * up of some columns. The scratch rows have room for whole vectors.
-  void put_feed_forward(int64_t token, Range columns, float* gates, const float* ups) const {
+  void put_feed_forward(Range columns, float* gates, const float* ups, float* row) const {
     const int64_t count = columns.end - columns.begin;
-    for (int64_t i = 0; i < count; i += kLanes)
-      store(gates + i, silu(load(gates + i)) * load(ups + i));
-    float* row = work_.feed_forward + token * padded(F);
+    const bool is_silu = model_.activation == kSilu;
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const Vec gate = load(gates + i);
+      store(gates + i, (is_silu ? silu(gate) : gelu_tanh(gate)) * load(ups + i));
+    }
     const float* source = gates - columns.begin;
     int64_t i = columns.begin;
     for (; i < columns.end && i % kPair; ++i) row[lane_order<Order>(i)] = source[i];
@@ -306,11 +428,21 @@ class Worker {
     if (!N) return;
     using Head = typename Form::Head;
     const typename Head::Session session(N);
-    matmul(foredraft::matrix<Head>(model_.head, E), me_.share(V, kShareRows),
-           Head::inputs(prepared_, normed_, N, E), N, nullptr,
-           [&](int64_t token, int64_t row, float value) {
-             forward_.logits[token * V + row] = value;
+    const Range mine = me_.share(V, kShareRows);
+    const float scale = float(model_.logits_scale), cap = float(model_.logits_cap);
+    matmul(foredraft::matrix<Head>(model_.head, E), mine, Head::inputs(prepared_, normed_, N, E), N,
+           nullptr, [&](int64_t token, int64_t row, float value) {
+             forward_.logits[token * V + row] = value * scale;
            });
+    for (int64_t token = 0; cap != 0 && token < N; ++token)
+      for (int64_t row = mine.begin; row < mine.end; row += kLanes) {
+        float* const at = forward_.logits + token * V + row;
+        const size_t bytes = size_t(std::min<int64_t>(kLanes, mine.end - row)) * sizeof(float);
+        Vec some{};
+        std::memcpy(&some, at, bytes);
+        some = capped(some, cap);
+        std::memcpy(at, &some, bytes);
+      }
   }
 
   // Next tokens, a row a thread.

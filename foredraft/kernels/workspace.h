@@ -9,6 +9,7 @@
 #include "attention_plan.h"
 #include "interface.h"
 #include "products.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace foredraft {
@@ -24,10 +25,16 @@ struct Workspace {
   int64_t size = 0;  // floats
 
   float *hidden, *normed, *qkv, *cosine, *sine, *attended, *feed_forward;
+  float* added;          // what is normalised before it is added
+  float* chances;        // of the chosen experts [T, experts], in the order of `chosen`
+  float* chosen;         // their numbers as int32 [T, experts], ascending
+  float* routed;         // [T, X]
+  float* gathered;       // rows of one expert's tokens, and inputs of them; per thread
   float* prepared;       // of the product at hand; as `normed` per thread, if tokens are few
   float *attention, *gate_up;  // per thread
   float* kept_chunks;          // of attention
-  int64_t normed_size, prepared_size, attention_size, gate_up_size;  // floats per thread
+  int64_t normed_size, prepared_size, attention_size, gate_up_size, gathered_size;  // per thread
+  int64_t gathered_rows;  // floats of the rows among them
   int64_t tile_queries, kept_chunk_size, gate_up_rows;
 
   static constexpr int64_t kScratch = 8192;  // floats of gates, and as many of ups
@@ -58,15 +65,40 @@ struct Workspace {
     take(hidden, T * E);
     take(normed, preparing * normed_size);
     take(qkv, T * (H + 2 * model.num_kv_heads) * D);
-    take(cosine, T * D / 2);
-    take(sine, T * D / 2);
+    rope_stride_ = T * D / 2;
+    take(cosine, model.num_ropes * rope_stride_);
+    take(sine, model.num_ropes * rope_stride_);
     take(attended, T * padded(H * D));
-    take(feed_forward, T * padded(model.feed_forward));
+    const int64_t X = model.num_experts, chosen_by_all = T * model.chosen_experts;
+    take(feed_forward, std::max(T, chosen_by_all) * padded(model.feed_forward));
+    take(added, has_post_norms(model) ? T * E : 0);
+    take(chances, chosen_by_all);
+    take(chosen, chosen_by_all);
+    take(routed, T * X);
+    gathered_rows = whole_lines(T * padded(E));
+    gathered_size = gathered_rows + prepared_size;
+    take(gathered, X ? num_threads * gathered_size : 0);
     take(prepared, preparing * prepared_size);
     take(attention, num_threads * attention_size);
     take(kept_chunks, kept_chunk_size * AttentionPlan::most_kept(T, model.num_kv_heads, max_entries,
                                                                  num_threads));
     take(gate_up, num_threads * gate_up_size);
+  }
+
+  // Turns a token's head as the layer does.
+  void rotate(const ForedraftModel& model, const ForedraftLayer& layer, int64_t token,
+              float* x) const {
+    if (layer.rope < 0) return;
+    const int64_t at = layer.rope * rope_stride_ + token * (model.head_dim / 2);
+    rotate_head(x, cosine + at, sine + at, model.rope_sizes[layer.rope]);
+  }
+
+ private:
+  int64_t rope_stride_;
+
+  static bool has_post_norms(const ForedraftModel& model) {
+    if (!model.num_layers) return false;
+    return model.layers[0].attention_post_norm || model.layers[0].mlp_post_norm;
   }
 };
 

@@ -319,7 +319,10 @@ class TargetParts(Protocol):
         ...
 
     def head_rows(self, token_ids_R: Tensor) -> Tensor:
-        """The head's weights [R, E] for some tokens, in ``dtype``."""
+        """The head's weights [R, E] for some tokens, in ``dtype``, scaled as logits are.
+
+        Where a model caps its logits, products with these rows are not capped.
+        """
         ...
 
     def kept(self, name: str, recipe: str, make: Callable[[], Tensor]) -> Tensor:

@@ -116,20 +116,29 @@ class TrainingTarget:
         return as_tensor(self._weights.head_VE, torch.float32).float().clone()
 
     def final_norm(self) -> Tensor:
-        return self._weights.final_norm_E.float().clone()
+        return self._weights.final_norm_E.float() + self._target.config.family.norm_offset
 
     def layer(self, index: int) -> Mapping[str, Tensor]:
-        """Biases and head norms of families that have them are left out."""
-        layer = self._weights.layers[index]
-        matrices = {
+        """As a layer of Llama: without what else the family has, and with the first expert only."""
+        layer, config = self._weights.layers[index], self._target.config
+        plain_norm_E = torch.ones(config.hidden_size) - config.family.norm_offset
+        norms = {
             "attention_norm.weight": layer.attention_norm_E,
-            "qkv.weight": layer.qkv_weight,
-            "output.weight": layer.output_weight,
             "mlp_norm.weight": layer.mlp_norm_E,
-            "gate_up.weight": layer.gate_up_weight,
-            "down.weight": layer.down_weight,
         }
-        return {name: as_tensor(w, torch.float32).float().clone() for name, w in matrices.items()}
+        matrices = {
+            "qkv.weight": (layer.qkv_weight, None),
+            "output.weight": (layer.output_weight, None),
+            "gate_up.weight": (layer.gate_up_weight, 2 * config.intermediate_size),
+            "down.weight": (layer.down_weight, config.hidden_size),
+        }
+        return {
+            name: (plain_norm_E if norm_E is None else norm_E.float()) + config.family.norm_offset
+            for name, norm_E in norms.items()
+        } | {
+            name: as_tensor(weight, torch.float32).float()[:rows].clone()
+            for name, (weight, rows) in matrices.items()
+        }
 
     # ------------------------------------------------------------------- reading texts
 

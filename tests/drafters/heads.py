@@ -19,6 +19,7 @@ from foredraft.drafters.heads.base import HeadModule, TextBatch
 from foredraft.models.base import ModelShape, ScoreRow
 from foredraft.models.native.decoder import DecoderFactory
 from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.rope import RotaryEmbedding
 from foredraft.models.native.target import NativeTarget
 
 VOCAB = 96
@@ -37,6 +38,7 @@ def tiny_target(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
+        ropes=(RotaryEmbedding(10000.0, 16),),
         vocab_size=VOCAB,
     )
     torch.manual_seed(3)

@@ -32,6 +32,9 @@ struct Sizes {
   int64_t hidden, feed_forward, num_heads, num_kv_heads, head_dim, vocab;
 };
 
+// What models of some families have beside a model of Llama.
+enum Kind { kLlama, kWindows, kPostNorms, kExperts };
+
 // ---- a model ------------------------------------------------------------------------------------
 
 class MadeUp {
@@ -39,7 +42,7 @@ class MadeUp {
   ForedraftModel model{};
   const int64_t element;  // bytes of a number in embeddings and cache
 
-  MadeUp(const Format& format, const Sizes& sizes) : element(format.is_bf16 ? 2 : 4) {
+  MadeUp(const Format& format, const Sizes& sizes, Kind kind) : element(format.is_bf16 ? 2 : 4) {
     const int64_t E = sizes.hidden, F = sizes.feed_forward, D = sizes.head_dim;
     const int64_t H = sizes.num_heads, kv_heads = sizes.num_kv_heads;
     model.is_bf16 = format.is_bf16, model.form = format.form, model.norm_eps = 1e-5;
@@ -48,13 +51,19 @@ class MadeUp {
       layer.attention_norm = vector(E, 1);
       layer.qkv = matrix(format.form, {(H + 2 * kv_heads) * D}, E);
       layer.qkv_bias = is_rich ? vector((H + 2 * kv_heads) * D, 0) : nullptr;
-      layer.query_norm = is_rich ? vector(D, 1) : nullptr;
-      layer.key_norm = is_rich ? vector(D, 1) : nullptr;
+      layer.query_norm = is_rich ? vector(H * D, 1) : nullptr;
+      layer.key_norm = is_rich ? vector(kv_heads * D, 1) : nullptr;
       layer.output = matrix(format.form, {E}, H * D);
       layer.output_bias = is_rich ? vector(E, 0) : nullptr;
       layer.mlp_norm = vector(E, 1);
-      layer.gate_up = matrix(format.form, {F, F}, E);
-      layer.down = matrix(format.form, {E}, F);
+      layer.gate_up = matrix(format.form, {F, F, F, F, F, F}, E);  // of up to three experts
+      layer.down = matrix(format.form, {E, E, E}, F);
+      if (kind == kWindows) layer.view = is_rich ? 1 : 2, layer.rope = is_rich ? 1 : -1;
+      if (kind == kPostNorms) {
+        layer.attention_norm = layer.mlp_norm = nullptr;
+        layer.attention_post_norm = vector(E, 1), layer.mlp_post_norm = vector(E, 1);
+      }
+      if (kind == kExperts) layer.router = router(format, E);
     }
     model.hidden = E, model.feed_forward = F, model.num_layers = kLayers, model.num_heads = H;
     model.num_kv_heads = kv_heads, model.head_dim = D, model.vocab = sizes.vocab;
@@ -63,9 +72,19 @@ class MadeUp {
     const ForedraftForm head = format.form == kFormInt4 ? kFormInt8 : format.form;
     model.head = matrix(head, {sizes.vocab}, E);
     model.final_norm = vector(E, 1);
-    float* inv_freq = reinterpret_cast<float*>(memory(D / 2 * 4));
-    for (int64_t i = 0; i < D / 2; ++i) inv_freq[i] = 1.0f / float(1 << std::min<int64_t>(i, 12));
-    model.inv_freq = inv_freq;
+    float* inv_freq = reinterpret_cast<float*>(memory(2 * (D / 2) * 4));
+    for (int64_t i = 0; i < D; ++i)
+      inv_freq[i] = 1.0f / float(1 << std::min<int64_t>(i % (D / 2), 12));
+    model.inv_freq = inv_freq, model.num_ropes = 2;
+    rope_sizes_[0] = D, rope_sizes_[1] = D / 4 * 2;
+    model.rope_sizes = rope_sizes_, model.amplitudes = amplitudes_;
+    model.windows = windows_, model.num_views = kind == kWindows ? 3 : 1;
+    model.logits_scale = model.embedding_scale = model.residual_scale = 1;
+    model.norms_all_heads = kind == kPostNorms;
+    if (kind == kWindows) model.activation = kGeluTanh, model.attention_cap = 3, model.logits_cap = 4;
+    if (kind == kPostNorms) model.query_scale = 0.2, model.residual_scale = 0.7;
+    if (kind == kExperts)
+      model.num_experts = 3, model.chosen_experts = 2, model.normalises_chances = 1;
   }
   MadeUp(const MadeUp&) = delete;
 
@@ -73,6 +92,9 @@ class MadeUp {
 
  private:
   ForedraftLayer layers_[kLayers] = {};
+  int64_t rope_sizes_[2];
+  const float amplitudes_[2] = {1.0f, 1.2f};
+  const int64_t windows_[3] = {0, 7, 270};
   std::mt19937 random_;
   std::vector<std::vector<uint8_t>> memory_;
 
@@ -107,6 +129,12 @@ class MadeUp {
       else std::memcpy(bytes + 4 * i, &value, 4);
     }
     return bytes;
+  }
+
+  // Of three experts, in the type whose order activations are in.
+  const void* router(const Format& format, int64_t E) {
+    if (format.form == kFormPlain) return matrix(kFormPlain, {3}, E);
+    return vector(3 * E, 0);
   }
 
   // Chunks of any weights behind half-precision scales (and minima) that begin with these bits.
@@ -224,8 +252,8 @@ const Numbers kTreeTokens{7, 8, 9, 8, 10, 11, 8, 3}, kTreeParents{-1, -1, 0, 0, 
 
 class Ways {
  public:
-  explicit Ways(const Format& format, const Sizes& sizes)
-      : format_(format), made_(format, sizes), V_(size_t(sizes.vocab)) {
+  Ways(const Format& format, const Sizes& sizes, Kind kind)
+      : format_(format), made_(format, sizes, kind), V_(size_t(sizes.vocab)) {
     std::mt19937 random(5);
     for (int64_t i = 0; i < kPrompt + 40; ++i) text_.push_back(int32_t(random() % unsigned(sizes.vocab)));
     Cache cache(made_);
@@ -346,9 +374,12 @@ int main(int, char** arguments) {
                               {"bfloat16 int4", true, kFormInt4}};
   if (kTiles && tiles_allowed()) formats.push_back({"bfloat16 tiles", true, kFormTiled});
   const Sizes even{64, 96, 4, 2, 16, 70}, awkward{45, 70, 5, 1, 10, 51};
+  const std::pair<Kind, Sizes> kinds[]{
+      {kLlama, even}, {kLlama, awkward}, {kWindows, awkward}, {kPostNorms, even}, {kExperts, awkward}};
   for (const Format& format : formats)
-    for (const Sizes& sizes : {even, awkward}) {
-      const Ways ways(format, sizes);
+    for (const auto& [kind, sizes] : kinds) {
+      if (format.form == kFormTiled && kind == kWindows) continue;  // attention on tiles has none
+      const Ways ways(format, sizes, kind);
       for (int threads = 1; threads <= most_threads; ++threads) ways.check(threads);
       ways.check_side_by_side();
       std::printf("%s: %016llx\n", format.name, static_cast<unsigned long long>(ways.hash()));

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
 
 import pytest
@@ -19,6 +19,7 @@ from torch import Tensor
 from foredraft.kernels.instructions import InstructionSet, available
 from tests.kernels.compiled import compiled
 
+LOG2_E = math.log2(math.e)
 BLOCK = 64
 CHUNK = 256
 EMULATED = ("-DFOREDRAFT_EMULATE_FMA", "-DFOREDRAFT_EMULATE_TILES")
@@ -76,6 +77,8 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "group", "head_dim", "block_entries")),
+        ("window", c_int64),
+        ("cap", c_double),
         *((name, c_void_p) for name in ("table", "prefixes", "extra_starts", "extras")),
         *((name, c_void_p) for name in ("keys", "values", "queries", "out")),
     )
@@ -109,9 +112,15 @@ class Slot:
         return store[self.table.long()].view(-1, self.head_dim)
 
     def attend(
-        self, instructions: InstructionSet, tokens: Sequence[Token], q_TGD: Tensor, tiles: bool
+        self,
+        instructions: InstructionSet,
+        tokens: Sequence[Token],
+        q_TGD: Tensor,
+        tiles: bool,
+        window: int = 0,
+        cap: float = 0.0,
     ) -> Tensor:
-        """What tokens attend, [T, G, D]."""
+        """What tokens attend, [T, G, D], in the last ``window`` of what they see; 0: in all."""
         if tiles and not library(instructions).foredraft_has_tiles():
             pytest.skip("the system does not let processes use tiles")
         q_TGD, out_TGD = q_TGD.contiguous(), torch.empty_like(q_TGD)
@@ -122,18 +131,22 @@ class Slot:
             for listed in ([token.prefix for token in tokens], starts, extras)
         ]
         tensors = [self.table, *numbers, self.keys, self.values, q_TGD, out_TGD]
-        sizes = (len(tokens), q_TGD.shape[1], self.head_dim, BLOCK)
+        sizes = (len(tokens), q_TGD.shape[1], self.head_dim, BLOCK, window, cap * LOG2_E)
         layer = Layer(*sizes, *(tensor.data_ptr() for tensor in tensors))
         library(instructions).foredraft_attend(ctypes.byref(layer), int(tiles))
         return out_TGD
 
-    def reference(self, tokens: Sequence[Token], q_TGD: Tensor) -> Tensor:
+    def reference(
+        self, tokens: Sequence[Token], q_TGD: Tensor, window: int = 0, cap: float = 0.0
+    ) -> Tensor:
         """The same in float64."""
         keys, values = (self.of_entries(s).double() for s in (self.keys, self.values))
         rows = []
         for token, q_GD in zip(tokens, q_TGD.double(), strict=True):
-            scores = q_GD @ keys[token.seen].T * math.log(2)  # queries are scaled for base 2
-            rows.append(scores.softmax(-1) @ values[token.seen])
+            seen = token.seen[-window:]
+            scores = q_GD @ keys[seen].T / LOG2_E  # queries are scaled for base 2
+            scores = cap * torch.tanh(scores / cap) if cap else scores
+            rows.append(scores.softmax(-1) @ values[seen])
         return torch.stack(rows)
 
 
@@ -161,6 +174,35 @@ def test_a_token_attends_to_what_it_sees_and_in_company_with_the_same_bits(
     for first, end in ((0, 2), (1, len(tokens)), (2, 5)):
         some = slot.attend(instructions, tokens[first:end], q_TGD[first:end], tiles)
         assert torch.equal(some, together[first:end])
+
+
+IN_FLOATS = [PLAIN, next(iter(HERE.values())), *([HERE["avx2"]] if "avx2" in HERE else [])]
+
+
+@pytest.mark.parametrize("instructions", IN_FLOATS, ids=lambda one: one.name)
+@pytest.mark.parametrize("window", [1, 6, 100, 256, 300])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_window_and_a_cap_are_the_same_alone_and_in_company(
+    name: str, shape: tuple[int, int], window: int, instructions: InstructionSet
+) -> None:
+    slot, tokens = Slot(shape[1]), TOKENS[name]
+    behind = min(token.prefix + len(token.extras) for token in tokens) - window
+    for entry in range(max(0, behind)):  # nobody sees these: they must not matter
+        slot.values[slot.table[entry // BLOCK], entry % BLOCK] = math.nan
+    q_TGD = queries(len(tokens), *shape)
+    for cap in (0.0, 2.0):
+        together = slot.attend(instructions, tokens, q_TGD, False, window, cap)
+        expected = slot.reference(tokens, q_TGD, window, cap)
+        assert (together - expected).abs().max() < 2.0**-14 * expected.abs().max()
+        for i, token in enumerate(tokens):
+            alone = slot.attend(instructions, [token], q_TGD[i : i + 1], False, window, cap)
+            assert torch.equal(alone[0], together[i])
+        for first, end in ((0, 2), (1, len(tokens)), (2, 5)):
+            some = slot.attend(
+                instructions, tokens[first:end], q_TGD[first:end], False, window, cap
+            )
+            assert torch.equal(some, together[first:end])
 
 
 @pytest.mark.skipif(AMX is None, reason="this CPU has no tiles")

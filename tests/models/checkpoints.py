@@ -17,12 +17,18 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 300
@@ -64,6 +70,22 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 16.0,
+}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [2.0 + 3.0 * i for i in range(6)],
+}
+WINDOW = 13
+"""Of tokens that a layer sees: it cuts the prompts, the chunks and the trees of tests."""
 
 NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_sizes(), tie_word_embeddings=False),
@@ -71,9 +93,50 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-bias": lambda: LlamaConfig(**_sizes(), attention_bias=True),
     "llama-linear-rope": lambda: LlamaConfig(**_sizes(), rope_parameters=_LINEAR_ROPE),
     "llama-llama3-rope": lambda: LlamaConfig(**_sizes(), rope_parameters=_LLAMA3_ROPE),
+    "llama-dynamic-rope": lambda: LlamaConfig(**_sizes(), rope_parameters=_DYNAMIC_ROPE),
+    "llama-yarn-rope": lambda: LlamaConfig(**_sizes(), rope_parameters=_YARN_ROPE),
     "mistral": lambda: MistralConfig(**_sizes(head_dim=24), sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**_sizes(), sliding_window=WINDOW),
     "qwen2": lambda: Qwen2Config(**_sizes()),
+    "qwen2-window": lambda: Qwen2Config(
+        **_sizes(), use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
     "qwen3": lambda: Qwen3Config(**_sizes(head_dim=32), tie_word_embeddings=True),
+    "smollm3": lambda: SmolLM3Config(
+        **_sizes(), no_rope_layer_interval=2, use_sliding_window=True, sliding_window=WINDOW
+    ),
+    "olmo2": lambda: Olmo2Config(**_sizes()),
+    "granite": lambda: GraniteConfig(
+        **_sizes(),
+        embedding_multiplier=6.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.1,
+        logits_scaling=2.0,
+    ),
+    "phi3": lambda: Phi3Config(
+        **_sizes(),
+        sliding_window=WINDOW,
+        partial_rotary_factor=0.75,
+        rope_scaling=_LONG_ROPE,
+        original_max_position_embeddings=1024,
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **_sizes(head_dim=32),
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=40,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=6.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_sizes(head_dim=32),
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        final_logit_softcapping=20.0,
+    ),
 }
 """One entry for each family and each feature of `DecoderConfig`."""
 

@@ -12,7 +12,6 @@ import torch
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.native.config import read_config, why_not_native
-from foredraft.models.native.rope import inverse_frequencies
 from tests.models.checkpoints import NATIVE_CONFIGS, tiny_model
 
 LLAMA: dict[str, Any] = {
@@ -55,26 +54,27 @@ def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> No
         "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",
-        "max_position_embeddings",
         "rms_norm_eps",
         "tie_word_embeddings",
     ):
         assert getattr(ours, field) == getattr(theirs, field), field
+    longest = {"phi3": 1024}.get(name, 2048)  # as trained, before it is stretched
+    assert ours.max_position_embeddings == longest
     assert ours.eos_token_ids == (2,)
     assert ours.num_parameters == sum(p.numel() for p in tiny_model(theirs).parameters())
 
 
 def test_older_spellings_of_rotary_parameters(tmp_path: Path) -> None:
     plain = read(tmp_path, {**LLAMA, "rope_theta": 500000.0})
-    assert plain.rope_theta == 500000.0
-    assert plain.rope_inv_freq_scaling is None
+    assert (plain.ropes[0].theta, plain.ropes[0].kind) == (500000.0, "default")
+    plain_speeds = read(tmp_path, LLAMA).ropes[0].inverse_frequencies()
     older = read(tmp_path, {**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}})
     newer = read(
         tmp_path,
         {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
     )
-    assert torch.equal(inverse_frequencies(older), inverse_frequencies(newer))
-    assert torch.equal(inverse_frequencies(older) * 4, inverse_frequencies(read(tmp_path, LLAMA)))
+    assert torch.equal(older.ropes[0].inverse_frequencies(), newer.ropes[0].inverse_frequencies())
+    assert torch.equal(older.ropes[0].inverse_frequencies() * 4, plain_speeds)
 
 
 def test_defaults_that_a_config_may_leave_out(tmp_path: Path) -> None:
@@ -109,25 +109,82 @@ SLIDING = {"sliding_window": 100, "use_sliding_window": True}
 def test_a_sliding_window_does_not_cut_the_context(
     raw: dict[str, Any], window: int | None, tmp_path: Path
 ) -> None:
-    if window is None:
-        assert read(tmp_path, raw).max_context == raw["max_position_embeddings"]
-        return
-    with pytest.raises(ModelLoadError, match=f"attends to a window of {window} tokens"):
-        read(tmp_path, raw)
-    assert read_config(tmp_path, max_context=window).max_context > window
-    with pytest.raises(ModelLoadError, match="the native engine does not do yet"):
-        read_config(tmp_path, max_context=window + 1)
+    config = read(tmp_path, raw)
+    assert config.max_context == raw["max_position_embeddings"]
+    assert {config.kind(index).window for index in range(3)} == {window}
+
+
+PHI3 = {**LLAMA, "model_type": "phi3"}
+GEMMA2, GEMMA3 = {**LLAMA, "model_type": "gemma2"}, {**LLAMA, "model_type": "gemma3_text"}
+SMOLLM3 = {**LLAMA, "model_type": "smollm3"}
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("raw", "windows"),
+    [
+        ({**QWEN2, **SLIDING, "max_window_layers": 2}, (None, None, 100)),
+        ({**QWEN2, **SLIDING, "layer_types": [LOCAL, FULL, FULL]}, (100, None, None)),
+        ({**MISTRAL, "sliding_window": 100, "layer_types": [FULL] * 3}, (100, 100, 100)),
+        ({**GEMMA2, "sliding_window": 100}, (100, None, 100)),
+        ({**GEMMA3, "sliding_window": 100}, (100, 100, 100)),
+        ({**GEMMA3, "sliding_window": 100, "sliding_window_pattern": 3}, (100, 100, None)),
+        ({**SMOLLM3, **SLIDING, "no_rope_layers": [1, 0, 1]}, (None, 100, None)),
+        ({**SMOLLM3, **SLIDING, "no_rope_layer_interval": 3}, (None, None, 100)),
+    ],
+)
+def test_which_layers_see_a_window(
+    raw: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    config = read(tmp_path, raw)
+    assert tuple(config.kind(index).window for index in range(3)) == windows
+
+
+def test_layers_without_rotary_embedding_and_with_their_own(tmp_path: Path) -> None:
+    smollm3 = read(tmp_path, {**SMOLLM3, "no_rope_layer_interval": 2})
+    assert [smollm3.kind(index).rope for index in range(3)] == [0, None, 0]
+    assert smollm3.ropes[0].theta == 2e6
+    older = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "sliding_window_pattern": 2}
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    gemma3 = read(tmp_path, {**GEMMA3, **older, **scaling})
+    assert [(rope.theta, rope.kind) for rope in gemma3.ropes] == [(5e5, "linear"), (2e4, "default")]
+    assert [gemma3.kind(index).rope for index in range(3)] == [1, 0, 1]
+
+
+LONG = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+def test_longrope_is_for_short_texts_unless_somebody_asks_for_more(tmp_path: Path) -> None:
+    raw = {**PHI3, "rope_scaling": LONG, "original_max_position_embeddings": 128}
+    short = read(tmp_path, raw)
+    assert (short.max_context, short.ropes[0].is_long) == (128, False)
+    assert read_config(tmp_path, max_context=128) == short
+    long = read_config(tmp_path, max_context=129)
+    assert (long.max_context, long.ropes[0].is_long) == (512, True)
+    slower = long.ropes[0].inverse_frequencies() * 4
+    assert torch.allclose(slower, short.ropes[0].inverse_frequencies())
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, mistral, qwen2, qwen3,"),
         ({"model_type": None}, "model_type None"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantised checkpoints"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rotary scaling 'yarn'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rotary scaling 'ntk'"),
+        ({"rope_scaling": {**LONG, "type": "longrope"}, "head_dim": 8}, "short_factor has 8 num"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not"),
+        ({**PHI3, "partial_rotary_factor": 0.2}, "rotary embedding of 3 numbers"),
+        ({"rope_parameters": {FULL: {"rope_type": "default"}}}, "by layer type"),
+        ({**GEMMA3, "rope_parameters": {"factor": 8.0}}, "not those of a layer type"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({**GEMMA2, "layer_types": [FULL]}, "layer_types lists 1 layers, and there are 3"),
+        ({**GEMMA2, "layer_types": [FULL, FULL, "chunked_attention"]}, "'chunked_attention'"),
+        ({**QWEN2, "layer_types": [FULL, FULL, LOCAL]}, "without a window"),
+        ({**SMOLLM3, "no_rope_layers": [1]}, "no_rope_layers lists 1 layers"),
+        ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "no finite numb"),
     ],
 )
 def test_what_the_decoder_lacks_is_refused(
@@ -176,7 +233,7 @@ def test_a_size_that_is_missing_is_named(tmp_path: Path) -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; it must be a token id, or a list"),
         ({"eos_token_id": [1, None]}, r"eos_token_id\.1 is None"),
         ({"eos_token_id": -2}, r"eos_token_id\.0 is -2"),
-        ({"sliding_window": {}, "hidden_act": 1, "mlp_bias": 1, "head_dim": ""}, "and 1 more"),
+        ({"eos_token_id": {}, "hidden_act": 1, "vocab_size": "", "head_dim": ""}, "and 1 more"),
         ({"hidden_size": "x" * 10_000}, "hidden_size is 'x{1,40}\\.\\.\\.x{1,40}'"),
     ],
 )

@@ -413,7 +413,7 @@ def test_some_layers_only_are_the_eager_decoders(pair: Pair) -> None:
 
 def test_the_recorded_work_asks_the_device_for_no_value(checkpoint: Path) -> None:
     """Tensors on "meta" have no values and mix with no others: whatever would wait, raises."""
-    config: DecoderConfig = replace(read_config(checkpoint), qk_norm=False)
+    config: DecoderConfig = replace(read_config(checkpoint), model_type="llama")
     decoder = GraphedDecoder(config, random_weights(config, torch.bfloat16, "meta"))
     cache = KVCache(config.kv_shape, torch.bfloat16, "meta", 512)
     cache.reserve(cache.allocate(), 300)

@@ -182,12 +182,17 @@ def test_parts_are_those_of_transformers(pair: Pair) -> None:
     ids_T = torch.tensor([3, 5, 8, 250])
     assert (parts.hidden_size, parts.dtype) == (64, torch.float32)
     assert_close(parts.embed(ids_T), reference.get_input_embeddings().weight[ids_T])
-    assert_close(parts.head_rows(ids_T), reference.get_output_embeddings().weight[ids_T])
+    config = pair.target.config
+    rows_RE = reference.get_output_embeddings().weight[ids_T]
+    assert_close(parts.head_rows(ids_T), rows_RE * config.logits_scale)
     slot = pair.target.cache.allocate()
     [scores] = pair.target.score([ScoreRow(slot, text(9), TREE)], taps=(2,))
     normed_TE = parts.norm(scores.taps[2][8:])
     assert_close(parts.logits(normed_TE), scores.logits_NV)
-    assert_close(normed_TE @ parts.head_rows(torch.arange(VOCAB_SIZE)).T, scores.logits_NV)
+    products_TV = normed_TE @ parts.head_rows(torch.arange(VOCAB_SIZE)).T
+    cap = config.logits_cap
+    products_TV = products_TV if cap is None else cap * torch.tanh(products_TV / cap)
+    assert_close(products_TV, scores.logits_NV)
     pair.target.cache.free(slot)
 
 
@@ -256,6 +261,8 @@ def test_a_layer_view_equals_a_model_of_those_layers(pair: Pair, checkpoint: Pat
     for index, layer in enumerate(short.model.layers):
         layer.self_attn.layer_idx = index
     short.config.num_hidden_layers = len(kept)
+    if kinds := getattr(short.config, "layer_types", None):
+        short.config.layer_types = [kinds[i] for i in kept]
     view = pair.target.layer_view(kept)
     tokens = text(16)
     slot = view.cache.allocate()

@@ -20,7 +20,7 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.gguf import GgufFile, GgufTensor
 from foredraft.models.files.gguf_blocks import Bytes, Kind
 from foredraft.models.files.gguf_tokenizer import write_tokenizer
-from foredraft.models.files.schema import GgufFields, LlamaFields, parse_fields
+from foredraft.models.files.schema import DecoderFields, GgufFields, parse_fields
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +159,7 @@ def _config(file: GgufFile, fields: GgufFields) -> dict[str, Any]:
         **{key: id for key, id in fields.special_ids().items() if key != "unk_token_id"},
         "torch_dtype": "bfloat16",
     }
-    parse_fields(file.path, config, LlamaFields)  # sizes that do not fit together
+    parse_fields(file.path, config, DecoderFields)  # sizes that do not fit together
     return config
 
 

@@ -31,6 +31,8 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Epsilon = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Theta = Annotated[float, Field(ge=1, le=1e15, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
+Multiplier = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 _SHOWN = 3
 
@@ -50,6 +52,10 @@ TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 TokenIds = Annotated[tuple[TokenId, ...], BeforeValidator(_listed)]
 
 
+def _as_tuple(numbers: object) -> object:
+    return tuple(numbers) if isinstance(numbers, list) else numbers
+
+
 def _as_list(numbers: object) -> object:
     return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
 
@@ -64,21 +70,31 @@ class GenerationFields(_Schema):
     eos_token_id: TokenIds = ()
 
 
+Factors = Annotated[tuple[Factor, ...], BeforeValidator(_as_tuple)]
+
+
 class RopeFields(_Schema):
     """Rotary parameters, in the spelling of transformers 5 or in that of 4."""
 
     rope_type: str | None = Field(default=None, validation_alias=AliasChoices("rope_type", "type"))
     rope_theta: Theta | None = None
+    partial_rotary_factor: Share | None = None
     factor: Factor | None = None
     low_freq_factor: Factor | None = None
     high_freq_factor: Factor | None = None
     original_max_position_embeddings: Count | None = None
+    attention_factor: Factor | None = None
+    beta_fast: Factor | None = None
+    beta_slow: Factor | None = None
+    mscale: Factor | None = None
+    mscale_all_dim: Factor | None = None
+    truncate: bool = True
+    short_factor: Factors | None = None
+    long_factor: Factors | None = None
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
-        needed: tuple[str, ...] = ("factor",) if self.rope_type in ("linear", "llama3") else ()
-        if self.rope_type == "llama3":
-            needed += ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        needed = _NEEDED_OF_ROPE.get(self.rope_type or "", ())
         missing = [name for name in needed if getattr(self, name) is None]
         if missing:
             raise ValueError(f"rotary scaling {self.rope_type!r} needs {', '.join(missing)}")
@@ -88,8 +104,30 @@ class RopeFields(_Schema):
         return self
 
 
-class LlamaFields(_Schema):
-    """``config.json`` of the families that the native decoder knows."""
+_NEEDED_OF_ROPE = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    ),
+}
+
+
+class LayeredRopeFields(_Schema):
+    """Rotary parameters of layers that see the whole text, and of those that see a window."""
+
+    full_attention: RopeFields | None = None
+    sliding_attention: RopeFields | None = None
+
+
+class DecoderFields(_Schema):
+    """``config.json`` of the families that the native decoder knows.
+
+    What a family leaves out, and which of the optional fields it heeds, is said by
+    `foredraft.models.families.Family`; fields that it does not heed are as if they were not there.
+    """
 
     model_type: str
     vocab_size: Count
@@ -102,23 +140,45 @@ class LlamaFields(_Schema):
     max_position_embeddings: Count
     rms_norm_eps: Epsilon
     hidden_act: str = "silu"
+    hidden_activation: str | None = None
     rope_theta: Theta | None = None
+    rope_local_base_freq: Theta | None = None
     rope_parameters: RopeFields | None = None
     rope_scaling: RopeFields | None = None
+    layered_rope: LayeredRopeFields | None = Field(default=None, validation_alias="rope_parameters")
+    partial_rotary_factor: Share | None = None
+    original_max_position_embeddings: Count | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
-    mlp_bias: bool | None = None
     use_sliding_window: bool | None = None
     sliding_window: Count | None = None
+    sliding_window_pattern: Count | None = Field(
+        default=None,
+        validation_alias=AliasChoices("sliding_window_pattern", "_sliding_window_pattern"),
+    )
     max_window_layers: Annotated[int, Field(ge=0, le=2**31 - 1)] = 28
+    layer_types: Annotated[tuple[str, ...] | None, BeforeValidator(_as_tuple)] = None
+    no_rope_layers: Annotated[tuple[int, ...] | None, BeforeValidator(_as_tuple)] = None
+    no_rope_layer_interval: Count | None = None
+    embedding_multiplier: Multiplier = 1.0
+    residual_multiplier: Multiplier = 1.0
+    attention_multiplier: Multiplier | None = None
+    logits_scaling: Factor = 1.0
+    query_pre_attn_scalar: Factor | None = None
+    attn_logit_softcapping: Factor | None = None
+    final_logit_softcapping: Factor | None = None
+    num_experts: Count | None = Field(
+        default=None, validation_alias=AliasChoices("num_local_experts", "num_experts")
+    )
+    num_experts_per_tok: Count | None = None
+    moe_intermediate_size: Count | None = None
+    norm_topk_prob: bool | None = None
     quantization_config: Any = None
     eos_token_id: TokenIds = ()
 
     @property
     def head_size(self) -> int:
-        """``head_dim``, or what the family takes for it."""
-        if self.model_type == "qwen3" and "head_dim" not in self.model_fields_set:
-            return 128  # the others divide the hidden size
+        """``head_dim``, or what is taken for it."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")

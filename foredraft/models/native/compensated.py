@@ -101,7 +101,7 @@ def compensated(
     """
     decoder, shelf = _LayerByLayer(config, weights, texts), Shelf()
     ids_T = torch.tensor([token for text in texts for token in text])
-    hidden_TE = F.embedding(ids_T, weights.embedding_VE)
+    hidden_TE = decoder.embed(ids_T)
     layers = list[LayerWeights]()
 
     def unpacked(_: str, weight: Matrix, num_parts: int) -> Matrix:

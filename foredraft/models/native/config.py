@@ -1,7 +1,8 @@
-"""The shape of a llama-shaped checkpoint, read from its ``config.json``."""
+"""The shape of a checkpoint of a native family, read from its ``config.json``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,48 @@ from typing import Any
 
 from foredraft.cache.base import KVShape
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.families import FAMILIES, Family
 from foredraft.models.files.json_files import read_json
-from foredraft.models.files.schema import LlamaFields, RopeFields, parse_fields
+from foredraft.models.files.schema import DecoderFields, RopeFields, parse_fields
+from foredraft.models.native.rope import KINDS, RotaryEmbedding
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` values this decoder implements. SmolLM and SmolLM2 are "llama"."""
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By what ``config.json`` calls them."""
+
+_MOST_LAYERS = 100_000
+"""Kinds of layers are made before anybody looks at how many the files hold."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How a layer attends.
+
+    Attributes:
+        rope: number of its rotary embedding; None: none.
+        window: how many entries a token sees at most, its own included; None: all.
+    """
+
+    rope: int | None = 0
+    window: int | None = None
+
+
+USUAL_KIND = LayerKind()
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Of a mixture, in each layer.
+
+    Attributes:
+        count: X.
+        per_token: how many of them a token chooses.
+        normalised: their weights are made to add up to 1.
+    """
+
+    count: int
+    per_token: int
+    normalised: bool
 
 
 @dataclass(frozen=True)
@@ -21,8 +59,17 @@ class DecoderConfig:
     """Sizes and constants of a decoder. Fields are named as in ``config.json`` where it has them.
 
     Attributes:
-        rope_inv_freq_scaling: rotary scaling parameters, or None for plain rotary embedding.
-        qk_norm: heads of queries and keys are RMS-normalised (Qwen3).
+        model_type: the family; `family` says what its tensors are called.
+        intermediate_size: of an expert, where there are such.
+        ropes: the rotary embeddings of its layers.
+        kinds: of the layers; none: each is of `USUAL_KIND`.
+        query_scale: what scores of attention are multiplied with; None: 1 / root of the head size.
+        attention_cap: c, where scores s of attention become c tanh(s / c).
+        logits_cap: likewise of logits.
+        logits_scale: what logits are multiplied with, before the cap.
+        embedding_scale: what embeddings are multiplied with.
+        residual_scale: what each part of a layer is multiplied with before it is added.
+        experts: of the feed-forward parts; None: they are whole.
     """
 
     model_type: str
@@ -35,13 +82,43 @@ class DecoderConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_inv_freq_scaling: Mapping[str, Any] | None
+    ropes: tuple[RotaryEmbedding, ...]
     tie_word_embeddings: bool
-    attention_bias: bool
-    output_bias: bool
-    qk_norm: bool
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...] = ()
+    attention_bias: bool = False
+    output_bias: bool = False
+    kinds: tuple[LayerKind, ...] = ()
+    activation: str = "silu"
+    query_scale: float | None = None
+    attention_cap: float | None = None
+    logits_cap: float | None = None
+    logits_scale: float = 1.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    experts: Experts | None = None
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of the layers, each once."""
+        return tuple(dict.fromkeys(kind.window for kind in self.kinds if kind.window is not None))
+
+    @property
+    def fits_tiles(self) -> bool:
+        """Whether attention can be computed on tiles, which know no windows and no caps."""
+        return not self.windows and self.attention_cap is None
+
+    @property
+    def rope_theta(self) -> float:
+        """Of layers that see all."""
+        return self.ropes[0].theta
+
+    def kind(self, index: int) -> LayerKind:
+        """Of a layer."""
+        return self.kinds[index] if self.kinds else USUAL_KIND
 
     @property
     def kv_shape(self) -> KVShape:
@@ -53,48 +130,67 @@ class DecoderConfig:
 
     @property
     def num_matrix_parameters(self) -> int:
-        """Weights of the linear layers and the head: what each token is multiplied with."""
+        """Weights of the linear layers and the head; of all experts."""
+        return self._matrix_parameters(self.experts.count if self.experts else 1)
+
+    @property
+    def num_read_parameters(self) -> int:
+        """What one token is multiplied with: of those only the experts that it chooses."""
+        return self._matrix_parameters(self.experts.per_token if self.experts else 1)
+
+    def _matrix_parameters(self, num_experts: int) -> int:
         query = self.num_attention_heads * self.head_dim
         key_value = self.num_key_value_heads * self.head_dim
-        layer = self.hidden_size * (2 * query + 2 * key_value + 3 * self.intermediate_size)
+        feed_forward = 3 * self.intermediate_size * num_experts
+        layer = self.hidden_size * (2 * query + 2 * key_value + feed_forward)
         return self.num_hidden_layers * layer + self.vocab_size * self.hidden_size
 
     @property
     def num_parameters(self) -> int:
         """Weights, with a tied head counted once."""
-        hidden, head = self.hidden_size, self.head_dim
-        query, key_value = self.num_attention_heads * head, self.num_key_value_heads * head
-        layer = hidden * (2 * query + 2 * key_value + 3 * self.intermediate_size + 2)
+        hidden, family = self.hidden_size, self.family
+        query = self.num_attention_heads * self.head_dim
+        key_value = self.num_key_value_heads * self.head_dim
+        norms = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+        layer = hidden * sum(getattr(family.names, norm) is not None for norm in norms)
         layer += (query + 2 * key_value) * self.attention_bias + hidden * self.output_bias
-        layer += 2 * head * self.qk_norm
-        heads = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * layer + heads + hidden
+        layer += sum(self.head_norm_sizes)
+        layer += self.experts.count * hidden if self.experts else 0
+        others = self.num_hidden_layers * layer + hidden
+        if not self.tie_word_embeddings:
+            others += self.vocab_size * hidden
+        return self.num_matrix_parameters + others
+
+    @property
+    def head_norm_sizes(self) -> tuple[int, ...]:
+        """Of the norms of queries and of keys; empty: there are none."""
+        if self.family.head_norms is None:
+            return ()
+        if self.family.head_norms == "each":
+            return self.head_dim, self.head_dim
+        return self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
 
 
-def why_not_native(
-    raw: Mapping[str, Any], path: Path, max_context: int | None = None
-) -> str | None:
+def why_not_native(raw: Mapping[str, Any], path: Path) -> str | None:
     """What a checkpoint of these families needs that this decoder lacks; None: nothing.
 
     Of other families the family.
-
-    Args:
-        max_context: most tokens that will be read; None: as many as the model takes.
 
     Raises:
         ModelLoadError: it is of such a family, and malformed. ``path`` is named then.
     """
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         return f"model_type {model_type!r:.80} is not one of {', '.join(FAMILIES)}"
-    return _unsupported(parse_fields(path, raw, LlamaFields), max_context)
+    family = FAMILIES[model_type]
+    return _unsupported(raw, family, _parse(path, raw, family))
 
 
 def read_config(directory: Path, max_context: int | None = None) -> DecoderConfig:
     """Parse ``config.json``.
 
     Args:
-        max_context: as in `why_not_native`.
+        max_context: most tokens that will be read; None: as many as the model takes.
 
     Raises:
         ModelLoadError: the file is malformed, or the family or one of its features is not
@@ -102,70 +198,261 @@ def read_config(directory: Path, max_context: int | None = None) -> DecoderConfi
     """
     path = directory / "config.json"
     raw = read_json(path)
-    if reason := why_not_native(raw, path, max_context):
+    if reason := why_not_native(raw, path):
         raise ModelLoadError(f"{directory}: {reason}; load it with backend 'hf'")
-    return _resolve(parse_fields(path, raw, LlamaFields))
+    family = FAMILIES[raw["model_type"]]
+    return _resolve(family, _parse(path, raw, family), max_context)
 
 
-def _resolve(fields: LlamaFields) -> DecoderConfig:
-    rope = _rope(fields)
-    bias = bool(fields.attention_bias) and fields.model_type in ("llama", "qwen3")
+def check_fields(path: Path, raw: Mapping[str, Any]) -> None:
+    """Whether the sizes of a native family fit together.
+
+    Raises:
+        ModelLoadError: they do not.
+    """
+    _parse(path, raw, FAMILIES[raw["model_type"]])
+
+
+_OPTIONAL = frozenset(
+    {
+        *("attention_bias", "hidden_activation", "rope_local_base_freq", "partial_rotary_factor"),
+        *("original_max_position_embeddings", "use_sliding_window", "sliding_window"),
+        *("sliding_window_pattern", "max_window_layers", "layer_types", "no_rope_layers"),
+        *("no_rope_layer_interval", "embedding_multiplier", "residual_multiplier"),
+        *("attention_multiplier", "logits_scaling", "query_pre_attn_scalar"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "num_experts"),
+        *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    }
+)
+"""Fields that only some families heed."""
+
+
+def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
+    """The fields that the family heeds, with what it takes for those that are left out."""
+    heeded = {key: value for key, value in raw.items() if _heeds(family, key)}
+    return parse_fields(path, {**family.defaults, **heeded, **family.fixed}, DecoderFields)
+
+
+def _heeds(family: Family, key: str) -> bool:
+    return key not in _OPTIONAL or key in family.reads
+
+
+def _resolve(family: Family, fields: DecoderFields, max_context: int | None) -> DecoderConfig:
+    context, ropes = _ropes(family, fields, max_context)
+    bias = bool(fields.attention_bias)
+    experts = None
+    if family.names.router:
+        assert fields.num_experts
+        assert fields.num_experts_per_tok
+        normalised = bool(fields.norm_topk_prob)
+        experts = Experts(fields.num_experts, fields.num_experts_per_tok, normalised)
     return DecoderConfig(
         model_type=fields.model_type,
         vocab_size=fields.vocab_size,
         hidden_size=fields.hidden_size,
-        intermediate_size=fields.intermediate_size,
+        intermediate_size=fields.moe_intermediate_size or fields.intermediate_size,
         num_hidden_layers=fields.num_hidden_layers,
         num_attention_heads=fields.num_attention_heads,
         num_key_value_heads=fields.num_key_value_heads or fields.num_attention_heads,
         head_dim=fields.head_size,
-        max_position_embeddings=fields.max_position_embeddings,
+        max_position_embeddings=context,
         rms_norm_eps=fields.rms_norm_eps,
-        rope_theta=rope.rope_theta or fields.rope_theta or 10000.0,
-        rope_inv_freq_scaling=rope.model_dump() if _scales(rope) else None,
+        ropes=ropes,
         tie_word_embeddings=bool(fields.tie_word_embeddings),
-        attention_bias=bias or fields.model_type == "qwen2",
-        output_bias=bias,
-        qk_norm=fields.model_type == "qwen3",
         eos_token_ids=fields.eos_token_id,
+        attention_bias=bias,
+        output_bias=bias and family.output_bias,
+        kinds=_kinds(family, fields),
+        activation=ACTIVATIONS[fields.hidden_activation or fields.hidden_act],
+        query_scale=_query_scale(fields),
+        attention_cap=fields.attn_logit_softcapping,
+        logits_cap=fields.final_logit_softcapping,
+        logits_scale=1.0 / fields.logits_scaling,
+        embedding_scale=(
+            fields.hidden_size**0.5 if family.scales_embeddings else fields.embedding_multiplier
+        ),
+        residual_scale=fields.residual_multiplier,
+        experts=experts,
     )
 
 
-def _sliding_window(fields: LlamaFields) -> int | None:
-    """How many tokens some layer sees; None where all of them see the whole context."""
-    window = fields.sliding_window
-    if fields.model_type == "mistral":  # windowed unless it says null
-        window = window if "sliding_window" in fields.model_fields_set else 4096
-    elif not fields.use_sliding_window or fields.max_window_layers >= fields.num_hidden_layers:
-        window = None
-    return None if window is None or window >= fields.max_position_embeddings else window
+def _query_scale(fields: DecoderFields) -> float | None:
+    if fields.query_pre_attn_scalar is not None:
+        return float(fields.query_pre_attn_scalar**-0.5)
+    return fields.attention_multiplier
 
 
-def _rope(fields: LlamaFields) -> RopeFields:
-    for rope in (fields.rope_parameters, fields.rope_scaling):
+# ------------------------------------------------------------------------------------------ layers
+
+
+def _kinds(family: Family, fields: DecoderFields) -> tuple[LayerKind, ...]:
+    """Of each layer; none where all are usual."""
+    kinds = []
+    for index in range(min(fields.num_hidden_layers, _MOST_LAYERS)):
+        is_local = _is_local(family, fields, index)
+        rope = 1 if family.local_rope and is_local else 0
+        window = fields.sliding_window if is_local else None
+        if window is not None and window >= fields.max_position_embeddings:
+            window = None
+        kinds.append(LayerKind(rope if _is_rotated(fields, index) else None, window))
+    return () if set(kinds) == {USUAL_KIND} else tuple(kinds)
+
+
+def _is_rotated(fields: DecoderFields, index: int) -> bool:
+    if fields.no_rope_layers is not None:
+        return bool(fields.no_rope_layers[index])
+    interval = fields.no_rope_layer_interval
+    return interval is None or (index + 1) % interval != 0
+
+
+def _is_local(family: Family, fields: DecoderFields, index: int) -> bool:
+    """Whether a layer sees a window only."""
+    if fields.layer_types is not None:
+        return fields.layer_types[index] == _SLIDING
+    if fields.sliding_window is None or not _has_windows(family, fields):
+        return False
+    if family.windows == "upper":
+        return index >= fields.max_window_layers
+    if family.windows == "pattern":
+        assert fields.sliding_window_pattern is not None
+        return (index + 1) % fields.sliding_window_pattern != 0
+    if family.windows == "unrotated":
+        return not _is_rotated(fields, index)
+    return True
+
+
+def _has_windows(family: Family, fields: DecoderFields) -> bool:
+    switched_on = "use_sliding_window" not in family.reads or bool(fields.use_sliding_window)
+    return family.windows is not None and switched_on
+
+
+# ------------------------------------------------------------------------------------------ rotary
+
+
+def _ropes(
+    family: Family, fields: DecoderFields, max_context: int | None
+) -> tuple[int, tuple[RotaryEmbedding, ...]]:
+    """How long a text may be, and the rotary embeddings of layers that see all, or a window.
+
+    Longrope has other factors for texts beyond the original context. Which of them are meant is
+    decided once, by how long a text may become: the original context unless somebody asks for more.
+    """
+    context, ropes = fields.max_position_embeddings, []
+    thetas = [fields.rope_theta, fields.rope_local_base_freq][: 1 + family.local_rope]
+    for rope, theta in zip(_rope_fields(family, fields), thetas, strict=True):
+        is_long = False
+        original = rope.original_max_position_embeddings or context
+        if rope.rope_type == "longrope" and original < context:
+            is_long = max_context is not None and max_context > original
+            context = context if is_long else original
+        share = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
+        size = int(fields.head_size * share)
+        theta = rope.rope_theta or theta or 10000.0
+        ropes.append(RotaryEmbedding(theta, size, rope, fields.max_position_embeddings, is_long))
+    return context, tuple(ropes)
+
+
+def _rope_fields(family: Family, fields: DecoderFields) -> list[RopeFields]:
+    """Of layers that see all, and of those that see a window where these differ."""
+    if family.local_rope:
+        layered = fields.layered_rope
+        whole = (layered and layered.full_attention) or RopeFields()
+        if fields.rope_scaling is not None:
+            said = fields.rope_scaling.model_dump(exclude_unset=True)
+            whole = whole.model_copy(update=said)
+        return [whole, (layered and layered.sliding_attention) or RopeFields()]
+    found = RopeFields()
+    for rope in (fields.rope_scaling, fields.rope_parameters):
         if rope is not None and rope.model_fields_set:
-            return rope
-    return RopeFields()
+            found = rope
+            break
+    if fields.original_max_position_embeddings is not None:
+        original = fields.original_max_position_embeddings
+        found = found.model_copy(update={"original_max_position_embeddings": original})
+    kind = family.rope_names.get(found.rope_type or "", found.rope_type)
+    return [found.model_copy(update={"rope_type": kind})]
 
 
-def _scales(rope: RopeFields) -> bool:
-    return rope.rope_type not in (None, "default")
+# ---------------------------------------------------------------------------------------- refusals
 
 
-def _unsupported(fields: LlamaFields, max_context: int | None) -> str | None:
+def _unsupported(raw: Mapping[str, Any], family: Family, fields: DecoderFields) -> str | None:
     """What this checkpoint needs that the decoder lacks, or None."""
-    if fields.hidden_act != "silu":
-        return f"activation {fields.hidden_act!r:.80} is not implemented"
-    if fields.mlp_bias:
-        return "mlp_bias is not implemented"
+    for name, neutral in family.neutral.items():
+        if raw.get(name) not in (None, neutral, []):
+            return f"{name} is not implemented ({raw[name]!r:.80})"
+    if (activation := fields.hidden_activation or fields.hidden_act) not in ACTIVATIONS:
+        return f"activation {activation!r:.80} is not implemented"
     if fields.quantization_config:
         return "quantised checkpoints are not implemented"
-    window = _sliding_window(fields)
-    if window is not None and (max_context is None or max_context > window):
-        return (
-            f"the model attends to a window of {window} tokens, which the native engine does not "
-            f"do yet (up to max_context={window} it can run the model)"
-        )
-    if _rope(fields).rope_type not in (None, "default", "linear", "llama3"):
-        return f"rotary scaling {_rope(fields).rope_type!r:.80} is not implemented"
+    return (
+        _unsupported_layers(family, fields)
+        or _unsupported_ropes(raw, family, fields)
+        or _unsupported_experts(family, fields)
+    )
+
+
+def _unsupported_layers(family: Family, fields: DecoderFields) -> str | None:
+    num_layers = fields.num_hidden_layers
+    for name in ("layer_types", "no_rope_layers"):
+        listed = getattr(fields, name)
+        if listed is not None and len(listed) < num_layers:
+            return f"{name} lists {len(listed)} layers, and there are {num_layers}"
+    for kind in set(fields.layer_types or ()):
+        if kind not in (_FULL, _SLIDING):
+            return f"layers of type {kind!r:.80} are not implemented"
+    has_window = fields.sliding_window is not None and _has_windows(family, fields)
+    if _SLIDING in (fields.layer_types or ()) and not has_window:
+        return f"layers of type {_SLIDING!r} without a window (sliding_window) are not implemented"
+    return None
+
+
+def _unsupported_ropes(raw: Mapping[str, Any], family: Family, fields: DecoderFields) -> str | None:
+    flat = fields.rope_parameters is not None and bool(fields.rope_parameters.model_fields_set)
+    layered = fields.layered_rope is not None and bool(fields.layered_rope.model_fields_set)
+    if family.local_rope and flat:
+        return "rotary parameters that are not those of a layer type are not implemented"
+    if layered and not family.local_rope:
+        return "rotary parameters by layer type are not implemented"
+    for rope in _rope_fields(family, fields):
+        if rope.rope_type not in (None, *KINDS):
+            return f"rotary scaling {rope.rope_type!r:.80} is not implemented"
+        share = rope.partial_rotary_factor or raw.get("partial_rotary_factor")
+        if share not in (None, 1) and "partial_rotary_factor" not in family.reads:
+            return f"partial_rotary_factor is not implemented ({share!r:.80})"
+        size = int(fields.head_size * (share or 1))
+        if size < 2 or size % 2:
+            return f"rotary embedding of {size} numbers of a head is not implemented"
+        if problem := _unsupported_scaling(raw, rope, size):
+            return problem
+    _, ropes = _ropes(family, fields, None)
+    return None if all(map(_is_finite, ropes)) else "its rotary scaling gives no finite numbers"
+
+
+def _unsupported_scaling(raw: Mapping[str, Any], rope: RopeFields, size: int) -> str | None:
+    name = "original_max_position_embeddings"
+    has_original = rope.rope_type in ("llama3", "yarn", "longrope")
+    if has_original and raw.get(name) not in (None, rope.original_max_position_embeddings):
+        return f"{name} beside that of the rotary scaling is not implemented"
+    if rope.rope_type != "longrope":
+        return None
+    for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+        if factors is None or len(factors) != size // 2:
+            return f"{name} has {len(factors or ())} numbers, and {size // 2} are needed"
+    return None
+
+
+def _is_finite(rope: RotaryEmbedding) -> bool:
+    try:
+        return math.isfinite(rope.amplitude) and bool(rope.inverse_frequencies().isfinite().all())
+    except (ArithmeticError, ValueError):
+        return False
+
+
+def _unsupported_experts(family: Family, fields: DecoderFields) -> str | None:
+    if not family.names.router:
+        return None
+    count, chosen = fields.num_experts, fields.num_experts_per_tok
+    if count is None or chosen is None or chosen > count:
+        return f"{chosen} experts a token of {count} are not implemented"
     return None

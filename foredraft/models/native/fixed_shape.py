@@ -34,8 +34,10 @@ class FixedShapeDecoder(EagerDecoder):
 
     name = "fixed-shape"
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         norm = super()._norm
+        if weight is None:
+            return x
         return _in_blocks(x, lambda block: norm(block, weight))
 
     def _linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -55,14 +57,7 @@ class FixedShapeDecoder(EagerDecoder):
             keys_GND, values_GND = _padded(seen_keys_GND), _padded(values_GCD[:, seen])
             entries_N = torch.arange(keys_GND.shape[1], device=query_HD.device)
             mask_N = entries_N < seen_keys_GND.shape[1]
-            attended_HD = F.scaled_dot_product_attention(
-                query_HD[None, :, None],
-                keys_GND[None],
-                values_GND[None],
-                attn_mask=mask_N[None],
-                enable_gqa=True,
-            )[0, :, 0]
-            rows.append(attended_HD)
+            rows.append(self._sees(query_HD[:, None], keys_GND, values_GND, mask_N[None])[:, 0])
         return torch.stack(rows)
 
 

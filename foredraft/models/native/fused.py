@@ -32,6 +32,7 @@ from foredraft.kernels.threads import (
 )
 from foredraft.models.native import interface
 from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.eager import finished_logits
 from foredraft.models.native.packed import (
     Int4Matrix,
     Matrix,
@@ -40,7 +41,6 @@ from foredraft.models.native.packed import (
     tensor_of,
 )
 from foredraft.models.native.plan import ForwardPlan, plan_head
-from foredraft.models.native.rope import inverse_frequencies
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 PHASES = ("linear", "attention", "head", "other")
@@ -79,6 +79,7 @@ class FusedDecoder:
         if num_threads is not None:
             check_threads(num_threads)
         self._config, self._weights = config, weights
+        self._norm_offset = config.family.norm_offset
         self._num_outputs = weights.head_VE.shape[0]
         self._num_threads = num_threads
         self._most_threads = num_threads or min(torch.get_num_threads(), available_cpus())
@@ -87,8 +88,11 @@ class FusedDecoder:
         library = self._library = load_library()
         layers = [self._layer(i, layer) for i, layer in enumerate(weights.layers)]
         self._layers = (interface.Layer * len(layers))(*layers)
-        self._model = self._describe_model(weights.final_norm_E)
-        self._unnormed = self._describe_model(torch.ones_like(weights.final_norm_E))
+        self._model = self._describe_model()
+        # Logits by themselves: finished behind the kernel (see `logits`).
+        self._unnormed = self._describe_model()
+        self._unnormed.final_norm = self._vector(torch.ones_like(weights.final_norm_E))
+        self._unnormed.logits_scale, self._unnormed.logits_cap = 1.0, 0.0
         self._workspace = torch.empty(0)
         self._phase_seconds = (c_double * len(PHASES))()
         self._process, self._lock = os.getpid(), threading.Lock()
@@ -153,7 +157,7 @@ class FusedDecoder:
         with self._lock:
             described = self._describe_forward(plan, logits_TV, {})
             _check_outcome(self._forward(self._unnormed, described), described.num_threads)
-        return logits_TV.mul_(scale_T1)
+        return finished_logits(logits_TV.mul_(scale_T1), self._config)
 
     @property
     def num_layers(self) -> int:
@@ -251,8 +255,12 @@ class FusedDecoder:
                     f"which hold {held} entries; reserve it first"
                 )
 
-    def _describe_model(self, final_norm_E: Tensor) -> interface.Model:
-        config, weights = self._config, self._weights
+    def _describe_model(self) -> interface.Model:
+        config, weights, experts = self._config, self._weights, self._config.experts
+        sizes = [rope.size for rope in config.ropes]
+        speeds = torch.zeros(len(sizes), config.head_dim // 2)
+        for row, rope in zip(speeds, config.ropes, strict=True):
+            row[: rope.size // 2] = rope.inverse_frequencies()
         return interface.Model(
             hidden=config.hidden_size,
             feed_forward=config.intermediate_size,
@@ -267,10 +275,31 @@ class FusedDecoder:
             layers=self._layers,
             embedding=self._matrix(weights.embedding_VE),
             head=self._matrix(weights.head_VE),
-            final_norm=self._vector(final_norm_E),
-            inv_freq=self._vector(inverse_frequencies(config)),
+            final_norm=self._vector_of_norm(weights.final_norm_E),
             head_ids=None if weights.head_ids is None else self._matrix(weights.head_ids),
+            num_ropes=len(sizes),
+            inv_freq=self._vector(speeds),
+            rope_sizes=self._matrix(torch.tensor(sizes)),
+            amplitudes=self._vector(torch.tensor([rope.amplitude for rope in config.ropes])),
+            num_views=len(self._windows),
+            windows=self._matrix(torch.tensor(self._windows)),
+            norms_all_heads=config.family.head_norms == "all",
+            activation=interface.ACTIVATIONS[config.activation],
+            num_experts=experts.count if experts else 0,
+            chosen_experts=experts.per_token if experts else 0,
+            normalises_chances=experts is not None and experts.normalised,
+            query_scale=config.query_scale or 0.0,
+            attention_cap=config.attention_cap or 0.0,
+            logits_cap=config.logits_cap or 0.0,
+            logits_scale=config.logits_scale,
+            embedding_scale=config.embedding_scale,
+            residual_scale=config.residual_scale,
         )
+
+    @property
+    def _windows(self) -> list[int]:
+        """Of layers; 0: they see all."""
+        return [0, *self._config.windows]
 
     def _form(self) -> int:
         """A ``ForedraftForm``."""
@@ -280,6 +309,11 @@ class FusedDecoder:
                 raise ConfigError(
                     "these weights are laid out for tiles (AMX), which take bfloat16 weights and "
                     "kernels that use them; load the weights as they are"
+                )
+            if not self._config.fits_tiles:
+                raise ConfigError(
+                    "these weights are laid out for tiles (AMX), and attention on tiles knows no "
+                    "windows and no capped scores; load the weights as they are"
                 )
             return interface.FORM_TILED
         if not isinstance(head_VE, PackedMatrix):
@@ -291,17 +325,32 @@ class FusedDecoder:
         has_attention = index not in self._weights.no_attention
         has_mlp = index not in self._weights.no_mlp
         return interface.Layer(
-            attention_norm=self._vector(layer.attention_norm_E),
+            attention_norm=self._vector_of_norm(layer.attention_norm_E),
             qkv=self._matrix(layer.qkv_weight) if has_attention else None,
             qkv_bias=self._vector(layer.qkv_bias),
-            query_norm=self._vector(layer.query_norm_D),
-            key_norm=self._vector(layer.key_norm_D),
+            query_norm=self._vector_of_norm(layer.query_norm_D),
+            key_norm=self._vector_of_norm(layer.key_norm_D),
             output=self._matrix(layer.output_weight),
             output_bias=self._vector(layer.output_bias),
-            mlp_norm=self._vector(layer.mlp_norm_E),
+            mlp_norm=self._vector_of_norm(layer.mlp_norm_E),
             gate_up=self._matrix(layer.gate_up_weight) if has_mlp else None,
             down=self._matrix(layer.down_weight),
+            attention_post_norm=self._vector_of_norm(layer.attention_post_norm_E),
+            mlp_post_norm=self._vector_of_norm(layer.mlp_post_norm_E),
+            router=None if layer.router_XE is None else self._router(layer.router_XE),
+            rope=-1 if layer.kind.rope is None else layer.kind.rope,
+            view=self._windows.index(layer.kind.window or 0),
         )
+
+    def _router(self, router_XE: Tensor) -> int:
+        """In the type whose order activations are in (``Order`` of products.h)."""
+        return self._matrix(
+            router_XE if self._form() == interface.FORM_PLAIN else router_XE.float()
+        )
+
+    def _vector_of_norm(self, weight: Tensor | None) -> int | None:
+        """What a norm multiplies with."""
+        return None if weight is None else self._vector(weight.float() + self._norm_offset)
 
     def _matrix(self, matrix: Matrix) -> int:
         self._kept.append(tensor_of(matrix).contiguous())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.cache.store import Entries
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.eager import EagerDecoder
+from foredraft.models.native.eager import EagerDecoder, capped_attention
 from foredraft.models.native.grid import (
     Bucket,
     GridInputs,
@@ -102,7 +102,7 @@ class GraphedDecoder(EagerDecoder):
             float32 logits [N, V], and for each tap the output [T, E] of that layer. They are the
             caller's: the next forward does not touch them.
         """
-        if not isinstance(cache, KVCache) or not fits_grid(plan):
+        if not isinstance(cache, KVCache) or self._config.experts or not fits_grid(plan):
             return super().forward(plan, cache, taps)
         cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
         for row in plan.rows:
@@ -163,10 +163,13 @@ class GraphedDecoder(EagerDecoder):
         self, inputs: GridInputs, bucket: Bucket, cache: KVCache, logits_NV: Tensor
     ) -> dict[int, Tensor]:
         """The forward on fixed buffers; nothing here depends on their values."""
-        bias_RTC = attention_bias(inputs, bucket, self._weights.dtype)
+        biases = {
+            window: self._for_groups(attention_bias(inputs, bucket, self._weights.dtype, window))
+            for window in (None, *self._config.windows)
+        }
         rotations = self._rotations(inputs.positions)
-        run = _GridRun(inputs, bucket, cache, *rotations, self._for_groups(bias_RTC))
-        hidden_NE = F.embedding(inputs.token_ids, self._weights.embedding_VE)
+        run = _GridRun(inputs, bucket, cache, rotations, biases, self._attend_grouped)
+        hidden_NE = self.embed(inputs.token_ids)
         layers = range(len(self._weights.layers))
         hidden_NE, tapped = self._run_layers(run, hidden_NE, layers, bucket.taps)
         logits_NV.copy_(self._head(hidden_NE.index_select(0, inputs.heads)))
@@ -177,7 +180,9 @@ class GraphedDecoder(EagerDecoder):
         per_group = self._config.num_attention_heads // self._config.num_key_value_heads
         return bias_BTC.repeat(1, per_group, 1)[:, None]
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None or self._config.family.norm_offset:
+            return super()._norm(x, weight)
         return F.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
     def _attend(
@@ -187,7 +192,34 @@ class GraphedDecoder(EagerDecoder):
         if mask_RC is not None:
             zeros_RC = torch.zeros(mask_RC.shape, dtype=query_RHD.dtype, device=mask_RC.device)
             bias = self._for_groups(zeros_RC.masked_fill_(~mask_RC, float("-inf"))[None])
-        return _attend_grouped(query_RHD[None], keys_GCD[None], values_GCD[None], bias)[0]
+        return self._attend_grouped(query_RHD[None], keys_GCD[None], values_GCD[None], bias)[0]
+
+    def _attend_grouped(
+        self, query_BTHD: Tensor, keys_BGCD: Tensor, values_BGCD: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Attention of B rows, [B, T, H, D].
+
+        The P query heads that share keys are laid behind one another as if they were further
+        tokens: keys are then read once for all of them, by the kernels for masked attention, which
+        know no shared keys.
+
+        Args:
+            bias: [B, 1, P T, C] to add to the scores, or None.
+        """
+        rows, tokens, _, head_dim = query_BTHD.shape
+        groups, cap = keys_BGCD.shape[1], self._config.attention_cap
+        query_BGPTD = query_BTHD.view(rows, tokens, groups, -1, head_dim).permute(0, 2, 3, 1, 4)
+        query_BGMD = query_BGPTD.reshape(rows, groups, -1, head_dim)
+        scale = self._config.query_scale
+        attended = (
+            F.scaled_dot_product_attention(
+                query_BGMD, keys_BGCD, values_BGCD, attn_mask=bias, scale=scale
+            )
+            if cap is None
+            else capped_attention(query_BGMD, keys_BGCD, values_BGCD, bias, scale, cap)
+        )
+        attended_BGPTD = attended.view(rows, groups, -1, tokens, head_dim)
+        return attended_BGPTD.permute(0, 3, 1, 2, 4).reshape(rows, tokens, -1, head_dim)
 
 
 class _GridRun:
@@ -198,15 +230,23 @@ class _GridRun:
         inputs: GridInputs,
         bucket: Bucket,
         cache: KVCache,
-        cos_TD: Tensor,
-        sin_TD: Tensor,
-        bias: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        biases: Mapping[int | None, Tensor],
+        attend_grouped: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
     ) -> None:
-        self.cos_TD, self.sin_TD = cos_TD, sin_TD
-        self._inputs, self._bucket, self._store, self._bias = inputs, bucket, cache.store, bias
+        self.rotations = rotations
+        self._inputs, self._bucket, self._store, self._biases = inputs, bucket, cache.store, biases
+        self._attend_grouped = attend_grouped
         self._rows = self._store.rows_of(inputs.tables.view(bucket.rows, -1))
 
-    def attend(self, index: int, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
+    def attend(
+        self,
+        index: int,
+        window: int | None,
+        query_THD: Tensor,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+    ) -> Tensor:
         store, bucket = self._store, self._bucket
         written = (self._inputs.blocks, slice(None), self._inputs.offsets)
         store.keys[:, index][written] = key_TGD
@@ -215,35 +255,13 @@ class _GridRun:
             rows.index_select(0, self._rows).view(bucket.rows, -1, bucket.context, rows.shape[-1])
             for rows in store.layer_rows(index)
         )
-        attended_RTHD = _attend_grouped(
+        attended_RTHD = self._attend_grouped(
             query_THD.view(bucket.rows, bucket.tokens, *query_THD.shape[1:]),
             keys_RGCD,
             values_RGCD,
-            self._bias,
+            self._biases[window],
         )
         return attended_RTHD.reshape(bucket.size, -1)
-
-
-def _attend_grouped(
-    query_BTHD: Tensor, keys_BGCD: Tensor, values_BGCD: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Attention of B rows, [B, T, H, D].
-
-    The P query heads that share keys are laid behind one another as if they were further tokens:
-    keys are then read once for all of them, by the kernels for masked attention, which know no
-    shared keys.
-
-    Args:
-        bias: [B, 1, P T, C] to add to the scores, or None.
-    """
-    rows, tokens, _, head_dim = query_BTHD.shape
-    groups = keys_BGCD.shape[1]
-    query_BGPTD = query_BTHD.view(rows, tokens, groups, -1, head_dim).permute(0, 2, 3, 1, 4)
-    attended = F.scaled_dot_product_attention(
-        query_BGPTD.reshape(rows, groups, -1, head_dim), keys_BGCD, values_BGCD, attn_mask=bias
-    )
-    attended_BGPTD = attended.view(rows, groups, -1, tokens, head_dim)
-    return attended_BGPTD.permute(0, 3, 1, 2, 4).reshape(rows, tokens, -1, head_dim)
 
 
 def _storage(cache: KVCache) -> tuple[object, ...]:

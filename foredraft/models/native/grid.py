@@ -145,10 +145,13 @@ def _padded_table(table: array[int], count: int) -> list[int]:
     return [*table[:count], *table[-1:] * (count - len(table))]
 
 
-def attention_bias(inputs: GridInputs, bucket: Bucket, dtype: torch.dtype) -> Tensor:
+def attention_bias(
+    inputs: GridInputs, bucket: Bucket, dtype: torch.dtype, window: int | None = None
+) -> Tensor:
     """[R, T, C] to add to attention scores: 0 where a token sees an entry, else minus infinity.
 
-    Only tensor operations of fixed shape, and nothing that asks the device for a value.
+    A token sees the entries of the last ``window`` positions only. These are tensor operations of
+    fixed shape, and nothing asks the device for a value.
     """
     rows, tokens, context = bucket.rows, bucket.tokens, bucket.context
     device = inputs.starts.device
@@ -158,6 +161,11 @@ def attention_bias(inputs: GridInputs, bucket: Bucket, dtype: torch.dtype) -> Te
     sees_RTT = (inputs.visible.view(rows, tokens, 1) >> own_T) & 1 != 0
     own_entries_RTT = (starts_R11 + own_T).expand(rows, tokens, tokens)
     seen_RTC = seen_R1C.repeat(1, tokens, 1).scatter_(2, own_entries_RTT, sees_RTT)
+    if window is not None:
+        positions_RT = inputs.positions.view(rows, tokens)
+        places_RC = torch.arange(context, device=device).expand(rows, context)
+        places_RC = places_RC.scatter(1, own_entries_RTT[:, 0], positions_RT)
+        seen_RTC &= places_RC[:, None] > positions_RT[..., None] - window
     bias_RTC = torch.zeros(seen_RTC.shape, dtype=dtype, device=device)
     return bias_RTC.masked_fill_(~seen_RTC, float("-inf"))
 

@@ -9,6 +9,8 @@ from foredraft.core.draws import DrawRow
 
 FORM_PLAIN, FORM_INT8, FORM_INT4, FORM_TILED = range(4)
 """``ForedraftForm``."""
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+"""``ForedraftActivation``."""
 
 
 class Layer(ctypes.Structure):
@@ -19,8 +21,9 @@ class Layer(ctypes.Structure):
         for name in (
             *("attention_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "output"),
             *("output_bias", "mlp_norm", "gate_up", "down"),
+            *("attention_post_norm", "mlp_post_norm", "router"),
         )
-    ]
+    ] + [("rope", c_int64), ("view", c_int64)]
 
 
 class Model(ctypes.Structure):
@@ -32,8 +35,15 @@ class Model(ctypes.Structure):
         ("form", c_int64),
         ("norm_eps", c_double),
         ("layers", POINTER(Layer)),
-        *((name, c_void_p) for name in ("embedding", "head", "final_norm", "inv_freq")),
-        ("head_ids", c_void_p),
+        *((name, c_void_p) for name in ("embedding", "head", "final_norm", "head_ids")),
+        ("num_ropes", c_int64),
+        *((name, c_void_p) for name in ("inv_freq", "rope_sizes", "amplitudes")),
+        ("num_views", c_int64),
+        ("windows", c_void_p),
+        *((name, c_int64) for name in ("norms_all_heads", "activation", "num_experts")),
+        *((name, c_int64) for name in ("chosen_experts", "normalises_chances")),
+        *((name, c_double) for name in ("query_scale", "attention_cap", "logits_cap")),
+        *((name, c_double) for name in ("logits_scale", "embedding_scale", "residual_scale")),
     ]
 
 

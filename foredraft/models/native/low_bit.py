@@ -70,7 +70,8 @@ class NativeLowBitCopy:
     def with_head_rows(self, ids_R: Tensor, rows_RE: Tensor) -> NativeLowBitCopy:
         head_RE = Int8Matrix.of_weight(rows_RE.float())
         weights = replace(self.weights, head_VE=head_RE, head_ids=ids_R.int())
-        return NativeLowBitCopy(self._config, weights, self._new_decoder, self._cache)
+        config = replace(self._config, logits_scale=1.0)  # the rows are scaled
+        return NativeLowBitCopy(config, weights, self._new_decoder, self._cache)
 
     def on(self, target: Target) -> NativeLowBitCopy:
         assert isinstance(target.cache, KVCache)

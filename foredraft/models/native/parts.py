@@ -55,7 +55,9 @@ class NativeParts:
 
     @torch.no_grad()
     def norm(self, hidden_TE: Tensor) -> Tensor:
-        return rms_norm(hidden_TE, self._weights.final_norm_E, self._config.rms_norm_eps)
+        config = self._config
+        offset = config.family.norm_offset
+        return rms_norm(hidden_TE, self._weights.final_norm_E, config.rms_norm_eps, offset)
 
     @torch.no_grad()
     def logits(self, normed_TE: Tensor) -> Tensor:
@@ -64,9 +66,13 @@ class NativeParts:
     @torch.no_grad()
     def head_rows(self, token_ids_R: Tensor) -> Tensor:
         head_VE = self._weights.head_VE
-        if isinstance(head_VE, PackedMatrix):
-            return head_VE.rows(token_ids_R, self.dtype)
-        return F.embedding(token_ids_R.to(self.device), head_VE)
+        rows_RE = (
+            head_VE.rows(token_ids_R, self.dtype)
+            if isinstance(head_VE, PackedMatrix)
+            else F.embedding(token_ids_R.to(self.device), head_VE)
+        )
+        scale = self._config.logits_scale
+        return rows_RE if scale == 1.0 else rows_RE * scale
 
     def kept(self, name: str, recipe: str, make: Callable[[], Tensor]) -> Tensor:
         recipe = recipe_of(recipe, self._weights.dtype)
@@ -77,7 +83,13 @@ class NativeParts:
         return tensors[name]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computed in float32, rounded to the dtype of ``x`` before the weight."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Computed in float32, rounded to the dtype of ``x`` before the weight.
+
+    Args:
+        offset: added to the weight; such norms are rounded behind it.
+    """
     scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    if offset:
+        return (scaled * (offset + weight.float())).to(x.dtype)
     return weight * scaled.to(x.dtype)

@@ -83,22 +83,33 @@ class ForwardPlan:
     def positions_T(self) -> Tensor:
         return torch.tensor(self.positions)
 
-    def mask(self, row: range) -> Tensor | None:
+    def mask(self, row: range, window: int | None = None) -> Tensor | None:
         """Which entries before the row's `end` each of its tokens sees; None: all of them.
+
+        Args:
+            window: of what a token sees only the last so many, its own entry included.
 
         Returns:
             bool [tokens of the row, entries], True where seen.
         """
         first, end = row.start, self.end(row)
         sees_all = self.prefixes[first] + len(self.extras[first]) == end
-        if len(row) == 1 and sees_all:
+        if len(row) == 1 and sees_all and (window or end) >= end:
             return None
         prefixes = torch.tensor(self.prefixes[first : row.stop])
         mask = torch.arange(end)[None, :] < prefixes[:, None]
         for i, token in enumerate(row):
             if self.extras[token]:
                 mask[i, list(self.extras[token])] = True
+            if window is not None:
+                mask[i, self._behind_window(token, window)] = False
         return mask
+
+    def _behind_window(self, token: int, window: int) -> list[int]:
+        """What is too far back of what a token sees."""
+        prefix, extras = self.prefixes[token], self.extras[token]
+        num_hidden = max(0, prefix + len(extras) - window)
+        return [*range(min(num_hidden, prefix)), *extras[: max(0, num_hidden - prefix)]]
 
 
 def plan_forward(rows: Sequence[ScoreRow], starts: Sequence[int]) -> ForwardPlan:

@@ -21,6 +21,7 @@ from foredraft.models.native.handed import HandedDecoder
 from foredraft.models.native.packed import Int8Matrix
 from foredraft.models.native.parts import rms_norm
 from foredraft.models.native.plan import ForwardPlan
+from foredraft.models.native.rope import RotaryEmbedding
 from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 if TYPE_CHECKING:  # the fused kernel is compiled where it is used
@@ -38,13 +39,8 @@ NO_LAYERS = DecoderConfig(
     head_dim=2,
     max_position_embeddings=2**31 - 1,
     rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    rope_inv_freq_scaling=None,
+    ropes=(RotaryEmbedding(1e4, 2),),
     tie_word_embeddings=True,
-    attention_bias=False,
-    output_bias=False,
-    qk_norm=False,
-    eos_token_ids=(),
 )
 
 
@@ -193,7 +189,7 @@ def head_config(head: HeadWeights) -> DecoderConfig:
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
         rms_norm_eps=shape.rms_norm_eps,
-        rope_theta=shape.rope_theta,
+        ropes=(RotaryEmbedding(shape.rope_theta, shape.head_dim),),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.safety import FLOATS, Checkpoint
 from foredraft.models.native import packed
-from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.config import USUAL_KIND, DecoderConfig, LayerKind
 from foredraft.models.native.packed import (
     PACKED,
     Int4Matrix,
@@ -41,18 +41,38 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Biases and head norms are None for families without them."""
+    """One decoder layer. Norms and biases are None for families without them.
 
-    attention_norm_E: Tensor
+    The feed-forward matrices of a mixture hold those of all X experts, one below the other.
+
+    Attributes:
+        kind: how it attends.
+    """
+
+    attention_norm_E: Tensor | None
     qkv_weight: Matrix  # [Q + 2K, E]
     qkv_bias: Tensor | None  # [Q + 2K]
-    query_norm_D: Tensor | None
+    query_norm_D: Tensor | None  # or [Q], of all heads together
     key_norm_D: Tensor | None
     output_weight: Matrix  # [E, Q]
     output_bias: Tensor | None  # [E]
-    mlp_norm_E: Tensor
-    gate_up_weight: Matrix  # [2F, E], gate first
-    down_weight: Matrix  # [E, F]
+    mlp_norm_E: Tensor | None
+    gate_up_weight: Matrix  # [2F, E], gate first; or [X 2F, E]
+    down_weight: Matrix  # [E, F], or [X E, F]
+    attention_post_norm_E: Tensor | None = None
+    mlp_post_norm_E: Tensor | None = None
+    router_XE: Tensor | None = None
+    kind: LayerKind = USUAL_KIND
+
+    @property
+    def num_experts(self) -> int:
+        """X; 1 where there are no experts."""
+        return 1 if self.router_XE is None else len(self.router_XE)
+
+    def tensors(self) -> list[Tensor]:
+        """All that there are."""
+        parts = (getattr(self, field.name) for field in fields(self) if field.name != "kind")
+        return [tensor_of(part) for part in parts if part is not None]
 
     def with_matrices(self, new: Callable[[str, Matrix, int], Matrix]) -> LayerWeights:
         """The same layer with other matrices.
@@ -65,8 +85,8 @@ class LayerWeights:
             self,
             qkv_weight=new("qkv_weight", self.qkv_weight, 1),
             output_weight=new("output_weight", self.output_weight, 1),
-            gate_up_weight=new("gate_up_weight", self.gate_up_weight, 2),
-            down_weight=new("down_weight", self.down_weight, 1),
+            gate_up_weight=new("gate_up_weight", self.gate_up_weight, 2 * self.num_experts),
+            down_weight=new("down_weight", self.down_weight, self.num_experts),
         )
 
 
@@ -104,7 +124,7 @@ class DecoderWeights:
         if self.head_VE is not self.embedding_VE:
             found.append(tensor_of(self.head_VE))
         for layer in self.layers:
-            found.extend(tensor_of(weight) for weight in vars(layer).values() if weight is not None)
+            found.extend(layer.tensors())
         return found
 
     def matrices(self) -> list[Tensor]:
@@ -189,21 +209,27 @@ def rounded(weights: DecoderWeights, bits: int) -> DecoderWeights:
 
 
 def weight_bytes(config: DecoderConfig, itemsize: int, bits: int | None) -> tuple[int, int]:
-    """Bytes of weights in memory, and those of them that a forward reads.
+    """Bytes of weights in memory, and those of them that a forward of one token reads.
 
     Args:
         itemsize: of the dtype.
         bits: see `load_weights`.
     """
-    matrices, head = config.num_matrix_parameters, config.vocab_size * config.hidden_size
-    others = config.num_parameters - matrices  # embeddings, norms, biases
+    head = config.vocab_size * config.hidden_size
+    all_matrices, read_matrices = config.num_matrix_parameters, config.num_read_parameters
+    others = config.num_parameters - all_matrices  # embeddings, norms, biases
     if bits is None:
-        return config.num_parameters * itemsize, matrices * itemsize
-    linear = (matrices - head) * PACKED[bits].bytes_per_weight
-    read = int(head * PACKED[max(bits, 8)].bytes_per_weight + linear)
+        return config.num_parameters * itemsize, read_matrices * itemsize
+    stored, read = (
+        int(
+            head * PACKED[max(bits, 8)].bytes_per_weight
+            + (matrices - head) * PACKED[bits].bytes_per_weight
+        )
+        for matrices in (all_matrices, read_matrices)
+    )
     if config.tie_word_embeddings:  # the head is a copy
         others += head
-    return read + others * itemsize, read
+    return stored + others * itemsize, read
 
 
 def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, frozenset[str]]:
@@ -264,33 +290,55 @@ def _assemble(reader: _Reader | _KeptReader, config: DecoderConfig) -> DecoderWe
 def _assemble_layer(
     reader: _Reader | _KeptReader, config: DecoderConfig, index: int
 ) -> LayerWeights:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    query, key_value = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    feed_forward = config.intermediate_size
+    hidden, names, feed_forward = config.hidden_size, config.family.names, config.intermediate_size
+    query = config.num_attention_heads * config.head_dim
+    key_value = config.num_key_value_heads * config.head_dim
     prefix = f"model.layers.{index}."
+    experts = range(config.experts.count if config.experts else 1)
 
-    def take(name: str, *shape: int) -> Tensor:
-        return reader.take(prefix + name, *shape)
+    def norm(name: str | None, size: int = hidden) -> Tensor | None:
+        return None if name is None else reader.take(f"{prefix}{name}.weight", size)
 
-    def take_matrix(name: str, *shape: int) -> Matrix:
-        return reader.take_matrix([(prefix + name, shape[0])], shape[1])
+    def stacked(parts: Sequence[str], rows: Sequence[int], kind: str) -> list[tuple[str, int]]:
+        """Names and rows; what has one name for several matrices has the rows of all."""
+        rows = rows if len(parts) == len(rows) else [sum(rows)]
+        return [(f"{prefix}{name}.{kind}", count) for name, count in zip(parts, rows, strict=True)]
 
-    def qkv(kind: str) -> list[tuple[str, int]]:
-        parts = (("q", query), ("k", key_value), ("v", key_value))
-        return [(f"{prefix}self_attn.{n}_proj.{kind}", rows) for n, rows in parts]
+    def of_experts(parts: Sequence[str], rows: Sequence[int]) -> list[tuple[str, int]]:
+        named = [[name.format(expert=expert) for name in parts] for expert in experts]
+        return [part for names in named for part in stacked(names, rows, "weight")]
 
-    gate_up = [(f"{prefix}mlp.{n}_proj.weight", feed_forward) for n in ("gate", "up")]
+    qkv_rows = (query, key_value, key_value)
+    query_norm, key_norm = config.head_norm_sizes or (0, 0)
     return LayerWeights(
-        attention_norm_E=take("input_layernorm.weight", hidden),
-        qkv_weight=reader.take_matrix(qkv("weight"), hidden),
-        qkv_bias=reader.take_stacked(qkv("bias")) if config.attention_bias else None,
-        query_norm_D=take("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
-        key_norm_D=take("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
-        output_weight=take_matrix("self_attn.o_proj.weight", hidden, query),
-        output_bias=take("self_attn.o_proj.bias", hidden) if config.output_bias else None,
-        mlp_norm_E=take("post_attention_layernorm.weight", hidden),
-        gate_up_weight=reader.take_matrix(gate_up, hidden, len(gate_up)),
-        down_weight=take_matrix("mlp.down_proj.weight", hidden, feed_forward),
+        attention_norm_E=norm(names.attention_norm),
+        qkv_weight=reader.take_matrix(stacked(names.qkv, qkv_rows, "weight"), hidden),
+        qkv_bias=(
+            reader.take_stacked(stacked(names.qkv, qkv_rows, "bias"))
+            if config.attention_bias
+            else None
+        ),
+        query_norm_D=norm(names.query_norm, query_norm),
+        key_norm_D=norm(names.key_norm, key_norm),
+        output_weight=reader.take_matrix(stacked([names.output], [hidden], "weight"), query),
+        output_bias=(
+            reader.take(f"{prefix}{names.output}.bias", hidden) if config.output_bias else None
+        ),
+        mlp_norm_E=norm(names.mlp_norm),
+        gate_up_weight=reader.take_matrix(
+            of_experts(names.gate_up, (feed_forward, feed_forward)), hidden, 2 * len(experts)
+        ),
+        down_weight=reader.take_matrix(
+            of_experts([names.down], [hidden]), feed_forward, len(experts)
+        ),
+        attention_post_norm_E=norm(names.attention_post_norm),
+        mlp_post_norm_E=norm(names.mlp_post_norm),
+        router_XE=(
+            reader.take(f"{prefix}{names.router}.weight", len(experts), hidden)
+            if names.router
+            else None
+        ),
+        kind=config.kind(index),
     )
 
 

@@ -1,0 +1,288 @@
+"""The families of models that run natively: how each differs from Llama, and nothing else.
+
+A family is one entry of `FAMILIES`: the names of its tensors, the fields of ``config.json`` that it
+heeds, and what they are where a file leaves them out. What the features do is said once for all
+families, by `foredraft.models.native.eager` in torch and by the fused kernel. How to add a family:
+docs/extend/add-a-family.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Names:
+    """Of a layer's tensors: without ``model.layers.N.`` in front and ``.weight`` behind.
+
+    A norm without a name is not there. Several names of one matrix lie one below the other.
+    ``{expert}`` stands for the number of an expert.
+    """
+
+    attention_norm: str | None = "input_layernorm"
+    attention_post_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    query_norm: str | None = None
+    key_norm: str | None = None
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    router: str | None = None
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """How a family is written in GGUF files.
+
+    Attributes:
+        architecture: what ``general.architecture`` says, and keys of the family begin with.
+        is_paired: rows of queries and keys lie such that rotary embedding turns neighbours, where
+            transformers turns halves.
+        keys: of fields of ``config.json``, beyond those of Llama; without the architecture.
+    """
+
+    architecture: str
+    is_paired: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
+GGUF_LAYER_NAMES = {
+    "attention_norm": "attn_norm",
+    "attention_post_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp_post_norm": "post_ffw_norm",
+    "query_norm": "attn_q_norm",
+    "key_norm": "attn_k_norm",
+    "output": "attn_output",
+    "router": "ffn_gate_inp",
+    "down": "ffn_down",
+}
+"""What a tensor of `Names` is called in GGUF files, in all families."""
+GGUF_STACKED_NAMES = {
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): ("attn_q", "attn_k", "attn_v"),
+    ("self_attn.qkv_proj",): ("attn_qkv",),
+    ("mlp.gate_proj", "mlp.up_proj"): ("ffn_gate", "ffn_up"),
+    ("mlp.gate_up_proj",): ("ffn_up",),
+}
+"""The same of matrices that have several names, or one for several."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of decoder, by its differences from Llama.
+
+    Attributes:
+        model_type: in ``config.json``.
+        names: of its tensors; they say where its norms are.
+        reads: fields of ``config.json`` that it heeds beyond those that each family has. Others are
+            as if they were not there: transformers does the same.
+        defaults: what fields are where a file leaves them out.
+        fixed: what fields are, whatever a file says.
+        neutral: fields that change what the model computes in a way that is not implemented, and
+            the value with which they do not.
+        head_norms: queries and keys are normalised: each head by itself, or all heads together.
+        norm_offset: what is added to the weights of all norms.
+        output_bias: ``attention_bias`` means a bias of the output projection, too.
+        scales_embeddings: embeddings are multiplied with the root of the hidden size.
+        windows: which layers see the last ``sliding_window`` tokens only: all, those from
+            ``max_window_layers`` on, all but each ``sliding_window_pattern``-th, or those without
+            rotary embedding. ``layer_types`` says otherwise where the family reads it.
+        local_rope: windowed layers have a rotary embedding of their own.
+        rope_names: older names of rotary scalings, and what they mean here.
+        gguf: None: not known there.
+    """
+
+    model_type: str
+    names: Names = Names()
+    reads: frozenset[str] = frozenset()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    head_norms: Literal["each", "all"] | None = None
+    norm_offset: float = 0.0
+    output_bias: bool = True
+    scales_embeddings: bool = False
+    windows: Literal["all", "upper", "pattern", "unrotated"] | None = None
+    local_rope: bool = False
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    gguf: Gguf | None = None
+
+
+_LLAMA = Names()
+_HEAD_NORMS = replace(_LLAMA, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
+_POST_NORMS = replace(
+    _HEAD_NORMS,
+    attention_norm=None,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_post_norm="post_feedforward_layernorm",
+)
+_FOUR_NORMS = replace(
+    _LLAMA,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+_EXPERTS = {
+    "router": "mlp.gate",
+    "gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
+    "down": "mlp.experts.{expert}.down_proj",
+}
+_UPPER_WINDOWS = frozenset(
+    {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+)
+_GEMMA_READS = frozenset(
+    {
+        *("attention_bias", "hidden_activation", "query_pre_attn_scalar"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "sliding_window", "layer_types"),
+    }
+)
+_GEMMA_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_WINDOW_KEY = {"sliding_window": "attention.sliding_window"}
+
+_FAMILIES = (
+    Family(
+        "llama",
+        reads=frozenset({"attention_bias"}),
+        neutral={"mlp_bias": False},
+        gguf=Gguf("llama", is_paired=True),
+    ),
+    Family(
+        "mistral",
+        reads=frozenset({"sliding_window"}),
+        defaults={"sliding_window": 4096},
+        windows="all",
+        gguf=Gguf("llama", is_paired=True),
+    ),
+    Family(
+        "qwen2",
+        reads=_UPPER_WINDOWS,
+        fixed={"attention_bias": True},
+        output_bias=False,
+        defaults={"sliding_window": 4096},
+        windows="upper",
+        gguf=Gguf("qwen2"),
+    ),
+    Family(
+        "qwen3",
+        names=_HEAD_NORMS,
+        reads=_UPPER_WINDOWS | {"attention_bias"},
+        defaults={"sliding_window": 4096, "head_dim": 128},
+        head_norms="each",
+        windows="upper",
+        gguf=Gguf("qwen3"),
+    ),
+    Family(
+        "smollm3",
+        reads=frozenset(
+            {
+                *("attention_bias", "no_rope_layers", "no_rope_layer_interval", "layer_types"),
+                *("sliding_window", "use_sliding_window"),
+            }
+        ),
+        defaults={
+            "rope_theta": 2e6,
+            "no_rope_layer_interval": 4,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+        },
+        neutral={"mlp_bias": False},
+        windows="unrotated",
+        gguf=Gguf("smollm3", is_paired=True),
+    ),
+    Family(
+        "olmo2",
+        names=_POST_NORMS,
+        reads=frozenset({"attention_bias"}),
+        defaults={"rms_norm_eps": 1e-5},
+        head_norms="all",
+        gguf=Gguf("olmo2"),
+    ),
+    Family(
+        "granite",
+        reads=frozenset(
+            {
+                *("attention_bias", "embedding_multiplier", "residual_multiplier"),
+                *("attention_multiplier", "logits_scaling"),
+            }
+        ),
+        defaults={"attention_multiplier": 1.0},
+        neutral={"mlp_bias": False},
+        gguf=Gguf(
+            "granite",
+            is_paired=True,
+            keys={
+                "embedding_multiplier": "embedding_scale",
+                "residual_multiplier": "residual_scale",
+                "attention_multiplier": "attention.scale",
+                "logits_scaling": "logit_scale",
+            },
+        ),
+    ),
+    Family(
+        "phi3",
+        names=replace(_LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        reads=frozenset(
+            {"sliding_window", "partial_rotary_factor", "original_max_position_embeddings"}
+        ),
+        defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        windows="all",
+        rope_names={"su": "longrope", "yarn": "longrope"},
+        gguf=Gguf("phi3", keys=_WINDOW_KEY),
+    ),
+    Family(
+        "gemma2",
+        names=_FOUR_NORMS,
+        reads=_GEMMA_READS,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        fixed={"sliding_window_pattern": 2},
+        neutral={"use_bidirectional_attention": False},
+        norm_offset=1.0,
+        scales_embeddings=True,
+        windows="pattern",
+        gguf=Gguf(
+            "gemma2",
+            keys={
+                **_WINDOW_KEY,
+                "attn_logit_softcapping": "attn_logit_softcapping",
+                "final_logit_softcapping": "final_logit_softcapping",
+            },
+        ),
+    ),
+    Family(
+        "gemma3_text",
+        names=replace(_FOUR_NORMS, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"),
+        # transformers reads attn_logit_softcapping here too, and does nothing with it.
+        reads=(_GEMMA_READS - {"attn_logit_softcapping"})
+        | {"sliding_window_pattern", "rope_local_base_freq"},
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        neutral={"use_bidirectional_attention": False},
+        head_norms="each",
+        norm_offset=1.0,
+        scales_embeddings=True,
+        windows="pattern",
+        local_rope=True,
+        gguf=Gguf("gemma3", keys=_WINDOW_KEY),
+    ),
+)
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
+"""By ``model_type``. SmolLM and SmolLM2 are "llama"."""
