@@ -111,10 +111,9 @@ class AdaptiveBudget:
             return
         times = record.times
         self._context = sum(row.context for row in rows) // len(rows)
-        drafter_ms = self._drafter_ms(record, rows)
+        plain, forward = self._cost.ms(_plain_sizes(record, rows)), self._cost.ms(record.sizes)
+        drafter_ms = self._drafter_ms(record, rows, plain, forward)
         if record.is_decoding:
-            plain = self._cost.ms(_plain_sizes(record, rows))
-            forward = self._cost.ms(record.sizes)
             worth = plain * sum(len(row.committed) or 1 for row in rows) / len(rows)
             self.ledger.book(forward + drafter_ms, worth, plain)
         else:
@@ -125,8 +124,15 @@ class AdaptiveBudget:
             if row.drafter is not None:
                 self._acceptance.observe(row.drafter, row)
 
-    def _drafter_ms(self, record: StepRecord, rows: Sequence[RowStep]) -> float:
-        """What drafters took of a step for these rows; the times of a single drafter are kept."""
+    def _drafter_ms(
+        self, record: StepRecord, rows: Sequence[RowStep], plain_ms: float, forward_ms: float
+    ) -> float:
+        """What drafters take in a step for these rows; the times of a single drafter are kept.
+
+        Args:
+            plain_ms: the forward as it would be without drafts.
+            forward_ms: the forward as it should be: where it took longer, all else did, too.
+        """
         times, drafters = record.times, {row.drafter for row in rows} - {None}
         if not self._is_measured or not drafters:
             return 0.0
@@ -140,11 +146,14 @@ class AdaptiveBudget:
         num_asked = sum(row.budget > 0 for row in rows)
         (name,) = drafters
         assert name is not None
-        num_rounds = 1
-        if self._planner.drafters[name].round_share is not None:
+        num_rounds, share = 1, self._planner.drafters[name].round_share
+        if share is not None:
             num_rounds = max(len(row.proposal.tree) for row in rows)
+        slowness = max(1.0, times.score_ms / forward_ms)
         return self._times.observe(
-            *(name, num_asked, times.draft_ms, num_followed, times.learn_ms, num_rounds)
+            *(name, num_asked, times.draft_ms / slowness),
+            *(num_followed, times.learn_ms / slowness, num_rounds),
+            expected_ms=None if share is None else share * plain_ms,
         )
 
     def end(self, request_id: int) -> None:

@@ -19,19 +19,23 @@ class _Curve:
     known: dict[int, float] = field(default_factory=dict)
     seen: Counter[int] = field(default_factory=Counter)
 
-    def note(self, num_rows: int, ms: float) -> float:
-        """Returns what of it was no hiccup: at most so many times the usual, once that is known."""
+    def note(self, num_rows: int, ms: float, expected_ms: float | None = None) -> float:
+        """Returns what it is now thought to take: a hiccup is the machine's doing.
+
+        Args:
+            expected_ms: what it was thought to take before anything was seen, if anything.
+        """
         place, per_row = _place(num_rows), ms / num_rows
+        if expected_ms is not None and place not in self.known:
+            per_row = min(per_row, _HICCUP * expected_ms / num_rows)
         before = self.known.get(place, per_row)
         self.seen[place] += 1
         if self.seen[place] <= _FIRST:  # what happens only once is not how long it takes
             self.known[place] = min(before, per_row)
-        else:  # nor is a hiccup
+        else:
             after = min(per_row, _HICCUP * before) if before > 0.0 else per_row
             self.known[place] = before + _STEP * (after - before)
-        if self.seen[place] < _FIRST:
-            return ms
-        return min(ms, _HICCUP * self.known[place] * num_rows)
+        return self.known[place] * num_rows
 
     def ms(self, num_rows: int) -> float | None:
         """By the nearest number of rows that was seen; None: none was."""
@@ -63,18 +67,20 @@ class DraftTimes:
         num_following: int,
         learn_ms: float,
         num_rounds: int = 1,
+        expected_ms: float | None = None,
     ) -> float:
         """A step in which this drafter was the only one.
 
         Args:
             num_rounds: forwards that it drafted with, where its time grows with them; else 1.
+            expected_ms: what one of them was thought to take before any was seen, if anything.
 
         Returns:
-            Milliseconds of both together, as far as they were the drafter's doing.
+            What both together are now thought to take, in milliseconds.
         """
         if num_asked and num_rounds:
             curve = self._proposing.setdefault(drafter, _Curve())
-            draft_ms = num_rounds * curve.note(num_asked, draft_ms / num_rounds)
+            draft_ms = num_rounds * curve.note(num_asked, draft_ms / num_rounds, expected_ms)
         if num_following:
             learn_ms = self._learning.setdefault(drafter, _Curve()).note(num_following, learn_ms)
         return draft_ms + learn_ms

@@ -56,6 +56,8 @@ class Simulation:
     Attributes:
         believed: what the controller takes steps to cost at first; None: what they do cost.
         round_share: what it takes a draft forward to cost at first, in plain steps.
+        slowness: of drafting and of the target's forward, by the number of the step: how many times
+            as long they take there, because of others on the machine.
     """
 
     drafters: Mapping[str, MadeUp]
@@ -65,6 +67,7 @@ class Simulation:
     experience: Experience | None = None
     believed: Times | None = None
     round_share: float = 0.35
+    slowness: Callable[[int], tuple[float, float]] = lambda step: (1.0, 1.0)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -119,9 +122,10 @@ class Simulation:
                 drafting += self.drafters[name].round_ms * len(records[-1].proposal.tree)
                 following += self.drafters[name].learn_ms
         sizes = [(record.num_tokens, record.context) for record in records]
-        forward = self.cost.ms(sizes)
+        slower_drafting, slower_forward = self.slowness(self.num_steps)
+        drafting, forward = drafting * slower_drafting, self.cost.ms(sizes) * slower_forward
         record = StepRecord(tuple(records), StepTimes(drafting, forward, 0.0, following))
-        plain = self.cost.ms([(1, context) for _, context in sizes])
+        plain = self.cost.ms([(1, context) for _, context in sizes]) * slower_forward
         tokens = sum(len(each.committed) for each in records)
         self.spent_ms += record.times.total_ms
         self.plain_ms += plain * tokens / len(records)

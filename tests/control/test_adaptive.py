@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -247,6 +247,33 @@ def test_costs_that_were_measured_beside_a_busy_neighbour_do_not_stick(
     quiet = Simulation({"self": self_like()}).run(250, 1)
     assert quiet.speedup > 1.5
     assert disturbed.speedup > 1.0 + 0.85 * (quiet.speedup - 1.0)
+
+
+DISTURBANCES = {
+    "a first draft whose weights come from disk": lambda step: (300.0 if step < 2 else 1.0, 1.0),
+    "drafts wait for a core": lambda step: (6.0 if 100 <= step < 130 else 1.0, 1.0),
+    "all wait": lambda step: (6.0, 3.0) if 100 <= step < 130 else (1.0, 1.0),
+    "now and then": lambda step: (5.0 if step % 25 == 9 else 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("slowness", DISTURBANCES.values(), ids=[*DISTURBANCES])
+def test_disturbed_drafting_is_come_back_to_within_50_steps(
+    slowness: Callable[[int], tuple[float, float]],
+) -> None:
+    def after(slowness: Callable[[int], tuple[float, float]]) -> tuple[float, float]:
+        """What is gained in 200 steps, right from the beginning and after a while."""
+        run = Simulation({"self": self_like()}, slowness=slowness).run(52, 1)
+        run.spent_ms = run.plain_ms = 0.0
+        early = run.run(40, 1).speedup
+        run.run(180 - run.num_steps, 1)
+        run.spent_ms = run.plain_ms = 0.0
+        return early, run.run(200, 1).speedup
+
+    quiet, disturbed = after(lambda step: (1.0, 1.0)), after(slowness)
+    usual_share = 0.85 if slowness is not DISTURBANCES["now and then"] else 0.6
+    for gained, there in zip(disturbed, quiet, strict=True):
+        assert gained > 1.0 + usual_share * (there - 1.0)
 
 
 @pytest.mark.parametrize("share", [0.1, 1.0])
