@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foredraft.cache.base import KVShape
 from foredraft.core.errors import ConfigError
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
@@ -93,7 +93,7 @@ class ToyHeadDrafter(BaseDrafter):
         request = self._requests[row.request_id]
         x_E = request.newest_E
         if x_E is None or request.length != len(row.tokens) - 1:  # there is a prompt to read first
-            return NO_PROPOSAL
+            return NOT_READY
         draft, node = row.draft(), ROOT
         first = request.length - 1
         for position in range(first, first + row.budget):

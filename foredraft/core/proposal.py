@@ -143,6 +143,9 @@ class Renaming:
 
 
 NO_PROPOSAL = Proposal.chosen(EMPTY_TREE)
+NOT_READY = Proposal.chosen(EMPTY_TREE)
+"""Of a drafter that cannot draft for a row yet, such as a head that has not read the text's end.
+The row counts as not asked: it does not show how well the drafter drafts."""
 
 
 class DrawnProposalBuilder:

@@ -59,7 +59,7 @@ class RowStep:
         context: tokens in the cache before the step.
         num_read: pending tokens that the step reads.
         drafter: who drafts for the row now; None: nobody.
-        budget: nodes that this drafter was asked for; 0 where it was not asked.
+        budget: nodes that this drafter was asked for; 0 where it was not asked, or was not ready.
         proposal: what was drafted, by the drafter or by the row's rules.
         verdict: what verification said; None after a chunk of a prompt.
         committed: the tokens that were committed, in order.

@@ -227,7 +227,10 @@ class Drafter(Protocol):
         ...
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
-        """One proposal a row, each of at most ``row.budget`` nodes."""
+        """One proposal a row, each of at most ``row.budget`` nodes.
+
+        `NOT_READY` where it cannot draft yet, whatever it knows: nothing is concluded from it.
+        """
         ...
 
     def observe(self, observations: Sequence[Observation]) -> None:

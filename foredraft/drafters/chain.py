@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.core.choices import Choice
 from foredraft.core.draws import DrawKey
-from foredraft.core.proposal import Proposal
+from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow
@@ -111,7 +111,7 @@ class Predictor(Protocol):
     def begin(self, row: DraftRow) -> None: ...
 
     def has_room(self, row: DraftRow) -> bool:
-        """Whether the row and as many draft tokens as its budget can be read."""
+        """Whether the row and as many draft tokens as its budget can be read now."""
         ...
 
     def next_logits(
@@ -177,7 +177,7 @@ class ChainDrafter(BaseDrafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         chains = [ChainDraft(row, self._min_confidence) for row in rows]
-        active = [c for c in chains if c.num_left and self._predictor.has_room(c.row)]
+        active = able = [c for c in chains if c.num_left and self._predictor.has_room(c.row)]
         while active:
             logits = self._predictor.next_logits(
                 [chain.row for chain in active], [chain.tokens for chain in active]
@@ -185,7 +185,7 @@ class ChainDrafter(BaseDrafter):
             for chain, logits_V in zip(active, logits, strict=True):
                 chain.extend(logits_V)
             active = [chain for chain in active if chain.num_left]
-        return [chain.build() for chain in chains]
+        return [chain.build() if chain in able else NOT_READY for chain in chains]
 
     def end(self, request_id: int) -> None:
         self._predictor.end(request_id)

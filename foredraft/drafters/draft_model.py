@@ -16,7 +16,7 @@ from foredraft.core.errors import (
     VocabularyMismatchError,
     unknown,
 )
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
@@ -70,7 +70,7 @@ class DraftTreeDrafter(BaseDrafter):
             self._grow(active, [growths[row.request_id] for row in active])
             active = [row for row in active if growths[row.request_id].frontier]
         return [
-            growths[row.request_id].build() if row.request_id in growths else NO_PROPOSAL
+            growths[row.request_id].build() if row.request_id in growths else NOT_READY
             for row in rows
         ]
 

@@ -148,10 +148,9 @@ class SharedCacheDrafter(ChainDrafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         proposals = super().propose(rows)
-        return [
-            replace(proposal, computed=self._shared.take_computed(row.request_id))
-            for proposal, row in zip(proposals, rows, strict=True)
-        ]
+        computed = [self._shared.take_computed(row.request_id) for row in rows]
+        pairs = zip(proposals, computed, strict=True)
+        return [replace(draft, computed=done) if done else draft for draft, done in pairs]
 
 
 class AdaptedPredictor(SharedCachePredictor):
@@ -176,12 +175,17 @@ class AdaptedPredictor(SharedCachePredictor):
         self._slots[row.request_id] = row.slot
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        reads = [
-            HeadRow(self._slots[seen.request_id], seen.start, seen.end - seen.start)
-            for seen in observations
-        ]
-        self._runner.run(reads, torch.cat([seen.hidden(self._tap) for seen in observations]))
-        self._ends |= {seen.request_id: seen.end for seen in observations}
+        reads, states = list[HeadRow](), list[Tensor]()
+        for seen in observations:
+            slot, num_read = self._slots[seen.request_id], seen.end - seen.start
+            # Where a cached beginning has no entries of the adapter, they begin later.
+            start = self.layers.next_start(slot, seen.start, num_read)
+            if start < seen.end:
+                reads.append(HeadRow(slot, start, seen.end - start))
+                states.append(seen.hidden(self._tap)[start - seen.start :])
+                self._ends[seen.request_id] = seen.end
+        if reads:
+            self._runner.run(reads, torch.cat(states))
 
     def has_room(self, row: DraftRow) -> bool:
         return self._ends.get(row.request_id) == len(row.tokens) - 1 and super().has_room(row)
@@ -218,7 +222,7 @@ class AdaptedDrafter(SharedCacheDrafter):
         self._adapted = AdaptedPredictor(module, target)
         super().__init__(self._adapted, min_confidence)
         self.taps, self.layers = module.taps, (self._adapted.layers,)
-        self.traits = DrafterTraits()
+        self.traits = DrafterTraits(skips_gaps=True)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         self._adapted.observe(observations)

@@ -28,7 +28,7 @@ from foredraft.core.choices import DrawnChoices
 from foredraft.core.cost import USUAL_PRICE, Price, TablePrice, chain_speedup
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.rules import SamplingRules
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
@@ -187,7 +187,7 @@ class SelfDrafter(BaseDrafter):
                 head.extend(alike, [*map(self._guess, alike)])
                 alike = [chain for chain in alike if chain.num_left]
         return [
-            chains[row.request_id].build() if row.request_id in chains else NO_PROPOSAL
+            chains[row.request_id].build() if row.request_id in chains else NOT_READY
             for row in rows
         ]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from foredraft.control.base import Allowance
 from foredraft.core.errors import ForedraftError
-from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, DrawnProposal, Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.engine.guard import LoadedDrafter
@@ -170,6 +170,8 @@ class Drafting:
                 proposal = proposals.get(turn.request_id)
             if proposal is None:
                 self._lose(turn.request)
+            elif proposal is NOT_READY:
+                turn.budget = 0
             elif _goes_on(turn):
                 tree = TokenTree.chain(turn.forced).hang(proposal.tree, len(turn.forced) - 1)
                 turn.proposal = permitted(Proposal.chosen(tree), turn.request)

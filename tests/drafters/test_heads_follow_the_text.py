@@ -12,6 +12,7 @@ from torch import Tensor
 from foredraft import SamplingParams
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.proposal import Proposal
+from foredraft.core.record import StepRecord
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
 from foredraft.drafters.base import (
@@ -21,7 +22,9 @@ from foredraft.drafters.base import (
     Observation,
 )
 from foredraft.drafters.spec import DrafterContext
-from foredraft.engine.engine import Engine
+from foredraft.engine.engine import Engine, EngineOptions
+from foredraft.engine.policy import Policy
+from foredraft.engine.request import RequestOptions
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import OUTPUT_IDS, VOCAB, shaken
 from tests.drafters.test_heads import KINDS, Kind
@@ -150,6 +153,42 @@ def test_state_and_text_of_two_turns(kind: Kind, target: NativeTarget, temperatu
         if i and len(head.layers) > 1:  # these heads read what the first one made of such entries
             kept = [entry for entry in kept if entry < border]
         torch.testing.assert_close(mine[:, kept], theirs[:, kept], rtol=close, atol=close)
+
+
+def test_it_drafts_behind_a_beginning_that_it_has_not_read(
+    kind: Kind, target: NativeTarget
+) -> None:
+    """The target's cache has the beginning, and the head has no entries of it."""
+    params = SamplingParams(temperature=8.0, seed=1, max_tokens=60)
+    heads = Policy.of(target, new_drafter(kind, target), FixedBudget(4))
+    engine = Engine(target, heads, EngineOptions(max_step_tokens=CHUNK))
+    engine.prefixes.clear()
+    nobody = RequestOptions(policy=Policy(FixedBudget(0, drafter=None)))
+    texts = []
+    for options in (nobody, nobody, RequestOptions()):
+        engine.submit([*PROMPT, *SECOND], params, options)
+        result = next(event.result for event in engine.run() if event.result is not None)
+        texts.append(result.token_ids)
+        if options is nobody:
+            engine.prefixes.clear()
+            engine.submit(PROMPT, replace(params, max_tokens=1), nobody)
+            list(engine.run())
+    assert result.num_cached_tokens == len(PROMPT)
+    assert result.stats.drafted > 10
+    assert texts[2] == texts[0]
+
+
+def test_what_it_was_not_ready_for_does_not_count(kind: Kind, target: NativeTarget) -> None:
+    """In a request's first step it has not seen the prompt: that says nothing of its drafts."""
+    steps: list[StepRecord] = []
+    engine = engine_of(target, new_drafter(kind, target), FixedBudget(4), trace=steps.append)
+    engine.prefixes.clear()
+    engine.submit(PROMPT, SamplingParams(temperature=8.0, seed=1, max_tokens=30))
+    list(engine.run())
+    asked = [(row.budget, len(row.proposal.tree)) for step in steps for row in step.rows]
+    assert asked[0] == (0, 0)
+    assert all(budget == 4 for budget, _ in asked[1:-4])
+    assert any(num_drafted for _, num_drafted in asked)
 
 
 def test_drawn_drafts_are_repeated_with_the_seed(kind: Kind, target: NativeTarget) -> None:

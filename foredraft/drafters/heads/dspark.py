@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.core.choices import DrawnChoices
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
@@ -344,12 +344,12 @@ class DsparkDrafter(BaseDrafter):
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         ready = [row for row in rows if row.budget and self._is_ready(row)]
         if not ready:
-            return [NO_PROPOSAL] * len(rows)
+            return [NOT_READY] * len(rows)
         blocks = {
             row.request_id: block for row, block in zip(ready, self._blocks(ready), strict=True)
         }
         return [
-            self._draft(row, *blocks[row.request_id]) if row.request_id in blocks else NO_PROPOSAL
+            self._draft(row, *blocks[row.request_id]) if row.request_id in blocks else NOT_READY
             for row in rows
         ]
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.core.choices import Choice, DrawnChoices
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.grow import RANK_ACCEPTANCE, PlannedGrowth, best_first, planned_parents
@@ -130,12 +130,12 @@ class MedusaDrafter(BaseDrafter):
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         known = {row.request_id: self._last[row.request_id][1] for row in rows if self._knows(row)}
         if not known:
-            return [NO_PROPOSAL] * len(rows)
+            return [NOT_READY] * len(rows)
         count = max(row.budget for row in rows)
         found = self._logits(torch.stack([*known.values()]), count)
         logits = dict(zip(known, found, strict=True))
         return [
-            self._draft(row, logits[row.request_id]) if row.request_id in known else NO_PROPOSAL
+            self._draft(row, logits[row.request_id]) if row.request_id in known else NOT_READY
             for row in rows
         ]
 

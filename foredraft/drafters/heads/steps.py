@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foredraft.cache.base import CacheLayers
 from foredraft.core.choices import Choice, DrawnChoices
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, Observation
@@ -233,7 +233,7 @@ class StepDrafter(BaseDrafter):
         drawn = [row for row in ready if isinstance(row.choices, DrawnChoices)]
         done = {row.request_id: self._drawn(row) for row in drawn}
         done |= self._grown([row for row in ready if row.request_id not in done])
-        return [done.get(row.request_id, NO_PROPOSAL) for row in rows]
+        return [done.get(row.request_id, NOT_READY) for row in rows]
 
     def guide(self, request_id: int) -> Guide | None:
         """What grows a request's tree together with the head; nothing if not overridden."""
