@@ -23,6 +23,7 @@ from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import Policy
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import native_decoder
+from foredraft.models.native.rope import RotaryEmbedding
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.table import TableModel
 
@@ -46,6 +47,7 @@ def new_target(decoder: str) -> NativeTarget:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
+        ropes=(RotaryEmbedding(10000.0, 16),),
         vocab_size=96,
     )
     torch.manual_seed(3)
