@@ -220,7 +220,7 @@ def test_the_first_eagle_computes_what_its_paper_says(tmp_path: Path) -> None:
         (lambda c, w: c.update(attention_bias=True), ConfigError, "attention_bias"),
         (lambda c, w: c.update(vocab_size=99), ConfigError, "with 99 tokens.*with 96"),
         (lambda c, w: c.update(speculators_model_type="mlp"), ConfigError, "type 'mlp'"),
-        (lambda c, w: c.pop("hidden_size"), ModelLoadError, "lacks hidden_size"),
+        (lambda c, w: c.pop("hidden_size"), ModelLoadError, "does not give 'hidden_size'"),
         (lambda c, w: c.update(rope_scaling="x"), ModelLoadError, "rope_scaling is 'x'"),
         (lambda c, w: c.update(hidden_size="x"), ModelLoadError, "hidden_size is 'x'"),
         (lambda c, w: c.update(num_attention_heads=10**12), ModelLoadError, "attention_heads"),

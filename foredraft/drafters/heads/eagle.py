@@ -48,7 +48,6 @@ from foredraft.drafters.heads.published import (
     Rope,
     Sizes,
     check_fits,
-    checked_as,
     fill,
     final_norm,
     layer_names,
@@ -57,6 +56,7 @@ from foredraft.drafters.heads.published import (
 from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
 from foredraft.models.base import HeadTarget, HeadWeights, ModelShape, TargetParts
 from foredraft.models.files.json_files import read_json
+from foredraft.models.files.schema import parse_fields
 
 
 class WideLayer(LlamaLayer):
@@ -415,12 +415,12 @@ def _read_config(directory: Path, vocab_size: int) -> tuple[_Config, ModelShape]
     """What is known of a head before its weights are looked at; what cannot be run is refused."""
     path = directory / "config.json"
     content = read_json(path)
-    config = checked_as(_Config, content, path)
+    config = parse_fields(path, content, _Config)
     if config.speculators_model_type != "eagle3":
         kind = config.speculators_model_type
         raise ConfigError(f"{directory} holds a speculator of type {kind!r:.40}, not 'eagle3'")
     sizes = config.transformer_layer_config or content
-    layer = checked_as(_Layer, {"vocab_size": vocab_size, **sizes}, path)
+    layer = parse_fields(path, {"vocab_size": vocab_size, **sizes}, _Layer)
     width = config.target_hidden_size or layer.hidden_size
     rope = layer.rope_scaling or layer.rope_parameters or Rope()
     differs = {

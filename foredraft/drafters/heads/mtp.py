@@ -42,7 +42,6 @@ from foredraft.drafters.heads.published import (
     CheckpointTensors,
     Sizes,
     check_fits,
-    checked_as,
     fill,
     final_norm,
     layer_names,
@@ -51,6 +50,7 @@ from foredraft.drafters.heads.published import (
 from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
 from foredraft.models.base import HeadRow, HeadTarget, ModelShape
 from foredraft.models.files.json_files import read_json
+from foredraft.models.files.schema import parse_fields
 
 RETURNS = ("normed", "plain")
 
@@ -421,7 +421,7 @@ def read_native(directory: Path, target: HeadTarget) -> MtpModule:
     """
     path = directory / "config.json"
     config = read_json(path)
-    shape = checked_as(Sizes, config, path).shape
+    shape = parse_fields(path, config, Sizes).shape
     check_fits(shape, target, f"the MTP layer in {directory}")
     weights: dict[str, Tensor] = {}
     tensors = CheckpointTensors(directory)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -148,7 +148,6 @@ def final_norm(parts: TargetParts, eps: float) -> Tensor:
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-C = TypeVar("C", bound=BaseModel)
 
 
 class Rope(BaseModel):
@@ -192,22 +191,6 @@ class Sizes(BaseModel):
             self.rms_norm_eps,
             self.rope_theta or rope.rope_theta or 10000.0,
         )
-
-
-def checked_as(kind: type[C], content: Mapping[str, Any], where: Path) -> C:
-    """What a JSON file holds, checked.
-
-    Raises:
-        ModelLoadError: a value is missing or is none that it may have.
-    """
-    try:
-        return kind.model_validate(content, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        if first["type"] == "missing":
-            raise ModelLoadError(f"{where} lacks {name}") from None
-        raise ModelLoadError(f"{where}: {name} is {first['input']!r:.60}: {first['msg']}") from None
 
 
 def check_fits(shape: ModelShape, target: HeadTarget, what: str) -> None:

@@ -29,12 +29,13 @@ from torch import Tensor
 
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.drafters.heads.base import HeadModule, TextBatch
-from foredraft.drafters.heads.published import Sizes, checked_as, fill
+from foredraft.drafters.heads.published import Sizes, fill
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import ModelShape, PartsTarget, Target
 from foredraft.models.files.json_files import read_json
 from foredraft.models.files.manifest import sha256_of
 from foredraft.models.files.safety import Checkpoint, check_safetensors
+from foredraft.models.files.schema import parse_fields
 from foredraft.system.files import flush_folder, write_tensors, write_text
 
 META, WEIGHTS, SELF_TEST, CARD = (
@@ -205,7 +206,7 @@ def read_info(directory: Path) -> HeadInfo:
             f"{path} is of format {content.get('format')!r:.40} and this version reads format "
             f"{_FORMAT}; train it again, or use the version that it was made with"
         )
-    found = checked_as(_Meta, content, path)
+    found = parse_fields(path, content, _Meta)
     _check_kind_name(found.kind, found.config, path)
     return HeadInfo(
         kind=found.kind,

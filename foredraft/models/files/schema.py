@@ -300,7 +300,7 @@ class GgufFields(_Schema):
         return {name: index for name, index in ids.items() if index is not None}
 
 
-Fields = TypeVar("Fields", bound=_Schema)
+Fields = TypeVar("Fields", bound=BaseModel)
 
 
 def read_fields(path: Path, schema: type[Fields]) -> Fields:
@@ -315,7 +315,7 @@ def read_fields(path: Path, schema: type[Fields]) -> Fields:
 def parse_fields(path: Path, content: Mapping[str, Any], schema: type[Fields]) -> Fields:
     """The fields of what was read from ``path``; see `read_fields`."""
     try:
-        return schema.model_validate(content)
+        return schema.model_validate(content, strict=True)
     except ValidationError as error:
         # The same field fails once for each type that it may have.
         problems = {str(found["loc"][:1]): _problem(found) for found in error.errors()}
