@@ -6,15 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft.cache.memory import checked_memory
 from foredraft.core.checks import checked_flag, checked_text, shown, whole_number
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.kernels.threads import available_cpus
 
-if TYPE_CHECKING:
-    pass
 
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "bf16", "int8", "int4")
