@@ -13,7 +13,6 @@ from foredraft.core.checks import checked_flag, checked_text, shown, whole_numbe
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.kernels.threads import available_cpus
 
-
 DTYPES = ("auto", "bfloat16", "float32")
 WEIGHTS = ("auto", "bf16", "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
