@@ -55,8 +55,7 @@ from foredraft.drafters.heads.published import (
 )
 from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
 from foredraft.models.base import HeadTarget, HeadWeights, ModelShape, TargetParts
-from foredraft.models.files.json_files import read_json
-from foredraft.models.files.schema import parse_fields
+from foredraft.models.files.json_files import parse_fields, read_json
 
 
 class WideLayer(LlamaLayer):

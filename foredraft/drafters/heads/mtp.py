@@ -49,8 +49,7 @@ from foredraft.drafters.heads.published import (
 )
 from foredraft.drafters.heads.steps import StepRunner, stepwise_drafter
 from foredraft.models.base import HeadRow, HeadTarget, ModelShape
-from foredraft.models.files.json_files import read_json
-from foredraft.models.files.schema import parse_fields
+from foredraft.models.files.json_files import parse_fields, read_json
 
 RETURNS = ("normed", "plain")
 

@@ -32,10 +32,9 @@ from foredraft.drafters.heads.base import HeadModule, TextBatch
 from foredraft.drafters.heads.published import Sizes, fill
 from foredraft.drafters.spec import DrafterContext
 from foredraft.models.base import ModelShape, PartsTarget, Target
-from foredraft.models.files.json_files import read_json
+from foredraft.models.files.json_files import parse_fields, read_json
 from foredraft.models.files.manifest import sha256_of
 from foredraft.models.files.safety import Checkpoint, check_safetensors
-from foredraft.models.files.schema import parse_fields
 from foredraft.system.files import flush_folder, write_tensors, write_text
 
 META, WEIGHTS, SELF_TEST, CARD = (

@@ -20,7 +20,8 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.gguf import GgufFile, GgufTensor
 from foredraft.models.files.gguf_blocks import Bytes, Kind
 from foredraft.models.files.gguf_tokenizer import write_tokenizer
-from foredraft.models.files.schema import DecoderFields, GgufFields, parse_fields
+from foredraft.models.files.json_files import parse_fields
+from foredraft.models.files.schema import DecoderFields, GgufFields
 
 if TYPE_CHECKING:
     import torch

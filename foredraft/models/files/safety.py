@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.files.json_files import read_json
-from foredraft.models.files.schema import IndexFields, read_fields
+from foredraft.models.files.json_files import read_fields, read_json
+from foredraft.models.files.schema import IndexFields
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS = ("BF16", "F16", "F32", "F64")

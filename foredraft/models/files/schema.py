@@ -7,10 +7,7 @@ wrong numbers.
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import (
@@ -19,12 +16,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     model_validator,
 )
-
-from foredraft.core.errors import ModelLoadError
-from foredraft.models.files.json_files import read_json
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Of anything: what is larger overflows the arithmetic of some kernel."""
@@ -33,8 +26,6 @@ Theta = Annotated[float, Field(ge=1, le=1e15, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
 Multiplier = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-
-_SHOWN = 3
 
 
 def _listed(ids: object) -> object:
@@ -298,38 +289,3 @@ class GgufFields(_Schema):
             "unk_token_id": self.unknown_token_id,
         }
         return {name: index for name, index in ids.items() if index is not None}
-
-
-Fields = TypeVar("Fields", bound=BaseModel)
-
-
-def read_fields(path: Path, schema: type[Fields]) -> Fields:
-    """The fields of a JSON file.
-
-    Raises:
-        ModelLoadError: the file cannot be read, or one of the fields cannot be used.
-    """
-    return parse_fields(path, read_json(path), schema)
-
-
-def parse_fields(path: Path, content: Mapping[str, Any], schema: type[Fields]) -> Fields:
-    """The fields of what was read from ``path``; see `read_fields`."""
-    try:
-        return schema.model_validate(content, strict=True)
-    except ValidationError as error:
-        # The same field fails once for each type that it may have.
-        problems = {str(found["loc"][:1]): _problem(found) for found in error.errors()}
-    shown = list(problems.values())
-    more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    raise ModelLoadError(
-        f"{path}: {'; '.join(shown[:_SHOWN])}{more}. Correct the file, or download the checkpoint "
-        "again"
-    )
-
-
-def _problem(found: Any) -> str:
-    field = ".".join(map(str, found["loc"]))
-    if found["type"] == "missing":
-        return f"it does not give {field!r}"
-    reason = found["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    return f"{field} is {reprlib.repr(found['input'])}; {reason}" if field else reason

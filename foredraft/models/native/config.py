@@ -11,8 +11,8 @@ from typing import Any
 from foredraft.cache.base import KVShape
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.families import FAMILIES, Family
-from foredraft.models.files.json_files import read_json
-from foredraft.models.files.schema import DecoderFields, RopeFields, parse_fields
+from foredraft.models.files.json_files import parse_fields, read_json
+from foredraft.models.files.schema import DecoderFields, RopeFields
 from foredraft.models.native.rope import KINDS, RotaryEmbedding
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

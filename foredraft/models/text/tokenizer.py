@@ -16,9 +16,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from foredraft.core.checks import broken_at, checked_text, shown
 from foredraft.core.errors import ConfigError, ModelLoadError, PromptError
-from foredraft.models.files.json_files import read_json
+from foredraft.models.files.json_files import read_fields, read_json
 from foredraft.models.files.kept import KeptFiles
-from foredraft.models.files.schema import GenerationFields, read_fields
+from foredraft.models.files.schema import GenerationFields
 from foredraft.models.text.prompts import Message, checked_messages
 from foredraft.system.paths import cache_root
 
