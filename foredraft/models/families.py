@@ -127,11 +127,15 @@ _FOUR_NORMS = replace(
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
-_EXPERTS = {
+_EXPERTS: dict[str, Any] = {
     "router": "mlp.gate",
     "gate_up": ("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj"),
     "down": "mlp.experts.{expert}.down_proj",
 }
+_EXPERT_READS = frozenset(
+    {"num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"}
+)
+_EXPERT_KEYS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _UPPER_WINDOWS = frozenset(
     {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
 )
@@ -241,6 +245,19 @@ _FAMILIES = (
         gguf=Gguf("phi3", keys=_WINDOW_KEY),
     ),
     Family(
+        "gemma",
+        reads=frozenset({"attention_bias"}),
+        defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+        },
+        neutral={"use_bidirectional_attention": False},
+        norm_offset=1.0,
+        scales_embeddings=True,
+        gguf=Gguf("gemma"),
+    ),
+    Family(
         "gemma2",
         names=_FOUR_NORMS,
         reads=_GEMMA_READS,
@@ -282,6 +299,50 @@ _FAMILIES = (
         windows="pattern",
         local_rope=True,
         gguf=Gguf("gemma3", keys=_WINDOW_KEY),
+    ),
+    Family(
+        "mixtral",
+        names=replace(
+            _LLAMA,
+            router="block_sparse_moe.gate",
+            gate_up=(
+                "block_sparse_moe.experts.{expert}.w1",
+                "block_sparse_moe.experts.{expert}.w3",
+            ),
+            down="block_sparse_moe.experts.{expert}.w2",
+        ),
+        reads=_EXPERT_READS | {"sliding_window"},
+        defaults={"num_experts_per_tok": 2, "rope_theta": 1e6},
+        fixed={"norm_topk_prob": True},
+        windows="all",
+        gguf=Gguf("llama", is_paired=True, keys=_EXPERT_KEYS),
+    ),
+    Family(
+        "qwen3_moe",
+        names=replace(_HEAD_NORMS, **_EXPERTS),
+        reads=_EXPERT_READS
+        | {"attention_bias", "moe_intermediate_size", "sliding_window", "use_sliding_window"},
+        defaults={
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "sliding_window": 4096,
+        },
+        neutral={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        head_norms="each",
+        windows="all",
+        gguf=Gguf(
+            "qwen3moe",
+            keys={**_EXPERT_KEYS, "moe_intermediate_size": "expert_feed_forward_length"},
+        ),
+    ),
+    Family(
+        "olmoe",
+        names=replace(_HEAD_NORMS, **_EXPERTS),
+        reads=_EXPERT_READS | {"attention_bias"},
+        defaults={"num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+        neutral={"clip_qkv": None},
+        head_norms="all",
+        gguf=Gguf("olmoe", keys=_EXPERT_KEYS),
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

@@ -257,7 +257,7 @@ def saved_head(kind: str, made: str = "") -> Path:
     tokens = torch.arange(6)
     (states,) = source.read([tokens.numpy()], module.taps)
     taps = {layer: states.layers[layer][None] for layer in module.taps}
-    text = TextBatch(tokens[None], torch.tensor([6]), source.embed(tokens)[None], taps)
+    text = TextBatch(tokens[None], torch.tensor([6]), source.parts.embed(tokens)[None], taps)
     directory = Path(_scratch().name) / f"head-{kind}-{made}"
     info = {"target": source.identity, "provenance": {}, "measured": {}}
     save_head(directory, module, info, text, 2, "A head that nobody trained.")

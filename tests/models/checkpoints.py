@@ -19,15 +19,19 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -120,6 +124,7 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         rope_scaling=_LONG_ROPE,
         original_max_position_embeddings=1024,
     ),
+    "gemma": lambda: GemmaConfig(**_sizes(head_dim=32)),
     "gemma2": lambda: Gemma2Config(
         **_sizes(head_dim=32),
         sliding_window=WINDOW,
@@ -135,8 +140,18 @@ NATIVE_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
-        final_logit_softcapping=20.0,
+        final_logit_softcapping=8.0,
     ),
+    "mixtral": lambda: MixtralConfig(**_sizes(), num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **_sizes(head_dim=32),
+        moe_intermediate_size=40,
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[],
+    ),
+    "olmoe": lambda: OlmoeConfig(**_sizes(), num_experts=5, num_experts_per_tok=2),
 }
 """One entry for each family and each feature of `DecoderConfig`."""
 

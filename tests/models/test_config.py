@@ -50,7 +50,6 @@ def test_every_family_as_transformers_writes_it(name: str, tmp_path: Path) -> No
         "model_type",
         "vocab_size",
         "hidden_size",
-        "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",

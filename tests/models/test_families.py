@@ -1,0 +1,365 @@
+"""Each native family: transformers' text, the same text with drafts on, and its row in the docs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as hf_logging
+
+from foredraft.core.errors import ModelLoadError
+from foredraft.core.params import SamplingParams
+from foredraft.drafters import build_drafter
+from foredraft.drafters.spec import DrafterContext
+from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.llm import LLM
+from foredraft.load import plan_models
+from foredraft.models.base import ScoreRow, Target
+from foredraft.models.families import FAMILIES
+from foredraft.models.native.config import read_config, why_not_native
+from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import DecoderWeights, as_tensor, load_weights
+from foredraft.options import LoadOptions
+from tests.conformance.harness import Kind as ModelKind
+from tests.conformance.harness import check_budget, check_forgets, plain, run, set_up
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+
+ROWS: Mapping[str, tuple[str, str]] = {
+    "llama": ("Llama 2 and 3, SmolLM, SmolLM2", "llama-yarn-rope"),
+    "mistral": ("Mistral", "mistral-window"),
+    "qwen2": ("Qwen2, Qwen2.5", "qwen2-window"),
+    "qwen3": ("Qwen3", "qwen3"),
+    "smollm3": ("SmolLM3", "smollm3"),
+    "olmo2": ("OLMo 2", "olmo2"),
+    "granite": ("Granite 3", "granite"),
+    "phi3": ("Phi-3, Phi-4", "phi3"),
+    "gemma": ("Gemma", "gemma"),
+    "gemma2": ("Gemma 2", "gemma2"),
+    "gemma3_text": ("Gemma 3 (text)", "gemma3"),
+    "mixtral": ("Mixtral", "mixtral"),
+    "qwen3_moe": ("Qwen3 mixtures", "qwen3-moe"),
+    "olmoe": ("OLMoE", "olmoe"),
+}
+"""By ``model_type``: what people call it, and the tiny model that stands for it here."""
+
+FORMATS: Mapping[str, tuple[torch.dtype, int | None]] = {
+    "float32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "int8": (torch.bfloat16, 8),
+    "int4": (torch.bfloat16, 4),
+}
+DRAFTERS = ("suffix", "draft_model", "early_exit", "self_draft", "hidden_head")
+"""One of each sort: from the text, by another model, by the target's own layers, by a copy of them
+in few bits, and by a trained head."""
+
+TABLE = Path(__file__).parents[2] / "docs/reference/families.md"
+PROMPTS = ([3, 1, 4, 1, 5], [7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8], [5, 5, 3])
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernel() -> Iterator[None]:
+    hf_logging.set_verbosity_error()
+    try:
+        load_library()
+    except KernelUnavailable as reason:
+        pytest.skip(f"no fused kernel: {reason}")
+    yield
+    directory.cache_clear()
+    weights.cache_clear()
+
+
+@functools.cache
+def scratch() -> Any:
+    import tempfile
+
+    return tempfile.TemporaryDirectory(prefix="foredraft-families-")
+
+
+@functools.cache
+def directory(family: str) -> Path:
+    path = Path(scratch().name) / family
+    save_checkpoint(path, NATIVE_CONFIGS[ROWS[family][1]]())
+    return path
+
+
+@functools.cache
+def weights(family: str, format_name: str) -> DecoderWeights:
+    """Shared by targets: nothing may write to them."""
+    dtype, bits = FORMATS[format_name]
+    return load_weights(directory(family), read_config(directory(family)), dtype, bits=bits)
+
+
+def new_target(family: str, format_name: str = "bf16") -> NativeTarget:
+    return NativeTarget(
+        read_config(directory(family)), weights(family, format_name), FusedDecoder, max_context=512
+    )
+
+
+def near_target(family: str) -> NativeTarget:
+    """A draft model that often agrees: the head is a little off."""
+    own = weights(family, "bf16")
+    head = as_tensor(own.head_VE, torch.float32)
+    noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(7))
+    near = replace(own, head_VE=(head + 0.01 * noise).bfloat16())
+    return NativeTarget(read_config(directory(family)), near, FusedDecoder, max_context=512)
+
+
+def kind_of(family: str) -> ModelKind:
+    from foredraft.models.text.tokenizer import Tokenizer
+
+    return ModelKind(
+        family,
+        lambda: new_target(family),
+        lambda: near_target(family),
+        lambda: Tokenizer(directory(family)),
+    )
+
+
+def drafter_on(name: str, family: str, target: Target) -> Any:
+    """The drafter, a trained one with a head of this family that nobody has trained yet."""
+    if name != "hidden_head":
+        return set_up(name, kind_of(family), target).drafter
+    context = DrafterContext(target, None, {"head": head_of(family)})
+    return build_drafter(name, context)
+
+
+@functools.cache
+def head_of(family: str) -> Path:
+    from foredraft.drafters.heads.base import TextBatch
+    from foredraft.drafters.heads.store import save_head
+    from foredraft.drafters.registry import head_class
+    from foredraft.train.target import TrainingTarget
+
+    source = TrainingTarget(new_target(family, "float32"), family, "its weights")
+    torch.manual_seed(9)
+    module = head_class("hidden_head").start(source, range(0, VOCAB_SIZE, 2), {})
+    tokens = torch.arange(6)
+    (states,) = source.read([tokens.numpy()], module.taps)
+    taps = {layer: states.layers[layer][None] for layer in module.taps}
+    text = TextBatch(tokens[None], torch.tensor([6]), source.parts.embed(tokens)[None], taps)
+    info = {"target": source.identity, "provenance": {}, "measured": {}}
+    path = Path(scratch().name) / f"{family}-head"
+    save_head(path, module, info, text, 2, "A head that nobody trained.")
+    return path
+
+
+def test_each_family_is_here() -> None:
+    assert list(ROWS) == list(FAMILIES)
+
+
+def test_greedy_text_is_that_of_transformers(family: str) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(directory(family), dtype=torch.float32)
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    texts = plain(new_target(family, "float32"), PROMPTS, params)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        with torch.inference_mode():
+            found = reference.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=48,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=2,
+            )
+        assert text == tuple(found[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_no_text(family: str, format_name: str, temperature: float) -> None:
+    target = new_target(family, format_name)
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True)
+    expected = plain(target, PROMPTS, params)
+    drafter = set_up("suffix", kind_of(family), target).drafter
+    for size in (1, 4):
+        results = run(target, drafter, PROMPTS, params, size, 3)
+        assert [result.token_ids for result in results] == expected
+    if temperature == 0.0:
+        assert sum(result.stats.drafted for result in results) > 0
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_each_sort_of_drafter_works(family: str, name: str) -> None:
+    target = new_target(family)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=17, max_tokens=24, ignore_eos=True)
+        expected = plain(target, PROMPTS, params)
+        results = run(target, drafter_on(name, family, target), PROMPTS, params, 3, 3)
+        assert [result.token_ids for result in results] == expected
+    assert sum(result.stats.drafted for result in results) > 0
+
+
+def test_it_keeps_the_promises_of_the_seam(family: str) -> None:
+    """The checks of tests/conformance, with the drafter that is nearest to the model."""
+    params = SamplingParams(temperature=1.0, seed=17, max_tokens=16)
+    setup = set_up("self_draft", kind_of(family))
+    check_budget(setup.drafter, setup.target, PROMPTS, params)
+    check_forgets(set_up("self_draft", kind_of(family)), PROMPTS, params, 3)
+
+
+def test_a_cached_beginning_gives_the_same_text(family: str) -> None:
+    prompt = [(7 * i) % 90 + 3 for i in range(150)]
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=20, ignore_eos=True)
+    alone = LLM(new_target(family), None, LoadOptions(drafter="none")).generate(prompt, params)[0]
+    llm = LLM(new_target(family), None, LoadOptions(drafter="suffix"))
+    llm.generate([*prompt[:140], 9], params)
+    again = llm.generate(prompt, params)[0]
+    assert again.num_cached_tokens > 0
+    assert again.token_ids == alone.token_ids
+
+
+# --------------------------------------------------------------------------------------- configs
+
+HARMLESS = {
+    *("initializer_range", "use_cache", "attention_dropout", "resid_pdrop", "embd_pdrop"),
+    *("pad_token_id", "bos_token_id", "pretraining_tp", "output_router_logits"),
+    *("router_aux_loss_coef", "router_jitter_noise", "rms_norm_eps", "transformers_version"),
+    *("architectures", "dtype", "torch_dtype", "return_dict", "chunk_size_feed_forward"),
+}
+"""What changes no logits of a model that is run."""
+READ = {
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+    *("rms_norm_eps", "hidden_act", "rope_parameters", "tie_word_embeddings", "eos_token_id"),
+}
+IGNORED = {"gemma3_text": {"attn_logit_softcapping"}}
+"""Fields that transformers has for a family, and does nothing with."""
+
+
+def test_every_field_that_transformers_knows_is_known(family: str) -> None:
+    """Whatever changes what the model computes is read, or refused by name."""
+    described = FAMILIES[family]
+    known = HARMLESS | READ | described.reads | set(described.neutral) | set(described.fixed)
+    known |= IGNORED.get(family, set())
+    known |= {"num_local_experts"} if "num_experts" in known else set()
+    fields = CONFIG_MAPPING[family]().to_dict().keys() - PreTrainedConfig().to_dict().keys()
+    assert {name.removeprefix("_") for name in fields} - known == set()
+
+
+VALUES: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        3,
+        5,
+        16,
+        100,
+        -1,
+        10**9,
+        2**63,
+        0.0,
+        0.25,
+        0.5,
+        1.0,
+        30.0,
+        1e300,
+    ),
+    *("silu", "gelu", "gelu_pytorch_tanh", "relu", "", "linear", [], [1, 0, 1], [0], {}),
+    ["full_attention", "sliding_attention", "full_attention"],
+    ["full_attention", "chunked_attention", "full_attention"],
+    *({"rope_type": kind, "factor": 2.0, "rope_theta": 500.0} for kind in ("linear", "dynamic")),
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    {"type": "mrope", "mrope_section": [2, 2, 4]},
+    {"rope_type": "linear"},
+    {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    {"quant_method": "gptq", "bits": 4},
+)
+FIELDS = (
+    *("hidden_act", "hidden_activation", "rope_parameters", "rope_scaling", "rope_theta"),
+    *("partial_rotary_factor", "original_max_position_embeddings", "attention_bias", "mlp_bias"),
+    *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+    *("no_rope_layers", "no_rope_layer_interval", "attention_multiplier", "logits_scaling"),
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("num_experts_per_tok", "norm_topk_prob", "clip_qkv", "decoder_sparse_step"),
+    *("mlp_only_layers", "use_bidirectional_attention", "quantization_config", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"),
+    *("embedding_multiplier", "residual_multiplier", "rope_local_base_freq"),
+)
+
+
+def check_mutations(family: str, count: int, path: Path) -> None:
+    """Each gives a model with transformers' logits, or a reason that can be read."""
+    generator = random.Random(family)
+    good = json.loads((directory(family) / "config.json").read_text())
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (path / name).symlink_to(directory(family) / name)
+    num_models, reasons = 0, list[str]()
+    for _ in range(count):
+        config = dict(good)
+        for _ in range(generator.choice((1, 1, 2))):
+            config[generator.choice((*FIELDS, *good))] = generator.choice(VALUES)
+        (path / "config.json").write_text(json.dumps(config))
+        try:
+            if why_not_native(config, path / "config.json"):
+                continue
+            plan, _ = plan_models(LoadOptions(model=str(path), device="cpu", dtype="float32"))
+            assert plan.backend == "native"
+            target = NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
+        except ModelLoadError as refused:
+            reasons.append(str(refused))
+            continue
+        num_models += check_logits(path, target, config)
+    assert num_models > 0
+    assert all(0 < len(reason) < 1000 for reason in reasons)
+
+
+def check_logits(path: Path, target: NativeTarget, config: dict[str, Any]) -> bool:
+    """Whether transformers loads the model; then it must say the same."""
+    tokens = [(11 * i + 5) % (VOCAB_SIZE - 8) for i in range(min(24, target.max_context))]
+    scores = target.score([ScoreRow(target.cache.allocate(), tokens)])
+    try:
+        reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.inference_mode():
+            expected = reference(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+    except Exception:
+        return False
+    assert torch.allclose(scores.logits_NV[0], expected, atol=2e-3, rtol=1e-3), config
+    return True
+
+
+def test_a_mutated_config_is_right_or_refused(family: str, tmp_path: Path) -> None:
+    check_mutations(family, 30, tmp_path)
+
+
+@pytest.mark.slow
+def test_five_hundred_mutated_configs_are_right_or_refused(family: str, tmp_path: Path) -> None:
+    check_mutations(family, 500, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- docs
+
+
+def table() -> str:
+    """The rows of docs/reference/families.md: what the tests above prove."""
+    lines = ["| models | `model_type` | runs | weights | drafters |", "|---|---|---|---|---|"]
+    formats = ", ".join(f"`{name}`" for name in FORMATS)
+    drafters = ", ".join(f"`{name}`" for name in DRAFTERS)
+    for model_type, (people, _) in ROWS.items():
+        lines.append(f"| {people} | `{model_type}` | natively | {formats} | {drafters} |")
+    lines.append(
+        "| others | any | through transformers | `float32`, `bf16` | those that need no native "
+        "target |"
+    )
+    return "\n".join(lines)
+
+
+def test_the_table_in_the_docs_says_what_is_proven_here() -> None:
+    assert table() in TABLE.read_text()
