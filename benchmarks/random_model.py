@@ -87,6 +87,7 @@ def random_llm(name: str, options: LoadOptions) -> LLM:
     plan = plan_native(label, None, config, options, resolve_device(options.device))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    assert not isinstance(plan.packed_bits, str)  # there is no file
     weights = random_weights(config, getattr(torch, plan.dtype), plan.device, plan.packed_bits)
     decoder = native_decoder(plan.decoder, options.threads)
     target = NativeTarget(config, weights, decoder, plan.max_context)

@@ -37,9 +37,11 @@ from foredraft.system.machine import cpu_name
 if TYPE_CHECKING:
     from foredraft.models.native.config import DecoderConfig
     from foredraft.models.native.decoder import DecoderFactory
+    from foredraft.models.native.weights import Bits
 
 
-_BITS = {"int8": 8, "int4": 4}
+_AS_STORED = "file"
+_BITS: dict[str, Bits] = {"int8": 8, "int4": 4, _AS_STORED: "file"}
 _TILES = 16
 
 
@@ -51,8 +53,8 @@ class ModelPlan:
         checkpoint: what is loaded; None for weights that are made up.
         decoder: "fused", "graphed", "fixed-shape", "eager" or "transformers".
         dtype: of activations and cache.
-        weights: the form of the linear layers and the head: "int8", "int4" (a head of 8 bits), or
-            the same as ``dtype``.
+        weights: the form of the linear layers and the head: "int8", "int4" (a head of 8 bits),
+            "file" (as a GGUF file has them, the embeddings too), or the same as ``dtype``.
         tiles: whether bfloat16 weights are multiplied on tiles (AMX), for which they are laid out
             anew.
         weight_bytes: weights in memory.
@@ -61,6 +63,7 @@ class ModelPlan:
         cache_bytes_per_token: keys and values of one token, in bytes.
         notes: what is missing for a faster plan, and how to get it.
         cache_memory: bytes that the cache may take; None: a share of the memory there is.
+        formats: of the matrices in a GGUF file, the one of most weights first; none: of others.
     """
 
     name: str
@@ -78,6 +81,7 @@ class ModelPlan:
     tiles: bool = False
     notes: tuple[str, ...] = ()
     cache_memory: int | None = None
+    formats: tuple[str, ...] = ()
 
     @property
     def directory(self) -> Path:
@@ -90,12 +94,12 @@ class ModelPlan:
         return self.decoder in ("fused", "fixed-shape")
 
     @property
-    def weight_bits(self) -> int | None:
-        """Of the linear layers; None: as `dtype` has them."""
+    def weight_bits(self) -> Bits:
+        """Of the linear layers, "file": as it has them; None: as `dtype` has them."""
         return _BITS.get(self.weights)
 
     @property
-    def packed_bits(self) -> int | None:
+    def packed_bits(self) -> Bits:
         """The layout of the matrices (`foredraft.models.native.packed`); None: as they come."""
         return _TILES if self.tiles else self.weight_bits
 
@@ -104,6 +108,8 @@ class ModelPlan:
         """For people: what the numbers are."""
         if self.tiles:
             return f"{self.dtype} on tiles"
+        if self.weights == _AS_STORED:
+            return f"{self.dtype}, {' and '.join(self.formats)} weights as the file has them"
         return self.dtype if self.weights == self.dtype else f"{self.dtype}, {self.weights} weights"
 
     @cached_property
@@ -147,14 +153,18 @@ def load_models(
     plan, draft_plan = plan_models(asked, progress)
     tokenizer = Tokenizer(plan.directory)
     if draft_plan is None:
-        return LoadedModel(plan, load_target(plan, asked.threads), tokenizer), None
+        return LoadedModel(
+            plan, load_target(plan, asked.threads, progress=progress), tokenizer
+        ), None
     draft_tokenizer = Tokenizer(draft_plan.directory)
     if spec.draft_model != "any vocabulary":
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
     memory = CacheMemory.of(plan.cache_memory, plan.device)  # for both
     return (
-        LoadedModel(plan, load_target(plan, asked.threads, memory), tokenizer),
-        LoadedModel(draft_plan, load_target(draft_plan, asked.threads, memory), draft_tokenizer),
+        LoadedModel(plan, load_target(plan, asked.threads, memory, progress), tokenizer),
+        LoadedModel(
+            draft_plan, load_target(draft_plan, asked.threads, memory, progress), draft_tokenizer
+        ),
     )
 
 
@@ -177,7 +187,10 @@ def plan_models(
 
 
 def _plan(name: str, options: LoadOptions, device: str, progress: Progress | None) -> ModelPlan:
-    directory = resolve_model(name, revision=options.revision, progress=progress)
+    as_safetensors = options.backend == "hf"
+    directory = resolve_model(
+        name, revision=options.revision, as_safetensors=as_safetensors, progress=progress
+    )
     return plan_model(name, Checkpoint(directory), options, device)
 
 
@@ -195,13 +208,17 @@ def _check_same_vocabulary(
 
 
 def load_target(
-    plan: ModelPlan, threads: int | None = None, memory: CacheMemory | None = None
+    plan: ModelPlan,
+    threads: int | None = None,
+    memory: CacheMemory | None = None,
+    progress: Progress | None = None,
 ) -> Target:
     """Load the weights of a resolved plan.
 
     Args:
         threads: of each forward, where our own kernel runs it; None: as many as are fastest.
         memory: what its cache shares with those of other models; None: the plan says how much.
+        progress: told how much of the weights is laid out, where that is not kept.
 
     Raises:
         ModelLoadError: the checkpoint is incomplete or damaged.
@@ -223,6 +240,7 @@ def load_target(
         bits=plan.packed_bits,
         cache_memory=memory,
         kept=plan.kept,
+        progress=progress,
     )
     if plan.decoder == "fixed-shape":
         probe(target)
@@ -360,8 +378,9 @@ def plan_native(
     Raises:
         ConfigError: the device cannot run these weights.
     """
+    from foredraft.models.native.as_stored import formats_of
     from foredraft.models.native.fused import has_tiles
-    from foredraft.models.native.weights import weight_bytes
+    from foredraft.models.native.weights import AS_STORED, stored_weight_bytes, weight_bytes
 
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
     if options.weights in _BITS and kernel_problem:
@@ -372,9 +391,22 @@ def plan_native(
     if dtype == "auto":
         dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
     weights = options.weights if options.weights in _BITS else dtype
+    is_gguf = checkpoint is not None and checkpoint.is_quantised
+    if options.weights == _AS_STORED or (is_gguf and _leaves_weights(options, kernel_problem)):
+        problem = _why_not_as_stored(checkpoint)
+        if problem and options.weights == _AS_STORED:
+            raise ConfigError(f"weights 'file' cannot be had: {problem}; leave weights out")
+        if problem:
+            notes.append(f"the file's own formats are not kept: {problem}")
+        else:
+            weights = _AS_STORED
     tiles = kernel_problem is None and weights == "bfloat16" and config.fits_tiles and has_tiles()
     bits = _TILES if tiles else _BITS.get(weights)
-    in_memory, read = weight_bytes(config, getattr(torch, dtype).itemsize, bits)
+    if bits == AS_STORED:
+        assert checkpoint is not None
+        in_memory, read = stored_weight_bytes(checkpoint, config)
+    else:
+        in_memory, read = weight_bytes(config, getattr(torch, dtype).itemsize, bits)
     return ModelPlan(
         name=name,
         checkpoint=checkpoint,
@@ -391,7 +423,21 @@ def plan_native(
         cache_memory=checked_memory("cache_memory", options.cache_memory),
         tiles=tiles,
         notes=tuple(notes),
+        formats=tuple(formats_of(checkpoint)) if checkpoint and is_gguf else (),
     )
+
+
+def _leaves_weights(options: LoadOptions, kernel_problem: str | None) -> bool:
+    """Whether nothing speaks against the weights as a GGUF file has them."""
+    return kernel_problem is None and options.weights == options.dtype == "auto"
+
+
+def _why_not_as_stored(checkpoint: Checkpoint | None) -> str | None:
+    from foredraft.models.native.as_stored import why_not_as_stored
+
+    if checkpoint is None or not checkpoint.is_quantised:
+        return "it means the formats of a GGUF file, and the model is none with weights of few bits"
+    return why_not_as_stored(checkpoint)
 
 
 def _no_packed(weights: str, reason: str) -> ConfigError:

@@ -14,7 +14,7 @@ from foredraft.core.errors import ConfigError, unknown
 from foredraft.kernels.threads import available_cpus
 
 DTYPES = ("auto", "bfloat16", "float32")
-WEIGHTS = ("auto", "bf16", "int8", "int4")
+WEIGHTS = ("auto", "file", "bf16", "int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "native", "hf")
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -45,8 +45,9 @@ class LoadOptions:
         weights: "int8" keeps linear layers and head in half the memory of bfloat16, which makes
             steps faster and the model a little different; "int4" keeps the linear layers in a
             third. A model that comes in 4 bits, as the built-in one does, is then used as it comes;
-            others lose more than with int8. Both on CPU with the fused kernel only. "bf16" means
-            dtype bfloat16.
+            others lose more than with int8. "file" keeps every weight of a GGUF file of 4 to 8 bits
+            as it comes, which "auto" takes for such files. All three on CPU with the fused kernel
+            only. "bf16" means dtype bfloat16.
         device: "auto" takes CUDA when there is one.
         backend: "auto" takes the native decoder for families it knows, transformers otherwise.
         threads: CPU threads; None leaves torch's choice.

@@ -179,6 +179,14 @@ inline Vec load_halves(const void* source) {
 #endif
 }
 
+// kLanes whole numbers of 8 bits with a sign.
+inline Vec load_bytes(const void* source) {
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  std::memcpy(&bytes, source, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Vec);
+}
+
 // ---- activations --------------------------------------------------------------------------------
 
 // Whole numbers nearest to x, ties to even, for |x| < 2^22.
@@ -208,11 +216,13 @@ inline void store_shorts(int16_t* target, Ints first, Ints second, const float*)
   std::memcpy(target, &numbers, sizeof numbers);  // at once: what reads them is as wide
 }
 
-// The numbers of a block, added up lane by lane. Sums stay below 2^24, so floats hold them.
-inline Vec sums_of_block(const int16_t* numbers) {
+// Sixteen numbers, added up lane by lane. Sums stay below 2^24, so floats hold them.
+inline Vec sums_of_part(const int16_t* numbers) {
+  constexpr int64_t kBytes = kFineInputs * sizeof(int16_t);
   Ints sums{};
-  UNROLL for (int i = 0; i < kScaleInputs; i += kPair) {
-    const Ints pairs = load_ints(numbers + i);
+  UNROLL for (int64_t i = 0; i < kFineInputs; i += kPair) {
+    Ints pairs{};
+    std::memcpy(&pairs, numbers + i, kBytes < int64_t(sizeof pairs) ? kBytes : sizeof pairs);
     sums += ((pairs << 16) >> 16) + (pairs >> 16);
   }
   return __builtin_convertvector(sums, Vec);

@@ -9,21 +9,20 @@ namespace foredraft {
 
 constexpr int64_t kGroupRows = 16;
 constexpr int64_t kScaleInputs = 32;                // that share a scale: a block
+constexpr int64_t kFineInputs = 16;                 // of the formats whose blocks are finer
 constexpr int64_t kChunkInputs = 2 * kScaleInputs;  // that are stored together
 
 inline int64_t weight_chunks(int64_t K) { return (K + kChunkInputs - 1) / kChunkInputs; }
 
 // A matrix [rows, K] in groups of rows. `Format` says what a chunk is.
 template <class Format>
-struct PackedMatrix {
+struct GroupedMatrix {
   const uint8_t* data;
   int64_t K;
 
   int64_t group_bytes() const { return weight_chunks(K) * Format::kChunkBytes; }
   const uint8_t* group(int64_t row) const { return data + row / kGroupRows * group_bytes(); }
   const void* at(int64_t row) const { return group(row); }
-  // The matrix that begins behind `rows` rows; each matrix begins with a new group.
-  PackedMatrix behind(int64_t rows) const { return {group(rows + kGroupRows - 1), K}; }
 };
 
 }  // namespace foredraft

@@ -1,14 +1,12 @@
-// Products of weights in 8 and 4 bits with 16-bit activations.
+// Products of weights in few bits with 16-bit activations.
 //
 // Shape legend: T tokens (activation rows), K inputs of a product.
 //
-// A weight is an integer times the scale of its row's block of 32 inputs, for 4 bits plus the block's
-// minimum; an activation is an integer of 16 bits times the scale of its token. A block's products are
-// summed in int32, which is exact: 32 of them stay below 2^29. Blocks are then added up in order as
-// float32, one or two multiply-adds each. So an output element has the same bits whatever is computed
-// beside it, as matmul.h promises for other weights, and whatever instructions multiply (dots.h).
-//
-// Weights are packed in groups of rows (groups.h), chunks in one of the formats below.
+// A weight is an integer times the scale of its row's part of 32 or 16 inputs, plus the part's minimum in
+// some formats (formats.h); an activation is an integer of 16 bits times the scale of its token. A part's
+// products are summed in int32, which is exact: 32 of them stay below 2^29. Parts are then added up in
+// order as float32, one or two multiply-adds each. So an output element has the same bits whatever is
+// computed beside it, as matmul.h promises for other weights, and whatever instructions multiply (dots.h).
 #pragma once
 
 #include <algorithm>
@@ -17,67 +15,13 @@
 #include <type_traits>
 
 #include "dots.h"
+#include "formats.h"
 #include "groups.h"
 #include "matmul.h"
 #include "simd.h"
 #include "team.h"
 
 namespace foredraft {
-
-constexpr int64_t kScalesBytes = 2 * kGroupRows * sizeof(uint16_t);  // of a chunk
-
-// Half-precision scales [2 blocks, 16 rows], weights + 128 [16 quads of inputs, 16 rows, 4 inputs].
-// The sum of a block's activations times 128 is taken off where its sum begins.
-struct Bits8 {
-  static constexpr int64_t kHeadBytes = kScalesBytes;
-  static constexpr int64_t kChunkBytes = kHeadBytes + kGroupRows * kChunkInputs;
-  static constexpr int kQuads = 1;  // of a word
-  static constexpr bool kHasMinima = false, kUnpacks = false, kStartsAtZero = false;
-
-  // Of a vector of words what one instruction multiplies.
-  static Ints part(Ints words, int which) {
-    if (kDigits) return words;
-    return which == 1 ? (Ints)((UShorts)words >> 8) : words & 0x00ff00ff;
-  }
-  // What is kept of the sum of a token's block.
-  static int32_t kept(int32_t sum) { return -128 * sum; }
-  static Ints start(const int32_t* kept) { return repeat(kept); }
-};
-
-// Half-precision scales [2 blocks, 16 rows], as many minima, weights [8 pairs of quads, 16 rows, 4
-// inputs]: the first quad in the lower four bits of each byte, the second in the upper ones.
-struct Bits4 {
-  static constexpr int64_t kHeadBytes = 2 * kScalesBytes;
-  static constexpr int64_t kChunkBytes = kHeadBytes + kGroupRows * kChunkInputs / 2;
-  static constexpr int kQuads = 2;
-  static constexpr bool kHasMinima = true, kUnpacks = true, kStartsAtZero = true;
-
-  static Ints quad(Ints words, int which) { return (words >> (4 * which)) & 0x0f0f0f0f; }
-  // Of a vector of words what one instruction multiplies.
-  static Ints part(Ints words, int which) {
-    if (kDigits) return quad(words, which);
-    const Ints shifted = (Ints)((UShorts)words >> (8 * (which % 2) + 4 * (which / 2)));
-    return which == 3 ? shifted : shifted & 0x000f000f;
-  }
-  static int32_t kept(int32_t sum) {
-    const float exact = float(sum);
-    int32_t bits;
-    std::memcpy(&bits, &exact, sizeof bits);
-    return bits;
-  }
-  static Ints start(const int32_t*) { return Ints{}; }
-  // A block's weights as [8 quads, 16 rows, 4 inputs], a byte each.
-  static void unpack(const uint8_t* words, uint8_t* unpacked) {
-    constexpr int64_t kVec = sizeof(Ints), kRow = kQuad * kGroupRows, kPairs = kScaleInputs / kQuad / 2;
-    UNROLL for (int64_t pair = 0; pair < kPairs; ++pair)
-      UNROLL for (int64_t i = 0; i < kRow; i += kVec) {
-        const Ints both = load_ints(words + pair * kRow + i);
-        const Ints first = quad(both, 0), second = quad(both, 1);
-        std::memcpy(unpacked + 2 * pair * kRow + i, &first, kVec);
-        std::memcpy(unpacked + (2 * pair + 1) * kRow + i, &second, kVec);
-      }
-  }
-};
 
 // Blocks that fit the registers: groups of rows, tokens, and for each of both a sum.
 constexpr int kGroupVecs = kGroupRows / kLanes;
@@ -90,12 +34,23 @@ constexpr int block_groups(int num_tokens) {
 // ---- activations --------------------------------------------------------------------------------
 
 // Activations of all tokens, chunk by chunk, and what belongs to them. Rows are padded with zeros to
-// whole chunks. `Format` is that of the weights.
-template <class Format>
+// whole chunks. Weights of every format take them.
 struct PackedInputs {
+  // Of a chunk, rows [T]: the sums of two parts of 32 activations times -128 as whole numbers, where sums
+  // of weights with a sign begin; the sums as floats, for minima; those of four parts of 16 times -128.
+  static constexpr int kStarts = 0, kSums = 2, kFineStarts = 4, kNumKept = 8;
+
+  // The first of the rows that a format needs, one for each of its parts.
+  template <class Format>
+  static constexpr int first_kept() {
+    static_assert(Format::kStartsAtZero == Format::kHasMinima, "it needs either");
+    if (Format::kHasMinima) return kSums;
+    return Format::kPartInputs == kFineInputs ? kFineStarts : kStarts;
+  }
+
   int64_t num_tokens, K;
   float* scales;    // [T]
-  int32_t* kept;    // [blocks, T]: of the sums of blocks; see Format
+  int32_t* kept;    // [chunks, kNumKept, T]
   int8_t* data;     // [chunks, T, kTokenBytes]
 
   PackedInputs(float* memory, int64_t num_tokens, int64_t K)
@@ -107,7 +62,7 @@ struct PackedInputs {
 
   // Floats of memory.
   static int64_t size(int64_t num_tokens, int64_t K) {
-    return num_tokens * (1 + weight_chunks(K) * (2 + kTokenBytes / int64_t(sizeof(float))));
+    return num_tokens * (1 + weight_chunks(K) * (kNumKept + kTokenBytes / int64_t(sizeof(float))));
   }
 
   // Takes over a row of K floats that lie in the lane order of `Weight`, zeros behind. A NaN or
@@ -146,9 +101,17 @@ struct PackedInputs {
 
   void put_chunk(const int16_t* numbers, int64_t chunk, int64_t token) const {
     store_chunk(numbers, data + (chunk * num_tokens + token) * kTokenBytes);
-    const Quad sums = sum_lanes(sums_of_block(numbers), sums_of_block(numbers + kScaleInputs), Vec{}, Vec{});
-    for (int block = 0; block < 2; ++block)
-      kept[(2 * chunk + block) * num_tokens + token] = Format::kept(int32_t(sums[block]));
+    const Quad found = sum_lanes(sums_of_part(numbers), sums_of_part(numbers + kFineInputs),
+                                 sums_of_part(numbers + 2 * kFineInputs),
+                                 sums_of_part(numbers + 3 * kFineInputs));
+    int32_t* const to = kept + chunk * kNumKept * num_tokens + token;
+    for (int part = 0; part < 4; ++part)
+      to[(kFineStarts + part) * num_tokens] = -128 * int32_t(found[part]);
+    for (int part = 0; part < 2; ++part) {
+      const float sum = found[2 * part] + found[2 * part + 1];
+      to[(kStarts + part) * num_tokens] = -128 * int32_t(sum);
+      std::memcpy(to + (kSums + part) * num_tokens, &sum, sizeof sum);
+    }
   }
 };
 
@@ -159,7 +122,7 @@ struct PackedInputs {
 // runs out of registers.
 template <class Format, int G, int T>
 __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group_bytes,
-                                             const PackedInputs<Format>& inputs, int64_t first_token,
+                                             const PackedInputs& inputs, int64_t first_token,
                                              int64_t ahead, float* values) {
   constexpr int V = G * kGroupVecs, kVecBytes = kLanes * int(sizeof(float)), kLine = 64;
   const auto at = [=](int v) INLINE {
@@ -171,19 +134,21 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
   Vec total[V][T];
   UNROLL for (int v = 0; v < V; ++v) UNROLL for (int t = 0; t < T; ++t) total[v][t] = Vec{};
   for (int64_t chunk = 0; chunk < chunks; ++chunk, x += num_tokens * kTokenBytes) {
-    const uint8_t* scales = group;
+    const uint8_t* const head = group;
     const uint8_t* words = group + Format::kHeadBytes;
     const int8_t* quad_x = x;
     group += Format::kChunkBytes;
     UNROLL for (int g = 0; g < G; ++g)
       UNROLL for (int64_t i = 0; i < Format::kHeadBytes; i += kLine)
-        __builtin_prefetch(scales + g * group_bytes + ahead + i, 0, kToL2);
-    _Pragma("GCC unroll 1") for (int block = 0; block < 2; ++block) {
+        __builtin_prefetch(head + g * group_bytes + ahead + i, 0, kToL2);
+    const int32_t* of_part = kept + PackedInputs::first_kept<Format>() * num_tokens;
+    kept += PackedInputs::kNumKept * num_tokens;
+    _Pragma("GCC unroll 1") for (int part = 0; part < Format::kParts; ++part) {
       Sum sum[V][T];
       if constexpr (!Format::kStartsAtZero)
         UNROLL for (int t = 0; t < T; ++t)
-          UNROLL for (int v = 0; v < V; ++v) sum[v][t] = Sum(Format::start(kept + t));
-      _Pragma("GCC unroll 4") for (int i = 0; i < kScaleInputs / kQuad / Format::kQuads; ++i) {
+          UNROLL for (int v = 0; v < V; ++v) sum[v][t] = Sum(repeat(of_part + t));
+      _Pragma("GCC unroll 4") for (int i = 0; i < Format::kPartInputs / kQuad / Format::kQuads; ++i) {
         UNROLL for (int g = 0; g < G; ++g)
           __builtin_prefetch(words + g * group_bytes + ahead, 0, kToL2);
         UNROLL for (int which = 0; which < Format::kQuads * kQuadParts; ++which) {
@@ -202,19 +167,18 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
         words += kQuad * kGroupRows;
       }
       UNROLL for (int v = 0; v < V; ++v) {
-        const uint8_t* const scale_at =
-            scales + v / kGroupVecs * group_bytes + v % kGroupVecs * kVecBytes / 2;
-        const Vec scale = load_halves(scale_at);
+        const uint8_t* const head_v = head + v / kGroupVecs * group_bytes;
+        const int lane = v % kGroupVecs * kLanes;
+        const Vec scale = Format::scale(head_v, part, lane);
         UNROLL for (int t = 0; t < T; ++t)
           total[v][t] = fma(__builtin_convertvector(sum[v][t].total(), Vec), scale, total[v][t]);
         if constexpr (Format::kHasMinima) {
-          const Vec minimum = load_halves(scale_at + kScalesBytes);
+          const Vec minimum = Format::minimum(head_v, part, lane);
           UNROLL for (int t = 0; t < T; ++t)
-            total[v][t] = fma((Vec)repeat(kept + t), minimum, total[v][t]);
+            total[v][t] = fma((Vec)repeat(of_part + t), minimum, total[v][t]);
         }
       }
-      scales += kScalesBytes / 2;
-      kept += num_tokens;
+      of_part += num_tokens;
     }
   }
   UNROLL for (int t = 0; t < T; ++t)
@@ -236,59 +200,6 @@ inline void put_block(const float* values, int64_t base, Range tokens, const flo
       for (int64_t r = 0; r < num_rows; ++r) put_row(r);
     }
   }
-}
-
-// So many groups of weight rows from `row` against tokens [first, stop).
-template <int G, class Format, class Put>
-inline void some_groups(const PackedMatrix<Format>& weights, int64_t row, int64_t num_rows,
-                        const PackedInputs<Format>& x, int64_t first, int64_t stop, int64_t ahead,
-                        const Put& put) {
-  float values[G * kGroupRows * kPackedBlockTokens];
-  const auto product = [&](auto tokens) {
-    constexpr int T = decltype(tokens)::value;
-    if constexpr (T <= kPackedBlockTokens && block_groups(T) >= G)
-      group_product<Format, G, T>(weights.group(row), weights.group_bytes(), x, first, ahead, values);
-  };
-  switch (stop - first) {
-    case 1: product(std::integral_constant<int, 1>{}); break;
-    case 2: product(std::integral_constant<int, 2>{}); break;
-    case 3: product(std::integral_constant<int, 3>{}); break;
-    case 4: product(std::integral_constant<int, 4>{}); break;
-    case 5: product(std::integral_constant<int, 5>{}); break;
-    case 6: product(std::integral_constant<int, 6>{}); break;
-    case 7: product(std::integral_constant<int, 7>{}); break;
-    default: product(std::integral_constant<int, 8>{}); break;
-  }
-  put_block<G>(values, first, {first, stop}, x.scales, row, num_rows, put);
-}
-
-// Weight rows `rows`, which begin with a group, against all tokens. As many bytes at `ahead` are
-// prefetched meanwhile.
-template <class Format, class Put>
-inline void all_tokens_in_vectors(const PackedMatrix<Format>& weights, Range rows,
-                                  const PackedInputs<Format>& x, int64_t num_tokens,
-                                  const void* ahead, const Put& put) {
-  const int64_t rounds = (num_tokens + kPackedBlockTokens - 1) / kPackedBlockTokens;
-  const int64_t bytes_ahead = static_cast<const uint8_t*>(ahead) - weights.group(rows.begin);
-  const auto product = [&](auto groups, int64_t row) {
-    constexpr int G = decltype(groups)::value;
-    const int64_t count = std::min(G * kGroupRows, rows.end - row);
-    for (int64_t round = 0; round < rounds; ++round)
-      some_groups<G>(weights, row, count, x, num_tokens * round / rounds,
-                     num_tokens * (round + 1) / rounds, bytes_ahead, put);
-  };
-  const int64_t most = block_groups(int((num_tokens + rounds - 1) / rounds)) * kGroupRows;
-  int64_t row = rows.begin;
-  const auto in_blocks = [&](auto groups) {
-    constexpr int64_t kRows = decltype(groups)::value * kGroupRows;
-    if (most < kRows) return;
-    for (; rows.end - row > kRows - kGroupRows; row += kRows) product(groups, row);
-  };
-  if constexpr (kMostGroups > 1) {
-    in_blocks(std::integral_constant<int, 4>{});
-    in_blocks(std::integral_constant<int, 2>{});
-  }
-  in_blocks(std::integral_constant<int, 1>{});
 }
 
 }  // namespace foredraft

@@ -1,4 +1,4 @@
-// Products of weights in 8 and 4 bits on tiles (amx.h), where several tokens make that worth while.
+// Products of weights in few bits on tiles (amx.h), where several tokens make that worth while.
 //
 // Shape legend: T tokens of a pass, G groups of rows.
 //
@@ -18,13 +18,9 @@
 
 namespace foredraft {
 
-constexpr int64_t kFewestTileTokens = 4;  // below vectors are as fast
-constexpr int64_t kMostPassTokens = kTileRows / 2;
+constexpr int kFewestTileTokens = 4;  // below vectors are as fast
+constexpr int kMostPassTokens = kTileRows / 2;
 constexpr int64_t kDigitRow = kChunkInputs;  // bytes from one row of digits to the next
-
-inline bool goes_on_tiles(int64_t num_tokens) {
-  return kTiles && num_tokens >= kFewestTileTokens && tiles_allowed();
-}
 
 // Passes over the weights are of equally many tokens: the last begins early enough for that.
 struct DigitPasses {
@@ -46,8 +42,9 @@ inline TileShape digit_tile_shape(int64_t num_tokens) {
 // values[(t * G + g) * kGroupRows + r] as of `group_product`, for T tokens.
 template <class Format, int G, int T>
 __attribute__((noinline)) void tile_group_product(const uint8_t* group, int64_t group_bytes,
-                                                  const PackedInputs<Format>& inputs,
-                                                  int64_t first_token, int64_t ahead, float* values) {
+                                                  const PackedInputs& inputs, int64_t first_token,
+                                                  int64_t ahead, float* values) {
+  static_assert(Format::kPartInputs == kScaleInputs, "");
   constexpr int V = G * kGroupVecs, kLine = 64;
   constexpr int64_t kBlockBytes = (Format::kChunkBytes - Format::kHeadBytes) / 2;
   struct alignas(64) Sums {
@@ -60,7 +57,7 @@ __attribute__((noinline)) void tile_group_product(const uint8_t* group, int64_t 
   UNROLL for (int v = 0; v < V; ++v) UNROLL for (int t = 0; t < T; ++t) total[v][t] = Vec{};
   const int64_t num_tokens = inputs.num_tokens, chunks = weight_chunks(inputs.K);
   const int8_t* x = inputs.data + first_token * kTokenBytes;
-  const int32_t* kept = inputs.kept + first_token;
+  const int32_t* kept = inputs.kept + PackedInputs::first_kept<Format>() * num_tokens + first_token;
 
   const auto words = [&](auto block, auto g, const uint8_t* chunk) INLINE {
     return chunk + g.value * group_bytes + Format::kHeadBytes + block.value * kBlockBytes;
@@ -93,18 +90,19 @@ __attribute__((noinline)) void tile_group_product(const uint8_t* group, int64_t 
     constexpr int kBlock = block.value;
     UNROLL for (int v = 0; v < V; ++v) {
       const int g = v / kGroupVecs, lane = v % kGroupVecs * kLanes;
-      const uint8_t* const scale_at =
-          chunk + g * group_bytes + kBlock * kScalesBytes / 2 + lane * sizeof(uint16_t);
-      const Vec scale = load_halves(scale_at);
+      const uint8_t* const head = chunk + g * group_bytes;
+      const Vec scale = Format::scale(head, kBlock, lane);
       UNROLL for (int t = 0; t < T; ++t) {
-        const Ints sum = (load_ints(&sums[kBlock].digits[g][t][0][lane]) << 8) +
-                         load_ints(&sums[kBlock].digits[g][t][1][lane]) + Format::start(kept + t);
+        Ints sum = (load_ints(&sums[kBlock].digits[g][t][0][lane]) << 8) +
+                   load_ints(&sums[kBlock].digits[g][t][1][lane]);
+        if constexpr (!Format::kStartsAtZero)
+          sum += repeat(kept + kBlock * num_tokens + t);
         total[v][t] = fma(__builtin_convertvector(sum, Vec), scale, total[v][t]);
       }
       if constexpr (Format::kHasMinima) {
-        const Vec minimum = load_halves(scale_at + kScalesBytes);
+        const Vec minimum = Format::minimum(head, kBlock, lane);
         UNROLL for (int t = 0; t < T; ++t)
-          total[v][t] = fma((Vec)repeat(kept + t), minimum, total[v][t]);
+          total[v][t] = fma((Vec)repeat(kept + kBlock * num_tokens + t), minimum, total[v][t]);
       }
     }
   };
@@ -127,69 +125,14 @@ __attribute__((noinline)) void tile_group_product(const uint8_t* group, int64_t 
     add(first, before, kept);
     if (chunk + 1 < chunks) unpack(first, group + Format::kChunkBytes);
     multiply(second, group, x, std::true_type{});
-    add(second, before, kept + num_tokens);
-    kept += 2 * num_tokens;
+    add(second, before, kept);
+    kept += PackedInputs::kNumKept * num_tokens;
   }
   each<G>([&](auto g) INLINE { store_sums(second, g); });
   add(first, group, kept);
-  add(second, group, kept + num_tokens);
+  add(second, group, kept);
   UNROLL for (int t = 0; t < T; ++t)
     UNROLL for (int v = 0; v < V; ++v) store(values + (t * V + v) * kLanes, total[v][t]);
-}
-
-template <int G, class Format>
-inline void tile_groups(const PackedMatrix<Format>& weights, int64_t row,
-                        const PackedInputs<Format>& x, int64_t first, int64_t tokens, int64_t ahead,
-                        float* values) {
-  const auto product = [&](auto count) {
-    tile_group_product<Format, G, decltype(count)::value>(
-        weights.group(row), weights.group_bytes(), x, first, ahead, values);
-  };
-  switch (tokens) {
-    case 4: return product(std::integral_constant<int, 4>{});
-    case 5: return product(std::integral_constant<int, 5>{});
-    case 6: return product(std::integral_constant<int, 6>{});
-    case 7: return product(std::integral_constant<int, 7>{});
-    default: return product(std::integral_constant<int, 8>{});
-  }
-}
-
-template <class Format, class Put>
-inline void all_tokens_on_tiles(const PackedMatrix<Format>& weights, Range rows,
-                                const PackedInputs<Format>& x, int64_t num_tokens,
-                                const void* ahead, const Put& put) {
-  const DigitPasses passes(num_tokens);
-  const int64_t bytes_ahead = static_cast<const uint8_t*>(ahead) - weights.group(rows.begin);
-  int64_t row = rows.begin;
-  const auto in_blocks = [&](auto groups) {
-    constexpr int G = decltype(groups)::value;
-    constexpr int64_t kRows = G * kGroupRows;
-    alignas(64) float values[kRows * kMostPassTokens];
-    for (; rows.end - row > kRows - kGroupRows; row += kRows)
-      for (int64_t first = 0; first < num_tokens; first += passes.tokens) {
-        const int64_t from = std::min(first, num_tokens - passes.tokens);
-        tile_groups<G>(weights, row, x, from, passes.tokens, bytes_ahead, values);
-        put_block<G>(values, from, {first, std::min(first + passes.tokens, num_tokens)}, x.scales, row,
-                     std::min(kRows, rows.end - row), put);
-      }
-  };
-  in_blocks(std::integral_constant<int, 2>{});
-  in_blocks(std::integral_constant<int, 1>{});
-}
-
-// Weight rows `rows`, which begin with a group, against all tokens. As many bytes at `ahead` are
-// prefetched meanwhile.
-template <class Format, class Put>
-inline void all_tokens(const PackedMatrix<Format>& weights, Range rows, const PackedInputs<Format>& x,
-                       int64_t num_tokens, const void* ahead, const Put& put) {
-  if (!num_tokens) return;
-  if (goes_on_tiles(num_tokens)) all_tokens_on_tiles(weights, rows, x, num_tokens, ahead, put);
-  else all_tokens_in_vectors(weights, rows, x, num_tokens, ahead, put);
-}
-
-template <class Format>
-inline int64_t panel_rows(const PackedMatrix<Format>&, int64_t) {
-  return kMostGroups * kGroupRows;
 }
 
 }  // namespace foredraft

@@ -9,40 +9,54 @@
 
 extern "C" {
 
+// Of a matrix that is packed in few bits: what its chunks hold (formats.h). The bits of an integer, and
+// where its scale comes from: one of its own, or a step of 64 inputs times a whole number.
+enum ForedraftFormat : int64_t {
+  kInt8, kInt4, kInt8WithMinima, kNested4, kNested8WithMinima, kNested8, kNumFormats
+};
+
+struct ForedraftMatrix {
+  const void* data;
+  int64_t format;               // a ForedraftFormat, where it is packed
+  int64_t step;                 // bytes from an expert's matrix to that of the next
+};
+
 // A norm that is null is not there.
 struct ForedraftLayer {
   const float* attention_norm;  // [E]
-  const void* qkv;              // [(H + 2 H/G) D, E], or null: the layer has no attention
+  ForedraftMatrix qkv[3];       // [(H + 2 H/G) D, E] in parts; null: the layer has no attention
+  int64_t qkv_rows[3];          // of each part, of the first ones in whole groups; 0: there is none
   const float* qkv_bias;        // or null
   const float* query_norm;      // [D], or [H D] of all heads together
   const float* key_norm;        // [D], or [H/G D]
-  const void* output;           // [E, H D]
+  ForedraftMatrix output;       // [E, H D]
   const float* output_bias;     // [E] or null
   const float* mlp_norm;        // [E]
-  const void* gate_up;          // [2 F, E], gate first, or null: the layer has no MLP
-  const void* down;             // [E, F]
+  ForedraftMatrix gate, up;     // [F, E] each, or null: the layer has no MLP
+  ForedraftMatrix down;         // [E, F]
   const float* attention_post_norm;  // [E] of what is added
   const float* mlp_post_norm;        // [E]
-  const void* router;           // [X, E] in the type of Form::Order; then gate_up and down are of X experts
+  const void* router;           // [X, E] in the type of Form::Order; gate, up and down are then of X experts
   int64_t rope;                 // which rotary embedding, or -1: none
   int64_t view;                 // which window
 };
 
-// Of matrices: as the embeddings, packed in 8 or 4 bits (int8.h; the head always in 8), bfloat16
-// multiplied on tiles (tiles.h).
-enum ForedraftForm : int64_t { kFormPlain, kFormInt8, kFormInt4, kFormTiled };
+// Of matrices: numbers of the cache's type, packed in few bits (packed.h), bfloat16 multiplied on tiles
+// (tiles.h).
+enum ForedraftForm : int64_t { kFormPlain, kFormPacked, kFormTiled };
 
 enum ForedraftActivation : int64_t { kSilu, kGeluTanh };
 
 struct ForedraftModel {
   int64_t hidden, feed_forward, num_layers, num_heads, num_kv_heads, head_dim;
   int64_t vocab;                 // V: rows of the head
-  int64_t is_bf16;               // embeddings, cache and matrices; float32 if 0
+  int64_t is_bf16;               // cache, and matrices that are no packed ones; float32 if 0
   int64_t form;                  // of the matrices but the embeddings: a ForedraftForm
+  int64_t packs_embedding;       // whether the embeddings are packed as well
   double norm_eps;
   const ForedraftLayer* layers;  // [L]
-  const void* embedding;         // of all tokens, [., E]
-  const void* head;              // [V, E]
+  ForedraftMatrix embedding;     // of all tokens, [., E]
+  ForedraftMatrix head;          // [V, E]
   const float* final_norm;       // [E]
   const int32_t* head_ids;       // [V] the token of each row of the head, or null: its number
   int64_t num_ropes;

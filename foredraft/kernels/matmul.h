@@ -41,8 +41,6 @@ struct Matrix {
 
   const Weight* row(int64_t index) const { return data + index * K; }
   const void* at(int64_t index) const { return row(index); }
-  // The matrix that begins behind `rows` rows.
-  Matrix behind(int64_t rows) const { return {row(rows), K}; }
 };
 
 // Activation rows in lane order, each padded with zeros to whole pairs.

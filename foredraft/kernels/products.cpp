@@ -14,7 +14,7 @@ using namespace foredraft;
 namespace {
 
 template <class Form>
-void multiply(const void* weights, Range rows, int64_t K, const float* x, int64_t T, float* out) {
+void multiply(const ForedraftMatrix& weights, Range rows, int64_t K, const float* x, int64_t T, float* out) {
   using Order = typename Form::Order;
   std::vector<float> in_order(T * padded(K)), memory(Form::prepared_size(T, K));
   for (int64_t t = 0; t < T; ++t)
@@ -22,7 +22,7 @@ void multiply(const void* weights, Range rows, int64_t K, const float* x, int64_
   const typename Form::Session session(T);
   const auto inputs = Form::inputs(memory.data(), in_order.data(), T, K);
   Form::template prepare<Order>(inputs, in_order.data(), {0, T});
-  matmul(matrix<Form>(weights, K), rows, inputs, T, nullptr, [&](int64_t token, int64_t row, float value) {
+  matmul(Form::rows(weights, K), rows, inputs, T, nullptr, [&](int64_t token, int64_t row, float value) {
     out[token * (rows.end - rows.begin) + row - rows.begin] = value;
   });
 }
@@ -34,13 +34,20 @@ extern "C" {
 __attribute__((visibility("default")))
 int64_t foredraft_has_tiles() { return tiles_allowed(); }
 
-// x [T, K] times rows [begin, end) of weights [R, K] in a ForedraftForm, to out [T, end - begin].
+// x [T, K] times rows [begin, end) of weights [R, K] in a ForedraftForm, packed ones in a
+// ForedraftFormat, to out [T, end - begin].
 __attribute__((visibility("default")))
-void foredraft_multiply(int64_t form, const void* weights, int64_t begin, int64_t end, int64_t K,
-                        const float* x, int64_t num_tokens, float* out) {
+void foredraft_multiply(int64_t form, int64_t format, const void* weights, int64_t begin, int64_t end,
+                        int64_t K, const float* x, int64_t num_tokens, float* out) {
   with_form<bf16>(form, false, [&](auto kind) {
-    multiply<decltype(kind)>(weights, {begin, end}, K, x, num_tokens, out);
+    multiply<decltype(kind)>({weights, format, 0}, {begin, end}, K, x, num_tokens, out);
   });
+}
+
+// One row of packed weights [., K] as numbers.
+__attribute__((visibility("default")))
+void foredraft_unpack_row(int64_t format, const void* weights, int64_t row, int64_t K, float* numbers) {
+  PackedMatrix({weights, format, 0}, K).unpack(row, numbers);
 }
 
 // What an instruction of tiles adds to sums [16, 16], in plain C++: rows [16, 32], columns [16, 32].

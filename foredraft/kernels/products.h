@@ -3,8 +3,7 @@
 // A form says what its matrices are (`Rows`), what it makes of activations first (`Inputs`), in whose
 // lane order it wants rows of floats (`Order`), how many rows it gives to a thread at least, and what a
 // thread holds while it multiplies so many tokens (`Session`), and whether attention beside it is computed
-// on tiles. Its all_tokens() and panel_rows() are overloads for these types. `Head` is the form of the
-// matrix that gives logits.
+// on tiles. Its all_tokens() and panel_rows() are overloads for these types.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +12,9 @@
 
 #include "attention_floats.h"
 #include "attention_tiles.h"
-#include "int8_tiles.h"
 #include "interface.h"
 #include "matmul.h"
+#include "packed.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -26,7 +25,6 @@ template <class Weight>
 struct Plain {
   using Rows = Matrix<Weight>;
   using Inputs = Activations;
-  using Head = Plain;
   using Order = Weight;
   static constexpr int64_t kShareRows = kPanelRows;
   static constexpr bool kPrepares = false, kAttendsOnTiles = false;
@@ -35,6 +33,9 @@ struct Plain {
     void resume() const {}
   };
 
+  static Rows rows(const ForedraftMatrix& matrix, int64_t K) {
+    return {static_cast<const Weight*>(matrix.data), K};
+  }
   static int64_t prepared_size(int64_t, int64_t) { return 0; }
   static Inputs inputs(float*, const float* rows, int64_t, int64_t K) { return {rows, padded(K)}; }
 
@@ -42,12 +43,11 @@ struct Plain {
   static void prepare(const Inputs&, const float*, Range) {}
 };
 
-// 8 or 4 bits with scales, int8.h. The head has 8 in either case.
-template <class Format, bool kTileAttention>
+// In few bits, each matrix in a format of its own.
+template <bool kTileAttention>
 struct Packed {
-  using Rows = PackedMatrix<Format>;
-  using Inputs = PackedInputs<Format>;
-  using Head = Packed<Bits8, kTileAttention>;
+  using Rows = PackedMatrix;
+  using Inputs = PackedInputs;
   using Order = float;
   struct Session : TileSession {
     explicit Session(int64_t num_tokens) : TileSession(digit_tile_shape(num_tokens)) {}
@@ -55,6 +55,7 @@ struct Packed {
   static constexpr int64_t kShareRows = kGroupRows;
   static constexpr bool kPrepares = true, kAttendsOnTiles = kTileAttention;
 
+  static Rows rows(const ForedraftMatrix& matrix, int64_t K) { return {matrix, K}; }
   static int64_t prepared_size(int64_t T, int64_t K) { return Inputs::size(T, K); }
   static Inputs inputs(float* memory, const float*, int64_t T, int64_t K) { return {memory, T, K}; }
 
@@ -69,7 +70,6 @@ struct Packed {
 struct Tiled {
   using Rows = TileMatrix;
   using Inputs = TileInputs;
-  using Head = Tiled;
   using Order = float;
   struct Session : TileSession {
     explicit Session(int64_t num_tokens) : TileSession(tile_shape(num_tokens)) {}
@@ -77,6 +77,9 @@ struct Tiled {
   static constexpr int64_t kShareRows = kGroupRows;
   static constexpr bool kPrepares = true, kAttendsOnTiles = true;
 
+  static Rows rows(const ForedraftMatrix& matrix, int64_t K) {
+    return {static_cast<const uint8_t*>(matrix.data), K};
+  }
   static int64_t prepared_size(int64_t T, int64_t K) { return Inputs::size(T, K); }
   static Inputs inputs(float* memory, const float*, int64_t T, int64_t K) { return {memory, T, K}; }
 
@@ -105,29 +108,14 @@ inline void matmul(const Rows& weights, Range rows, const Inputs& x, int64_t num
   }
 }
 
-template <class Form>
-inline typename Form::Rows matrix(const void* data, int64_t K) {
-  return {static_cast<decltype(Form::Rows::data)>(data), K};
-}
-
-// One of several matrices of so many rows that lie one below the other.
-template <class Rows>
-inline Rows part_of(const Rows& all, int64_t rows, int64_t index) {
-  return {all.data + index * (all.behind(rows).data - all.data), all.K};
-}
-
-// Calls work(form) with a ForedraftForm of a model whose embeddings are of type Weight.
+// Calls work(form) with a ForedraftForm of a model whose cache is of type Weight.
 // Attention on tiles knows no windows and no caps: models that have such attend in float32.
 template <class Weight, class Work>
 inline auto with_form(int64_t form, bool attends_in_floats, const Work& work) {
   constexpr bool kTileCache = kTiles && std::is_same_v<Weight, bf16>;  // bfloat16 as well
-  const bool attends_on_tiles = kTileCache && tiles_allowed() && !attends_in_floats;
-  const auto packed = [&](auto format) {
-    using Format = decltype(format);
-    return attends_on_tiles ? work(Packed<Format, kTileCache>{}) : work(Packed<Format, false>{});
-  };
-  if (form == kFormInt8) return packed(Bits8{});
-  if (form == kFormInt4) return packed(Bits4{});
+  if (form == kFormPacked)
+    return kTileCache && tiles_allowed() && !attends_in_floats ? work(Packed<kTileCache>{})
+                                                               : work(Packed<false>{});
   if constexpr (kTileCache)
     if (form == kFormTiled) return work(Tiled{});
   return work(Plain<Weight>{});

@@ -35,7 +35,7 @@ struct Bits16 {
   static constexpr int64_t kChunkBytes = 2 * kTileBytes;
 };
 
-using TileMatrix = PackedMatrix<Bits16>;
+using TileMatrix = GroupedMatrix<Bits16>;
 
 // Tokens go over weights in passes of one block, or two with more than 16 tokens. Blocks are equally
 // high, for a tile costs by its rows: 40 tokens are four blocks of 10.

@@ -56,7 +56,7 @@ class Worker {
 
   void run() {
     layers();
-    normalise<typename Form::Head>(forward_.num_wanted, forward_.wanted, model_.final_norm);
+    normalise(forward_.num_wanted, forward_.wanted, model_.final_norm);
     head();
     end(kHead);
     draw();
@@ -94,8 +94,8 @@ class Worker {
 
   void layer(int64_t index) {
     const ForedraftLayer& layer = model_.layers[index];
-    if (layer.qkv) attention(index, layer);
-    if (layer.gate_up) mlp(index, layer);
+    if (layer.qkv[0].data) attention(index, layer);
+    if (layer.gate.data) mlp(index, layer);
     tap(index);
   }
 
@@ -120,8 +120,8 @@ class Worker {
   void mlp(int64_t index, const ForedraftLayer& layer) {
     normalise(T, nullptr, layer.mlp_norm);
     if (layer.router) return mixture(layer);
-    const Rows gate = matrix(layer.gate_up, E);
-    gate_up(gate, gate.behind(F), inputs(normed_, E), T, work_.feed_forward, matrix(layer.down, F));
+    gate_up(matrix(layer.gate, E), matrix(layer.up, E), inputs(normed_, E), T, work_.feed_forward,
+            matrix(layer.down, F));
     end(kLinear);
     prepare<Order>(work_.feed_forward, F);
     add_product(layer.down, nullptr, work_.feed_forward, F, layer.mlp_post_norm,
@@ -134,21 +134,28 @@ class Worker {
   static constexpr const Order* kOrder = nullptr;  // names the type
   static constexpr int64_t kShareRows = Form::kShareRows;
 
-  static Rows matrix(const void* data, int64_t K) { return foredraft::matrix<Form>(data, K); }
+  static Rows matrix(const ForedraftMatrix& all, int64_t K, int64_t expert = 0) {
+    const char* const data = static_cast<const char*>(all.data) + expert * all.step;
+    return Form::rows({data, all.format, 0}, K);
+  }
 
   // Where this thread's share of a coming product begins: prefetched at the end of the one before,
   // memory goes on giving while threads wait for each other.
   const void* first_gate(const ForedraftLayer& layer) const {
-    if (!layer.gate_up || layer.router) return nullptr;
-    return matrix(layer.gate_up, E).at(me_.share(F, kShareRows).begin);
+    if (!layer.gate.data || layer.router) return nullptr;
+    return matrix(layer.gate, E).at(me_.share(F, kShareRows).begin);
   }
 
   const void* first_of_layer(int64_t index) const {
-    using Head = typename Form::Head;
     if (index == forward_.end_layer)
-      return foredraft::matrix<Head>(model_.head, E).at(me_.share(model_.vocab, kShareRows).begin);
+      return matrix(model_.head, E).at(me_.share(model_.vocab, kShareRows).begin);
     const ForedraftLayer& layer = model_.layers[index];
-    return layer.qkv ? matrix(layer.qkv, E).at(first_qkv_row(me_.index)) : first_gate(layer);
+    if (!layer.qkv[0].data) return first_gate(layer);
+    int64_t row = first_qkv_row(me_.index);
+    int part = 0;
+    while (part < 2 && layer.qkv_rows[part + 1] && row >= layer.qkv_rows[part])
+      row -= layer.qkv_rows[part++];
+    return matrix(layer.qkv[part], E).at(row);
   }
 
   // Rows of K floats as products read them.
@@ -176,14 +183,11 @@ class Worker {
   // Token embeddings or given states, rotary angles, and the zeros behind rows that are filled
   // element by element.
   void embed() const {
-    const Weight* table = static_cast<const Weight*>(model_.embedding);
-    const float scale = float(model_.embedding_scale);
     const Range mine = me_.share(T);
     for (int64_t t = mine.begin; t < mine.end; ++t) {
-      const Weight* source = table + forward_.token_ids[t] * E;
-      for (int64_t i = 0; i < E; ++i)
-        work_.hidden[t * E + i] =
-            forward_.hidden ? forward_.hidden[t * E + i] : to_float(source[i]) * scale;
+      float* const to = work_.hidden + t * E;
+      if (forward_.hidden) std::copy_n(forward_.hidden + t * E, E, to);
+      else put_embedding(forward_.token_ids[t], to);
       for (int64_t rope = 0; rope < model_.num_ropes; ++rope) put_angles(rope, t);
       pad_with_zeros(work_.attended, t, H * D);
       const int64_t num_rows = std::max<int64_t>(model_.chosen_experts, 1);
@@ -202,9 +206,16 @@ class Worker {
     }
   }
 
+  void put_embedding(int64_t token, float* to) const {
+    const Weight* const source = static_cast<const Weight*>(model_.embedding.data) + token * E;
+    if (model_.packs_embedding) PackedMatrix(model_.embedding, E).unpack(token, to);
+    else for (int64_t i = 0; i < E; ++i) to[i] = to_float(source[i]);
+    const float scale = float(model_.embedding_scale);
+    for (int64_t i = 0; i < E; ++i) to[i] *= scale;
+  }
+
   // RMS-normalised hidden states in lane order, of all tokens or of those listed, and inputs of them.
   // Without a weight they stay as they are.
-  template <class For = Form>
   void normalise(int64_t count, const int32_t* tokens, const float* weight) {
     const Range mine = to_prepare(count);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
@@ -221,7 +232,7 @@ class Worker {
       for (; k < E; ++k)
         row[lane_order<Order>(k)] = weight ? weight[k] * (x[k] * scale[0]) : x[k];
     }
-    For::template prepare<Order>(For::inputs(prepared_, normed_, count, E), normed_, mine);
+    Form::template prepare<Order>(Form::inputs(prepared_, normed_, count, E), normed_, mine);
     end_prepare(kOther);
   }
 
@@ -238,11 +249,17 @@ class Worker {
   void qkv(int64_t index, const ForedraftLayer& layer) const {
     const float* bias = layer.qkv_bias;
     const Range mine{first_qkv_row(me_.index), first_qkv_row(me_.index + 1)};
-    matmul(matrix(layer.qkv, E), mine, inputs(normed_, E), T,
-           matrix(layer.output, H * D).at(me_.share(E, kShareRows).begin),
-           [&](int64_t token, int64_t row, float value) {
-             work_.qkv[token * qkv_width + row] = bias ? value + bias[row] : value;
-           });
+    const void* const next = matrix(layer.output, H * D).at(me_.share(E, kShareRows).begin);
+    int64_t first = 0;  // row of a part
+    for (int part = 0; part < 3 && layer.qkv_rows[part]; first += layer.qkv_rows[part++]) {
+      const Range rows{std::max(mine.begin - first, int64_t(0)),
+                       std::min(mine.end - first, layer.qkv_rows[part])};
+      matmul(matrix(layer.qkv[part], E), rows, inputs(normed_, E), T, next,
+             [&](int64_t token, int64_t part_row, float value) {
+               const int64_t row = first + part_row;
+               work_.qkv[token * qkv_width + row] = bias ? value + bias[row] : value;
+             });
+    }
     if (layer.key_norm && model_.norms_all_heads) return;  // all keys are needed first
     const int64_t begin = (std::max(mine.begin, H * D) + D - 1) / D, end = mine.end / D;
     for (int64_t head = begin; head < end; ++head)
@@ -274,7 +291,7 @@ class Worker {
   }
 
   // hidden += x . W (+ bias), perhaps normalised before
-  void add_product(const void* weights, const float* bias, const float* x, int64_t K,
+  void add_product(const ForedraftMatrix& weights, const float* bias, const float* x, int64_t K,
                    const float* post_norm, const void* next) {
     const auto product = [&](const auto& put) {
       matmul(matrix(weights, K), me_.share(E, kShareRows), inputs(x, K), T, next,
@@ -321,15 +338,14 @@ class Worker {
         std::copy(row, row + padded(E), rows + i * padded(E));
       }
       const typename Form::Session session(count);
-      const Rows gate = part_of(matrix(layer.gate_up, E), F, 2 * expert);
-      gate_up(gate, gate.behind(F), prepare_rows(rows, count, E), count,
-              work_.feed_forward + first * padded(F), part_of(matrix(layer.down, F), E, expert));
+      gate_up(matrix(layer.gate, E, expert), matrix(layer.up, E, expert), prepare_rows(rows, count, E),
+              count, work_.feed_forward + first * padded(F), matrix(layer.down, F, expert));
     });
     end(kLinear);
     chosen.each([&](int64_t expert, const int32_t* pairs, int64_t first, int64_t count) {
       const typename Form::Session session(count);
       const Inputs x = prepare_rows(work_.feed_forward + first * padded(F), count, F);
-      matmul(part_of(matrix(layer.down, F), E, expert), me_.share(E, kShareRows), x, count, nullptr,
+      matmul(matrix(layer.down, F, expert), me_.share(E, kShareRows), x, count, nullptr,
              [&](int64_t i, int64_t row, float value) {
                const float chance = work_.chances[pairs[i]];
                work_.hidden[pairs[i] / model_.chosen_experts * E + row] +=
@@ -426,12 +442,11 @@ class Worker {
   void head() const {
     const int64_t V = model_.vocab, N = forward_.num_wanted;
     if (!N) return;
-    using Head = typename Form::Head;
-    const typename Head::Session session(N);
+    const typename Form::Session session(N);
     const Range mine = me_.share(V, kShareRows);
     const float scale = float(model_.logits_scale), cap = float(model_.logits_cap);
-    matmul(foredraft::matrix<Head>(model_.head, E), mine, Head::inputs(prepared_, normed_, N, E), N,
-           nullptr, [&](int64_t token, int64_t row, float value) {
+    matmul(matrix(model_.head, E), mine, Form::inputs(prepared_, normed_, N, E), N, nullptr,
+           [&](int64_t token, int64_t row, float value) {
              forward_.logits[token * V + row] = value * scale;
            });
     for (int64_t token = 0; cap != 0 && token < N; ++token)

@@ -58,7 +58,7 @@ struct Workspace {
     prepared_size = whole_lines(Form::prepared_size(T, most_inputs)) + kApart;
     attention_size = whole_lines(Scratch::size(tile_queries, D)) + kApart;
     kept_chunk_size = whole_lines(Attended::size(tile_queries, D));
-    const int64_t panel = panel_rows(matrix<Form>(nullptr, E), T);
+    const int64_t panel = panel_rows(Form::rows({}, E), T);
     const int64_t panels = std::max<int64_t>(1, kScratch / T / panel);
     gate_up_rows = std::min(whole_lines(panels * panel), whole_lines(model.feed_forward));
     gate_up_size = whole_lines(2 * T * gate_up_rows) + kApart;

@@ -110,7 +110,7 @@ class TrainingTarget:
     # ---------------------------------------------------------------- copies, for new heads
 
     def embedding(self) -> Tensor:
-        return self._weights.embedding_VE.float().clone()
+        return as_tensor(self._weights.embedding_VE, torch.float32).float().clone()
 
     def head(self) -> Tensor:
         return as_tensor(self._weights.head_VE, torch.float32).float().clone()

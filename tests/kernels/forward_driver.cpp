@@ -22,10 +22,12 @@ using Floats = std::vector<float>;
 constexpr int64_t kBlockEntries = kRunEntries, kBlocks = 24;
 constexpr int64_t kPrompt = 290;  // beyond a chunk of attention
 
-struct Format {
+struct Model {
   const char* name;
   bool is_bf16;
   ForedraftForm form;
+  ForedraftFormat format = kInt8, head = kInt8;
+  bool is_mixed = false;  // values in a format of their own, packed embeddings
 };
 
 struct Sizes {
@@ -42,35 +44,42 @@ class MadeUp {
   ForedraftModel model{};
   const int64_t element;  // bytes of a number in embeddings and cache
 
-  MadeUp(const Format& format, const Sizes& sizes, Kind kind) : element(format.is_bf16 ? 2 : 4) {
+  MadeUp(const Model& made, const Sizes& sizes, Kind kind) : element(made.is_bf16 ? 2 : 4) {
     const int64_t E = sizes.hidden, F = sizes.feed_forward, D = sizes.head_dim;
     const int64_t H = sizes.num_heads, kv_heads = sizes.num_kv_heads;
-    model.is_bf16 = format.is_bf16, model.form = format.form, model.norm_eps = 1e-5;
+    model.is_bf16 = made.is_bf16, model.form = made.form, model.norm_eps = 1e-5;
+    const bool is_mixed = made.is_mixed && H * D % kGroupRows == 0;
     for (ForedraftLayer& layer : layers_) {
       const bool is_rich = &layer == layers_;  // with all that a layer may have
       layer.attention_norm = vector(E, 1);
-      layer.qkv = matrix(format.form, {(H + 2 * kv_heads) * D}, E);
+      const int64_t queries = is_mixed ? H * D : (H + 2 * kv_heads) * D;
+      layer.qkv[0] = matrix(made, queries, E), layer.qkv_rows[0] = queries;
+      if (is_mixed)
+        layer.qkv[1] = packed(kNested8, 2 * kv_heads * D, E), layer.qkv_rows[1] = 2 * kv_heads * D;
       layer.qkv_bias = is_rich ? vector((H + 2 * kv_heads) * D, 0) : nullptr;
       layer.query_norm = is_rich ? vector(H * D, 1) : nullptr;
       layer.key_norm = is_rich ? vector(kv_heads * D, 1) : nullptr;
-      layer.output = matrix(format.form, {E}, H * D);
+      layer.output = matrix(made, E, H * D);
       layer.output_bias = is_rich ? vector(E, 0) : nullptr;
       layer.mlp_norm = vector(E, 1);
-      layer.gate_up = matrix(format.form, {F, F, F, F, F, F}, E);  // of up to three experts
-      layer.down = matrix(format.form, {E, E, E}, F);
+      const int64_t num_experts = kind == kExperts ? 3 : 1;
+      layer.gate = matrix(made, F, E, num_experts), layer.up = matrix(made, F, E, num_experts);
+      layer.down = matrix(made, E, F, num_experts);
       if (kind == kWindows) layer.view = is_rich ? 1 : 2, layer.rope = is_rich ? 1 : -1;
       if (kind == kPostNorms) {
         layer.attention_norm = layer.mlp_norm = nullptr;
         layer.attention_post_norm = vector(E, 1), layer.mlp_post_norm = vector(E, 1);
       }
-      if (kind == kExperts) layer.router = router(format, E);
+      if (kind == kExperts) layer.router = router(made, E);
     }
     model.hidden = E, model.feed_forward = F, model.num_layers = kLayers, model.num_heads = H;
     model.num_kv_heads = kv_heads, model.head_dim = D, model.vocab = sizes.vocab;
     model.layers = layers_;
-    model.embedding = matrix(kFormPlain, {sizes.vocab}, E);
-    const ForedraftForm head = format.form == kFormInt4 ? kFormInt8 : format.form;
-    model.head = matrix(head, {sizes.vocab}, E);
+    model.packs_embedding = made.is_mixed;
+    model.embedding = made.is_mixed ? packed(kNested8WithMinima, sizes.vocab, E)
+                                    : ForedraftMatrix{plain(sizes.vocab * E, E), 0, 0};
+    const Model head{made.name, made.is_bf16, made.form, made.head};
+    model.head = matrix(head, sizes.vocab, E);
     model.final_norm = vector(E, 1);
     float* inv_freq = reinterpret_cast<float*>(memory(2 * (D / 2) * 4));
     for (int64_t i = 0; i < D; ++i)
@@ -111,14 +120,16 @@ class MadeUp {
     return values;
   }
 
-  // Some matrices of K inputs behind one another.
-  const void* matrix(ForedraftForm form, std::initializer_list<int64_t> rows, int64_t K) {
-    int64_t plain = 0, groups = 0;
-    for (int64_t count : rows) plain += count, groups += (count + kGroupRows - 1) / kGroupRows;
-    const int64_t chunks = groups * weight_chunks(K);
-    if (form == kFormInt8) return packed(chunks, Bits8::kChunkBytes, {0x1800});
-    if (form == kFormInt4) return packed(chunks, Bits4::kChunkBytes, {0x2800, 0xb400});
-    const int64_t count = form == kFormTiled ? chunks * Bits16::kChunkBytes / 2 : plain * K;
+  // The first of `count` matrices behind one another.
+  ForedraftMatrix matrix(const Model& made, int64_t rows, int64_t K, int64_t count = 1) {
+    if (made.form == kFormPacked) return packed(made.format, rows, K, count);
+    const int64_t groups = (rows + kGroupRows - 1) / kGroupRows;
+    const int64_t tiled = groups * weight_chunks(K) * Bits16::kChunkBytes / 2;
+    const int64_t size = made.form == kFormTiled ? tiled : rows * K;
+    return {plain(count * size, K), 0, size * element};
+  }
+
+  const void* plain(int64_t count, int64_t K) {
     uint8_t* const bytes = memory(count * element);
     const float size = 2 / std::sqrt(float(K));
     for (int64_t i = 0; i < count; ++i) {
@@ -132,24 +143,41 @@ class MadeUp {
   }
 
   // Of three experts, in the type whose order activations are in.
-  const void* router(const Format& format, int64_t E) {
-    if (format.form == kFormPlain) return matrix(kFormPlain, {3}, E);
+  const void* router(const Model& made, int64_t E) {
+    if (made.form == kFormPlain) return plain(3 * E, E);
     return vector(3 * E, 0);
   }
 
-  // Chunks of any weights behind half-precision scales (and minima) that begin with these bits.
-  const void* packed(int64_t chunks, int64_t bytes, std::initializer_list<int> heads) {
-    uint8_t* const data = memory(chunks * bytes);
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      uint8_t* to = data + chunk * bytes;
+  // Chunks of any weights behind scales (and minima), half-precision numbers that begin with these bits.
+  ForedraftMatrix packed(ForedraftFormat format, int64_t rows, int64_t K, int64_t count = 1) {
+    switch (format) {
+      case kInt8: return chunks<Int8>(format, rows, K, count, {0x1800, 0x1800});
+      case kInt4: return chunks<Int4>(format, rows, K, count, {0x2800, 0x2800, 0xb400, 0xb400});
+      case kInt8WithMinima:
+        return chunks<Int8WithMinima>(format, rows, K, count, {0x2000, 0x2000, 0xb000, 0xb000});
+      case kNested4: return chunks<Nested4>(format, rows, K, count, {0x1000, 0x8800});
+      case kNested8WithMinima:
+        return chunks<Nested8WithMinima>(format, rows, K, count, {0x0800, 0x8800});
+      default: return chunks<Nested8>(format, rows, K, count, {0x0400});
+    }
+  }
+
+  template <class Format>
+  ForedraftMatrix chunks(ForedraftFormat format, int64_t rows, int64_t K, int64_t count,
+                         std::initializer_list<int> heads) {
+    const int64_t step = (rows + kGroupRows - 1) / kGroupRows * weight_chunks(K) * Format::kChunkBytes;
+    const int64_t size = count * step;
+    uint8_t* const data = memory(size);
+    for (uint8_t* chunk = data; chunk < data + size; chunk += Format::kChunkBytes) {
+      uint8_t* to = chunk;
       for (int head : heads)
-        for (int64_t i = 0; i < kScalesBytes; i += 2, to += 2) {
+        for (int64_t row = 0; row < kGroupRows; ++row, to += 2) {
           const uint16_t half = uint16_t(head | (random_() & 0x3ff));
           std::memcpy(to, &half, 2);
         }
-      for (; to < data + (chunk + 1) * bytes; ++to) *to = uint8_t(random_());
+      for (; to < chunk + Format::kChunkBytes; ++to) *to = uint8_t(random_());
     }
-    return data;
+    return {data, format, step};
   }
 };
 
@@ -252,8 +280,8 @@ const Numbers kTreeTokens{7, 8, 9, 8, 10, 11, 8, 3}, kTreeParents{-1, -1, 0, 0, 
 
 class Ways {
  public:
-  Ways(const Format& format, const Sizes& sizes, Kind kind)
-      : format_(format), made_(format, sizes, kind), V_(size_t(sizes.vocab)) {
+  Ways(const Model& model, const Sizes& sizes, Kind kind)
+      : model_(model), made_(model, sizes, kind), V_(size_t(sizes.vocab)) {
     std::mt19937 random(5);
     for (int64_t i = 0; i < kPrompt + 40; ++i) text_.push_back(int32_t(random() % unsigned(sizes.vocab)));
     Cache cache(made_);
@@ -294,7 +322,7 @@ class Ways {
   }
 
  private:
-  const Format& format_;
+  const Model& model_;
   const MadeUp made_;
   const size_t V_;
   Numbers text_;
@@ -359,7 +387,7 @@ class Ways {
     const size_t bytes = size_t(count) * V_ * sizeof(float);
     const float* wanted = expected.data() + size_t(from) * V_;
     if (std::memcmp(found.data() + size_t(at) * V_, wanted, bytes) == 0) return;
-    std::fprintf(stderr, "%s, %s, %d threads: other bits than alone\n", format_.name, what, threads);
+    std::fprintf(stderr, "%s, %s, %d threads: other bits than alone\n", model_.name, what, threads);
     std::exit(1);
   }
 };
@@ -369,19 +397,24 @@ class Ways {
 // The most threads of a forward.
 int main(int, char** arguments) {
   const int most_threads = std::atoi(arguments[1]);
-  std::vector<Format> formats{{"float32", false, kFormPlain},     {"bfloat16", true, kFormPlain},
-                              {"float32 int8", false, kFormInt8}, {"bfloat16 int8", true, kFormInt8},
-                              {"bfloat16 int4", true, kFormInt4}};
-  if (kTiles && tiles_allowed()) formats.push_back({"bfloat16 tiles", true, kFormTiled});
+  std::vector<Model> models{
+      {"float32", false, kFormPlain},
+      {"bfloat16", true, kFormPlain},
+      {"float32 int8", false, kFormPacked},
+      {"bfloat16 int8", true, kFormPacked},
+      {"bfloat16 int4", true, kFormPacked, kInt4},
+      {"bfloat16 with minima", true, kFormPacked, kInt8WithMinima, kNested8},
+      {"bfloat16 mixed", true, kFormPacked, kNested4, kNested8WithMinima, true}};
+  if (kTiles && tiles_allowed()) models.push_back({"bfloat16 tiles", true, kFormTiled});
   const Sizes even{64, 96, 4, 2, 16, 70}, awkward{45, 70, 5, 1, 10, 51};
   const std::pair<Kind, Sizes> kinds[]{
       {kLlama, even}, {kLlama, awkward}, {kWindows, awkward}, {kPostNorms, even}, {kExperts, awkward}};
-  for (const Format& format : formats)
+  for (const Model& model : models)
     for (const auto& [kind, sizes] : kinds) {
-      if (format.form == kFormTiled && kind == kWindows) continue;  // attention on tiles has none
-      const Ways ways(format, sizes, kind);
+      if (model.form == kFormTiled && kind == kWindows) continue;  // attention on tiles has none
+      const Ways ways(model, sizes, kind);
       for (int threads = 1; threads <= most_threads; ++threads) ways.check(threads);
       ways.check_side_by_side();
-      std::printf("%s: %016llx\n", format.name, static_cast<unsigned long long>(ways.hash()));
+      std::printf("%s: %016llx\n", model.name, static_cast<unsigned long long>(ways.hash()));
     }
 }

@@ -1,11 +1,12 @@
-// Multiplies weights in 8 and 4 bits and prints a hash of what comes out: for CPUs that are only emulated.
+// Multiplies weights in each format and prints hashes of what comes out: for CPUs that are only emulated.
 #include "products.cpp"
 
 #include <cstdio>
 #include <cstring>
 #include <random>
 
-static void print_hash(int64_t form, int64_t chunk_bytes, int64_t head_bytes) {
+static void print_hash(int64_t format, int64_t head_bytes) {
+  const int64_t chunk_bytes = kFormats[format].chunk_bytes;
   uint64_t hash = 1469598103934665603u;  // FNV-1a
   for (int64_t K : {45, 64, 96, 576})
     for (int64_t R : {16, 50, 130})
@@ -17,7 +18,7 @@ static void print_hash(int64_t form, int64_t chunk_bytes, int64_t head_bytes) {
           for (int64_t i = 1; i < head_bytes; i += 2) weights[chunk + size_t(i)] &= 0xbb;  // finite scales
         std::vector<float> x(size_t(T * K)), out(size_t(T * R));
         for (float& value : x) value = float(int(random() % 2001) - 1000) / 77;
-        foredraft_multiply(form, weights.data(), 0, R, K, x.data(), T, out.data());
+        foredraft_multiply(kFormPacked, format, weights.data(), 0, R, K, x.data(), T, out.data());
         for (float value : out) {
           uint32_t bits;
           std::memcpy(&bits, &value, sizeof bits);
@@ -28,6 +29,6 @@ static void print_hash(int64_t form, int64_t chunk_bytes, int64_t head_bytes) {
 }
 
 int main() {
-  print_hash(1, 1088, 64);
-  print_hash(2, 640, 128);
+  print_hash(kInt8, Int8::kHeadBytes);
+  for (int64_t format = kInt8 + 1; format < kNumFormats; ++format) print_hash(format, 128);
 }

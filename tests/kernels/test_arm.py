@@ -72,7 +72,7 @@ def test_whole_forwards_have_the_bits_of_plain_code(
 ) -> None:
     found = _emulated(FORWARDS, flags, tmp_path)
     assert found == plain_output[FORWARDS]
-    assert found.count("bfloat16 int4") == 2
+    assert found.count("bfloat16 int4") == 5
 
 
 @pytest.mark.parametrize("library", ["decoder", "heads", "noise"])

@@ -16,10 +16,20 @@ import torch
 from torch import Tensor
 
 from foredraft.kernels.instructions import INSTRUCTION_SETS, InstructionSet, cpu_features
-from foredraft.models.native.packed import PACKED, Int8Matrix, TiledMatrix, tensor_of
+from foredraft.models.native.packed import (
+    CHUNK_INPUTS,
+    PACKED,
+    QUANTISED,
+    Blocks,
+    Int8Matrix,
+    Nested8Matrix,
+    PackedMatrix,
+    QuantisedMatrix,
+    TiledMatrix,
+)
 from tests.kernels.compiled import compiled
 
-FORM_INT8, FORM_INT4, FORM_TILED = 1, 2, 3
+FORM_PACKED, FORM_TILED = 1, 2
 ONE_ROUNDING = "-DFOREDRAFT_EMULATE_FMA"
 PORTABLE = InstructionSet("reference", "plain C++", flags=(ONE_ROUNDING,))
 EMULATIONS = (
@@ -44,9 +54,11 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 def library(instructions: InstructionSet) -> ctypes.CDLL:
     loaded = compiled("products", instructions)
     loaded.foredraft_multiply.argtypes = [
-        *(c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p)
+        *(c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p)
     ]
     loaded.foredraft_multiply.restype = None
+    loaded.foredraft_unpack_row.argtypes = [c_int64, c_void_p, c_int64, c_int64, c_void_p]
+    loaded.foredraft_unpack_row.restype = None
     loaded.foredraft_has_tiles.restype = c_int64
     loaded.foredraft_emulated_tile_product.argtypes = [c_void_p] * 3
     loaded.foredraft_emulated_tile_product.restype = None
@@ -54,103 +66,142 @@ def library(instructions: InstructionSet) -> ctypes.CDLL:
 
 
 def multiply(
-    instructions: InstructionSet, form: int, weights: Tensor, rows: range, x_TK: Tensor
+    instructions: InstructionSet, weights: PackedMatrix, rows: range, x_TK: Tensor
 ) -> Tensor:
     """Rows of a product [T, R]."""
     out_TR = torch.empty(len(x_TK), len(rows))
+    form = FORM_TILED if isinstance(weights, TiledMatrix) else FORM_PACKED
     library(instructions).foredraft_multiply(
-        form, weights.data_ptr(), rows.start, rows.stop, x_TK.shape[1], x_TK.data_ptr(),
-        len(x_TK), out_TR.data_ptr(),
+        form, weights.format, weights.packed_GCN.data_ptr(), rows.start, rows.stop,
+        x_TK.shape[1], x_TK.data_ptr(), len(x_TK), out_TR.data_ptr(),
     )  # fmt: skip
     return out_TR
 
 
 def one_by_one(
-    instructions: InstructionSet, form: int, weights: Tensor, rows: range, x_TK: Tensor
+    instructions: InstructionSet, weights: PackedMatrix, rows: range, x_TK: Tensor
 ) -> Tensor:
-    singles = [multiply(instructions, form, weights, rows, x_K[None].contiguous()) for x_K in x_TK]
+    singles = [multiply(instructions, weights, rows, x_K[None].contiguous()) for x_K in x_TK]
     return torch.cat(singles)
+
+
+def made_up(kind: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> QuantisedMatrix:
+    """A matrix of any integers and scales that the format can hold."""
+    generator = torch.Generator().manual_seed(num_rows + num_inputs)
+    counts = {field: count for field, count, _ in kind.head}
+    num_chunks = -(-num_inputs // CHUNK_INPUTS)
+    num_blocks = num_chunks * counts["scales_RB"]
+    block_inputs = CHUNK_INPUTS // counts["scales_RB"]
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(torch.int8)
+
+    def head(field: str, count: int, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.int8:
+            low = -128 if kind is Nested8Matrix else 0
+            return integers(low, 64 if low == 0 else 128, num_rows, num_chunks * count)
+        numbers = torch.randn(num_rows, num_chunks * count, generator=generator)
+        return (numbers / (100 if "steps_RC" in counts else 1)).half()
+
+    low, high = (-128, 128) if kind.is_signed else (0, 16 if kind.bits == 4 else 32)
+    weights = integers(low, high, num_rows, num_blocks, block_inputs)
+    weights.view(num_rows, -1)[:, num_inputs:] = 0
+    blocks = Blocks(weights, **{field: head(field, *rest) for field, *rest in kind.head})
+    return kind.of_blocks(blocks, num_inputs)
 
 
 @pytest.mark.parametrize("instructions", [*EXACT, *EMULATIONS], ids=lambda one: one.summary)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.__name__)
 def test_packed_products_have_the_bits_of_the_portable_code(
-    instructions: InstructionSet, size: tuple[int, int], bits: int
+    instructions: InstructionSet, size: tuple[int, int], kind: type[QuantisedMatrix]
 ) -> None:
     num_rows, num_inputs = size
-    weights, rows = tensor_of(PACKED[bits].of_weight(noise(*size))), range(num_rows)
-    form = FORM_INT8 if bits == 8 else FORM_INT4
+    weights, rows = made_up(kind, *size), range(num_rows)
     x_TK = 10 * noise(max(TOKENS), num_inputs, seed=1)
-    expected = one_by_one(PORTABLE, form, weights, rows, x_TK)
+    expected = one_by_one(PORTABLE, weights, rows, x_TK)
     for count in TOKENS:
-        found = multiply(instructions, form, weights, rows, x_TK[:count].contiguous())
+        found = multiply(instructions, weights, rows, x_TK[:count].contiguous())
         assert torch.equal(found, expected[:count])
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.__name__)
+def test_rows_come_out_as_the_very_numbers(kind: type[QuantisedMatrix]) -> None:
+    """As of embeddings, in every instruction set; and so do products with single inputs."""
+    matrix = made_up(kind, 50, 96)
+    expected = matrix.dequantised(torch.float32)
+    for instructions in [PORTABLE, *HERE, *EMULATIONS]:
+        found = torch.empty(50, 96)
+        for row in range(50):
+            library(instructions).foredraft_unpack_row(
+                matrix.format, matrix.packed_GCN.data_ptr(), row, 96, found[row].data_ptr()
+            )
+        assert torch.equal(found, expected)
+    products = multiply(PORTABLE, matrix, range(50), torch.eye(96)).T
+    assert torch.allclose(products, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_extreme_weights_and_activations_stay_exact() -> None:
     weight_RK = torch.full((16, 64), 3.0)
     weight_RK[::2] = -3.0
     x_TK = torch.tensor([1.0, -1.0])[:, None].repeat(4, 64).contiguous()
-    weights = tensor_of(Int8Matrix.of_weight(weight_RK))
+    weights = Int8Matrix.of_weight(weight_RK)
     scale = torch.tensor(3.0 / 127).half().float()
     for instructions in [*EXACT, *EMULATIONS]:
-        found = multiply(instructions, FORM_INT8, weights, range(16), x_TK)
+        found = multiply(instructions, weights, range(16), x_TK)
         assert torch.allclose(found, 64 * scale * 127 * torch.sign(x_TK[:, :1] * weight_RK[:, 0]))
 
 
-@pytest.mark.parametrize(("bits", "form"), [(8, FORM_INT8), (4, FORM_INT4)])
-def test_the_largest_numbers_meet_without_an_overflow(bits: int, form: int) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_largest_numbers_meet_without_an_overflow(bits: int) -> None:
     """Least and greatest weights and activations, alone and mixed."""
     signs_RK = torch.ones(32, 96)
     signs_RK[1::4], signs_RK[2::4, ::2], signs_RK[3::4] = -1, -1, noise(8, 96).sign()
-    weights = tensor_of(PACKED[bits].of_weight(3 * signs_RK))
+    weights = PACKED[bits].of_weight(3 * signs_RK)
     x_TK = signs_RK[:9].roll(1, dims=1) * torch.linspace(0.5, 7, 9)[:, None]
     step_T1 = x_TK.abs().amax(-1, keepdim=True) / 32639
     numbers_TK = (x_TK / step_T1).round().double()
     exact = (numbers_TK * step_T1) @ PACKED[bits].of_weight(3 * signs_RK).dequantised(
         torch.float64
     ).T
-    expected = one_by_one(PORTABLE, form, weights, range(32), x_TK)
+    expected = one_by_one(PORTABLE, weights, range(32), x_TK)
     assert torch.allclose(expected.double(), exact, rtol=1e-5, atol=1e-3)
     for instructions in [*EXACT, *EMULATIONS]:
         for count in range(1, 10):
-            found = multiply(instructions, form, weights, range(32), x_TK[:count].contiguous())
+            found = multiply(instructions, weights, range(32), x_TK[:count].contiguous())
             assert torch.equal(found, expected[:count])
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize(("bits", "form"), [(8, FORM_INT8), (4, FORM_INT4)])
-def test_a_broken_activation_breaks_its_token_and_no_other(
-    bits: int, form: int, broken: float
-) -> None:
-    weights = tensor_of(PACKED[bits].of_weight(noise(16, 45)))
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_broken_activation_breaks_its_token_and_no_other(bits: int, broken: float) -> None:
+    weights = PACKED[bits].of_weight(noise(16, 45))
     x_TK = noise(45, 45, seed=1)
-    whole = multiply(PORTABLE, form, weights, range(16), x_TK)
+    whole = multiply(PORTABLE, weights, range(16), x_TK)
     for instructions in [*EXACT, *EMULATIONS]:
-        found = multiply(instructions, form, weights, range(16), x_TK.fill_diagonal_(broken))
+        found = multiply(instructions, weights, range(16), x_TK.fill_diagonal_(broken))
         assert found.isnan().all()
         x_TK[1:] = noise(45, 45, seed=1)[1:]
-        found = multiply(instructions, form, weights, range(16), x_TK)
+        found = multiply(instructions, weights, range(16), x_TK)
         assert found[0].isnan().all()
         assert torch.equal(found[1:], whole[1:])
 
 
-@pytest.mark.parametrize(("bits", "form"), [(8, FORM_INT8), (4, FORM_INT4)])
-def test_portable_products_are_those_of_the_numbers(bits: int, form: int) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_portable_products_are_those_of_the_numbers(bits: int) -> None:
     matrix = PACKED[bits].of_weight(noise(50, 96))
     x_TK = noise(5, 96, seed=1)
     step_T1 = x_TK.abs().amax(-1, keepdim=True) / 32639
     expected = ((x_TK / step_T1).round() * step_T1) @ matrix.dequantised(torch.float32).T
-    found = multiply(PORTABLE, form, tensor_of(matrix), range(50), x_TK)
+    found = multiply(PORTABLE, matrix, range(50), x_TK)
     assert torch.allclose(found, expected, atol=1e-4)
 
 
 # -------------------------------------------------------------------------------------------- tiles
 
 
-def tiled(weight_RK: Tensor) -> Tensor:
-    return tensor_of(TiledMatrix.of_weight(weight_RK))
+def tiled(weight_RK: Tensor) -> TiledMatrix:
+    return TiledMatrix.of_weight(weight_RK)
 
 
 @pytest.mark.parametrize("instructions", TILES, ids=lambda one: one.name)
@@ -162,8 +213,8 @@ def test_tiles_round_as_their_emulation(
     num_rows, num_inputs = size
     weights = tiled(noise(num_rows, num_inputs))
     x_TK = noise(max(TOKENS), num_inputs, seed=1) * 10.0 ** noise(max(TOKENS), 1, seed=2)
-    emulated = multiply(EMULATIONS[1], FORM_TILED, weights, range(num_rows), x_TK)
-    assert torch.equal(multiply(instructions, FORM_TILED, weights, range(num_rows), x_TK), emulated)
+    emulated = multiply(EMULATIONS[1], weights, range(num_rows), x_TK)
+    assert torch.equal(multiply(instructions, weights, range(num_rows), x_TK), emulated)
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1.0, 1e18])
@@ -177,7 +228,7 @@ def test_one_tile_product_rounds_as_its_emulation(scale: float) -> None:
     library(instructions).foredraft_emulated_tile_product(
         activations.data_ptr(), columns.data_ptr(), sums_TR.data_ptr()
     )
-    found = multiply(instructions, FORM_TILED, tiled(rows), range(16), activations.float())
+    found = multiply(instructions, tiled(rows), range(16), activations.float())
     assert torch.equal(found, sums_TR)
 
 
@@ -187,18 +238,18 @@ def test_a_token_on_tiles_has_the_same_bits_in_any_company(instructions: Instruc
     for num_rows, num_inputs in SIZES[:3]:
         weights, rows = tiled(noise(num_rows, num_inputs)), range(num_rows)
         x_TK = noise(max(TOKENS), num_inputs, seed=1)
-        expected = one_by_one(instructions, FORM_TILED, weights, rows, x_TK)
+        expected = one_by_one(instructions, weights, rows, x_TK)
         for count in TOKENS:
-            found = multiply(instructions, FORM_TILED, weights, rows, x_TK[:count])
+            found = multiply(instructions, weights, rows, x_TK[:count])
             assert torch.equal(found, expected[:count])
-        part = multiply(instructions, FORM_TILED, weights, range(16, num_rows - 3), x_TK)
+        part = multiply(instructions, weights, range(16, num_rows - 3), x_TK)
         assert torch.equal(part, expected[:, 16:-3])
 
 
 def test_two_parts_hold_sixteen_bits_of_an_activation() -> None:
     weight_RK = noise(64, 256).bfloat16()
     x_TK = noise(8, 256, seed=1)
-    found = multiply(EMULATIONS[1], FORM_TILED, tiled(weight_RK), range(64), x_TK).double()
+    found = multiply(EMULATIONS[1], tiled(weight_RK), range(64), x_TK).double()
     expected = x_TK.double() @ weight_RK.double().T
     assert (found - expected).abs().max() < 2.0**-15 * expected.abs().max()
 

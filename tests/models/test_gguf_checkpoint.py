@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -103,9 +104,14 @@ def raw_rows(kind: str, shape: tuple[int, ...], draw: np.random.Generator) -> np
 
 
 def tensors_of(
-    config: LlamaConfig, kind: str
+    config: LlamaConfig, kind: str, others: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[tuple[str, Stored]], dict[str, torch.Tensor]]:
-    """The tensors of a file, and the same as transformers has them, by their names there."""
+    """The tensors of a file, and the numbers in them, by their names in transformers.
+
+    Args:
+        kind: of matrices.
+        others: of those whose names in transformers hold one of these words, another one.
+    """
     draw = np.random.default_rng(5)
     model = LlamaForCausalLM(config)
     ours = {theirs: name for name, theirs in _TOP_NAMES.items()}
@@ -115,11 +121,12 @@ def tensors_of(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         shape, of = tuple(tensor.shape), kind if tensor.ndim == 2 else "F32"
+        of = next((other for word, other in others.items() if word in name), of)
         rows = raw_rows(of, shape, draw)
         code = gguf.GGMLQuantizationType[of]
         exact = gguf.dequantize(rows.view(np.float32) if of == "F32" else rows, code)
         values = torch.from_numpy(exact.reshape(shape))
-        weights[name] = values if KINDS[CODES[of]].unpack is None else values.bfloat16().float()
+        weights[name] = values
         target = ours.get(name)
         if target is None:
             _, _, layer, *part, _ = name.split(".")
@@ -146,7 +153,11 @@ def converted(
     into = folder / "converted"
     into.mkdir()
     write_checkpoint(path, into, SilentProgress())
-    return into, weights
+    quantised = KINDS[CODES[kind]].unpack is not None
+    return into, {
+        name: tensor.bfloat16().float() if quantised and tensor.ndim == 2 else tensor
+        for name, tensor in weights.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------- weights
@@ -336,7 +347,7 @@ def test_every_end_of_a_turn_ends_a_reply(tmp_path: Path) -> None:
 
 CHANGES: dict[str, tuple[Mapping[str, Any], str]] = {
     "another family": ({"general.architecture": "mamba"}, "family 'mamba' are not read"),
-    "a part": ({"split.count": Typed(2, 3)}, "llama-gguf-split --merge"),
+    "a part": ({"split.count": Typed(2, 3)}, "part 0 .from 0. of 3, and is named as part 0 of 1"),
     "an unknown key": ({"llama.logit_scale": 2.0}, "'llama.logit_scale' asks for"),
     "yarn": ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
     "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8"),

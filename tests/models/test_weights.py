@@ -193,7 +193,7 @@ def test_sizes_are_compared_before_anything_is_allocated(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], message: str
 ) -> None:
     edit_config(checkpoint, **changes)
-    monkeypatch.setattr("foredraft.models.native.weights._read", None)
+    monkeypatch.setattr("foredraft.models.native.weights.read_tensor", None)
     empty = torch.empty
 
     def only_outlines(shape: tuple[int, ...], **options: object) -> Tensor:

@@ -35,6 +35,7 @@ from foredraft.models.base import ModelShape, PartsTarget, Target
 from foredraft.models.files.json_files import parse_fields, read_json
 from foredraft.models.files.manifest import sha256_of
 from foredraft.models.files.safety import Checkpoint, check_safetensors
+from foredraft.models.files.stored import read_rows
 from foredraft.system.files import flush_folder, write_tensors, write_text
 
 META, WEIGHTS, SELF_TEST, CARD = (
@@ -538,10 +539,8 @@ def fingerprint_of_files(checkpoint: Checkpoint) -> str | None:
     stored = checkpoint.tensors.get(_EMBEDDINGS)
     if stored is None or len(stored.shape) != 2:
         return None
-    with safe_open(str(stored.file), framework="pt") as file:
-        rows = file.get_slice(_EMBEDDINGS)
-        sizes = (*stored.shape, int(checkpoint.config.get("num_hidden_layers", 0)))
-        return fingerprint(sizes, lambda ids: torch.cat([rows[i : i + 1] for i in ids.tolist()]))
+    sizes = (*stored.shape, int(checkpoint.config.get("num_hidden_layers", 0)))
+    return fingerprint(sizes, lambda ids: read_rows(stored, _EMBEDDINGS, ids))
 
 
 def _of_fingerprint(kind: str, fingerprint: str, shipped: Path) -> Path | None:

@@ -18,6 +18,7 @@ import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+Halves = np.ndarray[Any, np.dtype[np.float16]]
 Integers = np.ndarray[Any, Any]
 """Of 8 bits, with or without a sign."""
 
@@ -28,19 +29,24 @@ class Quantised:
 
     Attributes:
         integers_SK: [..., S, K].
-        scales_S: float32 [..., S]; float16 holds those of formats whose scales are not nested.
-        minima_S: float32 [..., S], added to each weight; None: nothing is.
+        scales_S: float16 [..., S]; integers where they are nested, of 8 bits.
+        minima_S: likewise, added to each weight; None: nothing is.
+        step: float16 [..., 1], what nested scales are multiplied with.
+        minimum_step: likewise of the minima.
     """
 
     integers_SK: Integers
-    scales_S: Floats
-    minima_S: Floats | None = None
+    scales_S: Halves | Integers
+    minima_S: Halves | Integers | None = None
+    step: Halves | None = None
+    minimum_step: Halves | None = None
 
     def dequantised(self) -> Floats:
         """Float32 [..., S * K]: each product and each sum rounded once."""
-        weights_SK: Floats = self.scales_S[..., None] * self.integers_SK.astype(np.float32)
+        scales_S = _product(self.scales_S, self.step)
+        weights_SK: Floats = scales_S[..., None] * self.integers_SK.astype(np.float32)
         if self.minima_S is not None:
-            weights_SK += self.minima_S[..., None]
+            weights_SK += _product(self.minima_S, self.minimum_step)[..., None]
         return weights_SK.reshape(*weights_SK.shape[:-2], -1)
 
 
@@ -73,9 +79,15 @@ class Kind:
             return self.unpack(blocks_N).dequantised()
 
 
-def _halves(blocks_N: Bytes) -> Floats:
-    """Float16 numbers, as float32."""
-    return np.ascontiguousarray(blocks_N).view("<f2").astype(np.float32)
+def _product(numbers_S: Halves | Integers, step: Halves | None) -> Floats:
+    """Float32 [..., S]; exact, as integers have 8 bits."""
+    floats_S = numbers_S.astype(np.float32)
+    return floats_S if step is None else step.astype(np.float32) * floats_S
+
+
+def _halves(blocks_N: Bytes) -> Halves:
+    """Float16 numbers."""
+    return np.ascontiguousarray(blocks_N).view("<f2")
 
 
 def _nibbles(bytes_N: Bytes, run: int) -> Integers:
@@ -147,8 +159,10 @@ def _with_nested_scales(blocks_N: Bytes, integers: Integers) -> Quantised:
     minima = np.concatenate((second & 63, third >> 4 | second >> 6 << 4), axis=-1)
     return Quantised(
         integers.reshape(*integers.shape[:-1], 8, 32),
-        _halves(blocks_N[..., :2]) * scales.astype(np.float32),
-        -(_halves(blocks_N[..., 2:4]) * minima.astype(np.float32)),
+        scales.view(np.int8),
+        minima.view(np.int8),
+        _halves(blocks_N[..., :2]),
+        -_halves(blocks_N[..., 2:4]),
     )
 
 
@@ -159,8 +173,9 @@ def _q6_k(blocks_N: Bytes) -> Quantised:
     fours = blocks_N[..., 128:192].reshape(*outer, 2, 1, 32)
     upper = fours >> np.array([[0], [2], [4], [6]], np.uint8) & 3
     integers = (lower | upper.reshape(*outer, -1) << 4).view(np.int8) - np.int8(32)
-    scales = np.ascontiguousarray(blocks_N[..., 192:208]).view(np.int8).astype(np.float32)
-    return Quantised(integers.reshape(*outer, 16, 16), _halves(blocks_N[..., 208:]) * scales)
+    scales = np.ascontiguousarray(blocks_N[..., 192:208]).view(np.int8)
+    step = _halves(blocks_N[..., 208:])
+    return Quantised(integers.reshape(*outer, 16, 16), scales, step=step)
 
 
 # ---------------------------------------------------------------------------------- plain numbers
@@ -170,13 +185,17 @@ def _float32(blocks_N: Bytes) -> Floats:
     return blocks_N.view("<f4")
 
 
+def _float16(blocks_N: Bytes) -> Floats:
+    return _halves(blocks_N).astype(np.float32)
+
+
 def _bfloat16(blocks_N: Bytes) -> Floats:
     return (blocks_N.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
 KINDS = {
     0: Kind("F32", 1, 4, numbers=_float32),
-    1: Kind("F16", 1, 2, numbers=_halves),
+    1: Kind("F16", 1, 2, numbers=_float16),
     30: Kind("BF16", 1, 2, numbers=_bfloat16),
     2: Kind("Q4_0", 32, 18, _q4_0),
     3: Kind("Q4_1", 32, 20, _q4_1),
@@ -188,3 +207,5 @@ KINDS = {
     14: Kind("Q6_K", 256, 210, _q6_k),
 }
 """The formats that are read, by their number in files."""
+
+BY_NAME = {kind.name: kind for kind in KINDS.values()}

@@ -62,11 +62,13 @@ def _sums_between(path: Path, share: int, start: int) -> bytes:
 def write_manifest(directory: Path, recipe: str) -> None:
     """Describe every file of ``directory``, and see that it has reached the disk.
 
+    Links are left alone: what they lead to is not ours.
+
     Args:
         recipe: says what the files were made from and by which version of the code.
     """
     files = {}
-    for path in sorted(directory.iterdir()):
+    for path in sorted(path for path in directory.iterdir() if not path.is_symlink()):
         _flush_to_disk(path)
         files[path.name] = {
             "bytes": path.stat().st_size,

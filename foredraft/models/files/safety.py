@@ -1,6 +1,6 @@
 """What is looked at before anything of a checkpoint is loaded.
 
-Only files that cannot run code are ever opened: JSON and safetensors. The names a checkpoint
+Only files that cannot run code are ever opened: JSON, safetensors and GGUF. The names a checkpoint
 gives for its own files are not trusted, and a damaged file is found here rather than as a crash
 or as wrong numbers later.
 """
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.files.gguf_blocks import BY_NAME, Kind
 from foredraft.models.files.json_files import read_fields, read_json
-from foredraft.models.files.schema import IndexFields
+from foredraft.models.files.schema import GgufIndexFields, IndexFields
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS = ("BF16", "F16", "F32", "F64")
@@ -25,6 +26,8 @@ FLOATS = ("BF16", "F16", "F32", "F64")
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+GGUF_INDEX = "model.gguf.index.json"
+"""Says where the tensors lie in GGUF files of the same directory."""
 _NEVER_NEEDED = ("rotary_emb.inv_freq", ".cos_cached", ".sin_cached", ".position_ids")
 """Ends of names of what older versions of transformers stored, and any version computes anew."""
 _HEADER_LENGTH_BYTES = 8
@@ -43,16 +46,38 @@ _LOG = logging.getLogger("foredraft")
 
 
 @dataclass(frozen=True)
+class GgufPlace:
+    """Where a tensor lies in a GGUF file.
+
+    Attributes:
+        kind: its format.
+        start: its first byte.
+        heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
+    """
+
+    kind: Kind
+    start: int
+    heads: int
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """Where a tensor lies, and what the header of that file says of it.
 
     Attributes:
-        dtype: in the spelling of safetensors, such as "BF16".
+        dtype: in the spelling of safetensors, such as "BF16", or of GGUF, such as "Q4_K".
+        gguf: None: the file is a safetensors file.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    gguf: GgufPlace | None = None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it is stored as integers with scales."""
+        return self.gguf is not None and self.gguf.kind.unpack is not None
 
 
 class Checkpoint:
@@ -85,6 +110,11 @@ class Checkpoint:
     def num_parameters(self) -> int:
         """Of all stored tensors."""
         return sum(prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether some of its weights are integers with scales, as in GGUF files."""
+        return any(tensor.is_quantised for tensor in self.tensors.values())
 
     def warn_of_unused(self, names: Iterable[str]) -> None:
         """Say in the log which tensors are left out; not those that a model never needs."""
@@ -129,6 +159,8 @@ def _checked_config(directory: Path) -> dict[str, Any]:
 
 def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of the files that are read: transformers takes the same."""
+    if (directory / GGUF_INDEX).is_file():
+        return _gguf_tensors(directory)
     if (directory / _SINGLE).is_file():
         return _tensors_of(directory / _SINGLE)
     if not (directory / _INDEX).is_file():
@@ -149,6 +181,30 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 f"{directory / _INDEX} says that {name!r:.80} is in {file}, and it is not; get the "
                 "whole checkpoint again"
             )
+    return found
+
+
+def _gguf_tensors(directory: Path) -> dict[str, StoredTensor]:
+    index = directory / GGUF_INDEX
+    fields = read_fields(index, GgufIndexFields)
+    sizes: dict[str, int] = {}
+    for name in fields.files:
+        if name != Path(name).name or not name.endswith(".gguf") or "\\" in name:
+            raise ModelLoadError(f"{index} names {name!r}, no GGUF file of its own directory")
+        try:
+            sizes[name] = (directory / name).stat().st_size
+        except OSError as error:
+            raise ModelLoadError(f"{directory / name} cannot be read: {error.strerror}") from error
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in fields.tensors.items():
+        shape, kind = tuple(tensor.shape), BY_NAME.get(tensor.kind)
+        size = sizes.get(tensor.file, 0)
+        if kind is None or shape[-1] % kind.block_weights or (tensor.heads and shape[0] % 2):
+            raise _damaged(index, f"tensor {name!r:.80} is {tensor.kind!r:.80} of shape {shape}")
+        if tensor.start + prod(shape) // kind.block_weights * kind.block_bytes > size:
+            raise _damaged(directory / tensor.file, f"tensor {name!r:.80} lies beyond its end")
+        place = GgufPlace(kind, tensor.start, tensor.heads)
+        found[name] = StoredTensor(directory / tensor.file, kind.name, shape, place)
     return found
 
 

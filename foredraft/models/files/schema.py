@@ -230,6 +230,23 @@ class IndexFields(_Schema):
     weight_map: dict[str, str] = Field(min_length=1)
 
 
+class GgufTensorFields(_Schema):
+    """Where a tensor lies in a GGUF file."""
+
+    file: str
+    kind: str
+    shape: Annotated[list[Count], Field(min_length=1, max_length=4)]
+    start: Annotated[int, Field(ge=0)]
+    heads: Annotated[int, Field(ge=0, lt=2**16)] = 0
+
+
+class GgufIndexFields(_Schema):
+    """What foredraft writes of GGUF files: their names, and the tensors by ours."""
+
+    files: Annotated[list[str], Field(min_length=1)]
+    tensors: Annotated[dict[str, GgufTensorFields], Field(min_length=1)]
+
+
 def _said(key: str, default: Any = ...) -> Any:
     return Field(default, validation_alias=key)
 

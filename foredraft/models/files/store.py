@@ -1,8 +1,9 @@
 """From the name of a model to a local directory that holds it.
 
 A name is one of: the built-in model, a directory, a GGUF file, a hub id ("org/name"). The built-in
-model and GGUF files are converted once into foredraft's cache; models of the hub stay in the hub's
-own cache, which other programs share.
+model is converted once into foredraft's cache; of a GGUF file the cache holds a description, and
+its weights stay where they are. Models of the hub stay in the hub's own cache, which other programs
+share.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
 from foredraft.models.files import gguf_checkpoint, smollm2
+from foredraft.models.files.gguf import GgufFile
 from foredraft.models.files.manifest import find_damage, write_manifest
 from foredraft.models.files.progress import Progress, SilentProgress
 from foredraft.system.paths import cache_root
@@ -32,6 +35,8 @@ _MAX_NAME_BYTES = 1000
 """Of a name or path. File systems take 255 bytes between two slashes and some 4000 in all."""
 _NEEDED_BYTES = 600_000_000
 """While the built-in model is prepared: the download, packed and unpacked, and the result."""
+_DESCRIPTION_BYTES = 50_000_000
+"""Of what is written of a GGUF file, rather more than less: its tokenizer."""
 _LOG = logging.getLogger("foredraft")
 
 
@@ -39,14 +44,17 @@ def resolve_model(
     name: str | os.PathLike[str],
     *,
     revision: str | None = None,
+    as_safetensors: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """The directory of a model, which is obtained first if need be.
 
     Args:
-        name: a built-in name (case and ``-``/``_`` do not matter), a directory, a GGUF file (or a
-            directory that holds one and nothing else of a model), or a hub id.
+        name: a built-in name (case and ``-``/``_`` do not matter), a directory, a GGUF file (any
+            part of a split one, or a directory that holds one and nothing else of a model), or a
+            hub id.
         revision: branch, tag or commit of a hub id.
+        as_safetensors: convert the weights of a GGUF file for those who read nothing else.
         progress: told about downloads and conversions.
 
     Raises:
@@ -68,7 +76,9 @@ def resolve_model(
         return fetch(name, revision, progress)
     directory = _existing_directory(name, path)
     gguf = _gguf_of(directory)
-    return directory if gguf is None else _converted(_of_gguf(gguf), progress)
+    if gguf is None:
+        return directory
+    return _converted((_whole_gguf if as_safetensors else _of_gguf)(gguf), progress)
 
 
 def _built_in_name(name: str) -> str | None:
@@ -121,11 +131,17 @@ def _is_gguf(path: Path) -> bool:
 def _gguf_of(path: Path) -> Path | None:
     """The GGUF file that is meant; None where a directory holds a model of another form."""
     if _is_gguf(path):
-        return path
+        return gguf_checkpoint.parts_of(path)[0]
     if (path / "config.json").exists():
         return None
-    found = [inside for inside in path.glob("*") if _is_gguf(inside)]
-    return found[0] if len(found) == 1 else None
+    found = sorted(inside for inside in path.glob("*") if _is_gguf(inside))
+    firsts = {gguf_checkpoint.parts_of(inside)[0] for inside in found}
+    if len(firsts) > 1:
+        raise ConfigError(
+            f"{path} holds several GGUF files ({', '.join(one.name for one in sorted(firsts))}); "
+            "name the one that is meant"
+        )
+    return firsts.pop() if firsts else None
 
 
 # ---------------------------------------------------------------------- converted into the cache
@@ -157,20 +173,36 @@ def _built_in(name: str) -> _Conversion:
 
 
 def _of_gguf(path: Path) -> _Conversion:
-    """Found again by the file's place, size and time; a changed file is another model."""
+    """Found again by the files' places, sizes and times; a changed file is another model."""
+    parts = gguf_checkpoint.parts_of(path)
 
+    def write(into: Path, _: Path, progress: Progress) -> None:
+        gguf_checkpoint.write_index(parts, into, progress)
+
+    def num_bytes() -> int:
+        for part in parts:  # a damaged file is found before anything is made
+            GgufFile(part)
+        return _DESCRIPTION_BYTES
+
+    name, recipe = _named(path, parts)
+    return _Conversion(f"gguf-{name}", recipe, num_bytes, write)
+
+
+def _whole_gguf(path: Path) -> _Conversion:
     def write(into: Path, _: Path, progress: Progress) -> None:
         gguf_checkpoint.write_checkpoint(path, into, progress)
 
-    state = path.stat()
+    name, recipe = _named(path, gguf_checkpoint.parts_of(path))
+    size = partial(gguf_checkpoint.bytes_needed, path)
+    return _Conversion(f"safetensors-{name}", recipe, size, write)
+
+
+def _named(path: Path, parts: Sequence[Path]) -> tuple[str, str]:
+    """A name for the directory that tells the file from others, and what it is made from."""
+    states = [(state.st_size, state.st_mtime_ns) for state in (part.stat() for part in parts)]
     place = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9.-]+", "-", path.stem)[:60]
-    return _Conversion(
-        f"gguf-{stem}-{place}",
-        f"{gguf_checkpoint.RECIPE} of {state.st_size} bytes of {state.st_mtime_ns}",
-        lambda: gguf_checkpoint.bytes_needed(path),
-        write,
-    )
+    return f"{stem}-{place}", f"{gguf_checkpoint.RECIPE} of bytes and times {states}"
 
 
 def _converted(conversion: _Conversion, progress: Progress) -> Path:

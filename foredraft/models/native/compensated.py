@@ -30,6 +30,7 @@ from foredraft.models.native.packed import (
     Int4Matrix,
     Int8Matrix,
     Matrix,
+    Stack,
     as_tensor,
 )
 from foredraft.models.native.plan import plan_forward
@@ -77,7 +78,7 @@ class _LayerByLayer(EagerDecoder):
         layers[index] = layer
         self._weights = replace(self._weights, layers=tuple(layers))
 
-    def _linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
         if self._products is not None:
             x_TK = x.float()
             self._products[id(weight)] = x_TK.T @ x_TK
@@ -104,14 +105,14 @@ def compensated(
     hidden_TE = decoder.embed(ids_T)
     layers = list[LayerWeights]()
 
-    def unpacked(_: str, weight: Matrix, num_parts: int) -> Matrix:
+    def unpacked(_: str, weight: Stack, num_parts: int) -> Matrix:
         return as_tensor(weight, weights.dtype)
 
     for index, layer in enumerate(weights.layers):
         products = decoder.products_of(index, hidden_TE)
 
         def packed(
-            _: str, weight: Matrix, num_parts: int, products: dict[int, Tensor] = products
+            _: str, weight: Stack, num_parts: int, products: dict[int, Tensor] = products
         ) -> Matrix:
             weight_RK = as_tensor(weight, torch.float32).float()
             blocks = _rounded(weight_RK, products[id(weight)])

@@ -18,7 +18,7 @@ from torch import Tensor
 from foredraft.cache.store import Entries
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.head import head_logits
-from foredraft.models.native.packed import Matrix, as_tensor
+from foredraft.models.native.packed import Stack, as_tensor, rows_of
 from foredraft.models.native.parts import rms_norm
 from foredraft.models.native.plan import ForwardPlan
 from foredraft.models.native.rope import rotate
@@ -96,7 +96,8 @@ class EagerDecoder:
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """What the first layer gets of these tokens; [T, E]."""
-        hidden_TE = F.embedding(token_ids_T.to(self._weights.device), self._weights.embedding_VE)
+        weights = self._weights
+        hidden_TE = rows_of(weights.embedding_VE, token_ids_T.to(weights.device), weights.dtype)
         scale = self._config.embedding_scale
         return hidden_TE if scale == 1.0 else hidden_TE * scale
 
@@ -177,7 +178,7 @@ class EagerDecoder:
         attended = run.attend(index, layer.kind.window, query_THD, key_TGD, value_TGD)
         return self._linear(attended, layer.output_weight, layer.output_bias)
 
-    def _linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, as_tensor(weight, x.dtype), bias)
 
     def _attend(
@@ -208,9 +209,7 @@ class EagerDecoder:
             return self._mixture(layer, layer.router_XE, normed_TE)
         return self._feed_forward(normed_TE, layer.gate_up_weight, layer.down_weight)
 
-    def _feed_forward(
-        self, normed_TE: Tensor, gate_up_weight: Matrix, down_weight: Matrix
-    ) -> Tensor:
+    def _feed_forward(self, normed_TE: Tensor, gate_up_weight: Stack, down_weight: Stack) -> Tensor:
         gate, up = self._linear(normed_TE, gate_up_weight).chunk(2, dim=-1)
         activated = F.silu(gate) if self._config.activation == "silu" else _gelu_tanh(gate)
         return self._linear(activated * up, down_weight)

@@ -21,7 +21,7 @@ from foredraft.core.errors import CapabilityError
 from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Target
 from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.packed import Matrix, as_tensor
+from foredraft.models.native.packed import Stack, as_tensor
 
 _TOKENS = 4
 """Tokens of a block; on CPUs four bfloat16 rows cost about what one costs."""
@@ -40,7 +40,7 @@ class FixedShapeDecoder(EagerDecoder):
             return x
         return _in_blocks(x, lambda block: norm(block, weight))
 
-    def _linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, x: Tensor, weight: Stack, bias: Tensor | None = None) -> Tensor:
         weight = as_tensor(weight, x.dtype)
         return _in_blocks(x, lambda block: F.linear(block, weight, bias))
 

@@ -34,9 +34,11 @@ from foredraft.models.native import interface
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.eager import finished_logits
 from foredraft.models.native.packed import (
-    Int4Matrix,
+    GROUP_ROWS,
     Matrix,
     PackedMatrix,
+    Stack,
+    StackedMatrix,
     TiledMatrix,
     tensor_of,
 )
@@ -271,18 +273,19 @@ class FusedDecoder:
             vocab=self._num_outputs,
             is_bf16=weights.dtype == torch.bfloat16,
             form=self._form(),
+            packs_embedding=isinstance(weights.embedding_VE, PackedMatrix),
             norm_eps=config.rms_norm_eps,
             layers=self._layers,
             embedding=self._matrix(weights.embedding_VE),
             head=self._matrix(weights.head_VE),
             final_norm=self._vector_of_norm(weights.final_norm_E),
-            head_ids=None if weights.head_ids is None else self._matrix(weights.head_ids),
+            head_ids=None if weights.head_ids is None else self._address(weights.head_ids),
             num_ropes=len(sizes),
             inv_freq=self._vector(speeds),
-            rope_sizes=self._matrix(torch.tensor(sizes)),
+            rope_sizes=self._address(torch.tensor(sizes)),
             amplitudes=self._vector(torch.tensor([rope.amplitude for rope in config.ropes])),
             num_views=len(self._windows),
-            windows=self._matrix(torch.tensor(self._windows)),
+            windows=self._address(torch.tensor(self._windows)),
             norms_all_heads=config.family.head_norms == "all",
             activation=interface.ACTIVATIONS[config.activation],
             num_experts=experts.count if experts else 0,
@@ -303,7 +306,7 @@ class FusedDecoder:
 
     def _form(self) -> int:
         """A ``ForedraftForm``."""
-        head_VE, layers = self._weights.head_VE, self._weights.layers
+        head_VE = self._weights.head_VE
         if isinstance(head_VE, TiledMatrix):
             if not self._library.foredraft_has_tiles() or self._weights.dtype != torch.bfloat16:
                 raise ConfigError(
@@ -316,35 +319,45 @@ class FusedDecoder:
                     "windows and no capped scores; load the weights as they are"
                 )
             return interface.FORM_TILED
-        if not isinstance(head_VE, PackedMatrix):
-            return interface.FORM_PLAIN
-        in_4_bits = any(isinstance(layer.output_weight, Int4Matrix) for layer in layers)
-        return interface.FORM_INT4 if in_4_bits else interface.FORM_INT8
+        return interface.FORM_PLAIN if isinstance(head_VE, Tensor) else interface.FORM_PACKED
 
     def _layer(self, index: int, layer: LayerWeights) -> interface.Layer:
-        has_attention = index not in self._weights.no_attention
-        has_mlp = index not in self._weights.no_mlp
-        return interface.Layer(
+        described = interface.Layer(
             attention_norm=self._vector_of_norm(layer.attention_norm_E),
-            qkv=self._matrix(layer.qkv_weight) if has_attention else None,
             qkv_bias=self._vector(layer.qkv_bias),
             query_norm=self._vector_of_norm(layer.query_norm_D),
             key_norm=self._vector_of_norm(layer.key_norm_D),
             output=self._matrix(layer.output_weight),
             output_bias=self._vector(layer.output_bias),
             mlp_norm=self._vector_of_norm(layer.mlp_norm_E),
-            gate_up=self._matrix(layer.gate_up_weight) if has_mlp else None,
-            down=self._matrix(layer.down_weight),
+            down=self._matrix(layer.down_weight, _bytes_of(layer.down_weight) // layer.num_experts),
             attention_post_norm=self._vector_of_norm(layer.attention_post_norm_E),
             mlp_post_norm=self._vector_of_norm(layer.mlp_post_norm_E),
             router=None if layer.router_XE is None else self._router(layer.router_XE),
             rope=-1 if layer.kind.rope is None else layer.kind.rope,
             view=self._windows.index(layer.kind.window or 0),
         )
+        if index not in self._weights.no_attention:
+            for number, part in enumerate(_qkv_parts(layer.qkv_weight)):
+                described.qkv[number] = self._matrix(part)
+                described.qkv_rows[number] = part.shape[0]
+        if index not in self._weights.no_mlp:
+            described.gate, described.up = self._gate_up(layer)
+        return described
+
+    def _gate_up(self, layer: LayerWeights) -> tuple[interface.Matrix, interface.Matrix]:
+        """Gate and up, which lie one below the other, of one expert behind those of another."""
+        weight = layer.gate_up_weight
+        if isinstance(weight, Tensor):
+            parts: Sequence[Matrix] = weight.chunk(2 * layer.num_experts)
+        else:
+            parts = weight.parts
+        step = 0 if isinstance(weight, StackedMatrix) else 2 * _bytes_of(parts[0])
+        return self._matrix(parts[0], step), self._matrix(parts[1], step)
 
     def _router(self, router_XE: Tensor) -> int:
         """In the type whose order activations are in (``Order`` of products.h)."""
-        return self._matrix(
+        return self._address(
             router_XE if self._form() == interface.FORM_PLAIN else router_XE.float()
         )
 
@@ -352,8 +365,13 @@ class FusedDecoder:
         """What a norm multiplies with."""
         return None if weight is None else self._vector(weight.float() + self._norm_offset)
 
-    def _matrix(self, matrix: Matrix) -> int:
-        self._kept.append(tensor_of(matrix).contiguous())
+    def _matrix(self, matrix: Matrix, step: int = 0) -> interface.Matrix:
+        """One matrix, or the first of some that begin so many bytes one behind the other."""
+        code = matrix.format if isinstance(matrix, PackedMatrix) else 0
+        return interface.Matrix(self._address(tensor_of(matrix)), code, step)
+
+    def _address(self, tensor: Tensor) -> int:
+        self._kept.append(tensor.contiguous())
         return self._kept[-1].data_ptr()
 
     def _vector(self, tensor: Tensor | None) -> int | None:
@@ -370,6 +388,24 @@ def has_tiles() -> bool:
         return bool(load_library().foredraft_has_tiles())
     except KernelUnavailable:
         return False
+
+
+def _qkv_parts(matrix: Stack) -> tuple[Matrix, ...]:
+    """Matrices that the kernel multiplies one after the other: each begins with a whole group."""
+    if not isinstance(matrix, StackedMatrix):
+        return (matrix,)
+    for part in matrix.parts[:-1]:
+        if part.shape[0] % GROUP_ROWS:
+            raise ConfigError(
+                f"queries, keys and values of formats of their own have {part.shape[0]} rows, no "
+                f"multiple of {GROUP_ROWS}; load the weights as bf16"
+            )
+    return matrix.parts
+
+
+def _bytes_of(matrix: Matrix) -> int:
+    tensor = tensor_of(matrix)
+    return tensor.numel() * tensor.dtype.itemsize
 
 
 def _memory_ranges(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:

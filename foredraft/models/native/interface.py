@@ -7,23 +7,35 @@ from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 
 from foredraft.core.draws import DrawRow
 
-FORM_PLAIN, FORM_INT8, FORM_INT4, FORM_TILED = range(4)
+FORM_PLAIN, FORM_PACKED, FORM_TILED = range(3)
 """``ForedraftForm``."""
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 """``ForedraftActivation``."""
+
+MOST_PARTS = 3
+"""Of the matrix of queries, keys and values."""
+
+
+class Matrix(ctypes.Structure):
+    """``ForedraftMatrix`` of interface.h."""
+
+    _fields_ = [("data", c_void_p), ("format", c_int64), ("step", c_int64)]
 
 
 class Layer(ctypes.Structure):
     """``ForedraftLayer`` of interface.h."""
 
     _fields_ = [
-        (name, c_void_p)
-        for name in (
-            *("attention_norm", "qkv", "qkv_bias", "query_norm", "key_norm", "output"),
-            *("output_bias", "mlp_norm", "gate_up", "down"),
-            *("attention_post_norm", "mlp_post_norm", "router"),
-        )
-    ] + [("rope", c_int64), ("view", c_int64)]
+        ("attention_norm", c_void_p),
+        ("qkv", Matrix * MOST_PARTS),
+        ("qkv_rows", c_int64 * MOST_PARTS),
+        *((name, c_void_p) for name in ("qkv_bias", "query_norm", "key_norm")),
+        ("output", Matrix),
+        *((name, c_void_p) for name in ("output_bias", "mlp_norm")),
+        *((name, Matrix) for name in ("gate", "up", "down")),
+        *((name, c_void_p) for name in ("attention_post_norm", "mlp_post_norm", "router")),
+        *((name, c_int64) for name in ("rope", "view")),
+    ]
 
 
 class Model(ctypes.Structure):
@@ -32,10 +44,11 @@ class Model(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "feed_forward", "num_layers", "num_heads")),
         *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "is_bf16")),
-        ("form", c_int64),
+        *((name, c_int64) for name in ("form", "packs_embedding")),
         ("norm_eps", c_double),
         ("layers", POINTER(Layer)),
-        *((name, c_void_p) for name in ("embedding", "head", "final_norm", "head_ids")),
+        *((name, Matrix) for name in ("embedding", "head")),
+        *((name, c_void_p) for name in ("final_norm", "head_ids")),
         ("num_ropes", c_int64),
         *((name, c_void_p) for name in ("inv_freq", "rope_sizes", "amplitudes")),
         ("num_views", c_int64),

@@ -25,7 +25,7 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import packed
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.decoder import Decoder, DecoderFactory
-from foredraft.models.native.packed import PACKED, Int8Matrix, Matrix, PackedMatrix, tensor_of
+from foredraft.models.native.packed import PACKED, Int8Matrix, PackedMatrix, Stack, tensor_of
 from foredraft.models.native.plan import ForwardPlan, plan_forward
 from foredraft.models.native.shallow import announce
 from foredraft.models.native.weights import (
@@ -166,7 +166,9 @@ class Copies:
         return self._of(weights)
 
     def _of(self, weights: DecoderWeights) -> NativeLowBitCopy:
-        weights = replace(weights, embedding_VE=self.weights.embedding_VE)
+        weights = replace(
+            weights, embedding_VE=self.weights.embedding_VE, states_dtype=self.weights.dtype
+        )
         return NativeLowBitCopy(self.config, weights, self.new_decoder, self.cache)
 
     def _recipe(self) -> str:
@@ -207,7 +209,7 @@ def _with_matrices(
 ) -> DecoderWeights:
     """A target's weights with the kept matrices in place of its own."""
 
-    def matrix(name: str, weight: Matrix, num_parts: int, bits: int = bits) -> PackedMatrix:
+    def matrix(name: str, weight: Stack, num_parts: int, bits: int = bits) -> PackedMatrix:
         rows, inputs = weight.shape
         return PACKED[bits](tensors[name], (rows // num_parts,) * num_parts, inputs)
 

@@ -1,12 +1,13 @@
-"""Weights in the layouts that the fused kernel multiplies fastest: in 8 and 4 bits, and on tiles.
+"""Weights in the layouts that the fused kernel multiplies fastest: in few bits, and on tiles.
 
-In 8 and 4 bits there is a float16 scale for each block of 32 inputs of each output row. Rounding is
-to nearest; no calibration text is needed. 8 bits are symmetric around zero, 4 bits start from a
-minimum of the block. They are laid out for ``kernels/int8.h``, which multiplies them with
-activations of 16 bits. Tiles (``kernels/tiles.h``) hold bfloat16 weights as they are.
+A weight of few bits is an integer times the scale of the few inputs around it, in some formats plus
+a minimum. The formats (``kernels/formats.h``) are those that models come in, so their weights are
+kept as they are; other weights are rounded, to nearest, in 8 bits (symmetric around zero) or in 4
+(from a minimum on), with a float16 scale for each 32 inputs. Activations have 16 bits. Tiles
+(``kernels/tiles.h``) hold bfloat16 weights as they are.
 
-Shape legend: R rows (outputs) of a matrix, K inputs, G groups of 16 rows, B blocks of 32 inputs,
-C chunks of 2 blocks.
+Shape legend: R rows (outputs) of a matrix, K inputs, G groups of 16 rows, B blocks of 32 inputs (16
+in one format), C chunks of 64 inputs.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ SCALE_INPUTS = 32
 """Inputs that share a scale. Twice as many would make products some 3 % faster, and the error half
 as large again (docs/decisions/0002-cpu-kernel.md)."""
 
-_CHUNK_INPUTS = 2 * SCALE_INPUTS
+CHUNK_INPUTS = 2 * SCALE_INPUTS
 _QUAD = 4
 _TILE_PAIRS = 16
-_ZERO = 128  # what weight 0 of 8 bits is stored as
-_SCALES_BYTES = 2 * GROUP_ROWS * 2
+_ZERO = 128  # what weight 0 of 8 bits with a sign is stored as
+_HALF_BYTE = 4
+_LINE = 64
 _ROWS_AT_ONCE = 1024
 """Rows quantised in one go: what this needs besides the result stays small."""
 
@@ -40,42 +42,66 @@ class Blocks:
     """A matrix of R rows as integers with scales.
 
     Attributes:
-        integers_RBK: int8 [R, B, 32]: -127 to 127 of 8 bits, 0 to 15 of 4.
-        scales_RB: float16 [R, B].
-        minima_RB: float16 [R, B], what is added to each weight of a block; None: nothing.
+        integers_RBK: int8 [R, B, inputs of a block].
+        scales_RB: float16 [R, B]; int8 where they are to be multiplied with steps.
+        minima_RB: likewise, what is added to each weight of a block; None: nothing.
+        steps_RC: float16 [R, C] for the scales of each chunk; None: scales are numbers themselves.
+        minimum_steps_RC: likewise for the minima.
     """
 
     integers_RBK: Tensor
     scales_RB: Tensor
     minima_RB: Tensor | None = None
+    steps_RC: Tensor | None = None
+    minimum_steps_RC: Tensor | None = None
 
     def rows(self, rows: slice) -> Blocks:
         """Some of the rows."""
-        minima_RB = self.minima_RB
-        return Blocks(
-            self.integers_RBK[rows],
-            self.scales_RB[rows],
-            None if minima_RB is None else minima_RB[rows],
-        )
+        return self._each(lambda tensor: tensor[rows])
 
-    def filled_up(self, packed_GCN: Tensor) -> Blocks:
+    def filled_up(self, num_rows: int, num_chunks: int) -> Blocks:
         """With zeros, to the whole groups and chunks of a packed piece."""
-        groups, chunks, _ = packed_GCN.shape
-        rows = groups * GROUP_ROWS - len(self.integers_RBK)
-        blocks = 2 * chunks - self.integers_RBK.shape[1]
-        minima_RB = self.minima_RB
-        return Blocks(
-            F.pad(self.integers_RBK, (0, 0, 0, blocks, 0, rows)),
-            F.pad(self.scales_RB, (0, blocks, 0, rows)),
-            None if minima_RB is None else F.pad(minima_RB, (0, blocks, 0, rows)),
-        )
+        blocks_of_chunk = CHUNK_INPUTS // self.integers_RBK.shape[2]
+
+        def fill(tensor: Tensor) -> Tensor:
+            is_step = tensor is self.steps_RC or tensor is self.minimum_steps_RC
+            columns = num_chunks if is_step else num_chunks * blocks_of_chunk
+            short = (0, columns - tensor.shape[1], 0, num_rows - len(tensor))
+            return F.pad(tensor, (0, 0, *short) if tensor.dim() == 3 else short)
+
+        return self._each(fill)
+
+    @classmethod
+    def stacked(cls, pieces: Sequence[Blocks]) -> Blocks:
+        """Those of matrices in one format, one below the other."""
+        if len(pieces) == 1:
+            return pieces[0]
+        names = [name for name, value in vars(pieces[0]).items() if value is not None]
+        return cls(**{name: torch.cat([getattr(one, name) for one in pieces]) for name in names})
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Blocks:
+        tensors = {name: value for name, value in vars(self).items() if value is not None}
+        return Blocks(**{name: change(tensor) for name, tensor in tensors.items()})
 
     def dequantised(self) -> Tensor:
-        """Float32 [R, B * 32]."""
-        numbers_RBK = self.integers_RBK.float() * self.scales_RB.float()[..., None]
+        """Float32 [R, K], each product and each sum rounded once."""
+        blocks_of_chunk = CHUNK_INPUTS // self.integers_RBK.shape[2]
+
+        def numbers(found_RB: Tensor, steps_RC: Tensor | None) -> Tensor:
+            if steps_RC is None:
+                return found_RB.float()[..., None]
+            steps_RB = steps_RC.float().repeat_interleave(blocks_of_chunk, 1)
+            return (steps_RB[:, : found_RB.shape[1]] * found_RB.float())[..., None]
+
+        numbers_RBK = self.integers_RBK.float() * numbers(self.scales_RB, self.steps_RC)
         if self.minima_RB is not None:
-            numbers_RBK += self.minima_RB.float()[..., None]
+            numbers_RBK += numbers(self.minima_RB, self.minimum_steps_RC)
         return numbers_RBK.flatten(1)
+
+    def is_finite(self) -> bool:
+        """Whether scales and minima are numbers."""
+        floats = (tensor for tensor in vars(self).values() if tensor is not None)
+        return all(bool(torch.isfinite(tensor).all()) for tensor in floats)
 
 
 @dataclass(frozen=True)
@@ -92,6 +118,8 @@ class PackedMatrix:
     bits: ClassVar[int]
     bytes_per_weight: ClassVar[float]
     """Its share of scale and minimum included."""
+    format: ClassVar[int] = 0
+    """A ``ForedraftFormat``, of quantised ones."""
 
     packed_GCN: Tensor
     part_rows: tuple[int, ...]
@@ -101,13 +129,19 @@ class PackedMatrix:
     def shape(self) -> tuple[int, int]:
         return sum(self.part_rows), self.num_inputs
 
+    @property
+    def parts(self) -> tuple[Self, ...]:
+        """The matrices that lie one below the other in it; views, nothing is copied."""
+        pieces = torch.split(self.packed_GCN, [_num_groups(rows) for rows in self.part_rows])
+        return tuple(
+            type(self)(piece, (rows,), self.num_inputs)
+            for piece, rows in zip(pieces, self.part_rows, strict=True)
+        )
+
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weights [R, K] as numbers, rounded to ``dtype``."""
-        parts = torch.split(self.packed_GCN, [_num_groups(rows) for rows in self.part_rows])
-        rows = zip(parts, self.part_rows, strict=True)
-        return torch.cat([self._unpack(part)[:num_rows] for part, num_rows in rows])[
-            :, : self.num_inputs
-        ].to(dtype)
+        parts = [self._unpack(part.packed_GCN)[: part.shape[0]] for part in self.parts]
+        return torch.cat(parts)[:, : self.num_inputs].to(dtype)
 
     def rows(self, indices_R: Tensor, dtype: torch.dtype) -> Tensor:
         """Some rows [R, K] of a matrix of one part, likewise."""
@@ -139,8 +173,8 @@ class PackedMatrix:
     ) -> Self:
         """Of some rows at a time, which ``put`` writes to their whole groups."""
         num_rows, num_inputs = shape[0] // num_parts, shape[1]
-        groups, chunks = _num_groups(num_rows), -(-num_inputs // _CHUNK_INPUTS)
-        chunk_bytes = int(GROUP_ROWS * _CHUNK_INPUTS * cls.bytes_per_weight)
+        groups, chunks = _num_groups(num_rows), -(-num_inputs // CHUNK_INPUTS)
+        chunk_bytes = int(GROUP_ROWS * CHUNK_INPUTS * cls.bytes_per_weight)
         packed_GCN = (shelf or Shelf()).empty((num_parts * groups, chunks, chunk_bytes))
         for part in range(num_parts):
             for first, rows in _pieces(num_rows):
@@ -156,7 +190,25 @@ class PackedMatrix:
 
 
 class QuantisedMatrix(PackedMatrix):
-    """Integers with scales."""
+    """Integers with scales. Each chunk holds its 16 rows' scales and minima, and then its weights.
+
+    Numbers of scales are as [blocks, 16 rows] each: their steps and those of the minima (float16),
+    the scales, the minima, as far as the format has them.
+    """
+
+    head: ClassVar[Sequence[tuple[str, int, torch.dtype]]]
+    """Fields of `Blocks`, how many numbers of each a chunk has for a row, and what these are."""
+    is_signed: ClassVar[bool] = False
+    """Of 8 bits: weights are stored + 128."""
+
+    def __init_subclass__(cls) -> None:
+        cls.bytes_per_weight = cls.bits / 8 + cls._head_bytes() / (GROUP_ROWS * CHUNK_INPUTS)
+
+    @classmethod
+    def _head_bytes(cls) -> int:
+        """Whole cache lines."""
+        size = sum(GROUP_ROWS * count * dtype.itemsize for _, count, dtype in cls.head)
+        return -(-size // _LINE) * _LINE
 
     @classmethod
     def of_weight(cls, weight_RK: Tensor, num_parts: int = 1, shelf: Shelf | None = None) -> Self:
@@ -174,32 +226,81 @@ class QuantisedMatrix(PackedMatrix):
     ) -> Self:
         """Pack integers and scales that are there already."""
         shape = (len(blocks.integers_RBK), num_inputs)
-        return cls._of_pieces(
-            shape, num_parts, shelf, lambda rows, place: cls._put(blocks.rows(rows), place)
-        )
+        return cls.of_rows(blocks.rows, shape, num_parts, shelf)
 
     @classmethod
-    def _put(cls, blocks: Blocks, packed_GCN: Tensor) -> None:
-        cls._pack(blocks.filled_up(packed_GCN), packed_GCN)
+    def of_rows(
+        cls,
+        rows_of: Callable[[slice], Blocks],
+        shape: Sequence[int],
+        num_parts: int = 1,
+        shelf: Shelf | None = None,
+    ) -> Self:
+        """Pack integers and scales, of some rows of ``shape`` [R, K] at a time."""
+        return cls._of_pieces(
+            shape, num_parts, shelf, lambda rows, place: cls._put(rows_of(rows), place)
+        )
 
     @staticmethod
     def _blocks(weight_RK: Tensor) -> Blocks:
         """Round some rows."""
         raise NotImplementedError
 
-    @staticmethod
-    def _pack(blocks: Blocks, packed_GCN: Tensor) -> None:
+    @classmethod
+    def _put(cls, blocks: Blocks, packed_GCN: Tensor) -> None:
         """Lay out whole groups."""
-        raise NotImplementedError
+        groups, chunks, _ = packed_GCN.shape
+        blocks = blocks.filled_up(groups * GROUP_ROWS, chunks)
+        at = 0
+        for field, count, _ in cls.head:
+            found_RN = getattr(blocks, field).view(groups, GROUP_ROWS, chunks, count)
+            by_group = found_RN.permute(0, 2, 3, 1).reshape(groups, chunks, -1)
+            by_group = by_group.contiguous().view(torch.uint8)
+            end = at + by_group.shape[2]
+            packed_GCN[..., at:end].copy_(by_group)
+            at = end
+        packed_GCN[..., at : cls._head_bytes()] = 0
+        integers = blocks.integers_RBK
+        if cls.is_signed:
+            integers = integers.to(torch.int16) + _ZERO
+        quads = integers.to(torch.uint8).reshape(groups, GROUP_ROWS, chunks, -1, _QUAD)
+        quads = quads.permute(0, 2, 3, 1, 4)
+        if cls.bits == _HALF_BYTE:  # two quads a word, the first in the lower half of its bytes
+            quads = quads[:, :, 0::2] | (quads[:, :, 1::2] << _HALF_BYTE)
+        packed_GCN[..., cls._head_bytes() :].copy_(quads.flatten(2))
+
+    @classmethod
+    def _unpack(cls, packed_GCN: Tensor) -> Tensor:
+        return cls._blocks_of(packed_GCN).dequantised()
+
+    @classmethod
+    def _blocks_of(cls, packed_GCN: Tensor) -> Blocks:
+        """What `_put` was given, filled up."""
+        groups, chunks, _ = packed_GCN.shape
+        found: dict[str, Tensor] = {}
+        at = 0
+        for field, count, dtype in cls.head:
+            end = at + GROUP_ROWS * count * dtype.itemsize
+            numbers = packed_GCN[..., at:end].contiguous().view(dtype)
+            by_row = numbers.view(groups, chunks, count, GROUP_ROWS).permute(0, 3, 1, 2)
+            found[field] = by_row.reshape(groups * GROUP_ROWS, -1)
+            at = end
+        words = packed_GCN[..., cls._head_bytes() :]
+        if cls.bits == _HALF_BYTE:
+            words = words.reshape(groups, chunks, -1, GROUP_ROWS * _QUAD)
+            words = torch.stack((words & 15, words >> _HALF_BYTE), dim=3)
+        quads = words.reshape(groups, chunks, -1, GROUP_ROWS, _QUAD).permute(0, 3, 1, 2, 4)
+        integers = quads.reshape(*found["scales_RB"].shape, -1)
+        if cls.is_signed:
+            integers = (integers.to(torch.int16) - _ZERO).to(torch.int8)
+        return Blocks(integers, **found)
 
 
 class Int8Matrix(QuantisedMatrix):
-    """8 bits. Each chunk holds its 16 rows' scales (float16) as [2 blocks, 16 rows] and then their
-    weights + 128 as [16 quads of inputs, 16 rows, 4 inputs].
-    """
+    """8 bits with a sign, a scale for 32 inputs."""
 
-    bits = 8
-    bytes_per_weight = (SCALE_INPUTS + 2) / SCALE_INPUTS
+    bits, format, is_signed = 8, 0, True
+    head = (("scales_RB", 2, torch.float16),)
 
     @staticmethod
     def _blocks(weight_RK: Tensor) -> Blocks:
@@ -210,27 +311,12 @@ class Int8Matrix(QuantisedMatrix):
         rounded_RBK = (blocks_RBK / _steps(scales_RB)).round_().clamp_(-127, 127)
         return Blocks(rounded_RBK.to(torch.int8), scales_RB)
 
-    @staticmethod
-    def _pack(blocks: Blocks, packed_GCN: Tensor) -> None:
-        _put_scales(blocks.scales_RB, packed_GCN[..., :_SCALES_BYTES])
-        stored_RBK = (blocks.integers_RBK.to(torch.int16) + _ZERO).to(torch.uint8)
-        packed_GCN[..., _SCALES_BYTES:].copy_(_by_quad(stored_RBK, packed_GCN).flatten(2))
-
-    @staticmethod
-    def _unpack(packed_GCN: Tensor) -> Tensor:
-        scales = _scales(packed_GCN[..., :_SCALES_BYTES])
-        numbers = _from_quads(packed_GCN[..., _SCALES_BYTES:]).float() - _ZERO
-        return (numbers * scales).reshape(len(packed_GCN) * GROUP_ROWS, -1)
-
 
 class Int4Matrix(QuantisedMatrix):
-    """4 bits. Each chunk holds its 16 rows' scales and then their minima (both float16) as [2
-    blocks, 16 rows], and then pairs of quads as [8 pairs, 16 rows, 4 bytes], the first quad of a
-    pair in the lower half of the bytes.
-    """
+    """4 bits, a scale and a minimum for 32 inputs."""
 
-    bits = 4
-    bytes_per_weight = (SCALE_INPUTS / 2 + 4) / SCALE_INPUTS
+    bits, format = 4, 1
+    head = (("scales_RB", 2, torch.float16), ("minima_RB", 2, torch.float16))
 
     @staticmethod
     def _blocks(weight_RK: Tensor) -> Blocks:
@@ -241,24 +327,39 @@ class Int4Matrix(QuantisedMatrix):
         rounded_RBK = (above_RBK / _steps(scales_RB)).round_().clamp_(0, 15)
         return Blocks(rounded_RBK.to(torch.int8), scales_RB, minima_RB)
 
-    @staticmethod
-    def _pack(blocks: Blocks, packed_GCN: Tensor) -> None:
-        assert blocks.minima_RB is not None
-        _put_scales(blocks.scales_RB, packed_GCN[..., :_SCALES_BYTES])
-        _put_scales(blocks.minima_RB, packed_GCN[..., _SCALES_BYTES : 2 * _SCALES_BYTES])
-        quads = _by_quad(blocks.integers_RBK.to(torch.uint8), packed_GCN)
-        both = quads[:, :, 0::2] | (quads[:, :, 1::2] << 4)
-        packed_GCN[..., 2 * _SCALES_BYTES :].copy_(both.flatten(2))
 
-    @staticmethod
-    def _unpack(packed_GCN: Tensor) -> Tensor:
-        scales = _scales(packed_GCN[..., :_SCALES_BYTES])
-        minima = _scales(packed_GCN[..., _SCALES_BYTES : 2 * _SCALES_BYTES])
-        both = packed_GCN[..., 2 * _SCALES_BYTES :]
-        both = both.reshape(*both.shape[:2], -1, GROUP_ROWS * _QUAD)
-        quads = torch.stack((both & 15, both >> 4), dim=3).flatten(2)
-        numbers = _from_quads(quads).float() * scales + minima
-        return numbers.reshape(len(packed_GCN) * GROUP_ROWS, -1)
+class Int8WithMinimaMatrix(QuantisedMatrix):
+    """8 bits without a sign, a scale and a minimum for 32 inputs."""
+
+    bits, format = 8, 2
+    head = (("scales_RB", 2, torch.float16), ("minima_RB", 2, torch.float16))
+
+
+_NESTED = (
+    *(("steps_RC", 1, torch.float16), ("minimum_steps_RC", 1, torch.float16)),
+    *(("scales_RB", 2, torch.int8), ("minima_RB", 2, torch.int8)),
+)
+
+
+class Nested4Matrix(QuantisedMatrix):
+    """4 bits; scales and minima for 32 inputs are whole numbers times steps for 64."""
+
+    bits, format = 4, 3
+    head = _NESTED
+
+
+class Nested8WithMinimaMatrix(QuantisedMatrix):
+    """8 bits without a sign; scales and minima likewise."""
+
+    bits, format = 8, 4
+    head = _NESTED
+
+
+class Nested8Matrix(QuantisedMatrix):
+    """8 bits with a sign; scales for 16 inputs are whole numbers times steps for 64."""
+
+    bits, format, is_signed = 8, 5, True
+    head = (("steps_RC", 1, torch.float16), ("scales_RB", 4, torch.int8))
 
 
 class TiledMatrix(PackedMatrix):
@@ -276,7 +377,7 @@ class TiledMatrix(PackedMatrix):
             short = groups * GROUP_ROWS - (rows.stop - rows.start)
             some_RK = F.pad(
                 weight_RK[rows].bfloat16(),
-                (0, chunks * _CHUNK_INPUTS - weight_RK.shape[1], 0, short),
+                (0, chunks * CHUNK_INPUTS - weight_RK.shape[1], 0, short),
             ).contiguous()
             pairs = some_RK.view(torch.int32).view(groups, GROUP_ROWS, -1, _TILE_PAIRS)
             _tiles(place_GCN).copy_(pairs.permute(0, 2, 3, 1))
@@ -296,15 +397,55 @@ class TiledMatrix(PackedMatrix):
 
 
 PACKED: Mapping[int, type[PackedMatrix]] = {16: TiledMatrix, 8: Int8Matrix, 4: Int4Matrix}
-"""By bits of a weight."""
+"""What weights are brought into, by bits of a weight."""
+
+QUANTISED: Sequence[type[QuantisedMatrix]] = (
+    *(Int8Matrix, Int4Matrix, Int8WithMinimaMatrix),
+    *(Nested4Matrix, Nested8WithMinimaMatrix, Nested8Matrix),
+)
+"""By ``ForedraftFormat``."""
+
 
 Matrix = Tensor | PackedMatrix
 """Weights [R, K] of a product, as stored."""
 
 
-def as_tensor(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+@dataclass(frozen=True)
+class StackedMatrix:
+    """Matrices in formats of their own, one below the other; their inputs are the same."""
+
+    parts: tuple[PackedMatrix, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].num_inputs
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weights [R, K] as numbers, rounded to ``dtype``."""
+        return torch.cat([part.dequantised(dtype) for part in self.parts])
+
+
+Stack = Matrix | StackedMatrix
+"""Matrices that are multiplied together, or one."""
+
+
+def as_tensor(matrix: Stack, dtype: torch.dtype) -> Tensor:
     """The weights [R, K] in ``dtype``; a matrix that is not quantised already has it."""
-    return matrix.dequantised(dtype) if isinstance(matrix, PackedMatrix) else matrix
+    return matrix if isinstance(matrix, Tensor) else matrix.dequantised(dtype)
+
+
+def rows_of(matrix: Matrix, indices_R: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some rows [R, K] of embeddings or a head in ``dtype``, which plain ones already have."""
+    if isinstance(matrix, PackedMatrix):
+        return matrix.rows(indices_R, dtype)
+    return F.embedding(indices_R.to(matrix.device), matrix)
+
+
+def tensors_of(matrix: Stack) -> list[Tensor]:
+    """The tensors that hold the weights."""
+    if isinstance(matrix, StackedMatrix):
+        return [part.packed_GCN for part in matrix.parts]
+    return [tensor_of(matrix)]
 
 
 def tensor_of(matrix: Matrix) -> Tensor:
@@ -327,33 +468,6 @@ def _in_blocks(weight_RK: Tensor) -> Tensor:
 def _steps(scales_RB: Tensor) -> Tensor:
     """What to divide by; a scale of zero means that all weights are zero."""
     return scales_RB.float().clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-
-
-def _put_scales(scales_RB: Tensor, place_GCN: Tensor) -> None:
-    groups, chunks, _ = place_GCN.shape
-    by_group = scales_RB.view(groups, GROUP_ROWS, chunks, 2).permute(0, 2, 3, 1)
-    place_GCN.view(torch.float16).copy_(by_group.reshape(groups, chunks, -1))
-
-
-def _scales(place_GCN: Tensor) -> Tensor:
-    """Float32 [G, 16 rows, C, 2 blocks, 1]."""
-    scales = place_GCN.view(torch.float16).float()
-    scales = scales.reshape(*scales.shape[:2], 2, GROUP_ROWS)
-    return scales.permute(0, 3, 1, 2)[..., None]
-
-
-def _by_quad(integers_RBK: Tensor, packed_GCN: Tensor) -> Tensor:
-    """[G, C, 16 quads, 16 rows, 4 inputs]"""
-    groups, chunks, _ = packed_GCN.shape
-    quads = integers_RBK.reshape(groups, GROUP_ROWS, chunks, -1, _QUAD)
-    return quads.permute(0, 2, 3, 1, 4)
-
-
-def _from_quads(quads_GCN: Tensor) -> Tensor:
-    """[G, 16 rows, C, 2 blocks, 32 inputs]"""
-    groups, chunks, _ = quads_GCN.shape
-    quads = quads_GCN.reshape(groups, chunks, -1, GROUP_ROWS, _QUAD).permute(0, 3, 1, 2, 4)
-    return quads.reshape(groups, GROUP_ROWS, chunks, 2, SCALE_INPUTS)
 
 
 def _tiles(packed_GCN: Tensor) -> Tensor:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.packed import PackedMatrix
+from foredraft.models.native.packed import rows_of
 from foredraft.models.native.weights import DecoderWeights
 
 
@@ -51,7 +50,7 @@ class NativeParts:
 
     @torch.no_grad()
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        return F.embedding(token_ids_T.to(self.device), self._weights.embedding_VE)
+        return rows_of(self._weights.embedding_VE, token_ids_T, self.dtype)
 
     @torch.no_grad()
     def norm(self, hidden_TE: Tensor) -> Tensor:
@@ -65,12 +64,7 @@ class NativeParts:
 
     @torch.no_grad()
     def head_rows(self, token_ids_R: Tensor) -> Tensor:
-        head_VE = self._weights.head_VE
-        rows_RE = (
-            head_VE.rows(token_ids_R, self.dtype)
-            if isinstance(head_VE, PackedMatrix)
-            else F.embedding(token_ids_R.to(self.device), head_VE)
-        )
+        rows_RE = rows_of(self._weights.head_VE, token_ids_R, self.dtype)
         scale = self._config.logits_scale
         return rows_RE if scale == 1.0 else rows_RE * scale
 
@@ -84,12 +78,12 @@ class NativeParts:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Computed in float32, rounded to the dtype of ``x`` before the weight.
+    """Computed in float32, rounded to the dtype of ``x`` before the weight and after it.
 
     Args:
-        offset: added to the weight; such norms are rounded behind it.
+        offset: added to the weight; such norms are rounded behind it alone.
     """
     scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     if offset:
         return (scaled * (offset + weight.float())).to(x.dtype)
-    return weight * scaled.to(x.dtype)
+    return (weight * scaled.to(x.dtype)).to(x.dtype)

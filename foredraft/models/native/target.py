@@ -16,6 +16,7 @@ from foredraft.core.draws import Wanted
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
+from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.decoder import DecoderFactory
@@ -26,7 +27,7 @@ from foredraft.models.native.parts import NativeParts
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.runner import NativeHeadRunner, head_config
 from foredraft.models.native.shallow import ShallowView, announce, resumption
-from foredraft.models.native.weights import DecoderWeights, fit, load_weights
+from foredraft.models.native.weights import Bits, DecoderWeights, fit, load_weights
 
 
 class NativeTarget:
@@ -83,15 +84,17 @@ class NativeTarget:
         device: torch.device | str = "cpu",
         new_decoder: DecoderFactory = EagerDecoder,
         max_context: int | None = None,
-        bits: int | None = None,
+        bits: Bits = None,
         cache_memory: CacheMemory | int | None = None,
         kept: KeptFiles | None = None,
+        progress: Progress | None = None,
     ) -> NativeTarget:
-        """Load a checkpoint; with ``bits``, weights are quantised (see `packed`).
+        """Load a checkpoint; with ``bits``, weights are quantised (see `load_weights`).
 
         Args:
             source: the checkpoint; a directory is checked first.
             kept: what is kept of it between processes; None: what `KeptFiles.of` finds, on CPU.
+            progress: told how much of the weights is laid out.
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged or of another kind.
@@ -101,7 +104,7 @@ class NativeTarget:
         if kept is None:
             on_cpu = torch.device(device).type == "cpu"
             kept = KeptFiles.of(checkpoint) if on_cpu else NOTHING_KEPT
-        weights = load_weights(checkpoint, config, dtype, device, bits, kept)
+        weights = load_weights(checkpoint, config, dtype, device, bits, kept, progress)
         return cls(config, weights, new_decoder, max_context, cache_memory, kept, checkpoint)
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.

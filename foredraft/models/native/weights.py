@@ -11,30 +11,44 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
+from foredraft.models.files.progress import Progress, SilentProgress
 from foredraft.models.files.safety import FLOATS, Checkpoint
-from foredraft.models.native import packed
+from foredraft.models.files.stored import read_tensor
+from foredraft.models.native import as_stored, packed
+from foredraft.models.native.as_stored import matrix_as_stored
 from foredraft.models.native.config import USUAL_KIND, DecoderConfig, LayerKind
 from foredraft.models.native.packed import (
     PACKED,
+    QUANTISED,
     Int4Matrix,
     Matrix,
     PackedMatrix,
     QuantisedMatrix,
+    Stack,
+    StackedMatrix,
     as_tensor,
     tensor_of,
+    tensors_of,
 )
 from foredraft.models.native.shelf import Shelf
 from foredraft.models.native.source_blocks import stacked_blocks
 
+AS_STORED: Literal["file"] = "file"
+Bits = int | Literal["file"] | None
+"""The form of matrices: packed in so many bits (`foredraft.models.native.packed.PACKED`), quantised
+as the checkpoint has them, or plain."""
+
 _CHECKED_ROWS = 1024
 _KEPT_HEAD = "head"
+_HEAD_BITS = 8
+_FORMAT = "@"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -50,14 +64,14 @@ class LayerWeights:
     """
 
     attention_norm_E: Tensor | None
-    qkv_weight: Matrix  # [Q + 2K, E]
+    qkv_weight: Stack  # [Q + 2K, E]
     qkv_bias: Tensor | None  # [Q + 2K]
     query_norm_D: Tensor | None  # or [Q], of all heads together
     key_norm_D: Tensor | None
     output_weight: Matrix  # [E, Q]
     output_bias: Tensor | None  # [E]
     mlp_norm_E: Tensor | None
-    gate_up_weight: Matrix  # [2F, E], gate first; or [X 2F, E]
+    gate_up_weight: Stack  # [2F, E], gate first; or [X 2F, E]
     down_weight: Matrix  # [E, F], or [X E, F]
     attention_post_norm_E: Tensor | None = None
     mlp_post_norm_E: Tensor | None = None
@@ -72,9 +86,9 @@ class LayerWeights:
     def tensors(self) -> list[Tensor]:
         """All that there are."""
         parts = (getattr(self, field.name) for field in fields(self) if field.name != "kind")
-        return [tensor_of(part) for part in parts if part is not None]
+        return [tensor for part in parts if part is not None for tensor in tensors_of(part)]
 
-    def with_matrices(self, new: Callable[[str, Matrix, int], Matrix]) -> LayerWeights:
+    def with_matrices(self, new: Callable[[str, Stack, int], Matrix]) -> LayerWeights:
         """The same layer with other matrices.
 
         Args:
@@ -92,37 +106,41 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights, in one dtype, or with all matrices but the embeddings in few bits.
+    """All weights, in one dtype, or with matrices in few bits.
 
-    ``head_VE`` is ``embedding_VE`` itself when they are tied, unless it is packed.
+    ``head_VE`` is ``embedding_VE`` itself when they are tied, unless it alone is packed.
 
     Attributes:
+        embedding_VE: in a dtype, or as the model comes.
         no_attention: layers whose attention is left out.
         no_mlp: layers whose feed-forward part is left out.
         head_ids: the token of each row of the head, int32, ascending; None: all tokens.
+        states_dtype: of activations and cache; None: as the embeddings.
     """
 
-    embedding_VE: Tensor
+    embedding_VE: Matrix
     layers: tuple[LayerWeights, ...]
     final_norm_E: Tensor
     head_VE: Matrix
     no_attention: frozenset[int] = frozenset()
     no_mlp: frozenset[int] = frozenset()
     head_ids: Tensor | None = None
+    states_dtype: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding_VE.dtype
+        """Of activations and cache."""
+        return self.states_dtype or tensor_of(self.embedding_VE).dtype
 
     @property
     def device(self) -> torch.device:
-        return self.embedding_VE.device
+        return self.final_norm_E.device
 
     def tensors(self) -> list[Tensor]:
         """Every distinct tensor."""
-        found = [self.embedding_VE, self.final_norm_E]
+        found = [tensor_of(self.embedding_VE), self.final_norm_E]
         if self.head_VE is not self.embedding_VE:
-            found.append(tensor_of(self.head_VE))
+            found += tensors_of(self.head_VE)
         for layer in self.layers:
             found.extend(layer.tensors())
         return found
@@ -162,19 +180,23 @@ def load_weights(
     config: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    bits: int | None = None,
+    bits: Bits = None,
     kept: KeptFiles = NOTHING_KEPT,
+    progress: Progress | None = None,
 ) -> DecoderWeights:
     """Read a checkpoint.
 
     Args:
         source: the checkpoint; a directory is checked first.
         config: its shape.
-        dtype: of the weights, and of the embeddings where the others are packed.
+        dtype: of the weights, and of the embeddings where the others are packed. Of activations
+            alone where weights are as stored: then norms are float32.
         device: where the weights go.
         bits: 8 or 4: quantise the linear layers, and the head to 8, each as it is read. What the
             model comes with in as many bits is taken as it is. 16: bfloat16 laid out for tiles.
+            `AS_STORED`: of a GGUF file for which `as_stored.why_not_as_stored` has no objection.
         kept: where weights on CPU are kept in this form, and taken from at the next start.
+        progress: told how much is brought into this form, where none was kept.
 
     Raises:
         ModelLoadError: a tensor is missing, has another shape or no float type, or holds NaN or
@@ -184,11 +206,14 @@ def load_weights(
     config, unused = fit(checkpoint, config)
     checkpoint.warn_of_unused(unused)
     name = f"weights-{dtype}-{bits}".replace("torch.", "")
-    recipe = recipe_of(sys.modules[__name__], packed, config)
+    recipe = recipe_of(sys.modules[__name__], packed, as_stored, config)
+    states_dtype = dtype if bits == AS_STORED else None
     if (tensors := kept.tensors(name, recipe)) is not None:
-        return _assemble(_KeptReader(tensors, bits), config)
-    reader = _Reader(checkpoint, dtype, device, bits)
-    weights = _assemble(reader, config)
+        return replace(_assemble(_KeptReader(tensors, bits), config), states_dtype=states_dtype)
+    if bits is not None and progress is not None:
+        progress.stage("laying out the weights for this machine")
+    reader = _Reader(checkpoint, dtype, device, bits, progress or SilentProgress())
+    weights = replace(_assemble(reader, config), states_dtype=states_dtype)
     reader.raise_problems()
     kept.keep(name, recipe, reader.stored)
     return weights
@@ -201,20 +226,21 @@ def rounded(weights: DecoderWeights, bits: int) -> DecoderWeights:
     """
     shelf = Shelf()
 
-    def matrix(_: str, weight: Matrix, num_parts: int, bits: int = bits) -> PackedMatrix:
+    def matrix(_: str, weight: Stack, num_parts: int, bits: int = bits) -> PackedMatrix:
         return PACKED[bits].of_weight(as_tensor(weight, weights.dtype), num_parts, shelf)
 
     layers = tuple(layer.with_matrices(matrix) for layer in weights.layers)
     return replace(weights, layers=layers, head_VE=matrix("", weights.head_VE, 1, max(bits, 8)))
 
 
-def weight_bytes(config: DecoderConfig, itemsize: int, bits: int | None) -> tuple[int, int]:
+def weight_bytes(config: DecoderConfig, itemsize: int, bits: Bits) -> tuple[int, int]:
     """Bytes of weights in memory, and those of them that a forward of one token reads.
 
     Args:
         itemsize: of the dtype.
-        bits: see `load_weights`.
+        bits: see `load_weights`; of weights as stored see `stored_weight_bytes`.
     """
+    assert bits != AS_STORED
     head = config.vocab_size * config.hidden_size
     all_matrices, read_matrices = config.num_matrix_parameters, config.num_read_parameters
     others = config.num_parameters - all_matrices  # embeddings, norms, biases
@@ -230,6 +256,14 @@ def weight_bytes(config: DecoderConfig, itemsize: int, bits: int | None) -> tupl
     if config.tie_word_embeddings:  # the head is a copy
         others += head
     return stored + others * itemsize, read
+
+
+def stored_weight_bytes(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[int, int]:
+    """The same of weights as they are stored; the vectors are float32."""
+    in_memory = as_stored.bytes_as_stored(checkpoint.tensors.values())
+    if config.tie_word_embeddings:
+        return in_memory, in_memory
+    return in_memory, in_memory - as_stored.bytes_as_stored([checkpoint.tensors[_EMBEDDING]])
 
 
 def fit(checkpoint: Checkpoint, config: DecoderConfig) -> tuple[DecoderConfig, frozenset[str]]:
@@ -271,17 +305,16 @@ def _is_tied(checkpoint: Checkpoint) -> bool:
     head, embedding = checkpoint.tensors[_HEAD], checkpoint.tensors[_EMBEDDING]
     if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
         return False
-    return torch.equal(_read(head.file, _HEAD), _read(embedding.file, _EMBEDDING))
+    return torch.equal(read_tensor(head, _HEAD), read_tensor(embedding, _EMBEDDING))
 
 
 def _assemble(reader: _Reader | _KeptReader, config: DecoderConfig) -> DecoderWeights:
     vocab, hidden = config.vocab_size, config.hidden_size
-    embedding_VE = reader.take(_EMBEDDING, vocab, hidden)
-    head_VE: Matrix
+    embedding_VE = reader.take_table(_EMBEDDING, vocab, hidden)
     if config.tie_word_embeddings:
         head_VE = reader.as_head(embedding_VE, _EMBEDDING)
     else:
-        head_VE = reader.as_head(reader.take(_HEAD, vocab, hidden), _HEAD)
+        head_VE = reader.as_head(reader.take_table(_HEAD, vocab, hidden), _HEAD)
     layers = [_assemble_layer(reader, config, i) for i in range(config.num_hidden_layers)]
     final_norm_E = reader.take("model.norm.weight", hidden)
     return DecoderWeights(embedding_VE, tuple(layers), final_norm_E, head_VE)
@@ -304,6 +337,11 @@ def _assemble_layer(
         rows = rows if len(parts) == len(rows) else [sum(rows)]
         return [(f"{prefix}{name}.{kind}", count) for name, count in zip(parts, rows, strict=True)]
 
+    def single(parts: list[tuple[str, int]], num_inputs: int, num_parts: int = 1) -> Matrix:
+        matrix = reader.take_matrix(parts, num_inputs, num_parts)
+        assert not isinstance(matrix, StackedMatrix)
+        return matrix
+
     def of_experts(parts: Sequence[str], rows: Sequence[int]) -> list[tuple[str, int]]:
         named = [[name.format(expert=expert) for name in parts] for expert in experts]
         return [part for names in named for part in stacked(names, rows, "weight")]
@@ -320,7 +358,7 @@ def _assemble_layer(
         ),
         query_norm_D=norm(names.query_norm, query_norm),
         key_norm_D=norm(names.key_norm, key_norm),
-        output_weight=reader.take_matrix(stacked([names.output], [hidden], "weight"), query),
+        output_weight=single(stacked([names.output], [hidden], "weight"), query),
         output_bias=(
             reader.take(f"{prefix}{names.output}.bias", hidden) if config.output_bias else None
         ),
@@ -328,9 +366,7 @@ def _assemble_layer(
         gate_up_weight=reader.take_matrix(
             of_experts(names.gate_up, (feed_forward, feed_forward)), hidden, 2 * len(experts)
         ),
-        down_weight=reader.take_matrix(
-            of_experts([names.down], [hidden]), feed_forward, len(experts)
-        ),
+        down_weight=single(of_experts([names.down], [hidden]), feed_forward, len(experts)),
         attention_post_norm_E=norm(names.attention_post_norm),
         mlp_post_norm_E=norm(names.mlp_post_norm),
         router_XE=(
@@ -357,9 +393,12 @@ class _Reader:
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         device: torch.device | str,
-        bits: int | None,
+        bits: Bits,
+        progress: Progress | None = None,
     ) -> None:
-        self._checkpoint, self._dtype, self._device, self._bits = checkpoint, dtype, device, bits
+        self._checkpoint, self._device, self._bits = checkpoint, device, bits
+        self._dtype = torch.float32 if bits == AS_STORED else dtype
+        self._progress = progress or SilentProgress()
         self._shelf = Shelf()
         self._problems: list[str] = []
         self.taken: set[str] = set()
@@ -375,10 +414,8 @@ class _Reader:
         return stacked
 
     def _stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
-        problems = [self._problem(name, (rows, *columns)) for name, rows in parts]
-        self._problems += filter(None, problems)
-        self.taken |= {name for name, _ in parts}
-        num_rows = 0 if any(problems) else sum(rows for _, rows in parts)
+        are_there = self._are_there(parts, *columns)
+        num_rows = sum(rows for _, rows in parts) if are_there else 0
         stacked = torch.empty((num_rows, *columns), dtype=self._dtype, device=self._device)
         first = 0
         for name, rows in parts:
@@ -387,9 +424,24 @@ class _Reader:
             first += rows
         return stacked
 
+    def _are_there(self, parts: Sequence[tuple[str, int]], *columns: int) -> bool:
+        problems = [self._problem(name, (rows, *columns)) for name, rows in parts]
+        self._problems += filter(None, problems)
+        self.taken |= {name for name, _ in parts}
+        self._progress.advance(len(self.taken) / len(self._checkpoint.tensors))
+        return not any(problems)
+
+    def take_table(self, name: str, *shape: int) -> Matrix:
+        """Embeddings or a head: one tensor of this shape, quantised where all are as stored."""
+        if self._bits != AS_STORED:
+            return self.take(name, *shape)
+        matrix = self.take_matrix([(name, shape[0])], shape[1])
+        assert not isinstance(matrix, StackedMatrix)
+        return matrix
+
     def take_matrix(
         self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int = 1
-    ) -> Matrix:
+    ) -> Stack:
         """Named weights, one below the other, in the form that was asked for.
 
         Args:
@@ -397,28 +449,49 @@ class _Reader:
             num_inputs: of each row.
             num_parts: see `foredraft.models.native.packed.PackedMatrix.of_weight`.
         """
+        names = [name for name, _ in parts]
+        if self._bits == AS_STORED:
+            return self._as_stored(parts, num_inputs, num_parts)
         weight = self._stacked(parts, num_inputs)
-        matrix = self._packed(weight, [name for name, _ in parts], num_parts, self._bits)
+        matrix = self._packed(weight, names, num_parts, self._bits)
         self.stored[_key(parts)] = tensor_of(matrix)
         return matrix
 
-    def as_head(self, weight: Tensor, name: str) -> Matrix:
+    def as_head(self, weight: Matrix, name: str) -> Matrix:
         """The head in the form that was asked for: it keeps 8 bits where others have 4."""
-        matrix = self._packed(weight, [name], 1, _head_bits(self._bits))
-        if self._bits is not None:
-            self.stored[_KEPT_HEAD] = tensor_of(matrix)
+        if self._bits is None or isinstance(weight, PackedMatrix) or self._bits == AS_STORED:
+            return weight
+        matrix = self._packed(weight, [name], 1, max(self._bits, _HEAD_BITS))
+        self.stored[_KEPT_HEAD] = tensor_of(matrix)
         return matrix
 
-    def _packed(
-        self, weight: Tensor, names: Sequence[str], num_parts: int, bits: int | None
-    ) -> Matrix:
-        if bits is None or self._problems:
+    def _as_stored(
+        self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int
+    ) -> Stack:
+        if not self._are_there(parts, num_inputs):
+            return torch.empty(0, num_inputs)
+        tensors = [self._checkpoint.tensors[name] for name, _ in parts]
+        matrix = matrix_as_stored(tensors, num_parts, self._shelf)
+        if isinstance(matrix, StackedMatrix):
+            for one, part in zip(matrix.parts, parts, strict=True):
+                self.stored[_key([part], one.format)] = one.packed_GCN
+        else:
+            self.stored[_key(parts, matrix.format)] = matrix.packed_GCN
+        return matrix
+
+    def _packed(self, weight: Tensor, names: Sequence[str], num_parts: int, bits: Bits) -> Matrix:
+        if bits is None or bits == AS_STORED or self._problems:
             return weight
         kind = PACKED[bits]
         if self._bits == Int4Matrix.bits and issubclass(kind, QuantisedMatrix):
             blocks = stacked_blocks(self._checkpoint.directory, names, weight)
             if blocks and (blocks.minima_RB is not None) == (kind is Int4Matrix):
                 return kind.of_blocks(blocks, weight.shape[1], num_parts, self._shelf)
+        tensors = [self._checkpoint.tensors[name] for name in names]
+        if {as_stored.FORMS.get(tensor.dtype) for tensor in tensors} == {kind}:
+            matrix = matrix_as_stored(tensors, num_parts, self._shelf)
+            assert isinstance(matrix, PackedMatrix)
+            return matrix
         return kind.of_weight(weight, num_parts, self._shelf)
 
     def _problem(self, name: str, shape: tuple[int, ...]) -> str | None:
@@ -427,12 +500,12 @@ class _Reader:
             return f"{name} is missing"
         if stored.shape != shape:
             return f"{name} has shape {stored.shape}, not {shape}"
-        if stored.dtype not in FLOATS:
+        if stored.dtype not in FLOATS and not stored.is_quantised:
             return f"{name} is stored as {stored.dtype}, and only {', '.join(FLOATS)} are read"
         return None
 
     def _copy(self, name: str, place: Tensor) -> None:
-        tensor = _read(self._checkpoint.tensors[name].file, name)
+        tensor = read_tensor(self._checkpoint.tensors[name], name)
         place.copy_(tensor)
         # A sum is one pass; it is finite unless an element is not (or the weights are absurd
         # enough to overflow float32, which is as fatal). In pieces, as it converts to float32.
@@ -455,8 +528,11 @@ class _Reader:
 class _KeptReader:
     """Hands out what a `_Reader` has stored (`KeptFiles`); the same calls give the same weights."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], bits: int | None) -> None:
-        self._tensors, self._bits = tensors, bits
+    def __init__(self, tensors: Mapping[str, Tensor], bits: Bits) -> None:
+        self._bits = bits
+        named = [(*key.partition(_FORMAT), tensor) for key, tensor in tensors.items()]
+        self._tensors = {name: tensor for name, _, _, tensor in named}
+        self._formats = {name: int(number) for name, _, number, _ in named if number}
 
     def take(self, name: str, *shape: int) -> Tensor:
         return self._tensors[_key([(name, shape[0])])]
@@ -464,37 +540,43 @@ class _KeptReader:
     def take_stacked(self, parts: Sequence[tuple[str, int]], *columns: int) -> Tensor:
         return self._tensors[_key(parts)]
 
+    def take_table(self, name: str, *shape: int) -> Matrix:
+        if self._bits != AS_STORED:
+            return self.take(name, *shape)
+        return self._as_stored([(name, shape[0])], shape[1], 1)
+
     def take_matrix(
         self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int = 1
-    ) -> Matrix:
+    ) -> Stack:
+        if self._bits == AS_STORED:
+            if _key(parts) in self._tensors:
+                return self._as_stored(parts, num_inputs, num_parts)
+            return StackedMatrix(tuple(self._as_stored([part], num_inputs, 1) for part in parts))
         tensor = self._tensors[_key(parts)]
         if self._bits is None:
             return tensor
         part_rows = (sum(rows for _, rows in parts) // num_parts,) * num_parts
         return PACKED[self._bits](tensor, part_rows, num_inputs)
 
-    def as_head(self, weight: Tensor, name: str) -> Matrix:
-        bits = _head_bits(self._bits)
-        if bits is None:
+    def _as_stored(
+        self, parts: Sequence[tuple[str, int]], num_inputs: int, num_parts: int
+    ) -> PackedMatrix:
+        key = _key(parts)
+        part_rows = (sum(rows for _, rows in parts) // num_parts,) * num_parts
+        return QUANTISED[self._formats[key]](self._tensors[key], part_rows, num_inputs)
+
+    def as_head(self, weight: Matrix, name: str) -> Matrix:
+        if self._bits is None or isinstance(weight, PackedMatrix) or self._bits == AS_STORED:
             return weight
-        return PACKED[bits](self._tensors[_KEPT_HEAD], (len(weight),), weight.shape[1])
+        kind = PACKED[max(self._bits, _HEAD_BITS)]
+        return kind(self._tensors[_KEPT_HEAD], (len(weight),), weight.shape[1])
 
 
-def _key(parts: Sequence[tuple[str, int]]) -> str:
-    """What weights that lie one below the other are kept as."""
-    return "+".join(name for name, _ in parts)
+def _key(parts: Sequence[tuple[str, int]], number: int | None = None) -> str:
+    """What weights that lie one below the other are kept as.
 
-
-def _head_bits(bits: int | None) -> int | None:
-    return bits and max(bits, 8)
-
-
-def _read(path: Path, name: str) -> Tensor:
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-    except (SafetensorError, OSError) as error:
-        raise ModelLoadError(
-            f"{path} cannot be read ({error}); it is damaged or was not downloaded to its end"
-        ) from error
+    Args:
+        number: of the format, of those that are as stored.
+    """
+    name = "+".join(name for name, _ in parts)
+    return name if number is None else f"{name}{_FORMAT}{number}"

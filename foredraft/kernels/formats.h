@@ -1,0 +1,143 @@
+// How weights of few bits lie in a chunk of a group (groups.h): a format is its integers and its scales.
+//
+// A weight is an integer times the scale of its row's part of a chunk, plus the part's minimum where
+// the format has one. Parts have 32 inputs, or 16. The formats are those that models come in, so that
+// no weight is rounded: a chunk holds the very numbers. Rows of a chunk lie side by side, so a vector
+// holds the same of kLanes rows.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "dots.h"
+#include "groups.h"
+#include "interface.h"
+#include "simd.h"
+
+namespace foredraft {
+
+// ---- scales -------------------------------------------------------------------------------------
+
+constexpr int64_t kHalvesBytes = kGroupRows * sizeof(uint16_t);  // a number of 16 bits for each row
+
+// Half-precision scales [2 parts, 16 rows], and behind them as many minima.
+template <bool kMinima>
+struct HalfScales {
+  static constexpr int kParts = 2;
+  static constexpr bool kHasMinima = kMinima;
+  static constexpr int64_t kHeadBytes = (1 + kMinima) * kParts * kHalvesBytes;
+
+  // Those of rows [lane, lane + kLanes).
+  static Vec scale(const uint8_t* head, int part, int lane) {
+    return load_halves(head + part * kHalvesBytes + lane * sizeof(uint16_t));
+  }
+  static Vec minimum(const uint8_t* head, int part, int lane) {
+    return scale(head, kParts + part, lane);
+  }
+};
+
+// Scales of scales: half-precision steps [16 rows], and as many for minima; whole numbers of 8 bits
+// [parts, 16 rows] that they are multiplied with, and as many for minima. The products are exact.
+template <int kNumParts, bool kMinima>
+struct NestedScales {
+  static constexpr int kParts = kNumParts;
+  static constexpr bool kHasMinima = kMinima;
+  static constexpr int64_t kHeadBytes = 128;  // whole cache lines
+  static_assert((1 + kMinima) * (kHalvesBytes + kParts * kGroupRows) <= kHeadBytes, "");
+
+  static Vec scale(const uint8_t* head, int part, int lane) { return product(head, 0, part, lane); }
+  static Vec minimum(const uint8_t* head, int part, int lane) {
+    return product(head, 1, kParts + part, lane);
+  }
+
+ private:
+  static Vec product(const uint8_t* head, int step, int factor, int lane) {
+    const uint8_t* const factors = head + (1 + kMinima) * kHalvesBytes;
+    return load_halves(head + step * kHalvesBytes + lane * sizeof(uint16_t)) *
+           load_bytes(factors + factor * kGroupRows + lane);
+  }
+};
+
+// ---- integers -----------------------------------------------------------------------------------
+
+// A byte each, as [16 quads of inputs, 16 rows, 4 inputs]. Those with a sign are stored 128 higher; the
+// sum of a part's activations times 128 is taken off where its sum begins.
+template <bool kSigned>
+struct ByteWeights {
+  static constexpr int kQuads = 1;  // of a word
+  static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs;
+  static constexpr bool kUnpacks = false, kStartsAtZero = !kSigned;
+
+  // Of a vector of words what one instruction multiplies.
+  static Ints part(Ints words, int which) {
+    if (kDigits) return words;
+    return which == 1 ? (Ints)((UShorts)words >> 8) : words & 0x00ff00ff;
+  }
+  // The weight of one row and input.
+  static int32_t integer(const uint8_t* words, int64_t row, int64_t input) {
+    return words[input / kQuad * kQuad * kGroupRows + row * kQuad + input % kQuad] - 128 * kSigned;
+  }
+};
+
+// Four bits each, without a sign, as [8 pairs of quads, 16 rows, 4 inputs]: the first quad in the lower
+// half of each byte, the second in the upper one.
+struct HalfByteWeights {
+  static constexpr int kQuads = 2;
+  static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs / 2;
+  static constexpr bool kUnpacks = true, kStartsAtZero = true;
+
+  static Ints quad(Ints words, int which) { return (words >> (4 * which)) & 0x0f0f0f0f; }
+  static Ints part(Ints words, int which) {
+    if (kDigits) return quad(words, which);
+    const Ints shifted = (Ints)((UShorts)words >> (8 * (which % 2) + 4 * (which / 2)));
+    return which == 3 ? shifted : shifted & 0x000f000f;
+  }
+  static int32_t integer(const uint8_t* words, int64_t row, int64_t input) {
+    const int64_t quad = input / kQuad;
+    const uint8_t both = words[quad / 2 * kQuad * kGroupRows + row * kQuad + input % kQuad];
+    return both >> (4 * (quad % 2)) & 15;
+  }
+  // The weights of 32 inputs as [8 quads, 16 rows, 4 inputs], a byte each.
+  static void unpack(const uint8_t* words, uint8_t* unpacked) {
+    constexpr int64_t kVec = sizeof(Ints), kRow = kQuad * kGroupRows, kPairs = kScaleInputs / kQuad / 2;
+    UNROLL for (int64_t pair = 0; pair < kPairs; ++pair)
+      UNROLL for (int64_t i = 0; i < kRow; i += kVec) {
+        const Ints both = load_ints(words + pair * kRow + i);
+        const Ints first = quad(both, 0), second = quad(both, 1);
+        std::memcpy(unpacked + 2 * pair * kRow + i, &first, kVec);
+        std::memcpy(unpacked + (2 * pair + 1) * kRow + i, &second, kVec);
+      }
+  }
+};
+
+// ---- formats ------------------------------------------------------------------------------------
+
+// What lies in a chunk: scales, then integers.
+template <class Weights, class Scales>
+struct Format : Weights, Scales {
+  static constexpr int64_t kPartInputs = kChunkInputs / Scales::kParts;
+  static constexpr int64_t kChunkBytes = Scales::kHeadBytes + Weights::kWeightsBytes;
+};
+
+using Int8 = Format<ByteWeights<true>, HalfScales<false>>;
+using Int4 = Format<HalfByteWeights, HalfScales<true>>;
+using Int8WithMinima = Format<ByteWeights<false>, HalfScales<true>>;
+using Nested4 = Format<HalfByteWeights, NestedScales<2, true>>;
+using Nested8WithMinima = Format<ByteWeights<false>, NestedScales<2, true>>;
+using Nested8 = Format<ByteWeights<true>, NestedScales<4, false>>;
+
+// The weights of one row of a group as numbers, each product and each sum rounded once.
+template <class Format>
+void unpack_row(const uint8_t* group, int64_t row, int64_t K, float* numbers) {
+  const int64_t lanes = row / kLanes * kLanes;
+  for (int64_t k = 0; k < K; ++k) {
+    const uint8_t* const chunk = group + k / kChunkInputs * Format::kChunkBytes;
+    const int64_t input = k % kChunkInputs;
+    const int part = int(input / Format::kPartInputs);
+    const int32_t integer = Format::integer(chunk + Format::kHeadBytes, row, input);
+    numbers[k] = float(integer) * Format::scale(chunk, part, int(lanes))[row - lanes];
+    if (Format::kHasMinima) numbers[k] += Format::minimum(chunk, part, int(lanes))[row - lanes];
+  }
+}
+
+}  // namespace foredraft

@@ -1,0 +1,154 @@
+// A matrix packed in few bits, in a format that is known only when it runs: each matrix of a model may
+// have one of its own.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "formats.h"
+#include "groups.h"
+#include "int8.h"
+#include "int8_tiles.h"
+#include "interface.h"
+#include "team.h"
+
+namespace foredraft {
+
+// ---- formats ------------------------------------------------------------------------------------
+
+// values[(t * G + g) * kGroupRows + r] of G groups and some tokens; see `group_product`.
+using GroupProduct = void (*)(const uint8_t* group, int64_t group_bytes, const PackedInputs& inputs,
+                              int64_t first_token, int64_t ahead, float* values);
+
+// What there is of a format: null for sizes that do not fit the registers.
+struct FormatCode {
+  int64_t chunk_bytes;
+  GroupProduct in_vectors[3][kPackedBlockTokens];                     // [1, 2, 4 groups; tokens - 1]
+  GroupProduct on_tiles[2][kMostPassTokens - kFewestTileTokens + 1];  // [1, 2 groups; tokens - 4]
+  void (*unpack_row)(const uint8_t* group, int64_t row, int64_t K, float* numbers);
+};
+
+template <class Format, int G, int T>
+constexpr GroupProduct vector_product() {
+  if constexpr (G <= block_groups(T)) return group_product<Format, G, T>;
+  else return nullptr;
+}
+
+// Tiles multiply 32 inputs at a time: finer formats stay in vectors.
+template <class Format, int G, int T>
+constexpr GroupProduct tile_product_of() {
+  if constexpr (kTiles && Format::kPartInputs == kScaleInputs) return tile_group_product<Format, G, T>;
+  else return nullptr;
+}
+
+template <class Format, int... kToken, int... kTileToken>
+constexpr FormatCode code_of(std::integer_sequence<int, kToken...>,
+                             std::integer_sequence<int, kTileToken...>) {
+  return {Format::kChunkBytes,
+          {{vector_product<Format, 1, kToken + 1>()...},
+           {vector_product<Format, 2, kToken + 1>()...},
+           {vector_product<Format, 4, kToken + 1>()...}},
+          {{tile_product_of<Format, 1, kTileToken + kFewestTileTokens>()...},
+           {tile_product_of<Format, 2, kTileToken + kFewestTileTokens>()...}},
+          unpack_row<Format>};
+}
+
+template <class Format>
+constexpr FormatCode code_of() {
+  return code_of<Format>(
+      std::make_integer_sequence<int, kPackedBlockTokens>{},
+      std::make_integer_sequence<int, kMostPassTokens - kFewestTileTokens + 1>{});
+}
+
+constexpr FormatCode kFormats[kNumFormats] = {  // by ForedraftFormat
+    code_of<Int8>(),    code_of<Int4>(),    code_of<Int8WithMinima>(),
+    code_of<Nested4>(), code_of<Nested8WithMinima>(), code_of<Nested8>()};
+
+// ---- matrices -----------------------------------------------------------------------------------
+
+// [rows, K] in groups of rows.
+struct PackedMatrix {
+  const uint8_t* data;
+  int64_t K;
+  const FormatCode* code;
+
+  PackedMatrix(const ForedraftMatrix& matrix, int64_t K)
+      : data(static_cast<const uint8_t*>(matrix.data)), K(K), code(kFormats + matrix.format) {}
+
+  int64_t group_bytes() const { return weight_chunks(K) * code->chunk_bytes; }
+  const uint8_t* group(int64_t row) const { return data + row / kGroupRows * group_bytes(); }
+  const void* at(int64_t row) const { return group(row); }
+  // One row as numbers.
+  void unpack(int64_t row, float* numbers) const {
+    code->unpack_row(group(row), row % kGroupRows, K, numbers);
+  }
+};
+
+// So many groups of rows from `row` against tokens [first, first + count), put out from `put_from` on.
+template <int G, class Put>
+inline void some_groups(GroupProduct product, const PackedMatrix& weights, int64_t row, int64_t num_rows,
+                        const PackedInputs& x, int64_t first, Range tokens, int64_t ahead,
+                        const Put& put) {
+  alignas(64) float values[G * kGroupRows * kPackedBlockTokens];
+  product(weights.group(row), weights.group_bytes(), x, first, ahead, values);
+  put_block<G>(values, first, tokens, x.scales, row, num_rows, put);
+}
+
+template <class Put>
+inline void all_tokens_in_vectors(const PackedMatrix& weights, Range rows, const PackedInputs& x,
+                                  int64_t num_tokens, int64_t ahead, const Put& put) {
+  const int64_t rounds = (num_tokens + kPackedBlockTokens - 1) / kPackedBlockTokens;
+  const int64_t most = block_groups(int((num_tokens + rounds - 1) / rounds));
+  int64_t row = rows.begin;
+  const auto in_blocks = [&](auto groups, const GroupProduct* products) {
+    constexpr int G = decltype(groups)::value;
+    constexpr int64_t kRows = G * kGroupRows;
+    for (; most >= G && rows.end - row > kRows - kGroupRows; row += kRows)
+      for (int64_t round = 0; round < rounds; ++round) {
+        const Range tokens{num_tokens * round / rounds, num_tokens * (round + 1) / rounds};
+        some_groups<G>(products[tokens.end - tokens.begin - 1], weights, row,
+                       std::min(kRows, rows.end - row), x, tokens.begin, tokens, ahead, put);
+      }
+  };
+  if constexpr (kMostGroups > 1) {
+    in_blocks(std::integral_constant<int, 4>{}, weights.code->in_vectors[2]);
+    in_blocks(std::integral_constant<int, 2>{}, weights.code->in_vectors[1]);
+  }
+  in_blocks(std::integral_constant<int, 1>{}, weights.code->in_vectors[0]);
+}
+
+template <class Put>
+inline void all_tokens_on_tiles(const PackedMatrix& weights, Range rows, const PackedInputs& x,
+                                int64_t num_tokens, int64_t ahead, const Put& put) {
+  const DigitPasses passes(num_tokens);
+  int64_t row = rows.begin;
+  const auto in_blocks = [&](auto groups, const GroupProduct* products) {
+    constexpr int G = decltype(groups)::value;
+    constexpr int64_t kRows = G * kGroupRows;
+    for (; rows.end - row > kRows - kGroupRows; row += kRows)
+      for (int64_t first = 0; first < num_tokens; first += passes.tokens)
+        some_groups<G>(products[passes.tokens - kFewestTileTokens], weights, row,
+                       std::min(kRows, rows.end - row), x,
+                       std::min(first, num_tokens - passes.tokens),
+                       {first, std::min(first + passes.tokens, num_tokens)}, ahead, put);
+  };
+  in_blocks(std::integral_constant<int, 2>{}, weights.code->on_tiles[1]);
+  in_blocks(std::integral_constant<int, 1>{}, weights.code->on_tiles[0]);
+}
+
+// Weight rows `rows`, which begin with a group, against all tokens. As many bytes at `ahead` are
+// prefetched meanwhile.
+template <class Put>
+inline void all_tokens(const PackedMatrix& weights, Range rows, const PackedInputs& x,
+                       int64_t num_tokens, const void* ahead, const Put& put) {
+  if (!num_tokens) return;
+  const int64_t distance = static_cast<const uint8_t*>(ahead) - weights.group(rows.begin);
+  const bool on_tiles = weights.code->on_tiles[0][0] && num_tokens >= kFewestTileTokens;
+  if (on_tiles && tiles_allowed()) all_tokens_on_tiles(weights, rows, x, num_tokens, distance, put);
+  else all_tokens_in_vectors(weights, rows, x, num_tokens, distance, put);
+}
+
+inline int64_t panel_rows(const PackedMatrix&, int64_t) { return kMostGroups * kGroupRows; }
+
+}  // namespace foredraft

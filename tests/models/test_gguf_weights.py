@@ -1,0 +1,314 @@
+"""Weights of GGUF files in the formats they come in: no weight changes, whatever is mixed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.quality import measure_quality
+from foredraft import LLM, SamplingParams
+from foredraft.core.errors import ConfigError, ModelLoadError
+from foredraft.core.tree import TokenTree
+from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.load import ModelPlan, load_target, plan_models
+from foredraft.models.base import ScoreRow
+from foredraft.models.files.gguf_blocks import KINDS
+from foredraft.models.files.kept import KeptFiles
+from foredraft.models.files.safety import GGUF_INDEX, Checkpoint
+from foredraft.models.files.store import resolve_model
+from foredraft.models.native.as_stored import FORMS
+from foredraft.models.native.packed import PackedMatrix, StackedMatrix, as_tensor, tensors_of
+from foredraft.models.native.target import NativeTarget
+from foredraft.models.native.weights import AS_STORED, DecoderWeights, load_weights
+from foredraft.options import LoadOptions
+from tests.models.gguf_files import Stored, Typed, write_gguf
+from tests.models.progress import RecordedProgress
+from tests.models.test_gguf_checkpoint import CODES, metadata_of, shape_of
+from tests.models.test_gguf_checkpoint import tensors_of as stored_tensors
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+K_M = {"v_proj": "Q6_K", "down_proj": "Q6_K", "lm_head": "Q6_K"}
+"""What a Q4_K_M file holds in another format than the rest."""
+MIXES = [(name, NOTHING) for name in FORMS]
+MIXES += [("Q4_K", K_M), ("Q5_0", {"v_proj": "Q8_0"}), ("Q5_1", {"up_proj": "Q4_0"})]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    try:
+        load_library()
+    except KernelUnavailable as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("foredraft.kernels.build._directories", _directories())
+    return tmp_path / "cache"
+
+
+def _directories():  # type: ignore[no-untyped-def]
+    """The kernel is compiled already, elsewhere."""
+    from foredraft.kernels.build import _directories
+
+    found = _directories()
+    return lambda: found
+
+
+def gguf_of(
+    folder: Path, kind: str, others: Mapping[str, str] = NOTHING, config: LlamaConfig | None = None
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A file, and the numbers in it by their names in transformers."""
+    config = config or shape_of()
+    stored, weights = stored_tensors(config, kind, others)
+    return write_gguf(folder / "model.gguf", metadata_of(config), stored), weights
+
+
+def plan_of(path: Path, **options: object) -> ModelPlan:
+    plan, _ = plan_models(LoadOptions(model=str(path), drafter="none", **options))  # type: ignore[arg-type]
+    return plan
+
+
+def target_of(plan: ModelPlan) -> NativeTarget:
+    target = load_target(plan)
+    assert isinstance(target, NativeTarget)
+    return target
+
+
+def check_weights(found: DecoderWeights, expected: Mapping[str, torch.Tensor]) -> None:
+    """Each number is the one that the file holds."""
+
+    def numbers(name: str) -> torch.Tensor:
+        return expected[f"{name}.weight"]
+
+    assert isinstance(found.embedding_VE, PackedMatrix)
+    embedding = numbers("model.embed_tokens")
+    assert torch.equal(as_tensor(found.embedding_VE, torch.float32), embedding)
+    head = expected.get("lm_head.weight", embedding)
+    assert torch.equal(as_tensor(found.head_VE, torch.float32), head)
+    assert torch.equal(found.final_norm_E, numbers("model.norm"))
+    for index, layer in enumerate(found.layers):
+        prefix = f"model.layers.{index}"
+        qkv = torch.cat([numbers(f"{prefix}.self_attn.{part}_proj") for part in "qkv"])
+        assert torch.equal(as_tensor(layer.qkv_weight, torch.float32), qkv)
+        gate_up = torch.cat([numbers(f"{prefix}.mlp.{part}_proj") for part in ("gate", "up")])
+        assert torch.equal(as_tensor(layer.gate_up_weight, torch.float32), gate_up)
+        output, down = numbers(f"{prefix}.self_attn.o_proj"), numbers(f"{prefix}.mlp.down_proj")
+        assert torch.equal(as_tensor(layer.output_weight, torch.float32), output)
+        assert torch.equal(as_tensor(layer.down_weight, torch.float32), down)
+        assert torch.equal(layer.attention_norm_E, numbers(f"{prefix}.input_layernorm"))
+
+
+@pytest.mark.parametrize(("kind", "others"), MIXES, ids=str)
+def test_the_very_weights_are_kept_and_multiplied(
+    tmp_path: Path, kind: str, others: Mapping[str, str]
+) -> None:
+    """The divergence from the same numbers in float32 is that of activations of 16 bits."""
+    config = shape_of(tie_word_embeddings=kind in ("Q8_0", "Q4_1"))
+    path, expected = gguf_of(tmp_path, kind, others, config)
+    plan = plan_of(path)
+    assert (plan.weights, plan.dtype, plan.decoder) == ("file", "bfloat16", "fused")
+    assert kind in plan.number_format
+    target = target_of(plan)
+    check_weights(target.weights, expected)
+    assert target.weights.num_bytes == pytest.approx(plan.weight_bytes, rel=0.02)
+    exact, reference = (
+        target_of(plan_of(path, dtype="float32", weights=weights)) for weights in ("file", "auto")
+    )
+    assert reference.weights.bits == 32
+    text = torch.randint(0, 299, (96,), generator=torch.Generator().manual_seed(3)).tolist()
+    quality = measure_quality(reference, exact, [text])
+    assert quality.mean_kl < 1e-6
+    assert quality.top1_agreement == 1
+
+
+@pytest.mark.parametrize(("kind", "others"), [("Q8_0", NOTHING), ("Q4_K", K_M)], ids=str)
+def test_a_token_has_the_same_bits_in_any_company(
+    tmp_path: Path, kind: str, others: Mapping[str, str]
+) -> None:
+    target = target_of(plan_of(gguf_of(tmp_path, kind, others)[0]))
+    tokens = [7, 250, 31, 7, 98, 12, 255, 4, 33, 120, 121]
+    cache = target.cache
+    slots = [cache.allocate() for _ in range(3)]
+    alone = []
+    for token in tokens:
+        [scores] = target.score([ScoreRow(slots[0], [token])])
+        cache.keep(slots[0], 1, [])
+        alone.append(scores.logits_NV)
+    rows = [ScoreRow(slot, tokens[:1], TokenTree.chain(tokens[1:])) for slot in slots[1:]]
+    for scores in target.score(rows):
+        assert torch.equal(scores.logits_NV, torch.cat(alone))
+
+
+def test_weights_are_kept_as_they_were_packed(tmp_path: Path) -> None:
+    path, expected = gguf_of(tmp_path, "Q4_K", K_M)
+    checkpoint = Checkpoint(resolve_model(path))
+    kept = KeptFiles.of(checkpoint, least_bytes=0)
+    config = target_of(plan_of(path)).config
+    loads = []
+    for _ in range(2):
+        progress = RecordedProgress()
+        arguments = (checkpoint, config, torch.bfloat16, "cpu", AS_STORED, kept, progress)
+        weights = load_weights(*arguments)  # type: ignore[arg-type]
+        check_weights(weights, expected)
+        assert isinstance(weights.layers[0].qkv_weight, StackedMatrix)
+        assert len(tensors_of(weights.layers[0].qkv_weight)) == 3
+        assert weights.dtype == torch.bfloat16
+        loads.append(progress.fractions)
+    assert loads[0][-1] == 1.0
+    assert loads[1] == []
+
+
+def test_the_cache_holds_no_weights_of_a_file(tmp_path: Path) -> None:
+    path, expected = gguf_of(tmp_path, "Q8_0")
+    directory = resolve_model(path)
+    own = [inside for inside in directory.iterdir() if not inside.is_symlink()]
+    assert sum(inside.stat().st_size for inside in own) < path.stat().st_size / 2
+    whole = resolve_model(path, as_safetensors=True)
+    assert whole != directory
+    assert (whole / "model.safetensors").is_file()
+    weights = target_of(plan_of(path, weights="bf16")).weights
+    embedding = expected["model.embed_tokens.weight"].bfloat16()
+    assert torch.equal(as_tensor(weights.embedding_VE, torch.bfloat16), embedding)
+
+
+def test_drafts_do_not_change_the_text(tmp_path: Path) -> None:
+    path, _ = gguf_of(tmp_path, "Q4_K", K_M)
+    params = [SamplingParams(max_tokens=24, temperature=heat, seed=5) for heat in (0.0, 0.8)]
+    texts = {
+        drafter: [
+            LLM.load(str(path), drafter=drafter).generate("The ferry. The ferry", one)[0].token_ids
+            for one in params
+        ]
+        for drafter in ("none", "suffix", "lookahead")
+    }
+    assert texts["none"] == texts["suffix"] == texts["lookahead"]
+
+
+# ----------------------------------------------------------------------------------- what is asked
+
+
+def test_formats_that_cannot_be_kept_are_said(tmp_path: Path) -> None:
+    path, _ = gguf_of(tmp_path, "Q8_0", {"o_proj": "F16"})
+    plan = plan_of(path)
+    assert plan.weights == "bfloat16"
+    assert any("o_proj.weight is stored as F16" in note for note in plan.notes)
+    with pytest.raises(ConfigError, match=r"o_proj\.weight is stored as F16"):
+        plan_of(path, weights="file")
+
+
+def test_plain_files_have_no_formats_to_keep(tmp_path: Path) -> None:
+    path, _ = gguf_of(tmp_path, "F16")
+    assert plan_of(path).weights == "bfloat16"
+    assert plan_of(path).notes == ()
+    with pytest.raises(ConfigError, match="none with weights of few bits"):
+        plan_of(path, weights="file")
+
+
+def test_heads_that_fill_no_groups_are_not_mixed(tmp_path: Path) -> None:
+    config = shape_of(num_attention_heads=32, num_key_value_heads=1, head_dim=8)
+    stored, _ = stored_tensors(config, "Q5_0", {"v_proj": "Q6_K"})
+    more = {"llama__attention__key_length": 8, "llama__attention__value_length": 8}
+    path = write_gguf(tmp_path / "model.gguf", metadata_of(config, **more), stored)
+    assert any("multiples of 16 rows" in note for note in plan_of(path).notes)
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    config = shape_of()
+    stored, _ = stored_tensors(config, "Q6_K")
+    broken = [
+        (name, Stored(one.kind, one.dimensions, one.content[:-2] + b"\x00\x7e"))
+        if name == "blk.1.ffn_down.weight"
+        else (name, one)
+        for name, one in stored
+    ]
+    plan = plan_of(write_gguf(tmp_path / "model.gguf", metadata_of(config), broken))
+    with pytest.raises(ModelLoadError, match="Q6_K weights is no finite number"):
+        load_target(plan)
+
+
+# ------------------------------------------------------------------------------------- split files
+
+
+def split(folder: Path, config: LlamaConfig, count: int) -> tuple[list[Path], dict]:  # type: ignore[type-arg]
+    stored, weights = stored_tensors(config, "Q8_0")
+    paths = []
+    for number in range(count):
+        said = {"split.no": Typed(2, number), "split.count": Typed(2, count)}
+        metadata = said if number else metadata_of(config) | said
+        path = folder / f"model-{number + 1:05}-of-{count:05}.gguf"
+        paths.append(write_gguf(path, metadata, stored[number::count]))
+    return paths, weights
+
+
+@pytest.mark.parametrize("named", ["the first", "another", "the folder"])
+def test_a_split_file_is_one_model(tmp_path: Path, named: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    paths, expected = split(folder, shape_of(), 3)
+    name = {"the first": paths[0], "another": paths[2], "the folder": folder}[named]
+    check_weights(target_of(plan_of(name)).weights, expected)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    paths, _ = split(tmp_path, shape_of(), 3)
+    paths[1].unlink()
+    with pytest.raises(ModelLoadError, match=r"model-00002-of-00003\.gguf is missing"):
+        plan_of(paths[0])
+
+
+def test_parts_of_two_sets_are_not_joined(tmp_path: Path) -> None:
+    paths, _ = split(tmp_path, shape_of(), 3)
+    paths[1].write_bytes(paths[2].read_bytes())
+    with pytest.raises(ModelLoadError, match=r"part 2 \(from 0\) of 3, and is named as part 1"):
+        plan_of(paths[0])
+
+
+def test_which_of_several_files_is_meant_is_not_guessed(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    first, _ = gguf_of(folder, "Q8_0")
+    (folder / "other.gguf").write_bytes(first.read_bytes())
+    with pytest.raises(ConfigError, match=r"several GGUF files \(model.gguf, other.gguf\)"):
+        plan_of(folder)
+
+
+# -------------------------------------------------------------------------- a directory from others
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"file": "/etc/hostname"}, "lies beyond its end"),
+        ({"start": 1 << 40}, "lies beyond its end"),
+        ({"shape": [300, 255]}, r"'Q8_0' of shape \(300, 255\)"),
+        ({"kind": "Q2_K"}, "is 'Q2_K' of shape"),
+        ({"heads": -1}, "heads is -1"),
+    ],
+)
+def test_an_index_leads_to_no_other_bytes(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    directory = resolve_model(gguf_of(tmp_path, "Q8_0")[0])
+    index = json.loads((directory / GGUF_INDEX).read_text())
+    index["tensors"]["model.embed_tokens.weight"].update(changes)
+    (directory / GGUF_INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match=message):
+        Checkpoint(directory)
+
+
+def test_an_index_names_files_of_its_own_directory(tmp_path: Path) -> None:
+    directory = resolve_model(gguf_of(tmp_path, "Q8_0")[0])
+    index = json.loads((directory / GGUF_INDEX).read_text())
+    index["files"].append("../model.gguf")
+    (directory / GGUF_INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match="no GGUF file of its own directory"):
+        Checkpoint(directory)
+
+
+def test_every_format_has_a_form() -> None:
+    assert FORMS.keys() == {kind.name for kind in KINDS.values() if kind.unpack is not None}
+    assert CODES.keys() >= FORMS.keys()
