@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,26 +25,8 @@ from foredraft.drafters.chain import ChainDraft, DraftCache
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import ScoreRow, Target
 
-_log = logging.getLogger("foredraft")
 
-
-@dataclass
-class StageCounts:
-    """What one stage has done.
-
-    Attributes:
-        asked: how often it was asked, once a row; for a draft model, the rows of its forwards.
-        drafted: its tokens that the next one up looked at: the target, or in a vertical cascade
-            the draft model.
-        accepted: how many of them that one took.
-    """
-
-    asked: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
-@dataclass
+@dataclass(frozen=True)
 class Stage:
     """A drafter in a cascade.
 
@@ -56,17 +37,14 @@ class Stage:
     name: str
     drafter: Drafter
     limit: int | None = None
-    counts: StageCounts = field(default_factory=StageCounts)
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
-        self.counts.asked += len(rows)
         return self.drafter.propose([self._limited(row) for row in rows])
 
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal:
         """Nothing, where the drafter cannot go on from a draft."""
         if not self.drafter.traits.continues:
             return NO_PROPOSAL
-        self.counts.asked += 1
         drafter = cast(ContinuingDrafter, self.drafter)
         return drafter.propose_after(self._limited(row), draft)
 
@@ -86,38 +64,24 @@ class Cascade:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = tuple(stages)
-        self._authors: dict[int, list[Stage]] = {}  # of each node under verification
         drafters = [stage.drafter for stage in stages]
         self.taps: Sequence[int] = sorted({tap for drafter in drafters for tap in drafter.taps})
         self.layers = tuple(layers for drafter in drafters for layers in drafter.layers)
         skips_gaps = all(drafter.traits.skips_gaps for drafter in drafters if drafter.layers)
         self.traits = DrafterTraits(skips_gaps=skips_gaps)
 
-    @property
-    def stage_counts(self) -> Mapping[str, StageCounts]:
-        """Counts since the drafter was built, by stage."""
-        return {stage.name: stage.counts for stage in self._stages}
-
     def begin(self, row: DraftRow) -> None:
         for stage in self._stages:
             stage.drafter.begin(row)
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        for seen in observations:
-            authors = self._authors.pop(seen.request_id, [])
-            for author in authors:
-                author.counts.drafted += 1
-            for node in seen.path if authors else ():  # none of them where it was not asked
-                authors[node].counts.accepted += 1
         for stage in self._stages:
             stage.drafter.observe(observations)
 
     def end(self, request_id: int) -> None:
-        self._authors.pop(request_id, None)
         with contextlib.ExitStack() as ends:  # all of them, whatever one of them raises
             for stage in self._stages:
                 ends.callback(stage.drafter.end, request_id)
-        _log.debug("cascade after request %d: %s", request_id, self.stage_counts)
 
 
 class VerticalCascade(Cascade):
@@ -125,17 +89,12 @@ class VerticalCascade(Cascade):
 
     Args:
         guessers: stages that draft for the draft model, the cheapest first.
-        drafting: the draft model's stage; its drafter is not asked.
         model: the draft model.
     """
 
-    def __init__(self, guessers: Sequence[Stage], drafting: Stage, model: Target) -> None:
+    def __init__(self, guessers: Sequence[Stage], model: Target) -> None:
         super().__init__(guessers)
-        self._drafting, self._model, self._cache = drafting, model, DraftCache(model)
-
-    @property
-    def stage_counts(self) -> Mapping[str, StageCounts]:
-        return {**super().stage_counts, self._drafting.name: self._drafting.counts}
+        self._model, self._cache = model, DraftCache(model)
 
     def begin(self, row: DraftRow) -> None:
         super().begin(row)
@@ -153,24 +112,22 @@ class VerticalCascade(Cascade):
         while active:
             self._forward(active, self._guess(active))
             active = [chain for chain in active if chain.num_left]
-        for chain in chains:
-            self._authors[chain.row.request_id] = [self._drafting] * len(chain.tokens)
         return [chain.build() for chain in chains]
 
     def _has_room(self, row: DraftRow) -> bool:
         return len(row.tokens) + row.budget <= self._model.max_context
 
-    def _guess(self, chains: Sequence[ChainDraft]) -> dict[int, tuple[TokenTree, Stage]]:
-        """What the draft model may say next, and who says so, by request.
+    def _guess(self, chains: Sequence[ChainDraft]) -> dict[int, TokenTree]:
+        """What the draft model may say next, by request.
 
         A forward always yields one token of the draft model's own, so one fewer is guessed.
         """
-        found: dict[int, tuple[TokenTree, Stage]] = {}
+        found: dict[int, TokenTree] = {}
         for stage in self._stages:
             asking = [c for c in chains if c.num_left > 1 and c.row.request_id not in found]
             for chain, offer in zip(asking, _offers(stage, asking), strict=True):
                 if offer.tree.tokens:
-                    found[chain.row.request_id] = (self._fitted(offer.tree), stage)
+                    found[chain.row.request_id] = self._fitted(offer.tree)
         return found
 
     def _fitted(self, tree: TokenTree) -> TokenTree:
@@ -180,26 +137,19 @@ class VerticalCascade(Cascade):
         branch = max(tree.paths, key=len)
         return TokenTree.chain(tree.tokens[node] for node in branch)
 
-    def _forward(
-        self, chains: Sequence[ChainDraft], guesses: Mapping[int, tuple[TokenTree, Stage]]
-    ) -> None:
+    def _forward(self, chains: Sequence[ChainDraft], guesses: Mapping[int, TokenTree]) -> None:
         """One forward of the draft model: each chain grows by one token at least."""
         reads = [self._read(chain, guesses) for chain in chains]
         scores = self._model.score(reads)
-        self._drafting.counts.asked += len(chains)
         for chain, read, score in zip(chains, reads, scores, strict=True):
             # Tokens, and with coupling "drawn" their laws, are the draft model's in any case.
             path = chain.follow(read.tree, partial(_extend, chain, score.logits_NV))
             self._cache.keep(chain.row.request_id, read.pending, read.tree, path)
-            if guess := guesses.get(chain.row.request_id):
-                guess[1].counts.drafted += len(read.tree)
-                guess[1].counts.accepted += len(path)
 
-    def _read(self, chain: ChainDraft, guesses: Mapping[int, tuple[TokenTree, Stage]]) -> ScoreRow:
+    def _read(self, chain: ChainDraft, guesses: Mapping[int, TokenTree]) -> ScoreRow:
         request_id = chain.row.request_id
         pending = chain.tokens[-1:] or self._cache.catch_up(request_id, chain.row.tokens)
-        tree, _ = guesses.get(request_id, (EMPTY_TREE, None))
-        return ScoreRow(self._cache.slot(request_id), pending, tree)
+        return ScoreRow(self._cache.slot(request_id), pending, guesses.get(request_id, EMPTY_TREE))
 
 
 def _offers(stage: Stage, chains: Sequence[ChainDraft]) -> list[Proposal]:
@@ -259,9 +209,10 @@ class HorizontalCascade(Cascade):
                 tokens = relay.proposal.tree.tokens
                 rest = relay.row.chosen(relay.row.budget - len(tokens))
                 relay.take(stage.propose_after(rest, tokens), stage)
-        for relay in relays:
-            self._authors[relay.row.request_id] = relay.authors
-        return [relay.proposal for relay in relays]
+        return [
+            replace(relay.proposal, authors=tuple(stage.name for stage in relay.authors))
+            for relay in relays
+        ]
 
 
 _MODES = ("vertical", "horizontal")
@@ -314,7 +265,7 @@ def _build(context: DrafterContext) -> Drafter:
             f"draft tokens is its limit), not {parts[-1][0]!r}; or use mode 'horizontal'"
         )
     assert context.draft_model is not None  # the stage was built with it
-    return VerticalCascade(stages[:-1], stages[-1], context.draft_model)
+    return VerticalCascade(stages[:-1], context.draft_model)
 
 
 DRAFTER = DrafterSpec(
