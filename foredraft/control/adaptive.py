@@ -85,6 +85,8 @@ class AdaptiveBudget:
 
     def begin(self, row: Row, others: Sequence[Row]) -> str | None:
         self._acceptance.begin(row.request_id, row.params)
+        if row.params.speculation in self._planner.drafters:  # one that is asked for by name
+            return row.params.speculation
         drafters = [other.drafter for other in others]
         return self._planner.best_for_new(row.params, drafters, self._context)
 

@@ -18,8 +18,8 @@ class Row(Protocol):
         tokens: all committed tokens, prompt included.
         params: what the user asked for.
         drafter: who drafts for it now; None: nobody.
-        failed_drafters: drafters that do not draft for it any more: they failed for it, or are left
-            out because they kept failing.
+        excluded_drafters: drafters that do not draft for it: it asks for another one or for none,
+            they failed for it, or are left out because they kept failing.
         room: the most nodes that it may draft in the step to come.
     """
 
@@ -36,7 +36,7 @@ class Row(Protocol):
     def drafter(self) -> str | None: ...
 
     @property
-    def failed_drafters(self) -> Collection[str]: ...
+    def excluded_drafters(self) -> Collection[str]: ...
 
     @property
     def room(self) -> int: ...

@@ -359,7 +359,7 @@ class Planner:
     def _can_have(self, row: Row, drafter: DrafterTraits) -> bool:
         if row.drafter == drafter.name:
             return True
-        return drafter.joins_late and drafter.name not in row.failed_drafters
+        return drafter.joins_late and drafter.name not in row.excluded_drafters
 
     def can_pay(self, plan: Plan) -> bool:
         """Whether another step of a plan may be lost."""

@@ -78,6 +78,9 @@ class SamplingParams:
             same distribution, another text for the same seed).
         prediction: text that the reply is expected to repeat, for drafters that use one. It
             never changes the reply.
+        speculation: who may draft: "auto" (whoever pays), "off" (nobody), or the name of one of the
+            loaded drafters. It never changes a seeded reply.
+        max_draft_tokens: most draft tokens of a step, at least 0; None: as many as pay.
 
     Numbers and flags of numpy are taken, and kept as Python's. docs/start/sampling.md has every
     parameter beside every way of drafting and verifying.
@@ -109,6 +112,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     coupling: Coupling = "seeded"
     prediction: str | None = None
+    speculation: str = "auto"
+    max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -257,7 +262,12 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "logprobs": _int(0, _MAX_LOGPROBS),
     "prompt_logprobs": _int(0, _MAX_LOGPROBS),
     "prediction": checked_text,
+    "speculation": lambda name, value: checked_text(name, value).replace("-", "_"),
+    "max_draft_tokens": _int(0),
 }
 """What each field is held to."""
-_OPTIONAL = ("allowed_token_ids", "seed", "logprobs", "prompt_logprobs", "prediction")
+_OPTIONAL = (
+    *("allowed_token_ids", "seed", "logprobs", "prompt_logprobs", "prediction"),
+    "max_draft_tokens",
+)
 """Fields that may be None."""

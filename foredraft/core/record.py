@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
@@ -22,6 +22,7 @@ class SpeculationStats:
         rejected: draft tokens that verification did not accept.
         discarded: draft tokens accepted by verification but past the stop.
         committed: all tokens committed, drafted or the target's own.
+        drafters: draft tokens by who drafted them; "rules" where rules left no choice.
     """
 
     steps: int = 0
@@ -30,6 +31,7 @@ class SpeculationStats:
     rejected: int = 0
     discarded: int = 0
     committed: int = 0
+    drafters: dict[str, int] = field(default_factory=dict)
 
     @property
     def committed_per_step(self) -> float:
@@ -41,8 +43,13 @@ class SpeculationStats:
         """Share of the draft tokens that were committed; 0.0 if there were none."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
-    def record(self, drafted: int, verified: int, accepted: int, committed: int) -> None:
+    def record(
+        self, drafted: int, verified: int, accepted: int, committed: int, drafter: str | None = None
+    ) -> None:
         """Add one step: ``verified`` nodes passed verification, ``accepted`` of them were kept."""
+        if drafted:
+            name = drafter or "rules"
+            self.drafters[name] = self.drafters.get(name, 0) + drafted
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted

@@ -71,7 +71,7 @@ class Drafting:
             self._follow(request, loaded, len(request.tokens) - 1)
 
     def _follow(self, request: Request, loaded: LoadedDrafter, num_known: int) -> None:
-        if loaded.traits.name in request.failed_drafters:
+        if loaded.traits.name in request.excluded_drafters:
             return
         request.drafter = loaded.traits.name  # also while it begins: an interrupted one is ended
         if not loaded.begin(request.draft_row(num_cached=num_known)):
@@ -80,7 +80,7 @@ class Drafting:
     def _lose(self, request: Request) -> None:
         """The request's drafter has failed for it, and has forgotten it already."""
         if request.drafter is not None:
-            request.failed_drafters.add(request.drafter)
+            request.excluded_drafters.add(request.drafter)
             request.drafter = None
 
     # ---- what a step does, in this order ---------------------------------------------------------
@@ -144,7 +144,10 @@ class Drafting:
         """The most nodes that a request may draft now."""
         # The last token a step commits is the target's own, so one fewer can be drafted.
         left = min(request.num_remaining - 1, self._max_context - len(request.tokens))
-        return max(0, left)
+        most = request.params.max_draft_tokens
+        if request.params.speculation == "off":
+            return 0
+        return max(0, left if most is None else min(left, most))
 
     def _take(self, turn: Turn, allowance: Allowance) -> None:
         """What a controller allows a row, as far as there is room for it."""

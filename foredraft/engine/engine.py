@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from foredraft.cache.prefix import PrefixCache
 from foredraft.core.cost import CostModel
-from foredraft.core.errors import CacheFullError, ConfigError, PromptError
+from foredraft.core.errors import CacheFullError, ConfigError, PromptError, nearest
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.rng import SEED_BITS
@@ -137,10 +137,12 @@ class Engine:
 
         Raises:
             PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
-            ConfigError: stop strings without a tokenizer, or several replies in a conversation.
+            ConfigError: stop strings without a tokenizer, several replies in a conversation, or a
+                drafter that is not loaded.
         """
         options = options or RequestOptions()
         self.check_prompt(prompt)
+        _check_speculation(params, options.policy or self._policy)
         if params.stop and self._options.new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
         if params.n > 1 and options.session is not None:
@@ -443,3 +445,14 @@ class Engine:
         if request.options.session is not None:
             request.options.session.is_busy = False
         self._totals.add_finished(request.finish_reason)
+
+
+def _check_speculation(params: SamplingParams, policy: Policy) -> None:
+    """Raises a `ConfigError` where the request asks for a drafter that is not loaded for it."""
+    known = ("auto", "off", *policy.drafters)
+    if params.speculation not in known:
+        hint = nearest(params.speculation, known)
+        raise ConfigError(
+            f"speculation is {params.speculation!r}{hint}; here it may be {', '.join(known)}",
+            field="speculation",
+        )

@@ -177,8 +177,8 @@ class Request:
         slot: its row in the target's cache; -1 while it waits.
         num_cached: how many of its tokens the cache holds.
         drafter: who drafts for it now; None: nobody.
-        failed_drafters: drafters that are not asked for it again: they failed for it, or were left
-            out because they kept failing.
+        excluded_drafters: drafters that are not asked for it: it names another one or none, they
+            failed for it, or were left out.
         room: the most nodes that it may draft in the step to come.
         order: its place in every queue; see `Scheduler`.
         has_begun: whether it has ever been in the batch.
@@ -209,7 +209,7 @@ class Request:
     slot: int = -1
     num_cached: int = 0
     drafter: str | None = None
-    failed_drafters: set[str] = field(default_factory=set)
+    excluded_drafters: set[str] = field(default_factory=set)
     room: int = 0
     order: tuple[int, int] = (0, 0)
     has_begun: bool = False
@@ -229,6 +229,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.draft_params = replace(self.params, seed=None)
+        if self.params.speculation != "auto":
+            self.excluded_drafters |= self.policy.drafters.keys() - {self.params.speculation}
         if self.leader is not None:
             self.prompt_logprobs = self.leader.prompt_logprobs
         elif self.params.prompt_logprobs is not None:

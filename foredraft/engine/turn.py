@@ -119,7 +119,10 @@ class Turn(RowStep):
             self.num_accepted = min(num_taken, verdict.num_accepted)
             request.logprobs += self._logprobs[:num_taken]
             num_drafted = len(self.proposal.tree)
-            request.stats.record(num_drafted, verdict.num_accepted, self.num_accepted, num_taken)
+            author = self.drafter if self.budget else None
+            request.stats.record(
+                *(num_drafted, verdict.num_accepted, self.num_accepted, num_taken, author)
+            )
             # The last committed token stays pending, also when a stop made it a drafted one.
             self.path = verdict.path[: max(0, min(self.num_accepted, num_taken - 1))]
             if verdict.error is not None:

@@ -275,7 +275,8 @@ class ServerContext:
         """The policy that drafts for a request. With a prediction, its drafter reads that."""
         llm = self.llm
         uses_it = drafter_spec(llm.drafter_name).uses_prediction(llm.options.drafter_options)
-        if params.prediction is None or uses_it or not llm.policy.drafters:
+        is_named = params.speculation not in ("auto", FOR_PREDICTIONS)
+        if params.prediction is None or uses_it or is_named or not llm.policy.drafters:
             return llm.policy
         if self._for_predictions is None:
             options = replace(

@@ -150,6 +150,7 @@ def speculation_of(replies: Sequence[ReplyState], detail: str) -> dict[str, Any]
         "num_accepted_draft_tokens": sum(accepted),
         "num_draft_tokens": sum(drafted),
         "num_spec_tokens": most,
+        "drafters": reply.result.stats.drafters,
     }
     if detail == "detailed":
         figures |= {"per_step_accepted": accepted, "per_step_drafted": drafted}

@@ -131,6 +131,23 @@ def test_what_speculation_did_is_told(client: httpx.Client) -> None:
     assert "metrics" not in several
 
 
+def test_a_request_chooses_who_drafts(client: httpx.Client) -> None:
+    body = BODY | {"temperature": 0, "max_tokens": 60}
+    usual, off = (
+        client.post(PATH, json=body | more).json() for more in ({}, {"speculation": "off"})
+    )
+    assert off["choices"][0]["message"] == usual["choices"][0]["message"]
+    assert usual["metrics"]["speculative_decoding"]["drafters"]
+    assert off["metrics"]["speculative_decoding"]["drafters"] == {}
+    assert off["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+    few = client.post(PATH, json=body | {"max_draft_tokens": 1}).json()
+    assert few["metrics"]["speculative_decoding"]["num_spec_tokens"] == 1
+    refused = client.post(PATH, json=body | {"speculation": "medusa"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "speculation"
+    assert "here it may be auto, off, " in refused.json()["error"]["message"]
+
+
 def test_what_speculation_did_is_told_by_step(load: Callable[..., LLM]) -> None:
     body = BODY | {"temperature": 0, "max_tokens": 100}
     with running(load, request_metrics="detailed") as server, server.client() as client:

@@ -304,7 +304,7 @@ class Simulation:
         controller: Any = row.policy.controller
         name = controller.said.get(row.request_id)
         can_begin_anywhere = name is not None and row.policy.drafters[name].traits.joins_late
-        if can_begin_anywhere and name not in row.failed_drafters:
+        if can_begin_anywhere and name not in row.excluded_drafters:
             assert row.drafter == name, f"{name} was named, {row.drafter} drafts"
 
     def _running(self) -> list[Request]:

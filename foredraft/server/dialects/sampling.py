@@ -150,6 +150,8 @@ class SamplingFields(RequestBody):
     structured_outputs: Annotated[Schema, Sets("grammar", _structured_grammar)] = None
     prediction: Annotated[dict[str, Any] | None, Sets("prediction", _predicted_text)] = None
     coupling: Literal["seeded", "drawn"] | None = None
+    speculation: str | None = None
+    max_draft_tokens: Annotated[int, Field(ge=0)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
