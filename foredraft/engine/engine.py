@@ -453,6 +453,6 @@ def _check_speculation(params: SamplingParams, policy: Policy) -> None:
     if params.speculation not in known:
         hint = nearest(params.speculation, known)
         raise ConfigError(
-            f"speculation is {params.speculation!r}{hint}; here it may be {', '.join(known)}",
+            f"speculation is {params.speculation!r}{hint} (here: {', '.join(known)})",
             field="speculation",
         )

@@ -59,7 +59,7 @@ def test_who_drafts_is_chosen_by_the_request() -> None:
 
 
 def test_who_has_another_drafter_loaded_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"'suffix'; here it may be auto, off, suffix") as told:
+    with pytest.raises(ConfigError, match=r"'suffix'\? \(here: auto, off, suffix") as told:
         written(speculation="sufix")
     assert told.value.field == "speculation"
     assert SamplingParams(speculation="self-draft").speculation == "self_draft"

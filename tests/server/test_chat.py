@@ -145,7 +145,7 @@ def test_a_request_chooses_who_drafts(client: httpx.Client) -> None:
     refused = client.post(PATH, json=body | {"speculation": "medusa"})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "speculation"
-    assert "here it may be auto, off, " in refused.json()["error"]["message"]
+    assert "(here: auto, off, " in refused.json()["error"]["message"]
 
 
 def test_what_speculation_did_is_told_by_step(load: Callable[..., LLM]) -> None:
