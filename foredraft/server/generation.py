@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from foredraft.async_llm import AsyncLLM, EventStream
@@ -12,6 +12,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.engine.policy import Policy
 from foredraft.engine.request import Event, GenerationResult
 from foredraft.server.errors import ApiError
+from foredraft.server.pace import Paced
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Generation:
         self.began = time.perf_counter()
         self._error: ApiError | None = None
         self._num_open = len(self.replies)
+        self._paced: Paced | None = None
 
     @classmethod
     async def open(
@@ -91,6 +93,10 @@ class Generation:
         stream = await engine.open_all(asked, tenant=tenant, priority=priority, policy=policy)
         return cls(stream, [len(prompt) for prompt in prompts], params.n)
 
+    def pace(self) -> None:
+        """From now on events come with one token each, at an even pace."""
+        self._paced = Paced(self._steps())
+
     def __aiter__(self) -> Generation:
         return self
 
@@ -100,6 +106,17 @@ class Generation:
         Raises:
             ApiError: a reply failed, or the server ended it early (`abort`).
         """
+        return await (self._next() if self._paced is None else self._paced.next())
+
+    async def _steps(self) -> AsyncIterator[tuple[int, Event]]:
+        """Events as steps bring them."""
+        while True:
+            try:
+                yield await self._next()
+            except StopAsyncIteration:
+                return
+
+    async def _next(self) -> tuple[int, Event]:
         if not self._num_open:
             raise StopAsyncIteration
         try:
@@ -116,6 +133,8 @@ class Generation:
     async def aclose(self) -> None:
         """End unfinished replies. It never waits."""
         await self._stream.aclose()
+        if self._paced is not None:
+            await self._paced.aclose()
 
     async def abort(self, error: ApiError) -> None:
         """End all replies early. The reader gets ``error``."""

@@ -47,6 +47,7 @@ class GenerationRequest:
         thinks: whether a reply may begin with thoughts.
         in_thoughts: whether the prompt has opened them.
         scores_only: whether nothing is to be generated: the prompts are only scored.
+        is_paced: whether events come one by one with a token each.
     """
 
     operation: Operation
@@ -61,6 +62,7 @@ class GenerationRequest:
     thinks: bool = False
     in_thoughts: bool = False
     scores_only: bool = False
+    is_paced: bool = False
 
     def new_parser(self) -> ReplyParser:
         tools = self.tools
@@ -85,6 +87,8 @@ class GenerationRequest:
                 )
             )
             span.watch(generation)
+            if self.is_paced:
+                generation.pace()
             yield generation
 
 
@@ -160,6 +164,7 @@ async def read_conversation(
         tools,
         context.thinks,
         in_thoughts,
+        is_paced=_is_paced(body),
     )
 
 
@@ -213,7 +218,14 @@ async def read_prompts(
         _priority(context, body),
         names,
         await _prediction(context, params),
+        is_paced=_is_paced(body),
     )
+
+
+def _is_paced(body: SamplingFields) -> bool:
+    if body.paced_stream and not body.stream:
+        raise ConfigError("paced_stream needs stream: true", field="paced_stream")
+    return bool(body.paced_stream)
 
 
 def _check_replies(num_prompts: int, n: int, context: ServerContext) -> None:

@@ -132,6 +132,7 @@ class SamplingFields(RequestBody):
 
     model: str | None = None
     stream: bool | None = None
+    paced_stream: bool | None = None
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: _TopK | None = None
