@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,11 +16,13 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.trace.files import Trace
     from foredraft.trace.format import Candidate, Committed, NodeLaw, TracedRow, TracedStep, Why
+    from foredraft.trace.replay import Outcome, StepCost, Stretch
 
 _FEW = (0, 1, 2, 4, 8, 16)
 
@@ -63,38 +67,45 @@ def show(
 def replay(
     file: File,
     num_draft_tokens: Annotated[
-        int, typer.Option(min=0, help="Most draft tokens a step; 0 is plain decoding.")
-    ],
+        int | None, typer.Option(min=0, help="Most draft tokens a step; 0 is plain decoding.")
+    ] = None,
     request: Request = None,
+    as_json: o.Json = False,
 ) -> None:
-    """What the same text would have taken with other numbers of draft tokens.
+    """Where the time went, and what the same text would have taken with other drafts.
 
     Nothing is run: steps are put together from what was drafted and accepted, times from a
-    straight line through those of the trace.
+    straight line through those of the trace. Without --num-draft-tokens each stretch of a reply is
+    shown, with what would have been faster there.
+
+    Examples:
+
+        foredraft generate --chat "Name three rivers." --trace run.jsonl
+
+        foredraft trace replay run.jsonl
+
+        foredraft trace replay run.jsonl --num-draft-tokens 3
     """
     from foredraft.trace.replay import StepCost
     from foredraft.trace.replay import replay as replayed
 
-    trace = _read(file, request)
+    trace, console = _read(file, request), Console(highlight=False)
     cost = StepCost.of(trace.steps)
     recorded = max((row.budget for s in trace.steps for row in s.rows), default=0)
-    console = Console(highlight=False)
-    table = Table("draft tokens", box=None, padding=(0, 2, 0, 0))
-    for title in ("steps", "drafted", "accepted", "committed per step", "tokens/s"):
-        table.add_column(title, justify="right")
-    sizes = {n for n in _FEW if n < recorded} | {recorded, num_draft_tokens}
-    for size in sorted(sizes):
-        outcome = replayed(trace.steps, size, cost)
-        least = "≥ " if outcome.is_bound else ""
-        note = " (as recorded)" if size == recorded else ""
-        table.add_row(
-            f"{size}{note}",
-            *(str(outcome.steps), str(outcome.drafted), str(outcome.accepted)),
-            f"{least}{outcome.committed_per_step:.2f}",
-            f"{least}{outcome.tokens_per_s:.1f}",
-            style="bold" if size == num_draft_tokens else "",
-        )
-    console.print(table)
+    asked = set() if num_draft_tokens is None else {num_draft_tokens}
+    sizes = sorted({n for n in _FEW if n < recorded} | {recorded} | asked)
+    outcomes = [replayed(trace.steps, size, cost) for size in sizes]
+    by_request = {each: _stretches(trace, each, cost) for each in trace.request_ids}
+    if as_json:
+        found = {each: [*map(asdict, stretches)] for each, stretches in by_request.items()}
+        report = {"settings": [*map(asdict, outcomes)], "stretches": found, "step": asdict(cost)}
+        typer.echo(json.dumps(report))
+        return
+    if num_draft_tokens is None:
+        for each, stretches in by_request.items():
+            console.print(Rule(f"request {each}", align="left", style="dim"))
+            _show_stretches(console, stretches)
+    _show_settings(console, outcomes, recorded, num_draft_tokens)
     console.print(
         f"a step: {cost.base_ms:.2f} ms and {cost.node_ms:.2f} ms a node, a line through the "
         "recorded steps",
@@ -102,8 +113,92 @@ def replay(
     )
     if cost.is_flat:
         console.print("all recorded drafts were of one size: what a node costs is not known")
-    if num_draft_tokens > recorded:
+    if num_draft_tokens is not None and num_draft_tokens > recorded:
         console.print("longer drafts than recorded: at least this much, if a node costs the same")
+
+
+def _show_settings(
+    console: Console, outcomes: Sequence[Outcome], recorded: int, asked: int | None
+) -> None:
+    table = Table("draft tokens", box=None, padding=(0, 2, 0, 0))
+    for title in ("steps", "drafted", "accepted", "committed per step", "tokens/s"):
+        table.add_column(title, justify="right")
+    for outcome in outcomes:
+        size, least = outcome.num_draft_tokens, "≥ " if outcome.is_bound else ""
+        note = " (as recorded)" if size == recorded else ""
+        table.add_row(
+            f"{size}{note}",
+            *(str(outcome.steps), str(outcome.drafted), str(outcome.accepted)),
+            f"{least}{outcome.committed_per_step:.2f}",
+            f"{least}{outcome.tokens_per_s:.1f}",
+            style="bold" if size == asked else "",
+        )
+    console.print(table)
+
+
+def _stretches(trace: Trace, request_id: int, cost: StepCost) -> list[Stretch]:
+    """Those of one request, of steps that it had for itself."""
+    from foredraft.trace.replay import stretches
+
+    steps = [
+        step
+        for step in trace.steps
+        if len(step.rows) == 1 and step.rows[0].request_id == request_id
+    ]
+    return stretches(steps, cost, _FEW)
+
+
+_BAR = 28
+"""Characters of the slowest stretch's bar."""
+_WORTH_SAYING = 1.05
+
+
+def _show_stretches(console: Console, stretches: Sequence[Stretch]) -> None:
+    """A bar a stretch, by what took the time; then what would have been faster where."""
+    slowest = max((each.ms_per_token for each in stretches), default=1.0)
+    table = Table("tokens", box=None, padding=(0, 2, 0, 0))
+    table.add_column(
+        Text.assemble(("draft", "green"), " ", ("forward", "blue"), " ", ("rest", "dim"))
+    )
+    for title in ("ms a token", "drafted", "committed a step"):
+        table.add_column(title, justify="right")
+    for each in stretches:
+        scale = _BAR / slowest / (each.last - each.first + 1)
+        table.add_row(
+            f"{each.first}-{each.last}",
+            Text.assemble(
+                ("█" * round(each.draft_ms * scale), "green"),
+                ("█" * round(each.score_ms * scale), "blue"),
+                ("░" * round(each.rest_ms * scale), "dim"),
+            ),
+            f"{each.ms_per_token:.1f}",
+            f"{each.recorded.drafted / max(1, each.recorded.steps):.1f}",
+            f"{each.recorded.committed_per_step:.2f}",
+        )
+    console.print(table)
+    slow = [each for each in stretches if each.best.tokens_per_s > _WORTH_SAYING * _rate(each)]
+    for each in sorted(slow, key=_rate)[:3]:
+        console.print(_sentence(each))
+    if stretches and not slow:
+        console.print("no other number of draft tokens would have been faster anywhere")
+
+
+def _rate(stretch: Stretch) -> float:
+    return stretch.recorded.tokens_per_s
+
+
+def _sentence(stretch: Stretch) -> str:
+    """What would have been faster, and why."""
+    done, best = stretch.recorded, stretch.best
+    steps = max(1, done.steps)
+    who = " and ".join(stretch.drafters) or "the drafter"
+    start = " ".join(stretch.text.split())[:30]
+    instead = f"with {best.num_draft_tokens} at most" if best.num_draft_tokens else "without drafts"
+    return (
+        f"from token {stretch.first} to {stretch.last} (“{start}…”) {who} drafted "
+        f"{done.drafted / steps:.1f} a step, of which {done.accepted / steps:.1f} held; {instead} "
+        f"it would have taken {best.ms / 1e3:.2f} s instead of {done.ms / 1e3:.2f}"
+    )
 
 
 def _read(file: Path, request: int | None) -> Trace:

@@ -100,6 +100,76 @@ def replay(steps: Sequence[TracedStep], num_draft_tokens: int, cost: StepCost) -
     )
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Some steps of one request, one after the other, and what they took.
+
+    Attributes:
+        first, last: numbers of the tokens of the reply, from 1.
+        text: what they brought.
+        drafters: who drafted.
+        draft_ms, score_ms, rest_ms: in all; ``rest_ms`` is verifying and learning.
+        recorded: what was done, by `StepCost`.
+        best: the best of the numbers of draft tokens that were tried; ``recorded`` if none is
+            better.
+    """
+
+    first: int
+    last: int
+    text: str
+    drafters: tuple[str, ...]
+    draft_ms: float
+    score_ms: float
+    rest_ms: float
+    recorded: Outcome
+    best: Outcome
+
+    @property
+    def ms_per_token(self) -> float:
+        return (self.draft_ms + self.score_ms + self.rest_ms) / (self.last - self.first + 1)
+
+
+def stretches(
+    steps: Sequence[TracedStep], cost: StepCost, sizes: Sequence[int], num_tokens: int = 32
+) -> list[Stretch]:
+    """The steps of one request in stretches of at least so many tokens.
+
+    Args:
+        steps: that hold one row each; those that read the prompt are left out.
+        sizes: numbers of draft tokens to try.
+    """
+    found, taken, last = list[Stretch](), list[TracedStep](), 0
+    decoding = [step for step in steps if _decodes(step.rows[0])]
+    for number, step in enumerate(decoding, start=1):
+        taken.append(step)
+        count = sum(len(each.rows[0].committed) for each in taken)
+        if count >= num_tokens or number == len(decoding):
+            found.append(_stretch(taken, cost, sizes, last + 1))
+            taken, last = [], last + count
+    return found
+
+
+def _stretch(
+    steps: Sequence[TracedStep], cost: StepCost, sizes: Sequence[int], first: int
+) -> Stretch:
+    rows, times = [step.rows[0] for step in steps], [step.times for step in steps]
+    tokens = [token for row in rows for token in row.committed]
+    most = max(len(row.draft.tokens) for row in rows)
+    recorded = replay(steps, most, cost)
+    tried = [replay(steps, size, cost) for size in sizes if size < most]
+    return Stretch(
+        first,
+        first + len(tokens) - 1,
+        "".join(token.text for token in tokens),
+        tuple(dict.fromkeys(row.drafter for row in rows if row.drafter and row.draft.tokens)),
+        sum(time.draft_ms for time in times),
+        sum(time.score_ms for time in times),
+        sum(time.verify_ms + time.learn_ms for time in times),
+        recorded,
+        max([recorded, *tried], key=lambda outcome: outcome.tokens_per_s),
+    )
+
+
 def _decodes(row: TracedRow) -> bool:
     return row.num_read == 1 and bool(row.committed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from foredraft.engine.request import GenerationResult
 from foredraft.models.table import TableModel
 from foredraft.trace.files import Trace, TraceFile, read_trace
 from foredraft.trace.format import TracedDraft
-from foredraft.trace.replay import StepCost, replay
+from foredraft.trace.replay import StepCost, replay, stretches
 from foredraft.trace.texts import TokenTexts
 from tests.engine.helpers import engine_of, limited
 
@@ -194,6 +195,22 @@ def test_replay_says_what_fewer_draft_tokens_do(tmp_path: Path, size: int) -> No
     assert replay(trace.steps, 9, StepCost(10.0, 1.0, False)).is_bound
 
 
+def test_stretches_hold_all_tokens_and_name_what_is_faster(tmp_path: Path) -> None:
+    recorded, trace = traced(tmp_path / "t.jsonl", temperature=0.0)
+    written = len(recorded.token_ids) - len(trace.steps[0].rows[0].committed)
+    for node_ms, is_cheap in ((0.1, True), (50.0, False)):
+        cost = StepCost(10.0, node_ms, False)
+        found = stretches(trace.steps, cost, (0, 1, 2), num_tokens=6)
+        assert len(found) > 1
+        assert [each.first for each in found[1:]] == [each.last + 1 for each in found[:-1]]
+        assert found[-1].last == sum(each.recorded.committed for each in found) == written
+        assert recorded.text.endswith("".join(each.text for each in found))
+        for each in found:
+            assert each.best.tokens_per_s >= each.recorded.tokens_per_s
+            assert each.best.committed == each.recorded.committed
+        assert (found[0].best.num_draft_tokens == 0) != is_cheap
+
+
 def test_bad_files_are_told_by_line(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     _, _ = traced(path)
@@ -223,6 +240,13 @@ def test_the_commands_show_and_replay(tmp_path: Path) -> None:
     replayed = ask(app, ["replay", str(path), "--num-draft-tokens", "2"])
     assert replayed.exit_code == 0, replayed.output
     assert "committed per step" in replayed.output
+    whole = ask(app, ["replay", str(path)])
+    assert whole.exit_code == 0, whole.output
+    assert "committed a step" in whole.output
+    assert "instead of" in whole.output or "no other number" in whole.output
+    told = json.loads(ask(app, ["replay", str(path), "--json"]).output)
+    assert told["stretches"]["0"][0]["first"] == 1
+    assert {setting["num_draft_tokens"] for setting in told["settings"]} >= {0, 1, 2}
     assert isinstance(ask(app, ["show", str(path), "--step", "999"]).exception, ConfigError)
     assert isinstance(ask(app, ["show", str(path), "--request", "9"]).exception, ConfigError)
 
