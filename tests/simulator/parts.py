@@ -14,7 +14,7 @@ from torch import Tensor
 from foredraft.cache.base import NO_MEMORY, KVShape
 from foredraft.control.base import Allowance, Controller, Row
 from foredraft.core.errors import CacheFullError
-from foredraft.core.proposal import Proposal
+from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.traits import OWN, DrafterTraits
 from foredraft.core.tree import TokenTree
@@ -228,7 +228,13 @@ class Noting:
 
 
 class SimDrafter:
-    """Drafts random trees, nonsense now and then, and fails anywhere; notes whom it follows."""
+    """Drafts random trees, nonsense now and then, and fails anywhere; notes whom it follows.
+
+    Attributes:
+        followed: the requests that it follows.
+        complaint: what is wrong, if anything is: what it raises only ends its drafts.
+        asked: budgets of the step under way, by request, where it could draft.
+    """
 
     taps: Sequence[int] = ()
     layers: Sequence[Any] = ()
@@ -237,9 +243,8 @@ class SimDrafter:
     def __init__(self, dice: Dice, failing: float, nonsense: float) -> None:
         self._dice, self._failing, self._nonsense = dice, failing, nonsense
         self.followed: set[int] = set()
-        self.complaint = ""  # what it raises only ends its drafts
+        self.complaint = ""
         self.asked: dict[int, int] = {}
-        """Budgets of the step under way, by request."""
 
     def begin(self, row: DraftRow) -> None:
         assert row.request_id not in self.followed
@@ -250,8 +255,20 @@ class SimDrafter:
         assert all(row.request_id in self.followed for row in rows)
         self.asked |= {row.request_id: row.budget for row in rows}
         self._fail("propose")
-        drafts = [self._nonsense_for(row) or self._draft(row) for row in rows]
-        return drafts[1:] if self._dice.happens(self._nonsense) else drafts
+        drafts = [
+            self._nonsense_for(row) or self._draft(row) if self._is_ready(row) else NOT_READY
+            for row in rows
+        ]
+        if self._dice.happens(self._nonsense):
+            return drafts[1:]
+        for row, draft in zip(rows, drafts, strict=True):
+            if draft is NOT_READY:
+                del self.asked[row.request_id]
+        return drafts
+
+    def _is_ready(self, row: DraftRow) -> bool:
+        """Whether it can draft for a row; else it counts as not asked."""
+        return not self._dice.happens(0.05)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:
@@ -365,3 +382,36 @@ class SimHead(SimDrafter):
         text = row.tokens[layers.first(row.slot) : end]
         wrong = [i for i, (mine, token) in enumerate(zip(held, text, strict=True)) if mine != token]
         assert all(i and held[i] == held[i - 1] for i in wrong), "entries of another text"
+
+
+class SimSelfDraft(SimDrafter):
+    """Drafts on the target's own cache: its guesses stand behind the text until the target's
+    forward writes the same entries. It keeps nothing of a text and may join any, anywhere."""
+
+    traits = DrafterTraits(promise=(0.8, 0.6), round_share=0.4, learns=False)
+
+    def __init__(self, dice: Dice, failing: float, nonsense: float, cache: TokenCache) -> None:
+        super().__init__(dice, failing, nonsense)
+        self._cache = cache
+        self._first_lengths: dict[int, int] = {}
+
+    def begin(self, row: DraftRow) -> None:
+        self._first_lengths[row.request_id] = len(row.tokens)
+        super().begin(row)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        self.complaint = "it learns nothing, and is told of steps"
+
+    def _is_ready(self, row: DraftRow) -> bool:
+        """Not before the prompt is read, nor in the step that reads it from the cache's end."""
+        is_first = len(row.tokens) == self._first_lengths[row.request_id]
+        return not is_first and self._cache.length(row.slot) == len(row.tokens) - 1
+
+    def _draft(self, row: DraftRow) -> Proposal:
+        if list(self._cache.context(row.slot)) != list(row.tokens[:-1]):
+            self.complaint = "the cache holds another text than the one that it drafts for"
+        guesses = [self._dice.randrange(VOCAB_SIZE) for _ in range(row.budget)]
+        entries = (row.tokens[-1], *guesses)[: row.budget]
+        self._cache.reserve(row.slot, len(entries))
+        self._cache.write(row.slot, entries)
+        return super()._draft(row)

@@ -9,6 +9,7 @@ from typing import Any
 from foredraft.cache.index import common_prefix
 from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.control.base import Controller
+from foredraft.core.cost import CostModel
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.traits import OWN
@@ -29,6 +30,7 @@ from tests.simulator.parts import (
     SimController,
     SimDrafter,
     SimHead,
+    SimSelfDraft,
     SimTarget,
 )
 
@@ -72,6 +74,7 @@ class Simulation:
         block_size = dice.choice([1, 2, 4, 16])
         self.cache = SimCache(self.memory, block_size, dice, rate(0.1), rate(0.1))
         self.target.cache = self.cache
+        self.cost = CostModel(((1, 900.0), (4, 1000.0), (8, 1500.0))) if dice.happens(0.5) else None
         self.drafters: dict[Policy, dict[str, Drafter]] = {}
         self.policies = [
             self._new_policy(rate(0.1), rate(0.1), rate(0.1))
@@ -84,6 +87,7 @@ class Simulation:
             max_batch_size=dice.randint(1, 6),
             max_step_tokens=dice.choice([1, 3, 8, 32]),
             eos_token_ids=(0,) if dice.happens(0.3) else (),
+            cost=self.cost,
             trace=self._trace,
             prefix_caching=dice.happens(0.7),
             clock=self._clock,
@@ -162,23 +166,33 @@ class Simulation:
         return float(self._ticks)
 
     def _new_policy(self, failing: float, nonsense: float, failing_control: float) -> Policy:
-        """One drafter, or one that keeps entries and one that copies, as in the default."""
+        """One drafter, or as by default: a head, one on the target's own cache, one that copies."""
         dice, most = self.dice, self.dice.randint(0, 6)
         copies = SimDrafter(dice, failing, nonsense)
-        drafters: dict[str, Drafter] = {OWN: copies}
-        if dice.happens(0.5):
-            drafters = {"head": SimHead(dice, failing, nonsense, self.cache), "copies": copies}
-        elif dice.happens(0.6):
-            others = [NoDrafter(), NgramDrafter(min_ngram_size=1)]
-            others.append(SimHead(dice, failing, nonsense, self.cache))
-            drafters = {OWN: dice.choice(others)}
+        head = SimHead(dice, failing, nonsense, self.cache)
+        own_cache = SimSelfDraft(dice, failing, nonsense, self.cache)
+        alone: list[Drafter] = [
+            NoDrafter(),
+            NgramDrafter(min_ngram_size=1),
+            copies,
+            head,
+            own_cache,
+        ]
+        drafters: dict[str, Drafter] = dice.choice(
+            [
+                {OWN: dice.choice(alone)},
+                {"head": head, "copies": copies},
+                {"self_draft": own_cache, "copies": copies},
+                {"head": head, "self_draft": own_cache, "copies": copies},
+            ]
+        )
         loaded = [
             LoadedDrafter(drafter, self.target, name, 4, joins_late=not drafter.layers)
             for name, drafter in drafters.items()
         ]
         controller: Controller = SimController(dice, most, failing_control, [*drafters])
         if dice.happens(0.3):
-            controller = Noting(AdaptiveBudget([each.traits for each in loaded]))
+            controller = Noting(AdaptiveBudget([each.traits for each in loaded], self.cost))
         policy = Policy(controller, loaded)
         self.drafters[policy] = drafters
         return policy
