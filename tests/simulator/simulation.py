@@ -349,11 +349,16 @@ class Simulation:
         if self.all_is_kept and row.prompt_logprobs is None:
             texts = [text for tenant, text in self.left if tenant == row.options.tenant]
             size = self.cache.block_size
+            ending = []  # an interrupted step has left them behind: they may be found, or not
             for other in self.engine._scheduler.running:
-                if other.options.tenant == row.options.tenant and not other.is_over:
-                    texts.append(other.tokens[: other.num_cached // size * size])
-            most = max((common_prefix(row.tokens, text) for text in texts), default=0)
-            assert row.num_cached == min(most, len(row.tokens) - 1), "what is cached is not found"
+                if other.options.tenant == row.options.tenant:
+                    held = other.tokens[: other.num_cached // size * size]
+                    (ending if other.is_over else texts).append(held)
+            least, most = (
+                max((common_prefix(row.tokens[:-1], text) for text in each), default=0)
+                for each in (texts, texts + ending)
+            )
+            assert least <= row.num_cached <= most, "what is cached is not found"
 
     def _checked_close(self, row: Request) -> None:
         """Note what a request leaves."""

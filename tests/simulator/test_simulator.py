@@ -94,6 +94,30 @@ def test_it_notices_drafts_that_are_counted_and_were_not_asked_for(
     assert notices()
 
 
+def test_it_notices_a_drafter_that_is_not_ready_and_counts_as_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("foredraft.engine.drafting.NOT_READY", None)
+    assert notices()
+
+
+def test_it_notices_guesses_in_what_others_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a drafter leaves behind the text, on the target's own cache."""
+    note = PrefixCache.note
+
+    def hasty(self: PrefixCache, slot: int, tokens: Sequence[int]) -> None:
+        cache = self._cache
+        assert isinstance(cache, PagedCache)
+        state, length = cache.slot(slot), cache.length(slot)
+        end = min(len(state.table) * cache.block_size, state.dirty, len(tokens))
+        state.length = end
+        note(self, slot, tokens)
+        state.length = length
+
+    monkeypatch.setattr(PrefixCache, "note", hasty)
+    assert notices()
+
+
 def test_it_notices_a_row_that_nobody_drafts_for_after_a_preemption(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
