@@ -29,7 +29,6 @@ from foredraft.core.cost import USUAL_PRICE, Price, TablePrice, chain_speedup
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
 from foredraft.core.proposal import NOT_READY, Proposal
-from foredraft.core.rules import SamplingRules
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
@@ -134,7 +133,7 @@ class CopyHead:
             draw = scores.draws[place]
             return chain.take(None if draw is None else draw.token)
         logits_1R = scores.logits_NV[place : place + 1]
-        if isinstance(row.rules, SamplingRules) and not isinstance(row.choices, DrawnChoices):
+        if row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
             (choices,) = self._rows.choices(row, logits_1R, [chain.tokens], 1)
             return chain.take(choices[0] if choices else None)
         return chain.extend(self._rows.spread(logits_1R[0]))
@@ -215,11 +214,7 @@ class SelfDrafter(BaseDrafter):
     def _head_for(self, row: DraftRow) -> CopyHead:
         """A short one, where the text has been one of usual tokens and no rule needs others."""
         usual = self._usual
-        if (
-            usual is None
-            or not isinstance(row.rules, SamplingRules)
-            or not usual.covers(row.tokens)
-        ):
+        if usual is None or not row.rules.filters_only or not usual.covers(row.tokens):
             return self._all
         return usual
 

@@ -35,6 +35,8 @@ from tests.simulator.parts import (
 )
 
 NUM_MODELS = 40
+INTERRUPTED = 0.3
+"""Share of the schedules, of those with faults, in which steps are interrupted."""
 _PATIENCE = 40
 """A schedule may take so many steps for each that its requests need alone."""
 
@@ -81,7 +83,7 @@ class Simulation:
             for _ in range(dice.choice([1, 1, 2, 3]))
         ]
         self.policies[-1].is_apart = dice.happens(0.3)
-        self._interrupting = rate(0.01) if dice.happens(0.3) else 0.0
+        self._interrupting = rate(0.01) if dice.happens(INTERRUPTED) else 0.0
         self._ticks = 0
         options = EngineOptions(
             max_batch_size=dice.randint(1, 6),
@@ -349,14 +351,15 @@ class Simulation:
         if self.all_is_kept and row.prompt_logprobs is None:
             texts = [text for tenant, text in self.left if tenant == row.options.tenant]
             size = self.cache.block_size
-            ending = []  # an interrupted step has left them behind: they may be found, or not
+            uncertain = []  # an interrupted step has left them behind: they may be found, or not
             for other in self.engine._scheduler.running:
                 if other.options.tenant == row.options.tenant:
                     held = other.tokens[: other.num_cached // size * size]
-                    (ending if other.is_over else texts).append(held)
+                    is_named = other.num_named * size == len(held) or not self._interrupting
+                    (texts if is_named and not other.is_over else uncertain).append(held)
             least, most = (
                 max((common_prefix(row.tokens[:-1], text) for text in each), default=0)
-                for each in (texts, texts + ending)
+                for each in (texts, texts + uncertain)
             )
             assert least <= row.num_cached <= most, "what is cached is not found"
 

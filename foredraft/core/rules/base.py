@@ -37,6 +37,11 @@ class Rules(Protocol):
         ...
 
     @property
+    def filters_only(self) -> bool:
+        """Whether the law is temperature and filters, so that likelier tokens stay likelier."""
+        ...
+
+    @property
     def bans(self) -> bool:
         """Whether there are tokens that `permits` may refuse."""
         ...
@@ -75,7 +80,7 @@ class Rules(Protocol):
 class TextlessRules:
     """What `Rules` answers where it looks at no text: nothing is banned, forced or complete."""
 
-    bans = False
+    bans = filters_only = False
     scale: float | None = None
 
     def permits(self, token: int, text: Sequence[int], drafted: Sequence[int] = ()) -> bool:
@@ -93,6 +98,7 @@ class SamplingRules(TextlessRules):
     """Temperature and filters; they look at no text."""
 
     params: SamplingParams
+    filters_only = True
 
     @cached_property
     def scale(self) -> float | None:  # type: ignore[override]

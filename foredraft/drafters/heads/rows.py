@@ -19,7 +19,6 @@ from foredraft.core.choices import Choice, DrawnChoices
 from foredraft.core.named import NamedLaws, NamedTokens
 from foredraft.core.noise import Array
 from foredraft.core.params import SamplingParams
-from foredraft.core.rules import SamplingRules
 from foredraft.drafters.base import DraftRow
 from foredraft.kernels.build import KernelUnavailable, load_library
 
@@ -140,7 +139,7 @@ class OutputRows:
             copied: for each node what something else says follows it; see `blended`.
         """
         params = row.params
-        if not isinstance(row.rules, SamplingRules):
+        if not row.rules.filters_only:
             return [
                 row.choose(self.spread(logits_R), guesses, count)
                 for logits_R, guesses in zip(logits_NR, drafted, strict=True)
