@@ -35,7 +35,8 @@ LAYERS = {
     "trace": 9,
     "server": 10,
     "bench": 10,
-    "cli": 11,
+    "audit": 11,
+    "cli": 12,
 }
 """A module imports from its own layer and the ones below."""
 APART = [

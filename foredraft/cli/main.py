@@ -75,6 +75,10 @@ COMMANDS = {
     "index": Command("index:app", "Make texts searchable for the retrieval drafter."),
     "tune": Command("tune:app", "Find settings for a model on this machine."),
     "bench": Command("bench:app", "Measure on this machine: interleaved, with medians."),
+    "audit": Command(
+        "audit:audit",
+        "Find out whether speculation is lossless here: this model, drafter and parameters.",
+    ),
     "trace": Command("trace:app", "Look at what a run did, step by step."),
 }
 

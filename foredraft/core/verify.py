@@ -13,9 +13,9 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 
@@ -52,6 +52,10 @@ class Verdict:
     @property
     def num_accepted(self) -> int:
         return len(self.path)
+
+
+Rule: TypeAlias = Callable[[Proposal, NodeLaws, VerifyChoices], Verdict]
+"""From a draft and the target's laws to what is committed, as `verify` does it."""
 
 
 def verify(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:

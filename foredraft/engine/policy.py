@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from foredraft.control.base import Allowance, Controller, Row
 from foredraft.core.record import StepRecord
+from foredraft.core.verify import Rule, verify
 from foredraft.drafters.base import Drafter
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.models.base import Target
@@ -49,6 +50,10 @@ class Policy:
             behalf (`Engine.step`). So two policies can race on one target without slowing each
             other down.
         keeps_evidence: whether the verdicts on these requests say what they were decided on.
+
+    Attributes:
+        rule: by which drafts are verified. Anything but `verify` is a fault, and is planted by
+            audits alone, to see whether they would find it.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Policy:
         self.drafters = {loaded.traits.name: loaded for loaded in drafters}
         self.keeps_evidence = keeps_evidence
         self.trace = GuardedTrace(trace)
+        self.rule: Rule = verify
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter, controller: Controller) -> Policy:

@@ -17,7 +17,7 @@ from foredraft.core.rules import Rules
 from foredraft.core.sampling import Law, check_finite
 from foredraft.core.text_view import TextView
 from foredraft.core.tree import ROOT, TokenTree
-from foredraft.core.verify import Evidence, Verdict, verify
+from foredraft.core.verify import Evidence, Verdict
 from foredraft.drafters.base import DraftRow, Observation
 from foredraft.engine.request import Request
 from foredraft.models.base import RowScores, ScoreRow, Scores
@@ -162,13 +162,13 @@ class Turn(RowStep):
         drawn = scores.draw.token if scores.draw else None
         if drawn is not None and not (proposal.tree.tokens or request.keeps_evidence):
             return Verdict((), drawn, "bonus")
-        num_tokens = len(request.tokens)
+        num_tokens, rule = len(request.tokens), request.policy.rule
         choices = KeyedVerifyChoices(request.seed, num_tokens, drawn)
         if request.keeps_evidence:
             laws = _RowLaws(proposal, scores, request.rules, tuple(request.tokens))
             evidence = Evidence(laws, choices, request.seed, num_tokens)
-            return evidence.of(verify(proposal, evidence, evidence))
-        return verify(proposal, _RowLaws(proposal, scores, request.rules, request.tokens), choices)
+            return evidence.of(rule(proposal, evidence, evidence))
+        return rule(proposal, _RowLaws(proposal, scores, request.rules, request.tokens), choices)
 
     def _logprobs_by(self, verdict: Verdict, scores: RowScores) -> list[TokenLogprobs]:
         """Of the tokens of a verdict, by the logits of the nodes that they follow."""

@@ -32,6 +32,7 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.core.verify import Verdict, verify
 from foredraft.drafters import base as drafters_base
 from foredraft.engine import fetch as engine_fetch
+from foredraft.engine import policy as engine_policy
 from foredraft.engine import turn as engine_turn
 from foredraft.models.table import TableModel, TokenCache
 from tests.exactness.drafting import SHAPES, Chosen, Conditional, Draft, Drawn
@@ -62,7 +63,7 @@ class Parts:
     def installed(self) -> Iterator[None]:
         """Let the engine's step use these parts."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_turn, "verify", self.rule)
+            patch.setattr(engine_policy, "verify", self.rule)
             patch.setattr(drafters_base, "KeyedDrawnChoices", self.draft_choices)
             patch.setattr(engine_turn, "KeyedVerifyChoices", self.verify_choices)
             # What is drawn for all rows at once passes these parts by.

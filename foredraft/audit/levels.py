@@ -1,0 +1,51 @@
+"""What an audit looked at, with a verdict for each level and one for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Verdict(StrEnum):
+    """What a level says."""
+
+    SAME_BITS = "same bits"
+    NEAR_TIES = "same but for near-ties"
+    SAME_LAW = "same law at this power"
+    ALL_FOUND = "all planted faults found"
+    DIFFERENT = "DIFFERENT"
+    INCONCLUSIVE = "inconclusive"
+    NOT_ASKED = "does not apply"
+
+
+EXIT_SAME, EXIT_DIFFERENT, EXIT_INCONCLUSIVE = 0, 1, 3
+"""Exit status of the command; 2 is for what cannot be used."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One way of looking.
+
+    Attributes:
+        name: of the level.
+        said: what was found, or why nothing could be, in a sentence.
+        figures: counts, statistics and p-values by name.
+        evidence: of differences: what, where, and by how much.
+    """
+
+    name: str
+    verdict: Verdict
+    said: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Sequence[Mapping[str, Any]] = ()
+
+
+def exit_code(levels: Iterable[Level]) -> int:
+    """Different where any level is; else inconclusive where any is; else the same."""
+    verdicts = {level.verdict for level in levels}
+    if Verdict.DIFFERENT in verdicts:
+        return EXIT_DIFFERENT
+    decided = verdicts - {Verdict.INCONCLUSIVE, Verdict.NOT_ASKED}
+    return EXIT_INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts or not decided else EXIT_SAME

@@ -1,0 +1,585 @@
+"""The audit of an `LLM`: its own drafter, its own parameters, on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count, cycle, islice
+from typing import Any, cast
+
+import numpy as np
+
+from foredraft.audit.faults import FAULTS, Fault, planted
+from foredraft.audit.levels import Level, Verdict
+from foredraft.audit.options import AuditOptions
+from foredraft.audit.plain import Difference, Margins, PlainTarget, difference_of
+from foredraft.audit.report import AuditReport
+from foredraft.audit.statistics import RARE, Drafted, LawTests, share_below
+from foredraft.bench.prompts import encoded_prompts
+from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError
+from foredraft.core.grammar import Grammar
+from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import DrawnProposal
+from foredraft.core.record import StepRecord
+from foredraft.core.tree import ROOT
+from foredraft.drafters import drafter_spec
+from foredraft.drafters.base import Drafter
+from foredraft.engine.engine import Engine
+from foredraft.engine.request import GenerationResult
+from foredraft.llm import LLM
+from foredraft.models.base import LowBitTarget
+from foredraft.models.files.progress import Progress, SilentProgress
+
+_MOST_DRAFTED = 4
+"""Nodes a step where nobody says how many: enough for each depth to be seen often."""
+_TEXTS_AT_ONCE = 16
+_BITS_TEXTS, _BITS_TOKENS = 6, 48
+_FAULT_TEXTS, _FAULT_TOKENS = (4, 4, 8, 16, 32, 64), 64
+"""Texts of each look for a planted fault; it ends when one has found it."""
+_PARAMETER_TEXTS, _PARAMETER_TOKENS = 2, 24
+_TINY_CHUNK = 16
+_SEED_STEP = 1_000_003
+"""Between the seeds of two texts."""
+
+Ids = Sequence[int]
+
+
+@dataclass
+class Seen:
+    """What was drafted for each token of each request, as a trace saw it.
+
+    Attributes:
+        drafted: by request and position in its whole text.
+        num_drafted, num_accepted: nodes.
+        num_preempted: requests that gave their place away.
+    """
+
+    drafted: dict[tuple[int, int], Drafted] = field(default_factory=dict)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_preempted: int = 0
+
+    def __call__(self, record: StepRecord) -> None:
+        self.num_preempted += record.num_preempted
+        for row in record.rows:
+            if row.verdict is None:
+                continue
+            proposal, tree = row.proposal, row.proposal.tree
+            self.num_drafted += len(tree)
+            self.num_accepted += row.num_accepted
+            first = row.context + row.num_read
+            for place, node in enumerate((ROOT, *row.verdict.path)[: len(row.committed)]):
+                if node in tree.children:
+                    child = tree.children[node][0]
+                    likely = None
+                    if isinstance(proposal, DrawnProposal):
+                        probs_V = proposal.draft_probs_NV[child].double().numpy()
+                        probs_V = probs_V / probs_V.sum()
+                        tokens = np.flatnonzero(probs_V > RARE)
+                        likely = tokens, probs_V[tokens]
+                    key = row.request_id, first + place
+                    self.drafted[key] = Drafted(tree.tokens[child], likely)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted nodes that were committed."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A finished request."""
+
+    prompt: tuple[int, ...]
+    result: GenerationResult
+
+
+class OwnAudit:
+    """See the module docstring. It has the engine to itself.
+
+    Args:
+        llm: loaded with the drafter that is audited.
+        params: of the requests. Their length is that of the replies, and the seed, or 0, is that
+            of all that is drawn; how many replies there are to a prompt is the audit's own.
+        options: how large it is.
+        progress: told what is being done.
+        drafter: one of your own instead of the one that ``llm`` names.
+
+    Raises:
+        ConfigError: nothing drafts, or no prompt fits.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        options: AuditOptions | None = None,
+        progress: Progress | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.llm, self.options = llm, options or AuditOptions()
+        self.seed, self.tokens = params.seed or 0, params.max_tokens
+        self.params = replace(params, seed=None, n=1, logprobs=None, prompt_logprobs=None)
+        self._progress, self._drafter = progress or SilentProgress(), drafter
+        self._ends_at = time.monotonic() + self.options.time_limit
+        if drafter is None and llm.drafter_name == "none":
+            raise ConfigError("nothing drafts here, so there is nothing to audit; name a --drafter")
+        self.drafter_name = llm.drafter_name if drafter is None else type(drafter).__name__
+        room = llm.target.max_context - self.tokens
+        found = encoded_prompts(llm, self.options.prompts)
+        self.prompts = [tuple(ids) for _, ids in found if len(ids) < room]
+        if llm.tokenizer is None:  # ids of a small vocabulary
+            vocab = llm.target.vocab_size
+            self.prompts = [tuple(token % vocab for token in ids) for ids in self.prompts]
+        if not self.prompts:
+            raise ConfigError(f"no prompt leaves room for {self.tokens} tokens")
+        self.tolerance, self._plain = 0.0, PlainTarget(llm.target)
+
+    def report(self) -> AuditReport:
+        """Run all levels, and say what they found."""
+        began, options = time.monotonic(), self.llm.options
+        levels = self.run()
+        params = self.params
+        coupling = f", coupling {params.coupling}" if params.coupling != "seeded" else ""
+        return AuditReport(
+            subject=f"{options.model} at temperature {params.temperature:g}{coupling} with drafter "
+            f"{self.drafter_name}",
+            levels=levels,
+            settings={
+                "model": options.model,
+                "drafter": self.drafter_name,
+                "num_draft_tokens": self._num_drafts,
+                "params": {**asdict(params), "seed": self.seed, "max_tokens": self.tokens},
+                "audit": asdict(self.options),
+                "prompts_sha256": _sha256(self.prompts),
+            },
+            decisive=("margins" if self._is_keyed else "law", "planted faults"),
+            seconds=time.monotonic() - began,
+            seed=self.seed,
+        )
+
+    def run(self) -> list[Level]:
+        """All levels, in order."""
+        try:
+            levels = [self.bits(), *self.margins_and_law(), self.parameters()]
+            if self.options.plant_faults:
+                levels.append(self.planted_faults())
+        finally:
+            self._plain.close()
+        return levels
+
+    # ------------------------------------------------------------------------------------- bits
+
+    def bits(self) -> Level:
+        """The same requests in every way that must not matter."""
+        if self.params.coupling == "drawn" and self.params.temperature > 0.0:
+            said = "with the coupling drawn, texts are not to be the same bit for bit"
+            return Level("bits", Verdict.NOT_ASKED, said)
+        prompts = self.prompts[:_BITS_TEXTS]
+        self._progress.stage("Comparing bits")
+        runs: dict[str, list[tuple[int, ...]]] = {}
+        notes: list[str] = []
+        for number, (name, texts) in enumerate(self._ways(prompts, notes)):
+            runs[name] = texts
+            self._progress.advance((number + 1) / 8)
+        plain = runs["plain, one at a time"]
+        evidence = [
+            found
+            for name, texts in runs.items()
+            for index, (due, served) in enumerate(zip(plain, texts, strict=True))
+            if (found := _first_difference(name, index, due, served)) is not None
+        ]
+        compared = sum(map(len, plain)) * (len(runs) - 1)
+        figures = {"ways": [*runs], "tokens_compared": compared, "texts_differing": len(evidence)}
+        if not evidence:
+            said = (
+                f"{compared} tokens in {len(runs)} ways, none differs: "
+                f"fewer than {share_below(compared, 0.95):.1e} of all tokens do"
+            )
+            return Level("bits", Verdict.SAME_BITS, "; ".join([said, *notes]), figures)
+        said = f"{len(evidence)} texts differ from plain decoding, one at a time"
+        if self._promises_bits:
+            return Level("bits", Verdict.DIFFERENT, said, figures, evidence)
+        said += "; bits are not promised here, so the margins decide"
+        return Level("bits", Verdict.NEAR_TIES, said, figures, evidence)
+
+    def _ways(
+        self, prompts: Sequence[Ids], notes: list[str]
+    ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+        params = replace(self.params, max_tokens=min(_BITS_TOKENS, self.tokens))
+        plain, drafted = self._view(None), self._view(self._num_drafts)
+        as_asked = self._view(self.llm.options.num_draft_tokens or -1, prefix_caching=True)
+        alone = [self._texts(plain, [p], params, index) for index, p in enumerate(prompts)]
+        yield "plain, one at a time", [text for texts in alone for text in texts]
+        yield "plain, together", self._texts(plain, prompts, params)
+        yield "drafted, together", self._texts(drafted, prompts, params)
+        alone = [self._texts(drafted, [p], params, index) for index, p in enumerate(prompts)]
+        yield "drafted, one at a time", [text for texts in alone for text in texts]
+        yield "drafted as asked for, prefixes kept", self._texts(as_asked, prompts, params)
+        yield "drafted as asked for, prefixes found", self._texts(as_asked, prompts, params)
+        yield from self._small_ways(prompts, params, notes)
+
+    def _small_ways(
+        self, prompts: Sequence[Ids], params: SamplingParams, notes: list[str]
+    ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+        """In tiny chunks, and with too little memory for all at once: on a cache apart."""
+        if not self.llm.target.capabilities.low_bit or self._drafter is not None:
+            notes.append("chunks and preemption were not tried: this target has no cache apart")
+            return
+        longest = max(map(len, prompts)) + params.max_tokens
+        needed = sum(map(len, prompts)) + len(prompts) * params.max_tokens
+        target = cast(LowBitTarget, self.llm.target).apart(max(2 * longest, needed // 2))
+        options = replace(self._load_options(self._num_drafts), max_step_tokens=_TINY_CHUNK)
+        seen = Seen()
+        try:
+            small = LLM(
+                *(target, self.llm.tokenizer, options), plan=self.llm.plan, cost=None, trace=seen
+            )
+        except (CapabilityError, ConfigError) as error:
+            notes.append(f"chunks and preemption were not tried: {error}")
+            return
+        yield "drafted, in chunks and preempted", self._texts(small, prompts, params)
+        if not seen.num_preempted:
+            notes.append("nothing was preempted")
+
+    @property
+    def _promises_bits(self) -> bool:
+        return self.llm.plan is None or self.llm.plan.is_exact
+
+    # ---------------------------------------------------------------------------- margins and law
+
+    def margins_and_law(self) -> tuple[Level, Level]:
+        """Replies with drafts, each token against its plain law."""
+        self._progress.stage("Measuring noise")
+        self.tolerance = self._measured_tolerance()
+        self._progress.stage("Looking at drafted replies")
+        seen, margins, law = Seen(), Margins(self.tolerance), LawTests(self.seed)
+        view = self._view(self._num_drafts, seen, self.llm.options.prefix_caching)
+        num_texts = 0
+        for start in count(0, _TEXTS_AT_ONCE):
+            replies = self._replies(view, start, _TEXTS_AT_ONCE, self.tokens)
+            self._look(replies, seen, margins, law)
+            num_texts += len(replies)
+            share = self._share_done(margins, law)
+            self._progress.advance(min(share, num_texts / self.options.texts))
+            is_enough = share >= 1.0 and num_texts >= self.options.texts
+            if is_enough or margins.structural or self._is_late(0.55):
+                break
+        figures = {
+            "texts": num_texts,
+            "drafted": seen.num_drafted,
+            "acceptance": round(seen.acceptance, 4),
+        }
+        return self._margin_level(margins, figures, seen), self._law_level(law, figures)
+
+    def _share_done(self, margins: Margins, law: LawTests) -> float:
+        """How much of the power that was asked for is there."""
+        options = self.options
+        if self._is_keyed:
+            below = share_below(margins.tokens, options.power)
+            return options.detect / 10.0 / below
+        found = law.detectable(options.alpha / 2, options.power)
+        return (options.detect / found) ** 2
+
+    @property
+    def _is_keyed(self) -> bool:
+        """Whether it is known for each token which one plain decoding draws."""
+        return self.params.coupling == "seeded" or self.params.temperature == 0.0
+
+    def _measured_tolerance(self) -> float:
+        """Four times the largest noise seen, in nats of the law."""
+        view = self._view(None)
+        replies = self._replies(view, 0, 2, _BITS_TOKENS)
+        with self.llm.engine.lock:
+            noise = max(self._plain.noise(each.prompt, each.result.token_ids) for each in replies)
+        return 4.0 * noise / (self.params.temperature or 1.0)
+
+    def _look(
+        self, replies: Iterable[Reply], seen: Seen, margins: Margins, law: LawTests | None
+    ) -> None:
+        """Score replies again, and take in what is seen."""
+        for each in replies:
+            params, result = replace(self.params, seed=each.result.seed), each.result
+            self.look_at(each, params, margins, law, seen)
+            for key in [key for key in seen.drafted if key[0] == result.request_id]:
+                del seen.drafted[key]
+
+    def look_at(
+        self,
+        reply: Reply,
+        params: SamplingParams,
+        margins: Margins,
+        law: LawTests | None = None,
+        seen: Seen | None = None,
+    ) -> None:
+        """Score one reply again, and take in what is seen."""
+        result, num_prompt = reply.result, len(reply.prompt)
+        sha = _sha256(reply.prompt)
+        (request,) = self.llm.engine.prepare(reply.prompt, params)
+        if law is not None:
+            law.begin()
+        with self.llm.engine.lock:
+            for at in self._plain.scored(request.rules, reply.prompt, result.token_ids):
+                different = difference_of(at, params, result.seed, num_prompt)
+                margins.add(
+                    different and Difference(result.request_id, at.index, at.token, *different, sha)
+                )
+                if law is not None and at.law.scale is not None:
+                    key = result.request_id, num_prompt + at.index
+                    # Drafts of seeded requests are chosen with the noise of the draw itself.
+                    drafted = None if self._is_keyed or seen is None else seen.drafted.get(key)
+                    law.add(at.law.probs_V.numpy(), at.token, drafted)
+
+    def _margin_level(self, margins: Margins, figures: Mapping[str, Any], seen: Seen) -> Level:
+        options = self.options
+        below = share_below(margins.tokens, options.power)
+        figures = {
+            **figures,
+            "tokens": margins.tokens,
+            "near_ties": margins.near_ties,
+            "structural": margins.structural,
+            "tolerance_nats": margins.tolerance,
+        }
+        evidence = [asdict(each) for each in margins.examples]
+        if margins.structural:
+            said = (
+                f"{margins.structural} of {margins.tokens} tokens are not those of plain decoding"
+            )
+            return Level("margins", Verdict.DIFFERENT, said, figures, evidence)
+        if not seen.num_drafted:
+            said = "nothing was drafted, so nothing was looked at"
+            return Level("margins", Verdict.INCONCLUSIVE, said, figures)
+        if not self._is_keyed:
+            said = f"each of {margins.tokens} tokens is possible by its plain law"
+            return Level("margins", Verdict.SAME_BITS, said, figures)
+        said = (
+            f"each of {margins.tokens} tokens is the one that plain decoding draws: "
+            f"a share of {below:.1e} that is not would have been seen"
+        )
+        if margins.near_ties:
+            said = f"{margins.near_ties} of {margins.tokens} tokens differ, all at near-ties"
+        verdict = Verdict.NEAR_TIES if margins.near_ties else Verdict.SAME_BITS
+        if below > options.detect:
+            verdict = Verdict.INCONCLUSIVE
+            said += f"; {options.detect:.1e} was asked for"
+        return Level("margins", verdict, said, figures, evidence)
+
+    def _law_level(self, law: LawTests, figures: Mapping[str, Any]) -> Level:
+        if self.params.temperature == 0.0:
+            return Level("law", Verdict.NOT_ASKED, "at temperature 0 nothing is drawn")
+        options, p_values = self.options, law.p_values()
+        found = law.detectable(options.alpha / 2, options.power)
+        figures = {
+            **figures,
+            "tokens": law.count,
+            "p_values": p_values,
+            "shift": law.drafted.shift,
+            "detectable_shift": found,
+            "impossible_tokens": law.impossible,
+        }
+        if law.rejects(options.alpha / 2):  # the other half is for all parameters together
+            name = min(p_values, key=p_values.__getitem__)
+            said = f"{name}: p = {p_values[name]:.1e} over {law.count} tokens"
+            return Level("law", Verdict.DIFFERENT, said, figures)
+        said = f"{law.count} tokens fit their laws; a shift of {found:.1%} would have been seen"
+        if found > options.detect and not self._is_keyed:
+            said += f", and {options.detect:.1%} was asked for"
+            return Level("law", Verdict.INCONCLUSIVE, said, figures)
+        if self._is_keyed:
+            said += " by these tests alone; the margins see each token"
+        return Level("law", Verdict.SAME_LAW, said, figures)
+
+    # --------------------------------------------------------------------------------- parameters
+
+    def parameters(self) -> Level:
+        """Each sampling parameter once, with drafts: every token by the plain law."""
+        self._progress.stage("Trying every sampling parameter")
+        seen, rows = Seen(), list[dict[str, Any]]()
+        view = self._view(self._num_drafts, seen)
+        settings = parameter_settings(self.llm)
+        evidence: list[Mapping[str, Any]] = []
+        law, temperature = LawTests(self.seed), self.params.temperature or 0.8
+        base = SamplingParams(temperature=temperature, coupling=self.params.coupling)
+        for number, (name, changed) in enumerate(settings.items()):
+            params, margins = replace(base, **changed), Margins(self.tolerance)
+            for reply in self._replies(view, 0, _PARAMETER_TEXTS, _PARAMETER_TOKENS, params):
+                own = replace(params, seed=reply.result.seed)
+                self.look_at(reply, own, margins, law, seen)
+            counts = {key: getattr(margins, key) for key in ("tokens", "near_ties", "structural")}
+            rows.append({"parameter": name, **counts})
+            evidence += [{"parameter": name, **asdict(each)} for each in margins.examples]
+            self._progress.advance((number + 1) / len(settings))
+        wrong = [str(row["parameter"]) for row in rows if row["structural"]]
+        if law.rejects(self.options.alpha / 2):
+            wrong.append("all of them together")
+        figures = {"settings": rows, "drafted": seen.num_drafted, "p_values": law.p_values()}
+        if wrong:
+            said = f"tokens differ with {', '.join(dict.fromkeys(wrong))}"
+            return Level("parameters", Verdict.DIFFERENT, said, figures, evidence)
+        ties = any(row["near_ties"] for row in rows)
+        said = f"{len(settings)} settings, {sum(row['tokens'] for row in rows)} tokens, each as due"
+        return Level("parameters", Verdict.NEAR_TIES if ties else Verdict.SAME_BITS, said, figures)
+
+    # ------------------------------------------------------------------------------------- faults
+
+    def planted_faults(self) -> Level:
+        """The same tests with known mistakes: would they have been found?"""
+        is_greedy = self.params.temperature == 0.0
+        faults = [fault for fault in FAULTS if not (is_greedy and fault.needs_draws)]
+        rows = []
+        for number, fault in enumerate(faults):
+            self._progress.stage(f"Planting a fault: {fault.name}")
+            self._progress.advance(number / len(faults))
+            rows.append(self.plant(fault))
+        found = sum(row["found_by"] is not None for row in rows)
+        said = f"{found} of {len(rows)} planted faults were found"
+        missed = [str(row["fault"]) for row in rows if row["found_by"] is None]
+        if missed:
+            said += f"; not found: {', '.join(missed)}"
+        verdict = Verdict.INCONCLUSIVE if missed else Verdict.ALL_FOUND
+        return Level("planted faults", verdict, said, {"faults": rows, "found": found})
+
+    def plant(self, fault: Fault) -> dict[str, Any]:
+        """Look for one fault, at a few growing sizes, each with its part of alpha."""
+        options, seen = self.options, Seen()
+        margins, law = Margins(self.tolerance), LawTests(self.seed)
+        view = self._view(self._num_drafts, seen)
+        found_by = None
+        first, most = 0, min(_FAULT_TOKENS, self.tokens)
+        for number in _FAULT_TEXTS:
+            with planted(fault, view.policy, self.llm.target.cache):
+                replies = self._replies(view, first, number, most)
+            first += number
+            self._look(replies, seen, margins, law)
+            if margins.structural:
+                found_by = "margins"
+            elif law.rejects(options.alpha / len(_FAULT_TEXTS)):
+                p_values = law.p_values()
+                found_by = f"law: {min(p_values, key=p_values.__getitem__)}"
+            if found_by or self._is_late(1.0):
+                break
+        return {
+            "fault": fault.name,
+            "said": fault.said,
+            "found_by": found_by,
+            "tokens": margins.tokens,
+            "acceptance": round(seen.acceptance, 4),
+        }
+
+    # ------------------------------------------------------------------------------------ running
+
+    @property
+    def _num_drafts(self) -> int:
+        """Nodes a step: a fixed number, so that much is verified whether it pays here or not."""
+        asked = self.llm.options.num_draft_tokens
+        if asked:
+            return asked
+        if self._drafter is not None:
+            return _MOST_DRAFTED
+        return min(_MOST_DRAFTED, drafter_spec(self.llm.drafter_name).num_draft_tokens)
+
+    def _load_options(self, drafts: int | None, prefix_caching: bool = False) -> Any:
+        """Options of a view: no drafts for None, as many as pay for -1."""
+        options = self.llm.options
+        if drafts is None:
+            return replace(
+                options,
+                drafter="none",
+                draft_model=None,
+                drafter_options={},
+                num_draft_tokens=None,
+                prefix_caching=False,
+            )
+        number = None if drafts < 0 else drafts
+        return replace(options, num_draft_tokens=number, prefix_caching=prefix_caching)
+
+    def _view(
+        self, drafts: int | None, seen: Seen | None = None, prefix_caching: bool = False
+    ) -> LLM:
+        drafter = self._drafter if drafts is not None else None
+        options = self._load_options(drafts, prefix_caching)
+        return self.llm.with_drafter(options, trace=seen, drafter=drafter)
+
+    def _replies(
+        self,
+        view: LLM,
+        first: int,
+        number: int,
+        max_tokens: int,
+        params: SamplingParams | None = None,
+    ) -> list[Reply]:
+        """Replies number ``first`` and following, each with a seed of its own."""
+        prompts = list(islice(cycle(self.prompts), first, first + number))
+        params = replace(params or self.params, max_tokens=max_tokens)
+        results = self._run(view, prompts, params, first)
+        return [Reply(tuple(p), result) for p, result in zip(prompts, results, strict=True)]
+
+    def _texts(
+        self, view: LLM, prompts: Sequence[Ids], params: SamplingParams, first: int = 0
+    ) -> list[tuple[int, ...]]:
+        return [result.token_ids for result in self._run(view, prompts, params, first)]
+
+    def _run(
+        self, view: LLM, prompts: Sequence[Ids], params: SamplingParams, first: int
+    ) -> list[GenerationResult]:
+        engine: Engine = view.engine
+        for index, prompt in enumerate(prompts, first):
+            seed = (self.seed + index * _SEED_STEP) % 2**64
+            params = replace(params, min_tokens=min(params.min_tokens, params.max_tokens))
+            engine.submit(prompt, replace(params, seed=seed), view.request_options())
+        results = [event.result for event in engine.run() if event.result is not None]
+        for result in results:
+            if result.error is not None:
+                raise ForedraftError(f"a request failed: {result.error}")
+        return sorted(results, key=lambda result: result.request_id)
+
+    def _is_late(self, share: float) -> bool:
+        """Whether this share of the time limit is over."""
+        left = self._ends_at - time.monotonic()
+        return left <= (1.0 - share) * self.options.time_limit
+
+
+def _sha256(ids: object) -> str:
+    return hashlib.sha256(repr(ids).encode()).hexdigest()
+
+
+def _first_difference(
+    way: str, text: int, due: Sequence[int], served: Sequence[int]
+) -> dict[str, Any] | None:
+    if due == served:
+        return None
+    pairs = zip(due, served, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(due), len(served)))
+    return {
+        "way": way,
+        "text": text,
+        "position": place,
+        "due": [*due[place : place + 3]],
+        "served": [*served[place : place + 3]],
+    }
+
+
+def parameter_settings(llm: LLM) -> dict[str, dict[str, Any]]:
+    """Every sampling parameter that has a say in the law, each by itself."""
+    vocab = llm.target.vocab_size
+    some = [*range(0, vocab, max(1, vocab // 2000))]
+    settings: dict[str, dict[str, Any]] = {
+        "temperature 0": {"temperature": 0.0},
+        "temperature 1.3": {"temperature": 1.3},
+        "top_k": {"top_k": min(20, max(1, vocab - 1))},
+        "top_p": {"top_p": 0.9},
+        "min_p": {"min_p": 0.05},
+        "top_k, top_p, min_p": {"top_k": 50, "top_p": 0.95, "min_p": 0.02},
+        "repetition_penalty": {"repetition_penalty": 1.2},
+        "presence_penalty": {"presence_penalty": 0.7},
+        "frequency_penalty": {"frequency_penalty": 0.7},
+        "logit_bias": {"logit_bias": dict.fromkeys(some[:50], 3.0)},
+        "allowed_token_ids": {"allowed_token_ids": some},
+        "min_tokens": {"min_tokens": 8},
+    }
+    if llm.tokenizer is not None:
+        settings["bad_words"] = {"bad_words": ["the", "and", "is"]}
+        settings["grammar"] = {"grammar": Grammar.regex("[a-z ,]{8,60}[.]")}
+    return settings

@@ -1,0 +1,199 @@
+"""The plain law: a text is scored again, each token behind those before it, without drafts.
+
+So every token of a served text is a trial of its own, also behind a place where texts parted, and a
+cache that kept a wrong entry has nothing to say here.
+
+Shape legend: N tokens of a reply, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foredraft.core.noise import gumbel_argmax, gumbel_noise
+from foredraft.core.params import SamplingParams
+from foredraft.core.rules import Rules
+from foredraft.core.sampling import Law
+from foredraft.core.tree import TokenTree
+from foredraft.models.base import ScoreRow, Target, read
+
+_AT_ONCE = 64
+"""Tokens of a forward: the logits after all of them are in memory at once."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token of a reply with the law that it was to be drawn from."""
+
+    index: int
+    token: int
+    law: Law
+    logits_V: Tensor
+
+
+class PlainTarget:
+    """A target that scores texts without drafts; its engine must not step meanwhile.
+
+    What it has read of a prompt is kept until `close`, as replies to one prompt come often.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target, self._slots = target, dict[tuple[int, ...], int]()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for slot in self._slots.values():
+            self._target.cache.free(slot)
+        self._slots.clear()
+
+    def logits(self, prompt: Sequence[int], reply: Sequence[int]) -> Iterator[Tensor]:
+        """The logits [V] that each token of the reply was to be drawn from."""
+        target, read_by_then = self._target, [prompt[-1], *reply[:-1]]
+        slot = self._behind(prompt)
+        try:
+            for start in range(0, len(reply), _AT_ONCE):
+                first, *rest = read_by_then[start : start + _AT_ONCE]
+                target.cache.reserve(slot, 1 + len(rest))
+                scores = target.score([ScoreRow(slot, (first,), TokenTree.chain(rest))])
+                target.cache.keep(slot, 1, range(len(rest)))
+                yield from scores[0].logits_NV.cpu()
+        finally:
+            target.cache.free(slot)
+
+    def noise(self, prompt: Sequence[int], reply: Sequence[int]) -> float:
+        """How far logits differ that were computed token by token and in blocks, at most.
+
+        0 where bits do not depend on what is scored together.
+        """
+        target, slot, largest = self._target, self._behind(prompt), 0.0
+        try:
+            last = prompt[-1]
+            for token, logits_V in zip(reply, self.logits(prompt, reply), strict=True):
+                target.cache.reserve(slot, 1)
+                alone_V = target.score([ScoreRow(slot, (last,))])[0].logits_NV[0].cpu()
+                target.cache.keep(slot, 1, ())
+                likely = logits_V.topk(min(20, len(logits_V))).indices
+                apart_M = (alone_V - logits_V)[likely]
+                apart_M = apart_M[torch.isfinite(apart_M)]
+                largest = max(largest, float(apart_M.max() - apart_M.min()))
+                last = token
+        finally:
+            target.cache.free(slot)
+        return largest
+
+    def scored(self, rules: Rules, prompt: Sequence[int], reply: Sequence[int]) -> Iterator[Scored]:
+        """Each token of a reply with its plain law.
+
+        Raises:
+            ForedraftError: the rules leave no token where one was served.
+        """
+        text = list(prompt)
+        for index, logits_V in enumerate(self.logits(prompt, reply)):
+            yield Scored(index, reply[index], rules.law(logits_V, text), logits_V)
+            text.append(reply[index])
+
+    def _behind(self, prompt: Sequence[int]) -> int:
+        """A slot of its own with all of a prompt but its last token."""
+        cache, key = self._target.cache, tuple(prompt)
+        if key not in self._slots:
+            self._slots[key] = cache.allocate()
+            read(self._target, self._slots[key], prompt[:-1])
+        return cache.fork(self._slots[key])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A token that plain decoding would not have drawn.
+
+    Attributes:
+        text: number of the reply.
+        position: in the reply, from 0.
+        served: the token that came.
+        due: the one that plain decoding draws there.
+        margin: by how much it wins, in nats; infinite where the served one was ruled out.
+        prompt_sha256: of the prompt's ids.
+    """
+
+    text: int
+    position: int
+    served: int
+    due: int
+    margin: float
+    prompt_sha256: str = ""
+
+
+@dataclass
+class Margins:
+    """Tokens against what plain decoding draws at their places.
+
+    Attributes:
+        tolerance: the largest margin of a near-tie.
+        tokens: looked at.
+        near_ties: of these within the tolerance.
+        structural: of these beyond it.
+        examples: the first of them, near-ties or not.
+    """
+
+    tolerance: float
+    tokens: int = 0
+    near_ties: int = 0
+    structural: int = 0
+    examples: list[Difference] = field(default_factory=list)
+
+    def add(self, difference: Difference | None) -> None:
+        """Add a token; None: it is the one that was due."""
+        self.tokens += 1
+        if difference is None:
+            return
+        is_tie = difference.margin <= self.tolerance
+        self.near_ties += is_tie
+        self.structural += not is_tie
+        if len(self.examples) < 10 or (not is_tie and self.structural <= 3):
+            self.examples.append(difference)
+
+
+def due_token(law: Law, seed: int, position: int) -> int:
+    """What plain decoding draws at an absolute position."""
+    if law.scale is None:
+        return law.token
+    return gumbel_argmax(law.logits_V, seed, position, law.scale)
+
+
+def margin_of(law: Law, served: int, due: int, seed: int, position: int) -> float:
+    """By how much the token that was due wins over the one served, in nats."""
+    gap = float(law.logits_V[due] - law.logits_V[served]) * (law.scale or 1.0)
+    if law.scale is None or math.isinf(gap):
+        return gap
+    noise = gumbel_noise([due, served], seed, position)
+    return gap + noise[0] - noise[1]
+
+
+def margin_to_law(logits_V: Tensor, law: Law, served: int) -> float:
+    """How far a token is from being possible at all, in nats; 0 where it is."""
+    if law.scale is None or float(law.logits_V[served]) > -math.inf:
+        return 0.0
+    kept_V = law.logits_V > -math.inf
+    return float(logits_V[kept_V].min() - logits_V[served]) * law.scale
+
+
+def difference_of(
+    each: Scored, params: SamplingParams, seed: int, num_prompt: int
+) -> tuple[int, float] | None:
+    """The token that was due and its margin, where another one was served.
+
+    Requests with the coupling "drawn" draw nothing that plain decoding would draw: there a token
+    differs where it was not possible at all.
+    """
+    law, position = each.law, num_prompt + each.index
+    if params.coupling == "drawn" and law.scale is not None:
+        margin = margin_to_law(each.logits_V, law, each.token)
+        return (law.token, margin) if margin else None
+    due = due_token(law, seed, position)
+    if due == each.token:
+        return None
+    return due, margin_of(law, each.token, due, seed, position)

@@ -1,0 +1,282 @@
+"""Were these tokens drawn from these laws?
+
+Token i of a text was to be drawn from the law p_i, which is known and depends on the tokens before
+it. For any function f_i that is chosen before the token is drawn, f_i(y_i) - E[f_i] has mean 0
+whatever came before: the sum is a martingale, so no prompt has to be repeated, and tokens of any
+number of texts count alike. Each test takes another f_i. The tail of the sum is the normal one,
+widened by its skewness (Cramér, 1938): at the small p-values that matter here the normal tail alone
+would alarm a little too often.
+
+Shape legend: V vocabulary, C cells: tokens that are looked at one by one, and the rest together.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+
+RARE = 1e-4
+"""Tokens below this probability are one cell: what is seen of them is too little to tell apart."""
+_LEAST_VARIANCE = 40.0
+"""Of a sum, in squares of its largest step: below it the tail is not the normal one."""
+_NUM_BINS = 20
+_LEAST_IN_BIN = 10
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A law in cells: each token of some probability is one, and all others together are the last.
+
+    Attributes:
+        tokens_C: their tokens, without the last cell.
+        probs_C: probability of each cell, the last one's included.
+    """
+
+    tokens_C: Array
+    probs_C: Array
+
+    @classmethod
+    def of(cls, probs_V: Array, also: Sequence[int] | Array = ()) -> Cells:
+        """Cells of a law.
+
+        Args:
+            probs_V: probabilities.
+            also: tokens that get a cell of their own, however rare.
+        """
+        tokens_C = np.union1d(np.flatnonzero(probs_V > RARE), np.asarray(also, dtype=np.int64))
+        probs_C = probs_V[tokens_C].astype(np.float64)
+        return cls(tokens_C, np.append(probs_C, max(0.0, 1.0 - float(probs_C.sum()))))
+
+    def cell(self, token: int) -> int:
+        """The cell of a token."""
+        place = int(np.searchsorted(self.tokens_C, token))
+        is_named = place < len(self.tokens_C) and self.tokens_C[place] == token
+        return place if is_named else len(self.tokens_C)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What was drafted for a position before its token was drawn.
+
+    Attributes:
+        token: the first draft token.
+        likely: the likelier tokens of the distribution that it was drawn from, ascending, and
+            their probabilities; None: it was chosen.
+    """
+
+    token: int
+    likely: tuple[Array, Array] | None = None
+
+
+@dataclass
+class Sum:
+    """One martingale.
+
+    Attributes:
+        name: what it looks at.
+        total: sum of f(y) - E[f].
+        variance: sum of Var[f] under the laws.
+        skew: sum of third central moments.
+        largest: the largest |f - E[f]| that was possible.
+        reach: how much the total would be moved by a shift of 1: see `shift`.
+        count: tokens.
+    """
+
+    name: str
+    total: float = 0.0
+    variance: float = 0.0
+    skew: float = 0.0
+    largest: float = 0.0
+    reach: float = 0.0
+    count: int = 0
+
+    def add(self, cell: int, probs_C: Array, values_C: Array, reach: float = 0.0) -> None:
+        """Add a token.
+
+        Args:
+            cell: where it fell.
+            values_C: f of each cell.
+        """
+        mean = float(probs_C @ values_C)
+        off_C = values_C - mean
+        square_C = off_C * off_C
+        self.total += float(off_C[cell])
+        self.variance += float(probs_C @ square_C)
+        self.skew += float(probs_C @ (square_C * off_C))
+        self.largest = max(self.largest, float(np.abs(off_C[probs_C > RARE]).max(initial=0.0)))
+        self.reach += reach
+        self.count += 1
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided; 1 while there is too little to say anything."""
+        if self.variance < _LEAST_VARIANCE * self.largest**2 or not self.variance:
+            return 1.0
+        z = self.total / math.sqrt(self.variance)
+        skewness: float = self.skew / self.variance**1.5
+        widened = math.exp(min(50.0, max(0.0, skewness * z**3 / 6.0)))
+        return min(1.0, math.erfc(abs(z) / math.sqrt(2.0)) * widened)
+
+    @property
+    def shift(self) -> float | None:
+        """The shift that would explain the total: of the share of tokens that are not the law's
+        own but the draft's."""
+        return self.total / self.reach if self.reach else None
+
+    def detectable(self, alpha: float, power: float) -> float:
+        """The smallest shift that would be found with this power; infinite where nothing would."""
+        if not self.reach or self.variance < _LEAST_VARIANCE * self.largest**2:
+            return math.inf
+        quantile = NormalDist().inv_cdf
+        return (
+            (quantile(1.0 - alpha / 2.0) + quantile(power)) * math.sqrt(self.variance) / self.reach
+        )
+
+
+@dataclass
+class LawTests:
+    """All tests of tokens against their laws.
+
+    Args:
+        seed: of the numbers that make the place of a token in its law uniform.
+
+    Attributes:
+        impossible: tokens that had no probability at all.
+    """
+
+    seed: int = 0
+    drafted: Sum = field(default_factory=lambda: Sum("drafted token"))
+    surprisal: Sum = field(default_factory=lambda: Sum("surprisal"))
+    neighbours: Sum = field(default_factory=lambda: Sum("neighbours"))
+    bins: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
+    impossible: int = 0
+    _last: float | None = None
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def begin(self) -> None:
+        """A new text: its first token has no neighbour."""
+        self._last = None
+
+    def add(self, probs_V: Array, token: int, drafted: Drafted | None = None) -> None:
+        """Add a token and the law it was to be drawn from.
+
+        Args:
+            drafted: what was drafted there without knowing what would be drawn. Where nothing is
+                known the likeliest token takes its place: a lossy rule favours it, too.
+        """
+        self.impossible += not probs_V[token] > 0.0
+        if float(probs_V.max()) >= 1.0:
+            return  # nothing was drawn
+        self._add_drafted(probs_V, token, drafted or Drafted(int(probs_V.argmax())))
+        cells = Cells.of(probs_V)
+        likely_C = np.log(np.maximum(cells.probs_C, RARE))
+        likely_C[-1] = math.log(RARE)
+        self.surprisal.add(cells.cell(token), cells.probs_C, likely_C)
+        self._add_place(cells, cells.cell(token))
+
+    @property
+    def count(self) -> int:
+        """Tokens that were drawn."""
+        return self.surprisal.count
+
+    def p_values(self) -> dict[str, float]:
+        """Of each test, corrected for their number (Holm)."""
+        raw = {each.name: each.p_value for each in (self.drafted, self.surprisal, self.neighbours)}
+        raw["place in the law"] = self._p_of_bins()
+        raw = {name: 0.0 if self.impossible else p for name, p in raw.items()}
+        return holm(raw)
+
+    def rejects(self, alpha: float) -> bool:
+        """Whether some test says that the tokens are not of the laws."""
+        return min(self.p_values().values()) <= alpha
+
+    def detectable(self, alpha: float, power: float) -> float:
+        """The smallest shift towards drafted tokens that would be found."""
+        return self.drafted.detectable(alpha / 4, power)
+
+    def _add_drafted(self, probs_V: Array, token: int, drafted: Drafted) -> None:
+        if drafted.likely is None:
+            cells = Cells(np.array([drafted.token]), _both(float(probs_V[drafted.token])))
+            self.drafted.add(cells.cell(token), cells.probs_C, np.array([1.0, 0.0]), reach=1.0)
+            return
+        tokens, probs = drafted.likely
+        cells = Cells.of(probs_V, tokens)
+        draft_C, target_C = np.zeros_like(cells.probs_C), cells.probs_C.copy()
+        draft_C[np.searchsorted(cells.tokens_C, tokens)] = probs
+        target_C[-1] = 0.0  # of the rest only the sum is known
+        difference_C = draft_C - target_C
+        values_C = difference_C / np.maximum(draft_C + target_C, 1e-12)
+        distance = 0.5 * float(np.abs(difference_C).sum())
+        reach = float(difference_C @ values_C) / distance if distance > 1e-6 else 0.0
+        self.drafted.add(cells.cell(token), cells.probs_C, values_C, reach)
+
+    def _add_place(self, cells: Cells, cell: int) -> None:
+        """The token's place in its law, uniform in [0, 1): likelier tokens come first."""
+        order = np.argsort(-cells.probs_C[:-1], kind="stable")
+        ordered_C = np.append(cells.probs_C[:-1][order], cells.probs_C[-1])
+        rank = cell if cell == len(order) else int(np.flatnonzero(order == cell)[0])
+        before = float(ordered_C[:rank].sum())
+        place = min(before + self._random.random() * float(ordered_C[rank]), 1.0 - 1e-12)
+        self.bins[int(place * _NUM_BINS)] += 1
+        if self._last is not None:
+            self.neighbours.total += 12.0 * (place - 0.5) * (self._last - 0.5)
+            self.neighbours.variance += 1.0
+            self.neighbours.largest, self.neighbours.count = 1.0, self.neighbours.count + 1
+        self._last = place
+
+    def _p_of_bins(self) -> float:
+        due = sum(self.bins) / _NUM_BINS
+        if due < _LEAST_IN_BIN:
+            return 1.0
+        return chi_square_tail(sum((n - due) ** 2 for n in self.bins) / due, _NUM_BINS - 1)
+
+
+def _both(probability: float) -> Array:
+    return np.array([probability, max(0.0, 1.0 - probability)])
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """p-values that hold for all tests together (Holm, 1979)."""
+    corrected: dict[str, float] = {}
+    worst = 0.0
+    for done, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        worst = max(worst, min(1.0, p * (len(p_values) - done)))
+        corrected[name] = worst
+    return corrected
+
+
+def chi_square_tail(statistic: float, degrees: int) -> float:
+    """P(chi-square of so many degrees of freedom >= statistic)."""
+    a, x = degrees / 2.0, statistic / 2.0
+    if x <= 0.0:
+        return 1.0
+    scale = math.exp(a * math.log(x) - x - math.lgamma(a))
+    if x < a + 1.0:  # the series of the lower incomplete gamma function
+        term = total = 1.0 / a
+        n = a
+        while term > total * 1e-16:
+            n += 1.0
+            term *= x / n
+            total += term
+        return max(0.0, 1.0 - scale * total)
+    # Its continued fraction, from the far end (Abramowitz and Stegun, 6.5.31).
+    fraction = 0.0
+    for k in range(200, 0, -1):
+        fraction = k * (k - a) / (x + 2 * k + 1 - a - fraction)
+    return scale / (x + 1.0 - a - fraction)
+
+
+def share_below(num_tokens: int, power: float) -> float:
+    """Where none of so many tokens differs: at most this share of all does, at this certainty."""
+    return 1.0 - (1.0 - power) ** (1.0 / num_tokens) if num_tokens else 1.0

@@ -1,0 +1,84 @@
+"""`foredraft audit`: is speculation lossless here?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foredraft.audit.options import AuditOptions
+from foredraft.cli import options as o
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.options import LoadOptions
+
+if TYPE_CHECKING:
+    from foredraft.audit.report import AuditReport
+
+_LOADED = o.Derived(
+    "Model",
+    {"Drafting": ("drafter", "draft_model", "num_draft_tokens", "drafter_options")},
+    defaults={"max_batch_size": 16},
+)
+_SAMPLED = o.Derived(
+    "Sampling",
+    defaults={"temperature": 0.8, "max_tokens": 96, "seed": 0},
+    without=("n", "grammar", "prediction", "logprobs", "prompt_logprobs", "stop"),
+)
+
+
+@o.with_options
+def audit(
+    load: Annotated[LoadOptions, _LOADED],
+    params: Annotated[SamplingParams, _SAMPLED],
+    options: Annotated[AuditOptions, o.Derived("Audit")],
+    json_file: o.JsonFile = None,
+    page: Annotated[
+        str | None, typer.Option("--report", help="Also write a Markdown page to this file.")
+    ] = None,
+) -> None:
+    """Find out whether speculation is lossless here: this model, drafter and parameters.
+
+    Replies are made with drafts, and each token is scored again without. Known mistakes are planted
+    to show that they would have been found. See docs/operate/audit.md.
+
+    Exit status: 0 nothing found, with the power that was asked for; 1 different; 2 it cannot be
+    used; 3 inconclusive.
+
+    Examples:
+
+        foredraft audit
+
+        foredraft audit --drafter blend --temperature 0.8 --coupling drawn --report audit.md
+    """
+    from foredraft.bench.report import check_outputs
+
+    check_outputs(json_file)
+    check_outputs(page)
+    _give(_own(load, params, options), json_file, page)
+
+
+def _own(load: LoadOptions, params: SamplingParams, options: AuditOptions) -> AuditReport:
+    from foredraft.audit.own import OwnAudit
+    from foredraft.cli.display import RichProgress
+
+    if load.drafter == "none":
+        raise ConfigError("--drafter none drafts nothing, so there is nothing to audit")
+    llm = o.load_llm(load)
+    with RichProgress() as progress:
+        return OwnAudit(llm, params, options, progress).report()
+
+
+def _give(report: AuditReport, json_file: str | None, page: str | None) -> None:
+    """Print what was found, write what is wanted, and exit accordingly."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table("level", "verdict", "what was found", box=None, padding=(0, 1, 0, 0))
+    for level in report.levels:
+        table.add_row(level.name, level.verdict, level.said)
+    console.print(table)
+    console.print(report.sentence, markup=False, soft_wrap=True)
+    report.write(json_file, page)
+    raise typer.Exit(report.exit_code)

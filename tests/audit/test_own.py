@@ -1,0 +1,153 @@
+"""The audit of our own engine: it finds nothing where there is nothing, and each fault planted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foredraft.audit.faults import FAULTS, Fault, planted
+from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Verdict
+from foredraft.audit.options import AuditOptions
+from foredraft.audit.own import OwnAudit
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.drafters.base import Drafter
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.options import LoadOptions
+from tests.exactness.drafting import SHAPES, Chosen, Draft, Drawn, TableDrafter
+
+VOCAB, SHARPNESS = 30, 6.0
+SMALL = AuditOptions(texts=4, detect=0.08, time_limit=600.0)
+
+
+def tables(sharpness: float, seed: int) -> TableModel:
+    return TableModel.random(VOCAB, seed, order=2, sharpness=sharpness)
+
+
+def nearly(sharpness: float, seed: int, agreement: float) -> TableModel:
+    """A draft model whose laws lie between the target's and another's."""
+    target, other = tables(sharpness, seed), tables(sharpness, seed + 1)
+
+    def conditional(context: tuple[int, ...]) -> list[float]:
+        mine, theirs = target._conditional(context), other._conditional(context)
+        weights = [a**agreement * b ** (1 - agreement) for a, b in zip(mine, theirs, strict=True)]
+        return [weight / sum(weights) for weight in weights]
+
+    return TableModel(VOCAB, conditional)
+
+
+def new_audit(
+    params: SamplingParams,
+    draft: Draft | None = None,
+    options: AuditOptions = SMALL,
+    agreement: float = 0.8,
+) -> OwnAudit:
+    target = tables(SHARPNESS, 1)
+    llm = LLM(target, None, LoadOptions(drafter="ngram", max_batch_size=16, num_draft_tokens=4))
+    drafter: Drafter | None = None
+    if draft is not None:
+        drafter = TableDrafter(nearly(SHARPNESS, 1, agreement), draft)
+    return OwnAudit(llm, replace(params, max_tokens=40, seed=3), options, drafter=drafter)
+
+
+CHAIN = SHAPES["chain of 3"]
+SEEDED = SamplingParams(temperature=0.8)
+DRAWN = replace(SEEDED, coupling="drawn")
+WAYS: dict[str, Any] = {
+    "greedy": (SamplingParams(), Chosen(CHAIN), SMALL, 0.6),
+    "seeded": (SEEDED, Chosen(CHAIN)),
+    "seeded tree": (replace(SEEDED, top_p=0.9), Chosen(SHAPES["unbalanced"])),
+    "drawn": (DRAWN, Drawn(CHAIN)),
+    "drawn tree": (DRAWN, Drawn(SHAPES["unbalanced"], replacement=False)),
+    "drawn at 1, chosen": (replace(DRAWN, temperature=1.0), Chosen(CHAIN)),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_nothing_is_found_where_there_is_nothing_and_every_planted_fault_is(name: str) -> None:
+    report = new_audit(*WAYS[name]).report()
+    by_name = {level.name: level for level in report.levels}
+    assert report.exit_code == EXIT_SAME, report.sentence
+    faults = by_name["planted faults"].figures["faults"]
+    assert len(faults) == (6 if name == "greedy" else 8)
+    assert all(row["found_by"] for row in faults)
+    assert 0.3 < by_name["margins"].figures["acceptance"] < 0.95
+    assert f"{len(faults)} of {len(faults)} planted faults were found" in report.sentence
+    assert "nothing differs" in report.sentence
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+@pytest.mark.parametrize("agreement", [0.45, 0.9])
+def test_each_fault_is_found_with_good_and_bad_drafters(fault: Fault, agreement: float) -> None:
+    audit = new_audit(DRAWN, Drawn(CHAIN), agreement=agreement)
+    assert audit.plant(fault)["found_by"] is not None
+
+
+@pytest.mark.parametrize("name", ["seeded", "drawn"])
+def test_an_engine_with_a_fault_is_different(name: str, tmp_path: Path) -> None:
+    params, draft, *_ = WAYS[name]
+    audit = new_audit(params, draft, replace(SMALL, plant_faults=False))
+    view = audit.llm.with_drafter
+
+    def faulty(*arguments: object, **options: object) -> LLM:
+        llm = view(*arguments, **options)  # type: ignore[arg-type]
+        llm.policy.rule = FAULTS[1].rule
+        return llm
+
+    audit.llm.with_drafter = faulty  # type: ignore[method-assign, assignment]
+    report = audit.report()
+    assert report.exit_code == EXIT_DIFFERENT
+    assert "DIFFERENT" in report.sentence
+    assert "tamper" not in report.sentence
+    report.write(str(tmp_path / "audit.json"), str(tmp_path / "audit.md"))
+    assert (tmp_path / "audit.md").read_text().startswith(f"# {report.sentence}")
+
+
+def test_too_little_time_is_inconclusive_and_says_what_is_missing() -> None:
+    options = replace(SMALL, time_limit=1e-3, detect=0.001, plant_faults=False)
+    report = new_audit(DRAWN, Drawn(CHAIN), options).report()
+    assert report.exit_code == EXIT_INCONCLUSIVE
+    assert "0.1% was asked for" in report.sentence
+
+
+def test_an_audit_where_nothing_was_drafted_is_inconclusive() -> None:
+    report = new_audit(SEEDED, Chosen(()), replace(SMALL, plant_faults=False)).report()
+    assert report.exit_code == EXIT_INCONCLUSIVE
+    assert "nothing was drafted" in report.sentence
+
+
+def test_a_drafter_that_drafts_nothing_cannot_be_audited() -> None:
+    llm = LLM(tables(1.0, 1), None, LoadOptions(drafter="none"))
+    with pytest.raises(ConfigError, match="nothing to audit"):
+        OwnAudit(llm, SEEDED)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"detect": 0.0}, {"alpha": 0.7}, {"power": 0.2}, {"texts": 0}, {"time_limit": 0.0}]
+)
+def test_sizes_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        AuditOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_fault_is_taken_away_again() -> None:
+    audit = new_audit(SEEDED, Chosen(CHAIN))
+    cache, policy = audit.llm.target.cache, audit.llm.policy
+    rule = policy.rule
+    for fault in FAULTS:
+        with planted(fault, policy, cache):
+            assert (policy.rule is not rule) or "keep" in vars(cache)
+        assert policy.rule is rule
+        assert "keep" not in vars(cache)
+
+
+def test_reports_of_one_seed_are_the_same() -> None:
+    small = replace(SMALL, plant_faults=False)
+    first, second = (new_audit(DRAWN, Drawn(CHAIN), small).report() for _ in range(2))
+    assert first.sentence == second.sentence
+    assert [*first.levels] == [*second.levels]
+    assert all(level.verdict != Verdict.DIFFERENT for level in first.levels)

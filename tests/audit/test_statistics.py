@@ -1,0 +1,164 @@
+"""The audit's statistics: known values, no false alarms, and the power that they promise."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from foredraft.audit.statistics import (
+    Array,
+    Drafted,
+    LawTests,
+    Sum,
+    chi_square_tail,
+    holm,
+    share_below,
+)
+
+VOCAB = 40
+ALPHA = 1e-4
+
+
+@pytest.mark.parametrize("degrees", [1, 5, 19, 99])
+@pytest.mark.parametrize("statistic", [0.0, 0.1, 5.0, 19.0, 40.0, 100.0, 300.0])
+def test_the_chi_square_tail_is_scipys(degrees: int, statistic: float) -> None:
+    due = chi2.sf(statistic, degrees)
+    assert chi_square_tail(statistic, degrees) == pytest.approx(due, rel=1e-9, abs=1e-15)
+
+
+def test_holm_is_that_of_the_paper() -> None:
+    corrected = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    assert corrected == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+
+
+def test_the_share_that_none_of_many_tokens_leaves_open() -> None:
+    assert share_below(3_000, 0.95) == pytest.approx(1e-3, rel=0.01)  # the rule of three
+    assert share_below(0, 0.95) == 1.0
+
+
+def test_a_sum_of_fair_coins_has_the_normal_tail() -> None:
+    heads = Sum("heads")
+    for toss in range(1_000):
+        cell = 0 if toss < 540 else 1
+        heads.add(cell, np.array([0.5, 0.5]), np.array([1.0, 0.0]), reach=1.0)
+    assert heads.p_value == pytest.approx(math.erfc(40 / math.sqrt(250) / math.sqrt(2)))
+    assert heads.shift == pytest.approx(0.04)
+    assert heads.detectable(2e-3, 0.99) == pytest.approx((3.09 + 2.33) / math.sqrt(4_000), rel=0.01)
+
+
+def test_too_little_says_nothing() -> None:
+    rare = Sum("rare")
+    for _ in range(100):
+        rare.add(0, np.array([0.01, 0.99]), np.array([1.0, 0.0]), reach=1.0)
+    assert rare.p_value == 1.0
+    assert rare.detectable(ALPHA, 0.99) == math.inf
+
+
+class Source:
+    """Made laws, sharp and flat, with drafts that hold in about two of three places."""
+
+    def __init__(self, seed: int, drawn: bool) -> None:
+        self._random, self._numpy = random.Random(seed), np.random.default_rng(seed)
+        self._drawn = drawn
+
+    def run(self, count: int, serve: Callable[[Source, Array, Array], int]) -> LawTests:
+        """So many tokens, as ``serve`` makes them of the law and what was drafted."""
+        tests = LawTests(1)
+        for place in range(count):
+            if place % 60 == 0:
+                tests.begin()
+            law, draft = self._laws()
+            if not self._drawn:
+                draft = np.eye(VOCAB)[draft.argmax()]
+            token = serve(self, law, draft)
+            tokens = np.flatnonzero(draft > 1e-4)
+            likely = (tokens, draft[tokens]) if self._drawn else None
+            tests.add(law, token, Drafted(int(draft.argmax()), likely))
+        return tests
+
+    def _laws(self) -> tuple[Array, Array]:
+        sharpness = self._numpy.choice([1.0, 2.0, 4.0])
+        logits = self._numpy.normal(size=VOCAB) * sharpness
+        nearly = logits + 0.5 * self._numpy.normal(size=VOCAB)
+        return softmax(logits), softmax(nearly)
+
+    def draw(self, probs: Array) -> int:
+        return int(self._numpy.choice(len(probs), p=probs / probs.sum()))
+
+    def chance(self, probability: float) -> bool:
+        return self._random.random() < probability
+
+
+def softmax(logits: Array) -> Array:
+    weights: Array = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def honest(source: Source, law: Array, draft: Array) -> int:
+    """The ratio test."""
+    token = source.draw(draft)
+    if source.chance(min(1.0, law[token] / draft[token])):
+        return token
+    return source.draw(np.maximum(law - draft, 0.0))
+
+
+def accepts_all(source: Source, law: Array, draft: Array) -> int:
+    return source.draw(draft)
+
+
+def accepts_typical(source: Source, law: Array, draft: Array) -> int:
+    token = source.draw(draft)
+    return token if law[token] >= 0.09 else honest(source, law, draft)
+
+
+def forgets_the_residual(source: Source, law: Array, draft: Array) -> int:
+    token = source.draw(draft)
+    accepts = source.chance(min(1.0, law[token] / draft[token]))
+    return token if accepts else source.draw(law)
+
+
+def draws_warmer(source: Source, law: Array, draft: Array) -> int:
+    return source.draw(law**0.8)
+
+
+def one_in_twenty_unverified(source: Source, law: Array, draft: Array) -> int:
+    return (accepts_all if source.chance(1 / 20) else honest)(source, law, draft)
+
+
+def test_honest_tokens_raise_no_alarm() -> None:
+    """500 audits: at a large alpha no more alarms than alpha says, and none at the one in use."""
+    least = [
+        min(Source(seed, drawn=seed % 2 == 0).run(250, honest).p_values().values())
+        for seed in range(500)
+    ]
+    assert min(least) > ALPHA
+    # 25 are due at most; 45 would come once in ten thousand times.
+    assert sum(p <= 0.05 for p in least) <= 45
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
+@pytest.mark.parametrize(
+    "served", [accepts_all, accepts_typical, forgets_the_residual, draws_warmer]
+)
+def test_lossy_rules_are_found(served: Callable[[Source, Array, Array], int], drawn: bool) -> None:
+    assert Source(1, drawn).run(3_000, served).rejects(ALPHA)
+
+
+def test_a_small_shift_is_found_when_the_power_for_it_is_there() -> None:
+    """One token in twenty is the draft's: it would be found 99 times in 100 by its own account."""
+    tests = Source(1, drawn=False).run(6_000, one_in_twenty_unverified)
+    assert tests.drafted.shift == pytest.approx(0.05 * 0.45, abs=0.02)
+    assert tests.detectable(ALPHA, 0.99) < 0.04
+    fewer = Source(1, drawn=False).run(1_500, honest)
+    assert fewer.detectable(ALPHA, 0.99) == pytest.approx(2 * tests.detectable(ALPHA, 0.99), rel=0.1)
+
+
+def test_an_impossible_token_is_proof() -> None:
+    tests = LawTests()
+    tests.add(np.array([0.5, 0.5, 0.0]), 2)
+    assert tests.rejects(1e-300)
