@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Verdict(StrEnum):
+class Finding(StrEnum):
     """What a level says."""
 
     SAME_BITS = "same bits"
@@ -36,7 +36,7 @@ class Level:
     """
 
     name: str
-    verdict: Verdict
+    verdict: Finding
     said: str
     figures: Mapping[str, Any] = field(default_factory=dict)
     evidence: Sequence[Mapping[str, Any]] = ()
@@ -45,7 +45,7 @@ class Level:
 def exit_code(levels: Iterable[Level]) -> int:
     """Different where any level is; else inconclusive where any is; else the same."""
     verdicts = {level.verdict for level in levels}
-    if Verdict.DIFFERENT in verdicts:
+    if Finding.DIFFERENT in verdicts:
         return EXIT_DIFFERENT
-    decided = verdicts - {Verdict.INCONCLUSIVE, Verdict.NOT_ASKED}
-    return EXIT_INCONCLUSIVE if Verdict.INCONCLUSIVE in verdicts or not decided else EXIT_SAME
+    decided = verdicts - {Finding.INCONCLUSIVE, Finding.NOT_ASKED}
+    return EXIT_INCONCLUSIVE if Finding.INCONCLUSIVE in verdicts or not decided else EXIT_SAME

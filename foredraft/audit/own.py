@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from foredraft.audit.faults import FAULTS, Fault, planted
-from foredraft.audit.levels import Level, Verdict
+from foredraft.audit.levels import Finding, Level
 from foredraft.audit.options import AuditOptions
 from foredraft.audit.plain import Difference, Margins, PlainTarget, difference_of
 from foredraft.audit.report import AuditReport
@@ -89,7 +89,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Reply:
+class Served:
     """A finished request."""
 
     prompt: tuple[int, ...]
@@ -176,7 +176,7 @@ class OwnAudit:
         """The same requests in every way that must not matter."""
         if self.params.coupling == "drawn" and self.params.temperature > 0.0:
             said = "with the coupling drawn, texts are not to be the same bit for bit"
-            return Level("bits", Verdict.NOT_ASKED, said)
+            return Level("bits", Finding.NOT_ASKED, said)
         prompts = self.prompts[:_BITS_TEXTS]
         self._progress.stage("Comparing bits")
         runs: dict[str, list[tuple[int, ...]]] = {}
@@ -198,12 +198,12 @@ class OwnAudit:
                 f"{compared} tokens in {len(runs)} ways, none differs: "
                 f"fewer than {share_below(compared, 0.95):.1e} of all tokens do"
             )
-            return Level("bits", Verdict.SAME_BITS, "; ".join([said, *notes]), figures)
+            return Level("bits", Finding.SAME_BITS, "; ".join([said, *notes]), figures)
         said = f"{len(evidence)} texts differ from plain decoding, one at a time"
         if self._promises_bits:
-            return Level("bits", Verdict.DIFFERENT, said, figures, evidence)
+            return Level("bits", Finding.DIFFERENT, said, figures, evidence)
         said += "; bits are not promised here, so the margins decide"
-        return Level("bits", Verdict.NEAR_TIES, said, figures, evidence)
+        return Level("bits", Finding.NEAR_TIES, said, figures, evidence)
 
     def _ways(
         self, prompts: Sequence[Ids], notes: list[str]
@@ -297,7 +297,7 @@ class OwnAudit:
         return 4.0 * noise / (self.params.temperature or 1.0)
 
     def _look(
-        self, replies: Iterable[Reply], seen: Seen, margins: Margins, law: LawTests | None
+        self, replies: Iterable[Served], seen: Seen, margins: Margins, law: LawTests | None
     ) -> None:
         """Score replies again, and take in what is seen."""
         for each in replies:
@@ -308,7 +308,7 @@ class OwnAudit:
 
     def look_at(
         self,
-        reply: Reply,
+        reply: Served,
         params: SamplingParams,
         margins: Margins,
         law: LawTests | None = None,
@@ -347,28 +347,28 @@ class OwnAudit:
             said = (
                 f"{margins.structural} of {margins.tokens} tokens are not those of plain decoding"
             )
-            return Level("margins", Verdict.DIFFERENT, said, figures, evidence)
+            return Level("margins", Finding.DIFFERENT, said, figures, evidence)
         if not seen.num_drafted:
             said = "nothing was drafted, so nothing was looked at"
-            return Level("margins", Verdict.INCONCLUSIVE, said, figures)
+            return Level("margins", Finding.INCONCLUSIVE, said, figures)
         if not self._is_keyed:
             said = f"each of {margins.tokens} tokens is possible by its plain law"
-            return Level("margins", Verdict.SAME_BITS, said, figures)
+            return Level("margins", Finding.SAME_BITS, said, figures)
         said = (
             f"each of {margins.tokens} tokens is the one that plain decoding draws: "
             f"a share of {below:.1e} that is not would have been seen"
         )
         if margins.near_ties:
             said = f"{margins.near_ties} of {margins.tokens} tokens differ, all at near-ties"
-        verdict = Verdict.NEAR_TIES if margins.near_ties else Verdict.SAME_BITS
+        verdict = Finding.NEAR_TIES if margins.near_ties else Finding.SAME_BITS
         if below > options.detect:
-            verdict = Verdict.INCONCLUSIVE
+            verdict = Finding.INCONCLUSIVE
             said += f"; {options.detect:.1e} was asked for"
         return Level("margins", verdict, said, figures, evidence)
 
     def _law_level(self, law: LawTests, figures: Mapping[str, Any]) -> Level:
         if self.params.temperature == 0.0:
-            return Level("law", Verdict.NOT_ASKED, "at temperature 0 nothing is drawn")
+            return Level("law", Finding.NOT_ASKED, "at temperature 0 nothing is drawn")
         options, p_values = self.options, law.p_values()
         found = law.detectable(options.alpha / 2, options.power)
         figures = {
@@ -382,14 +382,14 @@ class OwnAudit:
         if law.rejects(options.alpha / 2):  # the other half is for all parameters together
             name = min(p_values, key=p_values.__getitem__)
             said = f"{name}: p = {p_values[name]:.1e} over {law.count} tokens"
-            return Level("law", Verdict.DIFFERENT, said, figures)
+            return Level("law", Finding.DIFFERENT, said, figures)
         said = f"{law.count} tokens fit their laws; a shift of {found:.1%} would have been seen"
         if found > options.detect and not self._is_keyed:
             said += f", and {options.detect:.1%} was asked for"
-            return Level("law", Verdict.INCONCLUSIVE, said, figures)
+            return Level("law", Finding.INCONCLUSIVE, said, figures)
         if self._is_keyed:
             said += " by these tests alone; the margins see each token"
-        return Level("law", Verdict.SAME_LAW, said, figures)
+        return Level("law", Finding.SAME_LAW, said, figures)
 
     # --------------------------------------------------------------------------------- parameters
 
@@ -417,10 +417,10 @@ class OwnAudit:
         figures = {"settings": rows, "drafted": seen.num_drafted, "p_values": law.p_values()}
         if wrong:
             said = f"tokens differ with {', '.join(dict.fromkeys(wrong))}"
-            return Level("parameters", Verdict.DIFFERENT, said, figures, evidence)
+            return Level("parameters", Finding.DIFFERENT, said, figures, evidence)
         ties = any(row["near_ties"] for row in rows)
         said = f"{len(settings)} settings, {sum(row['tokens'] for row in rows)} tokens, each as due"
-        return Level("parameters", Verdict.NEAR_TIES if ties else Verdict.SAME_BITS, said, figures)
+        return Level("parameters", Finding.NEAR_TIES if ties else Finding.SAME_BITS, said, figures)
 
     # ------------------------------------------------------------------------------------- faults
 
@@ -438,7 +438,7 @@ class OwnAudit:
         missed = [str(row["fault"]) for row in rows if row["found_by"] is None]
         if missed:
             said += f"; not found: {', '.join(missed)}"
-        verdict = Verdict.INCONCLUSIVE if missed else Verdict.ALL_FOUND
+        verdict = Finding.INCONCLUSIVE if missed else Finding.ALL_FOUND
         return Level("planted faults", verdict, said, {"faults": rows, "found": found})
 
     def plant(self, fault: Fault) -> dict[str, Any]:
@@ -509,12 +509,12 @@ class OwnAudit:
         number: int,
         max_tokens: int,
         params: SamplingParams | None = None,
-    ) -> list[Reply]:
+    ) -> list[Served]:
         """Replies number ``first`` and following, each with a seed of its own."""
         prompts = list(islice(cycle(self.prompts), first, first + number))
         params = replace(params or self.params, max_tokens=max_tokens)
         results = self._run(view, prompts, params, first)
-        return [Reply(tuple(p), result) for p, result in zip(prompts, results, strict=True)]
+        return [Served(tuple(p), result) for p, result in zip(prompts, results, strict=True)]
 
     def _texts(
         self, view: LLM, prompts: Sequence[Ids], params: SamplingParams, first: int = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_SAME, Level, Verdict, exit_code
+from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_SAME, Finding, Level, exit_code
 from foredraft.bench.report import provenance
 from foredraft.core.errors import ConfigError
 
@@ -45,14 +45,14 @@ class AuditReport:
         """All of it in one sentence."""
         code = self.exit_code
         if code == EXIT_DIFFERENT:
-            found = [level for level in self.levels if level.verdict == Verdict.DIFFERENT]
+            found = [level for level in self.levels if level.verdict == Finding.DIFFERENT]
             verdict, quoted = "DIFFERENT", found
         elif code == EXIT_SAME:
             verdict = "nothing differs"
             quoted = [level for level in self.levels if level.name in self.decisive]
         else:
             verdict = "inconclusive"
-            quoted = [level for level in self.levels if level.verdict == Verdict.INCONCLUSIVE]
+            quoted = [level for level in self.levels if level.verdict == Finding.INCONCLUSIVE]
         said = "; ".join(f"{level.name}: {level.said}" for level in quoted)
         return f"{self.subject[:1].upper()}{self.subject[1:]}: {verdict}{said and '; '}{said}."
 

@@ -26,10 +26,10 @@ Array: TypeAlias = npt.NDArray[Any]
 
 RARE = 1e-4
 """Tokens below this probability are one cell: what is seen of them is too little to tell apart."""
-_LEAST_VARIANCE = 40.0
+_LEAST_VARIANCE = 10.0
 """Of a sum, in squares of its largest step: below it the tail is not the normal one."""
-_NUM_BINS = 20
-_LEAST_IN_BIN = 10
+_NUM_BINS = 10
+_LEAST_IN_BIN = 25
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foredraft.audit.faults import FAULTS, Fault, planted
-from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Verdict
+from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Finding
 from foredraft.audit.options import AuditOptions
 from foredraft.audit.own import OwnAudit
 from foredraft.core.errors import ConfigError
@@ -58,7 +58,7 @@ CHAIN = SHAPES["chain of 3"]
 SEEDED = SamplingParams(temperature=0.8)
 DRAWN = replace(SEEDED, coupling="drawn")
 WAYS: dict[str, Any] = {
-    "greedy": (SamplingParams(), Chosen(CHAIN), SMALL, 0.6),
+    "greedy": (SamplingParams(), Chosen(CHAIN), SMALL, 0.85),
     "seeded": (SEEDED, Chosen(CHAIN)),
     "seeded tree": (replace(SEEDED, top_p=0.9), Chosen(SHAPES["unbalanced"])),
     "drawn": (DRAWN, Drawn(CHAIN)),
@@ -150,4 +150,4 @@ def test_reports_of_one_seed_are_the_same() -> None:
     first, second = (new_audit(DRAWN, Drawn(CHAIN), small).report() for _ in range(2))
     assert first.sentence == second.sentence
     assert [*first.levels] == [*second.levels]
-    assert all(level.verdict != Verdict.DIFFERENT for level in first.levels)
+    assert all(level.verdict != Finding.DIFFERENT for level in first.levels)

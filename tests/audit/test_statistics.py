@@ -53,7 +53,7 @@ def test_a_sum_of_fair_coins_has_the_normal_tail() -> None:
 
 def test_too_little_says_nothing() -> None:
     rare = Sum("rare")
-    for _ in range(100):
+    for _ in range(50):
         rare.add(0, np.array([0.01, 0.99]), np.array([1.0, 0.0]), reach=1.0)
     assert rare.p_value == 1.0
     assert rare.detectable(ALPHA, 0.99) == math.inf
@@ -155,7 +155,9 @@ def test_a_small_shift_is_found_when_the_power_for_it_is_there() -> None:
     assert tests.drafted.shift == pytest.approx(0.05 * 0.45, abs=0.02)
     assert tests.detectable(ALPHA, 0.99) < 0.04
     fewer = Source(1, drawn=False).run(1_500, honest)
-    assert fewer.detectable(ALPHA, 0.99) == pytest.approx(2 * tests.detectable(ALPHA, 0.99), rel=0.1)
+    assert fewer.detectable(ALPHA, 0.99) == pytest.approx(
+        2 * tests.detectable(ALPHA, 0.99), rel=0.1
+    )
 
 
 def test_an_impossible_token_is_proof() -> None:
