@@ -10,6 +10,7 @@ Shape legend: K slots; 2 for filled, and filled and accepted; 3 for how much noi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,6 +45,9 @@ _ALONE = (
 _PLAIN = SamplingParams()
 
 
+_NOISES = "greedy", "a little noise", "noise"
+
+
 def kind_of(params: SamplingParams) -> Kind:
     """Greedy, a little noise, much noise."""
     noise = 0 if params.temperature == 0.0 else 1 if params.temperature <= 0.5 else 2
@@ -64,6 +68,7 @@ class Hope:
             unknown drafters it is hopeful enough to try.
         filled: the chance that the first slot is filled.
         weight: observations that it is worth.
+        is_measured: whether ``first`` was measured when the drafter was made.
         is_chain: whether each slot is as good as the one before it, if that one is accepted.
     """
 
@@ -71,6 +76,7 @@ class Hope:
     filled: float = 0.6
     weight: float = 4.0
     is_chain: bool = False
+    is_measured: bool = False
 
     @classmethod
     def of(cls, promise: tuple[float, float] | None, is_chain: bool = False) -> Hope:
@@ -78,7 +84,7 @@ class Hope:
         if promise is None:
             return cls()
         greedy, sampled = ((1.0 if is_chain else _KEPT) * chance for chance in promise)
-        return cls((greedy, (greedy + sampled) / 2, sampled), 1.0, 32.0, is_chain)
+        return cls((greedy, (greedy + sampled) / 2, sampled), 1.0, 32.0, is_chain, True)
 
     def less(self, share: float) -> Hope:
         greedy, little, much = (share * chance for chance in self.first)
@@ -120,6 +126,36 @@ class SlotCounts:
         allowed_K = self.counts[0]
         rates_2K: Array = (self.counts[1:] + weight * prior_2K) / (allowed_K + weight)
         return rates_2K
+
+
+_ENOUGH = 100.0
+_BELOW, _DEVIATIONS = 0.1, 4.0
+"""A promise is not kept where so much is missing, and so many standard deviations of the count."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """How often a drafter's first token is right, beside what was measured when it was made.
+
+    Attributes:
+        noise: of the requests; see `kind_of`.
+        promised, seen: chances.
+        count: drafts that ``seen`` is of; old ones count less.
+    """
+
+    drafter: str
+    noise: str
+    promised: float
+    seen: float
+    count: float
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it stays below by more than chance would have it."""
+        if self.count < _ENOUGH:
+            return False
+        deviation = math.sqrt(self.promised * (1.0 - self.promised) / self.count)
+        return self.promised - self.seen > max(_BELOW, _DEVIATIONS * deviation)
 
 
 Lessons: TypeAlias = dict[tuple[str, Kind], SlotCounts]
@@ -188,6 +224,16 @@ class Acceptance:
         """[2, K] of requests like these, had nothing been seen yet."""
         rates_2K: Array = self._hope(drafter).rates_32K[kind[0]]
         return rates_2K
+
+    def promises(self) -> list[Promise]:
+        """Of all drafters that were measured when they were made, and have drafted since."""
+        return [
+            Promise(drafter, _NOISES[noise], hope.first[noise], right / filled, filled)
+            for (drafter, (noise, coupling)), counts in self._kinds.items()
+            if (hope := self._hope(drafter)).is_measured and coupling == "seeded"
+            for _, filled, right in [counts.counts[:, 0].tolist()]
+            if filled
+        ]
 
     def _hope(self, drafter: str) -> Hope:
         return self._hopes.setdefault(drafter, Hope())

@@ -13,11 +13,12 @@ has the whole story.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foredraft.control.acceptance import Acceptance, Hope, Lessons
+from foredraft.control.acceptance import Acceptance, Hope, Lessons, Promise
 from foredraft.control.base import Allowance, Row
 from foredraft.control.ledger import Ledger
 from foredraft.control.planner import TRIAL_STEPS, Plan, Planner
@@ -26,8 +27,11 @@ from foredraft.core.cost import CostModel
 from foredraft.core.record import RowStep, StepRecord
 from foredraft.core.traits import DrafterTraits
 
+_log = logging.getLogger("foredraft")
 _EVERY = 8
 """Steps between two plans, at most."""
+_LOOKED_AT = 64
+"""Steps between two looks at what drafters promised."""
 _LATER_HOPE = 0.3
 """Of drafters behind the first that promise nothing, until something is known of them."""
 _USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
@@ -80,6 +84,7 @@ class AdaptiveBudget:
         self._left, self._every = 0, 1
         self._context = 64
         self._num_steps = self._num_drafting = 0
+        self._told: set[tuple[str, str]] = set()
 
     # ---- what the engine asks -------------------------------------------------------------------
 
@@ -121,6 +126,8 @@ class AdaptiveBudget:
         else:
             self.ledger.book(times.score_ms + drafter_ms, times.score_ms, times.score_ms)
         self._num_steps += 1
+        if self._num_steps % _LOOKED_AT == 0:
+            self._tell_of_promises()
         self._num_drafting += any(len(row.proposal.tree) for row in rows)
         for row in rows:
             if row.drafter is not None:
@@ -182,6 +189,22 @@ class AdaptiveBudget:
     def plan(self) -> Plan | None:
         """The last one."""
         return self._plan
+
+    @property
+    def promises(self) -> list[Promise]:
+        """What drafters do, beside what was measured when they were made."""
+        return self._acceptance.promises()
+
+    def _tell_of_promises(self) -> None:
+        for promise in self.promises:
+            if promise.is_broken and (promise.drafter, promise.noise) not in self._told:
+                self._told.add((promise.drafter, promise.noise))
+                _log.warning(
+                    "drafter %s: its first token is right in %.0f %% of drafts (%s), and %.0f %% "
+                    "were measured when it was made. Texts stay right and come slower. Likely "
+                    "causes: another chat template, other weights or another language than then",
+                    *(promise.drafter, 100 * promise.seen, promise.noise, 100 * promise.promised),
+                )
 
     def _allowance(self, row: Row, plan: Plan) -> Allowance:
         budget = max(0, min(plan.budgets.get(row.request_id, 0), row.room))

@@ -81,7 +81,18 @@ class Metrics:
         )
         self._positions: dict[int, Counter] = {}
         self._parts = {part: self._times.labels(part) for part in _PARTS}
+        self._seen = self._gauge(
+            "drafter_first_token_acceptance",
+            "How often a drafter's first token is right.",
+            *("drafter", "noise"),
+        )
+        self._promised = self._gauge(
+            "drafter_promised_acceptance",
+            "How often it was when the drafter was made.",
+            *("drafter", "noise"),
+        )
         self._cost: CostModel | None = None
+        self._controller: AdaptiveBudget | None = None
 
     def watch(self, engine: AsyncLLM) -> None:
         """Add the gauges, which are read at each scrape.
@@ -112,9 +123,14 @@ class Metrics:
 
         for name, (text, field) in _LEDGER.items():
             self._gauge(name, text).set_function(partial(seconds, field))
+        self._controller = controller
 
     def render(self) -> bytes:
         """In Prometheus' text format."""
+        for promise in self._controller.promises if self._controller else ():
+            of = promise.drafter, promise.noise
+            self._seen.labels(*of).set(promise.seen)
+            self._promised.labels(*of).set(promise.promised)
         return generate_latest(self._registry)
 
     def add_step(self, record: StepRecord) -> None:
@@ -173,8 +189,8 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"{_PREFIX}:{name}", text, labels, registry=self._registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"{_PREFIX}:{name}", text, registry=self._registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"{_PREFIX}:{name}", text, labels, registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"{_PREFIX}:{name}", text, buckets=buckets, registry=self._registry)

@@ -297,3 +297,27 @@ def test_a_head_and_a_copy_share_the_work(load: int) -> None:
     both = Simulation({"head": head, "self": self_like(3.5 / load**0.5)}, seed=load).run(800, load)
     alone = Simulation({"head": head}, seed=load).run(800, load)
     assert both.speedup > max(0.985, alone.speedup - 0.03)
+
+
+def test_a_drafter_that_does_not_keep_its_promise_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def told(accepts: float, seed: int = 0) -> list[str]:
+        caplog.clear()
+        head = MadeUp(constant(accepts), 0.1, 0.1, promise=(0.7, 0.5))
+        Simulation({"head": head}, seed=seed).run(1500, 2)
+        return [record.getMessage() for record in caplog.records]
+
+    (line,) = told(0.3)
+    assert "drafter head: its first token is right in" in line
+    assert "another chat template" in line
+    for seed in range(20):  # a head is expected to do a little worse than where it was made
+        assert told(0.63, seed) == []
+
+
+def test_promises_are_compared_with_what_is_seen() -> None:
+    run = Simulation({"self": self_like(), "other": MadeUp(constant(0.2))}).run(300, 1)
+    (promise,) = run.control.promises
+    assert (promise.drafter, promise.noise, promise.promised) == ("self", "greedy", 0.95)
+    assert promise.seen == pytest.approx(0.97, abs=0.03)
+    assert not promise.is_broken
