@@ -65,7 +65,7 @@ inline void emulated_byte_product(int M, int quads, const int8_t* rows, const ui
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 
-constexpr bool kTiles = true;
+constexpr bool kTiles = true, kEmulatesTiles = false;
 
 // Whether the system lets this process use tiles: it keeps room for their state only on request.
 inline bool tiles_allowed() {
@@ -137,7 +137,7 @@ struct Tiles {
 
 #elif defined(FOREDRAFT_EMULATE_TILES)
 
-constexpr bool kTiles = true;
+constexpr bool kTiles = true, kEmulatesTiles = true;
 
 inline bool tiles_allowed() { return true; }
 
@@ -190,7 +190,7 @@ class Tiles {
 
 #else
 
-constexpr bool kTiles = false;
+constexpr bool kTiles = false, kEmulatesTiles = false;
 
 inline bool tiles_allowed() { return false; }
 

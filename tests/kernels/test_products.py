@@ -32,11 +32,11 @@ from tests.kernels.compiled import compiled
 FORM_PACKED, FORM_TILED = 1, 2
 ONE_ROUNDING = "-DFOREDRAFT_EMULATE_FMA"
 PORTABLE = InstructionSet("reference", "plain C++", flags=(ONE_ROUNDING,))
+PLAIN = (ONE_ROUNDING, "-O1")
+"""Of emulations: optimised as kernels are, they would take minutes to compile."""
 EMULATIONS = (
-    InstructionSet("digits", "two digits of 8 bits", flags=(ONE_ROUNDING, "-DFOREDRAFT_DIGITS")),
-    InstructionSet(
-        "tiles", "tiles in plain C++", flags=(ONE_ROUNDING, "-DFOREDRAFT_EMULATE_TILES")
-    ),
+    InstructionSet("digits", "two digits of 8 bits", flags=(*PLAIN, "-DFOREDRAFT_DIGITS")),
+    InstructionSet("tiles", "tiles in plain C++", flags=(*PLAIN, "-DFOREDRAFT_EMULATE_TILES")),
 )
 HERE = [one for one in INSTRUCTION_SETS if one.runs_on(platform.machine(), cpu_features())]
 EXACT = [one for one in HERE if one.flags or "aarch64" in platform.machine()]

@@ -1,8 +1,9 @@
 """The tokenizer of a GGUF file, rebuilt as ``tokenizer.json``.
 
-A file holds the vocabulary and the merges. How text is split before it is merged is only named,
-so the names that are known are spelled out here, and others are refused: a text that is split
-otherwise becomes other tokens than the model was trained on.
+A file of the kind "gpt2" holds the vocabulary and the merges. How text is split before it is merged
+is only named, so the names that are known are spelled out here, and others are refused: a text that
+is split otherwise becomes other tokens than the model was trained on. A file of the kind "llama"
+(sentencepiece) holds a score for each token instead, and splits nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
     from foredraft.models.files.schema import GgufFields
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Types of tokens, as llama.cpp numbers them."""
+_SPACE = "\u2581"
+"""What sentencepiece writes for a space."""
 # Words, runs of digits, signs and white space, as the models' authors split them.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -60,7 +63,8 @@ def write_tokenizer(gguf: Path, fields: GgufFields, into: Path) -> None:
 
 
 def _check(gguf: Path, fields: GgufFields) -> None:
-    if fields.pre_tokenizer not in _PRE_TOKENIZERS:
+    is_split = fields.tokenizer_model == "gpt2"
+    if is_split and fields.pre_tokenizer not in _PRE_TOKENIZERS:
         raise ModelLoadError(
             f"{gguf}: how its tokenizer {fields.pre_tokenizer!r:.80} splits text is not known, "
             f"only {', '.join(_PRE_TOKENIZERS)}; get the model as safetensors"
@@ -73,6 +77,9 @@ def _check(gguf: Path, fields: GgufFields) -> None:
             for index in (*fields.special_ids().values(), *fields.end_ids())
         ),
         "it adds a start token and names none": _adds_bos(fields) and fields.bos_token_id is None,
+        "it has no merges": is_split and not fields.merges,
+        "there is not one score for each token": not is_split
+        and len(fields.scores) != len(fields.tokens),
     }
     for problem, is_so in problems.items():
         if is_so:
@@ -82,7 +89,29 @@ def _check(gguf: Path, fields: GgufFields) -> None:
 
 
 def _rebuilt(fields: GgufFields) -> Tokenizer:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+    from tokenizers import AddedToken, processors
+
+    tokenizer = _of_scores(fields) if fields.tokenizer_model == "llama" else _of_merges(fields)
+    kinds = [*zip(fields.tokens, fields.token_types, strict=True)]
+    added = [AddedToken(token, special=True) for token, kind in kinds if kind == _CONTROL]
+    tokenizer.add_special_tokens(added)
+    own = [AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED]
+    tokenizer.add_tokens(own)
+    if _adds_bos(fields) and fields.bos_token_id is not None:
+        bos = fields.tokens[fields.bos_token_id]
+        template = processors.TemplateProcessing(
+            single=[bos, "$A"],
+            pair=[bos, "$A", f"{bos}:1", "$B:1"],
+            special_tokens=[(bos, fields.bos_token_id)],
+        )
+        before = [tokenizer.post_processor] if tokenizer.post_processor is not None else []
+        tokenizer.post_processor = processors.Sequence([*before, template])
+    return tokenizer
+
+
+def _of_merges(fields: GgufFields) -> Tokenizer:
+    """Of the kind "gpt2": bytes as letters, merged by rank."""
+    from tokenizers import Tokenizer, decoders, models, processors
 
     vocabulary = {token: index for index, token in enumerate(fields.tokens)}
     merges = [_pair(merge) for merge in fields.merges]
@@ -96,24 +125,53 @@ def _rebuilt(fields: GgufFields) -> Tokenizer:
         from tokenizers.normalizers import NFC
 
         tokenizer.normalizer = NFC()
-    kinds = [*zip(fields.tokens, fields.token_types, strict=True)]
-    added = [AddedToken(token, special=True) for token, kind in kinds if kind == _CONTROL]
-    tokenizer.add_special_tokens(added)
-    own = [AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED]
-    tokenizer.add_tokens(own)
-    if _adds_bos(fields) and fields.bos_token_id is not None:
-        bos = fields.tokens[fields.bos_token_id]
-        tokenizer.post_processor = processors.Sequence(
-            [
-                tokenizer.post_processor,
-                processors.TemplateProcessing(
-                    single=[bos, "$A"],
-                    pair=[bos, "$A", f"{bos}:1", "$B:1"],
-                    special_tokens=[(bos, fields.bos_token_id)],
-                ),
-            ]
-        )
     return tokenizer
+
+
+def _of_scores(fields: GgufFields) -> Tokenizer:
+    """Of the kind "llama": characters, merged by the scores of what they become.
+
+    Characters that are no tokens become bytes. A space is put before each stretch of text between
+    special tokens, as llama.cpp does; the first of a decoded text is taken off again.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocabulary = {token: index for index, token in enumerate(fields.tokens)}
+    unknown = next(
+        (token for token, kind in zip(fields.tokens, fields.token_types, strict=True)
+         if kind == _UNKNOWN),
+        None,
+    )  # fmt: skip
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_merges_by_score(fields, vocabulary),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback="<0x00>" in vocabulary,
+        )
+    )
+    to_marks = normalizers.Replace(" ", _SPACE)
+    from_marks = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if fields.add_space_prefix:
+        to_marks = normalizers.Sequence([normalizers.Prepend(_SPACE), to_marks])
+        from_marks.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer, tokenizer.decoder = to_marks, decoders.Sequence(from_marks)
+    return tokenizer
+
+
+def _merges_by_score(fields: GgufFields, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Every pair of tokens that makes a token, the likeliest first."""
+    usual = (_NORMAL, _USER_DEFINED)
+    found = [
+        (-score, start, token[:start], token[start:])
+        for token, score, kind in zip(fields.tokens, fields.scores, fields.token_types, strict=True)
+        if kind in usual
+        for start in range(1, len(token))
+        if token[:start] in vocabulary and token[start:] in vocabulary
+    ]
+    found.sort(key=lambda pair: pair[:2])
+    return [(first, second) for *_, first, second in found]
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -123,7 +181,9 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _adds_bos(fields: GgufFields) -> bool:
     """Whether texts begin with a start token; llama.cpp's default where the file does not say."""
-    return fields.pre_tokenizer == "llama-bpe" if fields.add_bos is None else fields.add_bos
+    if fields.add_bos is not None:
+        return fields.add_bos
+    return fields.tokenizer_model == "llama" or fields.pre_tokenizer == "llama-bpe"
 
 
 def _digits_first() -> Any:

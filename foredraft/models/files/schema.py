@@ -270,13 +270,18 @@ class GgufFields(_Schema):
     expert_count: Literal[0] = _said("llama.expert_count", 0)
     expert_used_count: Literal[0] = _said("llama.expert_used_count", 0)
 
-    tokenizer_model: Literal["gpt2"] = _said("tokenizer.ggml.model")
-    pre_tokenizer: str = _said("tokenizer.ggml.pre")
+    tokenizer_model: Literal["gpt2", "llama"] = _said("tokenizer.ggml.model")
+    pre_tokenizer: str = _said("tokenizer.ggml.pre", "default")
     tokens: list[str] = _said("tokenizer.ggml.tokens")
     token_types: Annotated[list[int], BeforeValidator(_as_list)] = _said(
         "tokenizer.ggml.token_type"
     )
-    merges: list[str] = _said("tokenizer.ggml.merges")
+    merges: list[str] = _said("tokenizer.ggml.merges", [])
+    scores: Annotated[list[float], BeforeValidator(_as_list)] = _said("tokenizer.ggml.scores", [])
+    add_space_prefix: bool = _said("tokenizer.ggml.add_space_prefix", True)
+    remove_extra_whitespaces: Literal[False] = _said(
+        "tokenizer.ggml.remove_extra_whitespaces", False
+    )
     bos_token_id: TokenId | None = _said("tokenizer.ggml.bos_token_id", None)
     eos_token_id: TokenId | None = _said("tokenizer.ggml.eos_token_id", None)
     eot_token_id: TokenId | None = _said("tokenizer.ggml.eot_token_id", None)

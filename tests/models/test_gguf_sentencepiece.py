@@ -1,0 +1,160 @@
+"""Tokenizers of the kind "llama" in GGUF files: the tokens and texts of sentencepiece itself."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from sentencepiece import SentencePieceProcessor
+
+from foredraft.core.errors import ModelLoadError
+from foredraft.models.files.gguf_checkpoint import write_checkpoint
+from foredraft.models.files.progress import SilentProgress
+from foredraft.models.text.tokenizer import Tokenizer
+from tests.models.gguf_files import ARRAY, Typed, write_gguf
+from tests.models.test_gguf_checkpoint import metadata_of, shape_of, tensors_of
+
+FLOAT32 = 6
+WORDS = "the ferry leaves at noon and comes back late; a bell rings twice, then nobody speaks "
+TEXTS = (
+    "The ferry leaves at noon.",
+    " two  spaces   and\ttabs\nand lines\n\n",
+    "",
+    " ",
+    "naïve café — 東京 🙂🙂 ½ ２３ \u0301",
+    "a" * 40 + "the" * 9,
+    "▁marks▁of its own",
+    "x=1;\n    y = [2, 3]  # comment",
+)
+
+
+def model(**options: Any) -> SentencePieceProcessor:
+    """As Llama 2 trained it: pairs, bytes for what is rare, no normalisation."""
+    written = io.BytesIO()
+    choose = random.Random(3)
+    words = WORDS.split()
+    lines = [" ".join(choose.choices(words, k=12)) + " 12 é" for _ in range(200)]
+    usual = {
+        "model_type": "bpe",
+        "vocab_size": 400,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "split_digits": True,
+        "user_defined_symbols": ["<|im_end|>"],
+        "minloglevel": 2,
+    }
+    trainer = sentencepiece.SentencePieceTrainer
+    trainer.train(sentence_iterator=iter(lines), model_writer=written, **(usual | options))
+    return SentencePieceProcessor(model_proto=written.getvalue())
+
+
+def metadata(found: SentencePieceProcessor) -> dict[str, Any]:
+    """What llama.cpp's converter writes of it."""
+    ids = range(found.vocab_size())
+    kinds = [
+        2 if found.is_unknown(i) else 3 if found.is_control(i) else 6 if found.is_byte(i) else 1
+        for i in ids
+    ]
+    kinds[found.piece_to_id("<|im_end|>")] = 4
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [found.id_to_piece(i) for i in ids],
+        "tokenizer.ggml.scores": Typed(ARRAY, [found.get_score(i) for i in ids], FLOAT32),
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def tokenizer_of(folder: Path, found: SentencePieceProcessor, **more: Any) -> Tokenizer:
+    config = shape_of(vocab_size=found.vocab_size(), num_hidden_layers=1)
+    said = metadata_of(config)
+    del said["tokenizer.ggml.merges"]
+    said |= metadata(found) | {key.replace("__", "."): value for key, value in more.items()}
+    path = write_gguf(folder / "model.gguf", said, tensors_of(config, "Q8_0")[0])
+    write_checkpoint(path, folder, SilentProgress())
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def reference() -> SentencePieceProcessor:
+    return model()
+
+
+@pytest.fixture(scope="module")
+def rebuilt(
+    reference: SentencePieceProcessor, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
+    return tokenizer_of(tmp_path_factory.mktemp("model"), reference)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_and_text_are_those_of_sentencepiece(
+    reference: SentencePieceProcessor, rebuilt: Tokenizer, text: str
+) -> None:
+    ids = rebuilt.encode(text)
+    assert ids[0] == 1
+    assert ids[1:] == reference.encode(text) if text else ids == [1]
+    assert rebuilt.decode(ids) == text.replace("\u2581", " ")
+
+
+def test_made_up_texts_become_the_same_tokens(
+    reference: SentencePieceProcessor, rebuilt: Tokenizer
+) -> None:
+    choose = random.Random(4)
+    letters = WORDS + "  \n\t0123456789éü東🙂.,;-"
+    for _ in range(2000):
+        text = "".join(choose.choices(letters, k=choose.randint(1, 60)))
+        ids = rebuilt.encode(text, add_special_tokens=False)
+        assert ids == reference.encode(text), repr(text)
+        assert rebuilt.decode(ids) == text
+
+
+def test_special_tokens_are_single_and_text_goes_on_behind_them(
+    reference: SentencePieceProcessor, rebuilt: Tokenizer
+) -> None:
+    """As llama.cpp: a space before each stretch of text."""
+    ids = rebuilt.encode("the bell</s>noon<|im_end|>late", add_special_tokens=False)
+    end = reference.piece_to_id("<|im_end|>")
+    parts = [reference.encode(text) for text in ("the bell", "noon", "late")]
+    assert ids == [*parts[0], 2, *parts[1], end, *parts[2]]
+
+
+def test_models_without_a_first_space(tmp_path: Path) -> None:
+    """As Gemma's."""
+    bare = model(add_dummy_prefix=False)
+    tokenizer = tokenizer_of(tmp_path, bare, tokenizer__ggml__add_space_prefix=False)
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == bare.encode(text)
+        assert tokenizer.decode(ids) == text.replace("\u2581", " ")
+
+
+def test_a_reply_comes_back_token_by_token(rebuilt: Tokenizer) -> None:
+    text = " and 東京 rings twice"
+    before = rebuilt.encode("the bell")
+    ids = rebuilt.encode("the bell" + text)[len(before) :]
+    decoder = rebuilt.new_decoder(before)
+    assert "".join(decoder(token) or "" for token in ids) == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokenizer__ggml__scores": Typed(ARRAY, [0.0], FLOAT32)}, "not one score"),
+        ({"tokenizer__ggml__remove_extra_whitespaces": True}, "remove_extra_whitespaces is True"),
+    ],
+)
+def test_what_is_not_known_is_refused(
+    tmp_path: Path, reference: SentencePieceProcessor, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        tokenizer_of(tmp_path, reference, **changes)
