@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from foredraft.load import ModelPlan
 
 
+_SMALLER = 0.9
+"""Of the bytes that a step reads: what is not that much smaller is no choice."""
 OPTIONAL = {
     "matplotlib": "pictures of trainings",
     "opentelemetry-exporter-otlp-proto-http": "spans (serve --otlp-traces-endpoint)",
@@ -84,6 +86,8 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
     return {
         "name": plan.name,
         "directory": str(plan.directory),
+        "family": plan.checkpoint.config.get("model_type") if plan.checkpoint else None,
+        "formats": list(plan.formats),
         "backend": plan.backend,
         "kernels": plan.decoder,
         "device": plan.device,
@@ -94,11 +98,19 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
         "max_context": plan.max_context,
         "weight_bytes": plan.weight_bytes,
         "read_bytes": plan.read_bytes,
+        "most_tokens_per_s": _most_tokens_per_s(plan),
         "in_4_bits": _in_4_bits(plan, options),
         "cache_bytes": cache_bytes,
         "total_bytes": plan.weight_bytes + cache_bytes,
         "notes": list(plan.notes),
     }
+
+
+def _most_tokens_per_s(plan: ModelPlan) -> float | None:
+    """Of one request without drafts: each reads the weights once. None: not known of a GPU."""
+    from foredraft.system.machine import memory_bytes_per_s
+
+    return memory_bytes_per_s() / plan.read_bytes if plan.device == "cpu" else None
 
 
 def _in_4_bits(plan: ModelPlan, options: LoadOptions) -> dict[str, Any] | None:
@@ -109,6 +121,8 @@ def _in_4_bits(plan: ModelPlan, options: LoadOptions) -> dict[str, Any] | None:
     if plan.decoder != "fused" or plan.weights == "int4" or plan.checkpoint is None:
         return None
     smaller = plan_model(plan.name, plan.checkpoint, replace(options, weights="int4"), plan.device)
+    if smaller.read_bytes > _SMALLER * plan.read_bytes:  # a file that comes in 4 bits
+        return None
     return {"read_bytes": smaller.read_bytes, "as_it_comes": has_blocks(plan.directory)}
 
 
@@ -147,16 +161,30 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
     return [
         ("name", model["name"]),
         ("directory", model["directory"]),
+        ("family", _family(model)),
         ("runs on", f"{model['device']}, {model['number_format']}"),
         ("kernels", f"{model['kernels']} ({model['backend']})"),
         ("exactness", "bit for bit" if model["exact"] else "up to near-ties of two tokens"),
         ("context", f"{model['max_context']} tokens"),
         ("weights", _megabytes(model["weight_bytes"])),
         ("a step", _step(model)),
+        ("speed", _speed(model)),
         ("self-draft", _self_draft(model)),
         ("KV cache", f"{_megabytes(model['cache_bytes'])} at {tokens} tokens"),
         ("memory", f"{_megabytes(model['total_bytes'])} for weights and cache"),
     ]
+
+
+def _family(model: dict[str, Any]) -> str:
+    formats = f", GGUF in {' and '.join(model['formats'])}" if model["formats"] else ""
+    return f"{model['family']}{formats}"
+
+
+def _speed(model: dict[str, Any]) -> str:
+    most = model["most_tokens_per_s"]
+    if most is None:
+        return "measured when it is loaded"
+    return f"at most {most:.0f} tokens/s a request before drafts: what memory gives"
 
 
 def _step(model: dict[str, Any]) -> str:

@@ -12,6 +12,9 @@ from foredraft.version import __version__
 
 _PACKAGES = ("torch", "numpy", "transformers", "tokenizers", "llama-cpp-python")
 
+_READ_BYTES = 128 << 20
+"""Far more than caches hold."""
+
 
 def describe_machine() -> dict[str, Any]:
     """CPU, its instructions, accelerator, threads and versions."""
@@ -30,6 +33,20 @@ def describe_machine() -> dict[str, Any]:
         "versions": {"foredraft": __version__, "python": platform.python_version()}
         | {name: found for name in _PACKAGES if (found := package_version(name))},
     }
+
+
+def memory_bytes_per_s() -> float:
+    """How fast this machine reads memory with torch's threads: the best of three reads."""
+    import time
+
+    import torch
+
+    numbers, best = torch.zeros(_READ_BYTES // 4, dtype=torch.float32), 0.0
+    for _ in range(3):
+        started = time.perf_counter()
+        numbers.sum()
+        best = max(best, _READ_BYTES / (time.perf_counter() - started))
+    return best
 
 
 def package_version(name: str) -> str | None:
