@@ -137,11 +137,8 @@ def _of_scores(fields: GgufFields) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {token: index for index, token in enumerate(fields.tokens)}
-    unknown = next(
-        (token for token, kind in zip(fields.tokens, fields.token_types, strict=True)
-         if kind == _UNKNOWN),
-        None,
-    )  # fmt: skip
+    kinds = zip(fields.tokens, fields.token_types, strict=True)
+    unknown = next((token for token, kind in kinds if kind == _UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary,
@@ -151,12 +148,11 @@ def _of_scores(fields: GgufFields) -> Tokenizer:
             byte_fallback="<0x00>" in vocabulary,
         )
     )
-    to_marks = normalizers.Replace(" ", _SPACE)
-    from_marks = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if fields.add_space_prefix:
-        to_marks = normalizers.Sequence([normalizers.Prepend(_SPACE), to_marks])
-        from_marks.append(decoders.Strip(" ", 1, 0))
-    tokenizer.normalizer, tokenizer.decoder = to_marks, decoders.Sequence(from_marks)
+    prefix = [normalizers.Prepend(_SPACE)] if fields.add_space_prefix else []
+    strip = [decoders.Strip(" ", 1, 0)] if fields.add_space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    to_text = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*to_text, *strip])
     return tokenizer
 
 
