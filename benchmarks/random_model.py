@@ -15,7 +15,7 @@ from foredraft.cli.options import load_llm as load_model
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.llm import LLM
 from foredraft.load import native_decoder, plan_native
-from foredraft.models.native.config import DecoderConfig
+from foredraft.models.native.config import DecoderConfig, Experts
 from foredraft.models.native.packed import PACKED, Matrix, tensor_of
 from foredraft.models.native.rope import RotaryEmbedding
 from foredraft.models.native.shelf import Shelf
@@ -28,7 +28,7 @@ _SPREAD = 0.02
 
 
 class Shape(NamedTuple):
-    """What the cost of a llama-shaped model depends on."""
+    """What the cost of a llama-shaped model depends on; ``intermediate_size`` of an expert."""
 
     hidden_size: int
     intermediate_size: int
@@ -38,6 +38,7 @@ class Shape(NamedTuple):
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
+    experts: Experts | None = None
 
 
 def shapes() -> dict[str, Shape]:
@@ -47,6 +48,8 @@ def shapes() -> dict[str, Shape]:
         "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, True),
         "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128256, True),
         "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256, False),
+        "moe-1b": Shape(1024, 512, 16, 16, 4, 64, 32000, False, Experts(32, 4, True)),
+        "olmoe-7b": Shape(2048, 1024, 16, 16, 16, 128, 50304, False, Experts(64, 8, False)),
     }
 
 
@@ -60,7 +63,7 @@ def random_config(name: str) -> DecoderConfig:
         raise unknown("random-weight model", name, shapes())
     return DecoderConfig(
         **shapes()[name]._asdict(),
-        model_type="llama",
+        model_type="mixtral" if shapes()[name].experts else "llama",
         max_position_embeddings=8192,
         rms_norm_eps=1e-5,
         ropes=(RotaryEmbedding(10000.0, shapes()[name].head_dim),),
@@ -116,6 +119,7 @@ def random_weights(
         return torch.ones(config.hidden_size, dtype=dtype, device=device)
 
     hidden, feed_forward = config.hidden_size, config.intermediate_size
+    num_experts = config.experts.count if config.experts else 1
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_key_value_heads * config.head_dim
     layers = [
@@ -128,8 +132,9 @@ def random_weights(
             output_weight=matrix(hidden, query),
             output_bias=None,
             mlp_norm_E=ones(),
-            gate_up_weight=matrix(2 * feed_forward, hidden, num_parts=2),
-            down_weight=matrix(hidden, feed_forward),
+            gate_up_weight=matrix(num_experts * 2 * feed_forward, hidden, 2 * num_experts),
+            down_weight=matrix(num_experts * hidden, feed_forward, num_experts),
+            router_XE=table(num_experts, hidden) if config.experts else None,
         )
         for _ in range(config.num_hidden_layers)
     ]

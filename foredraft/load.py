@@ -358,7 +358,8 @@ def plan_model(name: str, checkpoint: Checkpoint, options: LoadOptions, device: 
             "whose bits depend on what is scored together; leave exact out (the distribution "
             "is the target's either way)"
         )
-    notes = () if reason is None else (f"{reason}; it runs through transformers",)
+    lost = "slower, and without int8, int4, self_draft and exact=True"
+    notes = () if reason is None else (f"{reason}; it runs through transformers: {lost}",)
     return _plan_hf(name, checkpoint, options, device, notes)
 
 
@@ -388,6 +389,10 @@ def plan_native(
     dtype, notes = _asked_dtype(options), []
     if device == "cpu" and kernel_problem:
         notes.append(f"no fused CPU kernel: {kernel_problem}")
+    if config.max_context < (longest := config.ropes[0].context):
+        notes.append(
+            f"its rotary factors are those of short texts; max_context={longest} asks for more"
+        )
     if dtype == "auto":
         dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
     weights = options.weights if options.weights in _BITS else dtype

@@ -294,21 +294,25 @@ class Worker {
   void add_product(const ForedraftMatrix& weights, const float* bias, const float* x, int64_t K,
                    const float* post_norm, const void* next) {
     const auto product = [&](const auto& put) {
-      matmul(matrix(weights, K), me_.share(E, kShareRows), inputs(x, K), T, next,
-             [&](int64_t token, int64_t row, float value) {
-               put(token * E + row, bias ? value + bias[row] : value);
-             });
+      matmul(matrix(weights, K), me_.share(E, kShareRows), inputs(x, K), T, next, put);
       end(kLinear);
     };
+    const float scale = residual_scale_;  // here, and not in memory that is written to
+    float *const hidden = work_.hidden, *const added = work_.added;
+    const int64_t width = E;
     if (!post_norm)
-      return product([&](int64_t at, float value) { work_.hidden[at] += value * residual_scale_; });
-    product([&](int64_t at, float value) { work_.added[at] = value; });
+      return product([=](int64_t token, int64_t row, float value) {
+        hidden[token * width + row] += (bias ? value + bias[row] : value) * scale;
+      });
+    product([=](int64_t token, int64_t row, float value) {
+      added[token * width + row] = bias ? value + bias[row] : value;
+    });
     const Range mine = me_.share(T);
     for (int64_t t = mine.begin; t < mine.end; ++t) {
-      const float* const added = work_.added + t * E;
-      const float scale = inverse_rms(added, E, model_.norm_eps);
+      const float* const row = added + t * E;
+      const float inverse = inverse_rms(row, E, model_.norm_eps);
       for (int64_t i = 0; i < E; ++i)
-        work_.hidden[t * E + i] += post_norm[i] * (added[i] * scale) * residual_scale_;
+        hidden[t * E + i] += post_norm[i] * (row[i] * inverse) * scale;
     }
     end(kOther);
   }
@@ -413,11 +417,12 @@ class Worker {
   // silu(gate) * up of some columns. The scratch rows have room for whole vectors.
   void put_feed_forward(Range columns, float* gates, const float* ups, float* row) const {
     const int64_t count = columns.end - columns.begin;
-    const bool is_silu = model_.activation == kSilu;
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const Vec gate = load(gates + i);
-      store(gates + i, (is_silu ? silu(gate) : gelu_tanh(gate)) * load(ups + i));
-    }
+    const auto activate = [&](const auto& activation) {
+      for (int64_t i = 0; i < count; i += kLanes)
+        store(gates + i, activation(load(gates + i)) * load(ups + i));
+    };
+    if (model_.activation == kSilu) activate([](Vec x) { return silu(x); });
+    else activate([](Vec x) { return gelu_tanh(x); });
     const float* source = gates - columns.begin;
     int64_t i = columns.begin;
     for (; i < columns.end && i % kPair; ++i) row[lane_order<Order>(i)] = source[i];
@@ -444,20 +449,23 @@ class Worker {
     if (!N) return;
     const typename Form::Session session(N);
     const Range mine = me_.share(V, kShareRows);
-    const float scale = float(model_.logits_scale), cap = float(model_.logits_cap);
     matmul(matrix(model_.head, E), mine, Form::inputs(prepared_, normed_, N, E), N, nullptr,
            [&](int64_t token, int64_t row, float value) {
-             forward_.logits[token * V + row] = value * scale;
+             forward_.logits[token * V + row] = value;
            });
-    for (int64_t token = 0; cap != 0 && token < N; ++token)
-      for (int64_t row = mine.begin; row < mine.end; row += kLanes) {
-        float* const at = forward_.logits + token * V + row;
-        const size_t bytes = size_t(std::min<int64_t>(kLanes, mine.end - row)) * sizeof(float);
-        Vec some{};
-        std::memcpy(&some, at, bytes);
-        some = capped(some, cap);
-        std::memcpy(at, &some, bytes);
-      }
+    if (model_.logits_scale == 1 && model_.logits_cap == 0) return;
+    for (int64_t token = 0; token < N; ++token)
+      for (int64_t row = mine.begin; row < mine.end; row += kLanes)
+        finish(forward_.logits + token * V + row, std::min<int64_t>(kLanes, mine.end - row));
+  }
+
+  // Up to a vector of logits, scaled and capped.
+  void finish(float* logits, int64_t count) const {
+    Vec some{};
+    std::memcpy(&some, logits, size_t(count) * sizeof(float));
+    some *= float(model_.logits_scale);
+    if (model_.logits_cap != 0) some = capped(some, float(model_.logits_cap));
+    std::memcpy(logits, &some, size_t(count) * sizeof(float));
   }
 
   // Next tokens, a row a thread.

@@ -40,7 +40,8 @@ def test_the_floor_is_memory_for_one_token_and_arithmetic_for_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("smollm2-135m", 134.5), ("llama-1b", 1235.8), ("llama-8b", 8030.3)]
+    ("name", "millions"),
+    [("smollm2-135m", 134.5), ("llama-1b", 1235.8), ("llama-8b", 8030.3), ("moe-1b", 913.3)],
 )
 def test_shapes_are_those_of_the_models_they_are_named_after(name: str, millions: float) -> None:
     config = random_config(name)

@@ -35,6 +35,8 @@ from transformers import (
     SmolLM3Config,
 )
 
+from foredraft.models.families import FAMILIES
+
 VOCAB_SIZE = 300
 EOS_TOKEN = "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -160,11 +162,13 @@ def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A float32 model with random weights wide enough for distributions with some shape."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
+    family = FAMILIES.get(config.model_type)
+    usual_norm = 1 - family.norm_offset if family else 1
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             is_norm = weight.ndim == 1 and name.endswith("weight")
-            weight.copy_(1 + 0.1 * noise if is_norm else 0.15 * noise)
+            weight.copy_(usual_norm + 0.1 * noise if is_norm else 0.15 * noise)
     return model.eval()
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.load import plan_models
 from foredraft.models.native.config import read_config, why_not_native
-from tests.models.checkpoints import NATIVE_CONFIGS, tiny_model
+from foredraft.options import LoadOptions
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint, tiny_model
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -257,3 +259,13 @@ def test_a_config_that_cannot_be_read(content: str | None, tmp_path: Path) -> No
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelLoadError, match=r"config\.json"):
         read_config(tmp_path)
+
+
+def test_a_plan_says_how_longer_texts_are_asked_for(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, NATIVE_CONFIGS["phi3"]())
+    plan, _ = plan_models(LoadOptions(model=str(tmp_path), device="cpu"))
+    assert plan.max_context == 1024
+    assert any("max_context=2048 asks for more" in note for note in plan.notes)
+    plan, _ = plan_models(LoadOptions(model=str(tmp_path), device="cpu", max_context=2048))
+    assert plan.max_context == 2048
+    assert not any("asks for more" in note for note in plan.notes)

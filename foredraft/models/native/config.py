@@ -230,6 +230,8 @@ _OPTIONAL = frozenset(
 def _parse(path: Path, raw: Mapping[str, Any], family: Family) -> DecoderFields:
     """The fields that the family heeds, with what it takes for those that are left out."""
     heeded = {key: value for key, value in raw.items() if _heeds(family, key)}
+    if heeded.get("rope_scaling") == {}:  # stands above rope_parameters where it says anything
+        del heeded["rope_scaling"]
     return parse_fields(path, {**family.defaults, **heeded, **family.fixed}, DecoderFields)
 
 
@@ -361,11 +363,7 @@ def _rope_fields(family: Family, fields: DecoderFields) -> list[RopeFields]:
             said = fields.rope_scaling.model_dump(exclude_unset=True)
             whole = whole.model_copy(update=said)
         return [whole, (layered and layered.sliding_attention) or RopeFields()]
-    found = RopeFields()
-    for rope in (fields.rope_scaling, fields.rope_parameters):
-        if rope is not None and rope.model_fields_set:
-            found = rope
-            break
+    found = fields.rope_scaling or fields.rope_parameters or RopeFields()
     if fields.original_max_position_embeddings is not None:
         original = fields.original_max_position_embeddings
         found = found.model_copy(update={"original_max_position_embeddings": original})
