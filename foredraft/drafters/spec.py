@@ -15,10 +15,17 @@ if TYPE_CHECKING:
 
 
 class TextCodec(Protocol):
-    """Text to ids and back, for drafters that work on text."""
+    """Text to ids and back, for drafters that work on text.
+
+    Attributes:
+        fingerprint: equal where ids have the same meaning; None: it is not known.
+    """
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str | None: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -46,7 +53,7 @@ class DrafterContext:
     @property
     def fingerprint(self) -> str | None:
         """Of the tokenizer, which says whose ids are whose; None where that is not known."""
-        return getattr(self.tokenizer, "fingerprint", None)
+        return self.tokenizer.fingerprint if self.tokenizer else None
 
 
 class DrafterFactory(Protocol):

@@ -56,6 +56,7 @@ class Letters:
     """A codec of one letter a token."""
 
     vocab_size = 6
+    fingerprint = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [token for letter in text if 0 <= (token := ord(letter) - ord("a")) < 6]

@@ -23,6 +23,7 @@ class Letters:
     """A tokenizer whose ids are code points."""
 
     vocab_size = VOCAB
+    fingerprint = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [0] * add_special_tokens + [ord(letter) for letter in text]

@@ -138,6 +138,7 @@ def test_the_text_is_encoded_in_bounded_pieces() -> None:
 
     class Counting:
         vocab_size = codec("gpt2").vocab_size
+        fingerprint = None
         decode = staticmethod(codec("gpt2").decode)
 
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
