@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY, KVShape
+from foredraft.cache.layers import MOST_REPEATED
 from foredraft.control.base import Allowance, Controller, Row
 from foredraft.core.errors import CacheFullError
 from foredraft.core.proposal import NOT_READY, Proposal
@@ -339,7 +340,8 @@ class SimHead(SimDrafter):
     def propose(self, rows: Sequence[DraftRow]) -> Any:
         for row in rows:
             self._catch_up(row.request_id)
-            self._check(row)
+            if not self._holds(row):
+                self.complaint = "entries of another text"
         return super().propose(rows)
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -372,16 +374,17 @@ class SimHead(SimDrafter):
             layers.write(0, slot, first, values, -values)
         del self._waiting[request_id]
 
-    def _check(self, row: DraftRow) -> None:
-        """Its entries are those of the text, but for a few that were late and are repeated."""
+    def _holds(self, row: DraftRow) -> bool:
+        """Whether its entries are the text's, but for a few that were late and repeat the last."""
         (layers,) = self.layers
-        end = layers.covered(row.slot)
+        first, end = layers.first(row.slot), layers.covered(row.slot)
         if not end:
-            return
+            return True
         held = layers.read(0, row.slot, end)[0].flatten().tolist()
-        text = row.tokens[layers.first(row.slot) : end]
-        wrong = [i for i, (mine, token) in enumerate(zip(held, text, strict=True)) if mine != token]
-        assert all(i and held[i] == held[i - 1] for i in wrong), "entries of another text"
+        wrong = [i for i, token in enumerate(row.tokens[first:end]) if held[i] != token]
+        # The first one may repeat an entry that is not held any more.
+        before = row.tokens[max(0, first - MOST_REPEATED) : first]
+        return all(held[i] == held[i - 1] if i else held[0] in before for i in wrong)
 
 
 class SimSelfDraft(SimDrafter):
