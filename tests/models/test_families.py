@@ -15,7 +15,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as hf_logging
 
-from foredraft.core.errors import ModelLoadError
+from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
 from foredraft.drafters.spec import DrafterContext
@@ -219,6 +219,17 @@ def test_a_cached_beginning_gives_the_same_text(family: str) -> None:
     again = llm.generate(prompt, params)[0]
     assert again.num_cached_tokens > 0
     assert again.token_ids == alone.token_ids
+
+
+def test_a_copy_is_tuned_or_that_is_refused(family: str) -> None:
+    target, texts = new_target(family), [[(7 * i) % 90 + 3 for i in range(60)]]
+    if FAMILIES[family].names.router:
+        with pytest.raises(ConfigError, match="mixture of experts is not tuned yet"):
+            target.tune_copy(texts, lambda _: None)
+        return
+    done = list[str]()
+    assert target.tune_copy(texts, done.append).bits == 4
+    assert len(done) == 3
 
 
 # --------------------------------------------------------------------------------------- configs
