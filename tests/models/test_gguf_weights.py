@@ -18,6 +18,7 @@ from foredraft.core.tree import TokenTree
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import ModelPlan, load_target, plan_models
 from foredraft.models.base import ScoreRow
+from foredraft.models.files.digest import weights_digest
 from foredraft.models.files.gguf_blocks import KINDS
 from foredraft.models.files.kept import KeptFiles
 from foredraft.models.files.safety import GGUF_INDEX, Checkpoint
@@ -173,6 +174,19 @@ def test_the_cache_holds_no_weights_of_a_file(tmp_path: Path) -> None:
     weights = target_of(plan_of(path, weights="bf16")).weights
     embedding = expected["model.embed_tokens.weight"].bfloat16()
     assert torch.equal(as_tensor(weights.embedding_VE, torch.bfloat16), embedding)
+
+
+def test_a_digest_tells_a_file_from_others(tmp_path: Path) -> None:
+    """What heads and captured states are trained on is known by all weights."""
+    digests = set()
+    for number, (kind, others) in enumerate([("Q8_0", NOTHING), ("Q8_0", K_M), ("Q4_K", K_M)]):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        path, _ = gguf_of(folder, kind, others)
+        checkpoint = Checkpoint(resolve_model(path))
+        digests.add(weights_digest(checkpoint, tmp_path / "cache"))
+        assert weights_digest(checkpoint, tmp_path / "another") in digests
+    assert len(digests) == 3
 
 
 def test_drafts_do_not_change_the_text(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from foredraft.models.files.kept import KeptFiles
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint, check_safetensors
+from foredraft.models.files.stored import read_blocks
 
 _FOLDER = "weights"
 _DIGITS = 32
@@ -34,7 +35,7 @@ def weights_digest(checkpoint: Checkpoint, cache: Path, progress: Progress | Non
     def digest() -> str:
         if progress is not None:
             progress.stage("Reading the weights once, to tell them from those of fine-tunes")
-        return _digest_of(files)
+        return _digest_of_gguf(checkpoint) if checkpoint.is_gguf else _digest_of(files)
 
     state = _state_of(files)
     return str(KeptFiles(cache / _FOLDER).json(state, state, digest))
@@ -46,6 +47,20 @@ def _state_of(files: Iterable[Path]) -> str:
         (str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files
     ]
     return hashlib.sha256(repr(states).encode()).hexdigest()[:_DIGITS]
+
+
+def _digest_of_gguf(checkpoint: Checkpoint) -> str:
+    """Rows count in their order in transformers, however a file has them."""
+    tensors: list[tuple[str, bytes]] = []
+    for name, stored in checkpoint.tensors.items():
+        digest = hashlib.sha256(f"{name} {stored.dtype} {[*stored.shape]} ".encode())
+        digest.update(read_blocks(stored).tobytes())
+        tensors.append((name, digest.digest()))
+    return _joined(tensors)
+
+
+def _joined(tensors: list[tuple[str, bytes]]) -> str:
+    return hashlib.sha256(b"".join(digest for _, digest in sorted(tensors))).hexdigest()[:_DIGITS]
 
 
 def _digest_of(files: Iterable[Path]) -> str:
@@ -60,4 +75,4 @@ def _digest_of(files: Iterable[Path]) -> str:
                 with memoryview(data) as view, view[first + start : first + stop] as content:
                     digest.update(content)
                 tensors.append((name, digest.digest()))
-    return hashlib.sha256(b"".join(digest for _, digest in sorted(tensors))).hexdigest()[:_DIGITS]
+    return _joined(tensors)

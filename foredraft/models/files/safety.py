@@ -112,6 +112,11 @@ class Checkpoint:
         return sum(prod(tensor.shape) for tensor in self.tensors.values())
 
     @property
+    def is_gguf(self) -> bool:
+        """Whether its tensors lie in GGUF files."""
+        return any(tensor.gguf is not None for tensor in self.tensors.values())
+
+    @property
     def is_quantised(self) -> bool:
         """Whether some of its weights are integers with scales, as in GGUF files."""
         return any(tensor.is_quantised for tensor in self.tensors.values())
