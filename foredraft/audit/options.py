@@ -40,3 +40,41 @@ class AuditOptions:
             raise ConfigError(f"texts is {self.texts}; it must be at least 1")
         if not self.time_limit > 0.0:
             raise ConfigError(f"time_limit is {self.time_limit}; it must be some seconds")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What is asked of somebody's server.
+
+    Attributes:
+        endpoint: address of a server with OpenAI's interface, such as http://127.0.0.1:8000.
+        plain_endpoint: address of the same without speculation; else one-token requests stand in.
+        reference: the same model, loaded here: its law is taken for the server's plain one.
+        served_model: the model to ask for, where a server needs its name.
+        max_requests: no more requests than that are made.
+        reply_tokens: of a reply.
+        keep: all requests and answers go to this file, as JSON lines.
+        seed: of what is drawn here and, where it follows seeds, by the server.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    endpoint: str | None = None
+    plain_endpoint: str | None = None
+    served_model: str | None = None
+    reference: str | None = None
+    max_requests: int = 10_000
+    reply_tokens: int = 48
+    keep: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "reply_tokens"):
+            if getattr(self, name) < 2:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 2")
+        for name in ("plain_endpoint", "reference"):
+            if getattr(self, name) and not self.endpoint:
+                raise ConfigError(f"{name} goes with an endpoint that is audited; name it, too")
+        if self.plain_endpoint and self.reference:
+            raise ConfigError("plain_endpoint and reference exclude each other; give one")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foredraft.audit.options import AuditOptions
+from foredraft.audit.options import AuditOptions, ServerOptions
 from foredraft.cli import options as o
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
@@ -32,6 +33,15 @@ def audit(
     load: Annotated[LoadOptions, _LOADED],
     params: Annotated[SamplingParams, _SAMPLED],
     options: Annotated[AuditOptions, o.Derived("Audit")],
+    server: Annotated[ServerOptions, o.Derived("Somebody's server", without=("seed",))],
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="FOREDRAFT_AUDIT_KEY",
+            help="Sent to servers as a bearer token.",
+            rich_help_panel="Somebody's server",
+        ),
+    ] = None,
     json_file: o.JsonFile = None,
     page: Annotated[
         str | None, typer.Option("--report", help="Also write a Markdown page to this file.")
@@ -50,12 +60,18 @@ def audit(
         foredraft audit
 
         foredraft audit --drafter blend --temperature 0.8 --coupling drawn --report audit.md
+
+        foredraft audit --endpoint http://127.0.0.1:8000 --keep answers.jsonl
     """
     from foredraft.bench.report import check_outputs
 
     check_outputs(json_file)
     check_outputs(page)
-    _give(_own(load, params, options), json_file, page)
+    if server.endpoint is None:
+        report = _own(load, params, options)
+    else:
+        report = _of_server(load, replace(server, seed=params.seed or 0), options, api_key)
+    _give(report, json_file, page)
 
 
 def _own(load: LoadOptions, params: SamplingParams, options: AuditOptions) -> AuditReport:
@@ -67,6 +83,23 @@ def _own(load: LoadOptions, params: SamplingParams, options: AuditOptions) -> Au
     llm = o.load_llm(load)
     with RichProgress() as progress:
         return OwnAudit(llm, params, options, progress).report()
+
+
+def _of_server(
+    load: LoadOptions, server: ServerOptions, options: AuditOptions, api_key: str | None
+) -> AuditReport:
+    from foredraft.audit.servers import Endpoint, Plain, Reference, ServerAudit, connect
+    from foredraft.cli.display import RichProgress
+
+    assert server.endpoint is not None
+    endpoint = Endpoint(connect(server.endpoint, api_key), server.served_model)
+    plain: Plain | None = None
+    if server.plain_endpoint is not None:
+        plain = Endpoint(connect(server.plain_endpoint, api_key), server.served_model)
+    elif server.reference is not None:
+        plain = Reference(o.load_llm(replace(load, model=server.reference, drafter="none")))
+    with RichProgress() as progress:
+        return ServerAudit(endpoint, plain, options, server, progress).report()
 
 
 def _give(report: AuditReport, json_file: str | None, page: str | None) -> None:

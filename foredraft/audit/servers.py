@@ -1,0 +1,410 @@
+"""The audit of somebody's server, through OpenAI's interface for completions.
+
+A request of one token cannot be speculated. So a server is asked for a reply, and then, for places
+in it, for the one token that follows the text up to there: the law that the server gives with that
+token is its own plain law. Where another endpoint runs without drafts, it is asked instead.
+
+Everything is said of differences; where they come from nobody can see from outside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import numpy as np
+
+from foredraft.audit.levels import Finding, Level
+from foredraft.audit.options import AuditOptions, ServerOptions
+from foredraft.audit.report import AuditReport
+from foredraft.audit.statistics import Drafted, LawTests, share_below
+from foredraft.bench.prompts import load_prompts
+from foredraft.core.errors import ConfigError, ForedraftError
+from foredraft.core.params import SamplingParams
+from foredraft.llm import LLM
+from foredraft.models.files.progress import Progress, SilentProgress
+
+_NUM_LIKELY, _OPENAI_LIKELY = 20, 5
+"""Log probabilities that are asked for at each place, and where a server refuses so many."""
+_OTHER_SEED = 1 << 32
+"""Between the seeds of a reply and its probes: what a probe names must not depend on the reply."""
+_LEAST_TOLERANCE = 0.05
+"""Nats: gaps below it are near-ties on any server that is not exact to the bit."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A token of a served reply.
+
+    Attributes:
+        token: its text.
+        before: the whole text before it.
+        num_before: tokens of that text, by the server's own count; None: it counts none.
+        likely: its law there as the reply said it: log probabilities by text.
+        guess: the token that followed the same two tokens, or one, earlier in the reply: what
+            most drafters would have drafted.
+    """
+
+    token: str
+    before: str
+    num_before: int | None
+    likely: dict[str, float]
+    guess: str | None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The plain law at a place.
+
+    Attributes:
+        token: the one token that came.
+        likely: log probabilities by text; empty where the server gives none.
+    """
+
+    token: str
+    likely: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        return max(self.likely, key=self.likely.__getitem__) if self.likely else self.token
+
+
+class Plain(Protocol):
+    """Who knows the plain law.
+
+    Attributes:
+        name: of it.
+        requests: made so far.
+        kept: requests and answers, as evidence.
+    """
+
+    requests: int
+    kept: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str: ...
+
+    def probe(self, place: Place, **options: Any) -> Probe | None:
+        """The plain law at a place; None where the text is split into other tokens."""
+        ...
+
+
+@dataclass
+class Endpoint:
+    """A server.
+
+    Args:
+        http: a client with its address.
+        model: the model to ask for, where a server needs its name.
+
+    Attributes:
+        requests: made so far.
+        kept: requests and answers, as evidence.
+    """
+
+    http: httpx.Client
+    model: str | None = None
+    requests: int = 0
+    kept: list[dict[str, Any]] = field(default_factory=list)
+    _num_likely: int = _NUM_LIKELY
+
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return str(self.http.base_url)
+
+    def complete(self, prompt: str, **options: Any) -> dict[str, Any]:
+        """One completion.
+
+        Raises:
+            ForedraftError: the server does not answer as it should.
+        """
+        body = {"prompt": prompt, "logprobs": self._num_likely, **options}
+        if self.model:
+            body["model"] = self.model
+        self.requests += 1
+        try:
+            reply = self.http.post("/v1/completions", json=body)
+            if reply.status_code == 400 and self._num_likely > _OPENAI_LIKELY:
+                self._num_likely = body["logprobs"] = _OPENAI_LIKELY
+                reply = self.http.post("/v1/completions", json=body)
+            reply.raise_for_status()
+            answer: dict[str, Any] = reply.json()
+            choice: dict[str, Any] = answer["choices"][0]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ForedraftError(f"{self.name} does not answer: {error!r}") from error
+        self.kept.append({"url": self.name, "request": body, "answer": answer})
+        return choice | {"num_prompt": (answer.get("usage") or {}).get("prompt_tokens")}
+
+    def served(self, prompt: str, **options: Any) -> list[Place]:
+        """A reply, token by token; none where the server does not say what its tokens are."""
+        choice = self.complete(prompt, **options)
+        found = choice.get("logprobs") or {}
+        tokens: list[str] = found.get("tokens") or []
+        likely = found.get("top_logprobs") or [{}] * len(tokens)
+        if "".join(tokens) != choice["text"]:
+            return []
+        places: list[Place] = []
+        before, follows, count = prompt, dict[tuple[str, ...], str](), choice["num_prompt"]
+        for index, (token, near) in enumerate(zip(tokens, likely, strict=True)):
+            two, one = tuple(tokens[max(0, index - 2) : index]), tuple(tokens[index - 1 : index])
+            guess = follows.get(two) or follows.get(one)
+            num_before = None if count is None else count + index
+            places.append(Place(token, before, num_before, near or {}, guess))
+            follows[two] = follows[one] = token
+            before += token
+        return places
+
+    def probe(self, place: Place, **options: Any) -> Probe | None:
+        """See `Plain`: the law that comes with a reply of one token."""
+        choice = self.complete(place.before, max_tokens=1, **options)
+        if place.num_before is not None and choice["num_prompt"] != place.num_before:
+            return None
+        found = choice.get("logprobs") or {}
+        (token,) = found.get("tokens") or [choice["text"]]
+        (near,) = found.get("top_logprobs") or [{}]
+        return Probe(token, near or {})
+
+
+@dataclass
+class Reference:
+    """The same model, here. What differs may be the weights' format, too: it is not the server's.
+
+    Args:
+        llm: the model; whatever drafts in it, one token is never drafted.
+    """
+
+    llm: LLM
+    requests: int = 0
+    kept: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """What it was loaded as."""
+        return self.llm.options.model
+
+    def probe(self, place: Place, **options: Any) -> Probe | None:
+        """See `Plain`."""
+        tokenizer = self.llm.tokenizer
+        assert tokenizer is not None
+        ids = tokenizer.encode(place.before)
+        if place.num_before not in (None, len(ids)):
+            return None
+        params = SamplingParams(max_tokens=1, logprobs=_NUM_LIKELY, temperature=0.0)
+        (result,) = self.llm.generate(ids, params)
+        assert result.logprobs is not None
+        found = result.logprobs[0]
+        texts = {tokenizer.token_text(token): logprob for token, logprob in found.top}
+        return Probe(tokenizer.token_text(found.token), texts)
+
+
+class ServerAudit:
+    """See the module docstring.
+
+    Args:
+        endpoint: the server that may speculate.
+        plain: who knows its plain law; None: the server itself, asked for one token at a time.
+        options: how large the audit is.
+        server: what is asked of the server.
+        progress: told what is being done.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        plain: Plain | None,
+        options: AuditOptions,
+        server: ServerOptions,
+        progress: Progress | None = None,
+    ) -> None:
+        self._endpoint: Endpoint = endpoint
+        self._plain: Plain = plain or endpoint
+        self._options, self._server = options, server
+        self._progress = progress or SilentProgress()
+        self._random = random.Random(server.seed)
+        self._prompts = [prompt.text for prompt in load_prompts(options.prompts)]
+        self._ends_at = time.monotonic() + options.time_limit
+        self._not_audited = 0
+
+    def report(self) -> AuditReport:
+        """Look at greedy replies and at drawn ones, and say what was found."""
+        began = time.monotonic()
+        try:
+            levels = [self.greedy(), self.law()]
+        finally:
+            self._keep()
+        url = self._endpoint.name
+        return AuditReport(
+            subject=f"The server at {url}",
+            levels=levels,
+            settings={
+                "endpoint": url,
+                "plain": self._plain.name,
+                "server": asdict(self._server),
+                "audit": asdict(self._options),
+                "requests": self._num_requests,
+                "prompts_sha256": hashlib.sha256("\0".join(self._prompts).encode()).hexdigest(),
+            },
+            decisive=[level.name for level in levels],
+            seconds=time.monotonic() - began,
+            seed=self._server.seed,
+        )
+
+    def greedy(self) -> Level:
+        """Replies at temperature 0: each token against the one that comes alone."""
+        self._progress.stage("Comparing greedy replies")
+        gaps: list[tuple[float, Place, Probe]] = []
+        noise, compared, blind = [0.0], 0, 0
+        for place, probe in self._probed(0.5, temperature=0.0):
+            compared += 1
+            if share_below(compared, self._options.power) <= self._options.detect / 4:
+                break
+            if probe.token == place.token:
+                with_it, alone = place.likely.get(place.token), probe.likely.get(place.token)
+                if with_it is not None and alone is not None:
+                    noise.append(abs(with_it - alone))
+            elif not probe.likely:
+                blind += 1
+            else:
+                least = min(probe.likely.values())
+                gap = probe.likely[probe.best] - probe.likely.get(place.token, least)
+                gaps.append((gap, place, probe))
+        tolerance = max(_LEAST_TOLERANCE, 4.0 * float(np.quantile(noise, 0.9)))
+        structural = [each for each in gaps if each[0] > tolerance]
+        figures = {
+            "tokens": compared,
+            "near_ties": len(gaps) - len(structural),
+            "structural": len(structural),
+            "unclassified": blind,
+            "not_audited": self._not_audited,
+            "tolerance_nats": tolerance,
+        }
+        evidence = [
+            {
+                "served": place.token,
+                "alone": probe.token,
+                "margin": gap,
+                "before": place.before[-80:],
+            }
+            for gap, at, probe in sorted(gaps, key=lambda each: -each[0])[:10]
+        ]
+        below = share_below(compared, self._options.power)
+        if structural:
+            said = f"{len(structural)} of {compared} tokens differ from those that come alone"
+            return Level("greedy", Finding.DIFFERENT, said, figures, evidence)
+        if blind:
+            said = f"{blind} of {compared} tokens differ, and the server gives no log probabilities"
+            return Level("greedy", Finding.INCONCLUSIVE, said, figures)
+        said = f"{compared} tokens, {len(gaps)} differ, at near-ties; {below:.1%} would be seen"
+        if below > self._options.detect:
+            return Level("greedy", Finding.INCONCLUSIVE, said, figures, evidence)
+        finding = Finding.NEAR_TIES if gaps else Finding.SAME_BITS
+        return Level("greedy", finding, said, figures, evidence)
+
+    def law(self) -> Level:
+        """Replies at temperature 1: each token against the law that comes with a token alone."""
+        self._progress.stage("Testing drawn replies")
+        options, tests, blind = self._options, LawTests(self._server.seed), 0
+        for place, probe in self._probed(1.0, temperature=1.0, top_p=1.0):
+            if probe.likely:
+                tests.add(*_cells(place, probe))
+            else:
+                blind += 1
+            is_time = tests.count % 100 == 0
+            if is_time and tests.detectable(options.alpha, options.power) <= options.detect:
+                break
+        figures = {
+            "tokens": tests.count,
+            "p_values": tests.p_values(),
+            "shift": tests.drafted.shift,
+            "not_audited": self._not_audited,
+        }
+        if tests.rejects(options.alpha):
+            name, p = min(tests.p_values().items(), key=lambda item: item[1])
+            said = f"{tests.count} tokens do not fit the plain law ({name}: p = {p:.1e})"
+            return Level("law", Finding.DIFFERENT, said, figures)
+        if blind:
+            return Level("law", Finding.INCONCLUSIVE, "the server gives no log probabilities")
+        found = tests.detectable(options.alpha, options.power)
+        said = (
+            f"{tests.count} tokens fit the plain law; a shift of {found:.1%} would have been seen"
+        )
+        finding = Finding.SAME_LAW if found <= options.detect else Finding.INCONCLUSIVE
+        return Level("law", finding, said, {**figures, "detectable_shift": found})
+
+    @property
+    def _num_requests(self) -> int:
+        both = {id(each): each.requests for each in (self._endpoint, self._plain)}
+        return sum(both.values())
+
+    def _probed(self, share: float, **sampling: Any) -> Iterator[tuple[Place, Probe]]:
+        """Places of replies with their probes, until a share of the requests is spent."""
+        most = int(self._server.max_requests * share)
+        first = self._num_requests
+        for number in range(most):
+            prompt = self._prompts[number % len(self._prompts)]
+            seed = self._server.seed + number
+            length = self._server.reply_tokens
+            places = self._endpoint.served(prompt, max_tokens=length, seed=seed, **sampling)
+            if not places:
+                self._not_audited += 1
+            for place in places:
+                if self._num_requests >= most or time.monotonic() > self._ends_at:
+                    return
+                probe = self._plain.probe(place, seed=seed + _OTHER_SEED, **sampling)
+                if probe is None:
+                    self._not_audited += 1
+                else:
+                    yield place, probe
+                self._progress.advance((self._num_requests - first) / max(1, most - first))
+            if self._num_requests >= most or time.monotonic() > self._ends_at:
+                return
+
+    def _keep(self) -> None:
+        """Write all requests and answers, where a file is named.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        if self._server.keep is None:
+            return
+        kept = self._endpoint.kept + (self._plain.kept if self._plain is not self._endpoint else [])
+        try:
+            lines = "".join(json.dumps(each) + "\n" for each in kept)
+            Path(self._server.keep).write_text(lines, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._server.keep}: {error}") from error
+
+
+def _cells(place: Place, probe: Probe) -> tuple[np.ndarray[Any, Any], int, Drafted | None]:
+    """A law of the tokens that are named, and one more for all others; the token; the guess."""
+    # Several tokens may be written so: they are among the others.
+    names = [name for name in probe.likely if "\ufffd" not in name]
+    probs = np.exp(np.array([min(0.0, probe.likely[name]) for name in names]))
+    probs = np.append(probs, max(0.0, 1.0 - float(probs.sum())))
+    probs /= probs.sum()
+    token = names.index(place.token) if place.token in names else len(names)
+    guess = names.index(place.guess) if place.guess in names else None
+    if probs[token] <= 0.0:  # rounding of the log probabilities
+        probs[token] = 1e-9
+    return probs, token, None if guess is None else Drafted(guess)
+
+
+def connect(url: str, api_key: str | None) -> httpx.Client:
+    """A client of a server.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} is no address; it begins with http:// or https://")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    address = url.rstrip("/").removesuffix("/v1")
+    return httpx.Client(base_url=address, timeout=120.0, headers=headers)

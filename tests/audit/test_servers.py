@@ -1,0 +1,164 @@
+"""The audit of servers: ours is found honest, and with each planted fault it is found to differ."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foredraft.audit.faults import FAULTS, Fault, planted
+from foredraft.audit.levels import (
+    EXIT_DIFFERENT,
+    EXIT_INCONCLUSIVE,
+    EXIT_SAME,
+    Finding,
+    exit_code,
+)
+from foredraft.audit.options import AuditOptions, ServerOptions
+from foredraft.audit.servers import Endpoint, Plain, Reference, ServerAudit, connect
+from foredraft.core.errors import ConfigError, ForedraftError
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.options import LoadOptions
+from tests.models.checkpoints import VOCAB_SIZE, save_tokenizer
+from tests.server.conftest import running
+
+OPTIONS = AuditOptions(detect=0.1, alpha=1e-3, power=0.9)
+SERVER = ServerOptions(endpoint="http://127.0.0.1", max_requests=4_000, reply_tokens=40)
+SIGNS = "0123456789"
+"""No two of these are one token."""
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("audit") / "tiny"
+    save_tokenizer(directory)
+    return Tokenizer(directory)
+
+
+def new_llm(tokenizer: Tokenizer, **options: Any) -> LLM:
+    """A model of signs, whose next one depends on the last two, with a drafter that copies."""
+    signs = [tokenizer.encode(sign, add_special_tokens=False)[0] for sign in SIGNS]
+
+    @functools.cache
+    def law(last: tuple[int, ...]) -> list[float]:
+        drawn = random.Random(repr(last))
+        weights = [0.0] * VOCAB_SIZE
+        for sign in drawn.sample(signs, 6):
+            weights[sign] = drawn.expovariate(1.0) ** 2 + 0.02
+        return [weight / sum(weights) for weight in weights]
+
+    target = TableModel(VOCAB_SIZE, lambda context: law(context[-2:]))
+    asked = {"drafter": "suffix", "num_draft_tokens": 4, "prefix_caching": False} | options
+    return LLM(target, tokenizer, LoadOptions(**asked))
+
+
+@contextmanager
+def served(tokenizer: Tokenizer, fault: Fault | None = None, **options: Any) -> Iterator[Endpoint]:
+    """A server of this model, with a fault if one is named."""
+    with ExitStack() as stack:
+        llm = new_llm(tokenizer, **options)
+        if fault is not None:
+            stack.enter_context(planted(fault, llm.policy, llm.target.cache))
+        server = stack.enter_context(running(lambda trace: llm))
+        yield Endpoint(stack.enter_context(connect(server.url, None)))
+
+
+def audit(endpoint: Endpoint, plain: Plain | None = None, **server: Any) -> ServerAudit:
+    return ServerAudit(endpoint, plain, OPTIONS, replace(SERVER, **server))
+
+
+def test_an_honest_server_is_found_to_be_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    kept = tmp_path / "answers.jsonl"
+    with served(tokenizer) as endpoint:
+        report = audit(endpoint, keep=str(kept)).report()
+    assert report.exit_code == EXIT_SAME, report.sentence
+    assert [level.verdict for level in report.levels] == [Finding.SAME_BITS, Finding.SAME_LAW]
+    assert all(level.figures["not_audited"] <= 5 for level in report.levels)
+    answers = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert len(answers) == report.settings["requests"] <= SERVER.max_requests
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_each_planted_fault_is_found(fault: Fault, tokenizer: Tokenizer) -> None:
+    with served(tokenizer, fault) as endpoint:
+        found = ServerAudit(endpoint, None, replace(OPTIONS, detect=0.05), SERVER)
+        level = found.greedy()
+        if level.verdict != Finding.DIFFERENT:
+            level = found.law()
+    assert level.verdict == Finding.DIFFERENT, level.said
+    assert "tamper" not in level.said
+    assert exit_code([level]) == EXIT_DIFFERENT
+
+
+def test_a_plain_endpoint_or_the_same_model_here_may_tell_the_law(tokenizer: Tokenizer) -> None:
+    few = {"max_requests": 700}
+    with (
+        served(tokenizer, FAULTS[0]) as endpoint,
+        served(tokenizer, drafter="none", num_draft_tokens=None) as plain,
+    ):
+        assert audit(endpoint, plain, **few).greedy().verdict == Finding.DIFFERENT
+        here = Reference(new_llm(tokenizer, drafter="none", num_draft_tokens=None))
+        assert audit(endpoint, here, **few).greedy().verdict == Finding.DIFFERENT
+    with served(tokenizer) as endpoint:
+        assert audit(endpoint, here, **few).greedy().verdict == Finding.SAME_BITS
+
+
+def test_too_few_requests_are_inconclusive(tokenizer: Tokenizer) -> None:
+    with served(tokenizer) as endpoint:
+        report = audit(endpoint, max_requests=60).report()
+        assert endpoint.requests <= 60
+    assert report.exit_code == EXIT_INCONCLUSIVE
+
+
+def without_logprobs(request: httpx.Request) -> httpx.Response:
+    return httpx.Response(200, json={"choices": [{"text": "a", "logprobs": None}]})
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda request: httpx.Response(500), "does not answer"),
+        (lambda request: httpx.Response(200, text="no JSON"), "does not answer"),
+        (lambda request: httpx.Response(200, json={"choices": []}), "does not answer"),
+    ],
+)
+def test_a_server_that_is_none_is_said_to_be_none(answer: Any, says: str) -> None:
+    http = httpx.Client(base_url="http://test", transport=httpx.MockTransport(answer))
+    with pytest.raises(ForedraftError, match=says):
+        audit(Endpoint(http)).report()
+
+
+def test_a_server_without_log_probabilities_is_never_called_the_same() -> None:
+    transport = httpx.MockTransport(without_logprobs)
+    http = httpx.Client(base_url="http://test", transport=transport)
+    report = audit(Endpoint(http), max_requests=20).report()
+    assert report.exit_code == EXIT_INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_requests": 1},
+        {"plain_endpoint": "http://127.0.0.1:1"},
+        {"reference": "x"},
+        {"endpoint": "http://x", "plain_endpoint": "http://y", "reference": "z"},
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ServerOptions(**wrong)
+
+
+def test_an_address_is_one() -> None:
+    with pytest.raises(ConfigError, match="no address"):
+        connect("localhost:8000", None)
