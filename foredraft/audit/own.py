@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count, cycle, islice
 from typing import Any, cast
@@ -499,8 +500,10 @@ class OwnAudit:
         self, drafts: int | None, seen: Seen | None = None, prefix_caching: bool = False
     ) -> LLM:
         drafter = self._drafter if drafts is not None else None
-        options = self._load_options(drafts, prefix_caching)
-        return self.llm.with_drafter(options, trace=seen, drafter=drafter)
+        options, llm = self._load_options(drafts, prefix_caching), copy(self.llm)
+        if drafts is not None and drafts > 0:
+            llm.cost = None  # drafters leave out what does not pay: they are not to know
+        return llm.with_drafter(options, trace=seen, drafter=drafter)
 
     def _replies(
         self,
