@@ -168,19 +168,13 @@ def test_other_architectures_are_named(config: Any, kind: Any, reason: str, tmp_
     assert "Correct the file" not in str(refused.value)
 
 
-def test_a_sliding_window_cuts_no_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sliding_window_cuts_no_prompt(tmp_path: Path) -> None:
     config = transformers.MistralConfig(
         **{**NATIVE_CONFIGS["mistral"]().to_dict(), "sliding_window": 16}
     )
     save(tmp_path, config)
     llm = LLM.load(tmp_path, drafter="none")
     assert llm.plan is not None
-    assert llm.plan.backend == "hf"
-    assert "attends to a window of 16 tokens" in caplog.text
+    assert llm.plan.backend == "native"
     assert llm.target.max_context == config.max_position_embeddings
     assert len(llm.generate([[5] * 200], SamplingParams(max_tokens=3))[0].token_ids) == 3
-    short = LLM.load(tmp_path, drafter="none", max_context=16)
-    assert short.plan is not None
-    assert (short.plan.backend, short.target.max_context) == ("native", 16)
-    with pytest.raises(ModelLoadError, match="which the native engine does not do yet"):
-        LLM.load(tmp_path, drafter="none", backend="native")

@@ -225,7 +225,7 @@ def test_quality_compares_with_float32(bench: Run, tmp_path: Path) -> None:
         (("drafters", "--drafters", "ngrm"), "did you mean 'ngram'"),
         (("drafters", "--against", "transformer"), "did you mean 'transformers'"),
         (("drafters", "--against", "transformers", "--temperature", "1"), "at temperature 0"),
-        (("drafters", "--temperature", "warm"), "not one or more numbers"),
+        (("drafters", "--temperature", "warm"), "not numbers with commas"),
         (("drafters", "--coupling", "drawm"), "did you mean 'drawn'"),
         (("drafters", "--noisy-draft-model", "0.1", "--draft-model", "x"), "name no other"),
         (("step", "--tokens", "0"), "counts start at 1"),

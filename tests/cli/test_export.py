@@ -25,7 +25,7 @@ def head(checkpoint: Path, tmp_path: Path) -> Path:
     tokens = torch.arange(6)
     (states,) = source.read([tokens.numpy()], module.taps)
     taps = {layer: states.layers[layer][None] for layer in module.taps}
-    text = TextBatch(tokens[None], torch.tensor([6]), source.embed(tokens)[None], taps)
+    text = TextBatch(tokens[None], torch.tensor([6]), source.parts.embed(tokens)[None], taps)
     info = {"target": source.identity, "provenance": {}, "measured": {}}
     save_head(tmp_path / "head", module, info, text, 2, "")
     return tmp_path / "head"
