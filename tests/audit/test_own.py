@@ -18,6 +18,7 @@ from foredraft.drafters.base import Drafter
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
+from tests.audit.marks import few_now
 from tests.exactness.drafting import SHAPES, Chosen, Draft, Drawn, TableDrafter
 
 VOCAB, SHARPNESS = 30, 6.0
@@ -67,7 +68,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", few_now(WAYS, ["seeded"]))
 def test_nothing_is_found_where_there_is_nothing_and_every_planted_fault_is(name: str) -> None:
     report = new_audit(*WAYS[name]).report()
     by_name = {level.name: level for level in report.levels}
@@ -80,8 +81,8 @@ def test_nothing_is_found_where_there_is_nothing_and_every_planted_fault_is(name
     assert "nothing differs" in report.sentence
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
-@pytest.mark.parametrize("agreement", [0.45, 0.9])
+@pytest.mark.parametrize("fault", few_now(FAULTS, FAULTS[:3]))
+@pytest.mark.parametrize("agreement", [0.45, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_each_fault_is_found_with_good_and_bad_drafters(fault: Fault, agreement: float) -> None:
     audit = new_audit(DRAWN, Drawn(CHAIN), agreement=agreement)
     assert audit.plant(fault)["found_by"] is not None
