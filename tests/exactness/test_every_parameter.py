@@ -69,6 +69,8 @@ CASES: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"prompt_logprobs": 1},
     "coupling": {"coupling": "drawn"},
     "prediction": {"prediction": "abcabcabc"},
+    "speculation": {"speculation": "off"},
+    "max_draft_tokens": {"max_draft_tokens": 1},
     "all at once": {
         "top_k": 5,
         "top_p": 0.95,
@@ -270,7 +272,8 @@ def test_the_cases_do_something() -> None:
     """Each parameter changes a text, or what comes with it; else nothing above is tested."""
     texts = {case: [r[:3] for r in plain("table", case, 1.0)] for case in CASES}
     same = {case for case in CASES if texts[case] == texts["temperature"]} - {"temperature"}
-    assert same == {"logprobs", "prompt_logprobs", "coupling", "prediction"}
+    drafting = {"coupling", "prediction", "speculation", "max_draft_tokens"}
+    assert same == {"logprobs", "prompt_logprobs"} | drafting
     told, of_prompt = (plain("table", case, 1.0)[0] for case in ("logprobs", "prompt_logprobs"))
     assert len(told[5][0]) == 3 * len(told[1])
     assert len(of_prompt[6][0]) == 2 * len(PROMPTS[0]) - 1

@@ -44,7 +44,11 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),
     "phi": lambda: transformers.PhiConfig(**SIZES),
     "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, num_key_value_heads=2, head_dim=16, sliding_window=WINDOW
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=WINDOW,
+        final_logit_softcapping=4.0,  # small enough to be felt
     ),
     "mistral-window": lambda: transformers.MistralConfig(
         **SIZES, num_key_value_heads=2, sliding_window=WINDOW
