@@ -209,7 +209,7 @@ class OwnAudit:
     def _ways(
         self, prompts: Sequence[Ids], notes: list[str]
     ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-        params = replace(self.params, max_tokens=min(_BITS_TOKENS, self.tokens))
+        params = self.params.of_length(min(_BITS_TOKENS, self.tokens))
         plain, drafted = self._view(None), self._view(self._num_drafts)
         as_asked = self._view(self.llm.options.num_draft_tokens or -1, prefix_caching=True)
         alone = [self._texts(plain, [p], params, index) for index, p in enumerate(prompts)]
@@ -515,7 +515,7 @@ class OwnAudit:
     ) -> list[Served]:
         """Replies number ``first`` and following, each with a seed of its own."""
         prompts = list(islice(cycle(self.prompts), first, first + number))
-        params = replace(params or self.params, max_tokens=max_tokens)
+        params = (params or self.params).of_length(max_tokens)
         results = self._run(view, prompts, params, first)
         return [Served(tuple(p), result) for p, result in zip(prompts, results, strict=True)]
 
@@ -530,7 +530,6 @@ class OwnAudit:
         engine: Engine = view.engine
         for index, prompt in enumerate(prompts, first):
             seed = (self.seed + index * _SEED_STEP) % 2**64
-            params = replace(params, min_tokens=min(params.min_tokens, params.max_tokens))
             engine.submit(prompt, replace(params, seed=seed), view.request_options())
         results = [event.result for event in engine.run() if event.result is not None]
         for result in results:

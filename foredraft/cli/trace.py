@@ -95,16 +95,15 @@ def replay(
     asked = set() if num_draft_tokens is None else {num_draft_tokens}
     sizes = sorted({n for n in _FEW if n < recorded} | {recorded} | asked)
     outcomes = [replayed(trace.steps, size, cost) for size in sizes]
-    by_request = {each: _stretches(trace, each, cost) for each in trace.request_ids}
     if as_json:
-        found = {each: [*map(asdict, stretches)] for each, stretches in by_request.items()}
+        found = {each: [*map(asdict, _stretches(trace, each, cost))] for each in trace.request_ids}
         report = {"settings": [*map(asdict, outcomes)], "stretches": found, "step": asdict(cost)}
         typer.echo(json.dumps(report))
         return
     if num_draft_tokens is None:
-        for each, stretches in by_request.items():
+        for each in trace.request_ids:
             console.print(Rule(f"request {each}", align="left", style="dim"))
-            _show_stretches(console, stretches)
+            _show_stretches(console, _stretches(trace, each, cost))
     _show_settings(console, outcomes, recorded, num_draft_tokens)
     console.print(
         f"a step: {cost.base_ms:.2f} ms and {cost.node_ms:.2f} ms a node, a line through the "

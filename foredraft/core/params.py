@@ -152,6 +152,10 @@ class SamplingParams:
                 raise unknown("sampling option", name, known)
         return cls(**options)
 
+    def of_length(self, max_tokens: int) -> SamplingParams:
+        """The same with another ``max_tokens``; ``min_tokens`` is no larger."""
+        return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
+
     def each(self) -> list[SamplingParams]:
         """``n`` requests for one reply each, with the seeds that `n` names."""
         if self.n == 1:

@@ -80,7 +80,7 @@ class Fit:
     sampled: float
     shares: tuple[float, ...]
 
-    def token_share(self, guessed: float = 0.0) -> float:
+    def token_share(self, guessed: float) -> float:
         """Time of a drafted token, in plain steps, with guesses right by this chance."""
         tokens = accumulate(guessed**depth for depth in range(len(self.shares)))
         return min(share / count for share, count in zip(self.shares, tokens, strict=True))

@@ -148,8 +148,7 @@ class Engine:
         if params.n > 1 and options.session is not None:
             raise ConfigError(f"n is {params.n}, and a conversation goes on with one reply")
         room = self._target.max_context - len(prompt)
-        most = min(params.max_tokens, room)
-        params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+        params = params.of_length(min(params.max_tokens, room))
         if params.seed is None:
             params = replace(params, seed=self._options.new_seed())
         requests: list[Request] = []

@@ -108,6 +108,13 @@ def test_an_engine_with_a_fault_is_different(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "audit.md").read_text().startswith(f"# {report.sentence}")
 
 
+def test_requests_with_a_least_length_are_audited_at_shorter_ones_too() -> None:
+    audit = new_audit(replace(SEEDED, min_tokens=40), Chosen(CHAIN))
+    assert [len(reply.result.token_ids) for reply in audit._replies(audit.llm, 0, 2, 12)] == [
+        12
+    ] * 2
+
+
 def test_too_little_time_is_inconclusive_and_says_what_is_missing() -> None:
     options = replace(SMALL, time_limit=1e-3, detect=0.001, plant_faults=False)
     report = new_audit(DRAWN, Drawn(CHAIN), options).report()
