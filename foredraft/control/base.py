@@ -19,7 +19,7 @@ class Row(Protocol):
         params: what the user asked for.
         drafter: who drafts for it now; None: nobody.
         excluded_drafters: drafters that do not draft for it: it asks for another one or for none,
-            they failed for it, or are left out because they kept failing.
+            they failed for it, are left out because they kept failing, or could not draft for it.
         room: the most nodes that it may draft in the step to come.
     """
 

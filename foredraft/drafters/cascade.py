@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from foredraft.core.errors import ConfigError, unknown
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
@@ -108,11 +109,11 @@ class VerticalCascade(Cascade):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         chains = [ChainDraft(row) for row in rows]
-        active = [chain for chain in chains if chain.num_left and self._has_room(chain.row)]
+        active = able = [chain for chain in chains if chain.num_left and self._has_room(chain.row)]
         while active:
             self._forward(active, self._guess(active))
             active = [chain for chain in active if chain.num_left]
-        return [chain.build() for chain in chains]
+        return [chain.build() if chain in able else NOT_READY for chain in chains]
 
     def _has_room(self, row: DraftRow) -> bool:
         return len(row.tokens) + row.budget <= self._model.max_context
@@ -169,11 +170,16 @@ def _extend(chain: ChainDraft, logits_NV: Tensor, place: int) -> int | None:
 
 @dataclass
 class _Relay:
-    """One row's draft, handed from stage to stage."""
+    """One row's draft, handed from stage to stage.
+
+    Attributes:
+        waits: whether a stage cannot draft for the row yet.
+    """
 
     row: DraftRow
     proposal: Proposal = NO_PROPOSAL
     authors: list[Stage] = field(default_factory=list)
+    waits: bool = False
 
     @property
     def is_handed_over(self) -> bool:
@@ -185,6 +191,7 @@ class _Relay:
 
     def take(self, offer: Proposal, stage: Stage) -> None:
         """Add what ``stage`` offers, behind what is there."""
+        self.waits = self.waits or offer is NOT_READY
         if offer.tree.tokens:
             joined = Proposal.chosen(
                 self.proposal.tree.hang(offer.tree, len(self.proposal.tree) - 1)
@@ -192,9 +199,28 @@ class _Relay:
             self.proposal = joined if self.authors else offer
             self.authors += [stage] * len(offer.tree)
 
+    def build(self) -> Proposal:
+        """What the stages drafted, with their names."""
+        return replace(self.proposal, authors=tuple(stage.name for stage in self.authors))
+
+
+_MOST_WAITS = 4
+"""Of a request: a stage that is late oftener, such as a model without room, never comes."""
+
 
 class HorizontalCascade(Cascade):
-    """See `foredraft.drafters.cascade`."""
+    """See `foredraft.drafters.cascade`.
+
+    Where nothing was drafted and a stage waits, which might have drafted, the cascade waits, too.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        super().__init__(stages)
+        self._num_waits: Counter[int] = Counter()
+
+    def end(self, request_id: int) -> None:
+        self._num_waits.pop(request_id, None)
+        super().end(request_id)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         relays = [_Relay(row) for row in rows]
@@ -209,10 +235,12 @@ class HorizontalCascade(Cascade):
                 tokens = relay.proposal.tree.tokens
                 rest = relay.row.chosen(relay.row.budget - len(tokens))
                 relay.take(stage.propose_after(rest, tokens), stage)
-        return [
-            replace(relay.proposal, authors=tuple(stage.name for stage in relay.authors))
-            for relay in relays
-        ]
+        return [NOT_READY if self._waits(relay) else relay.build() for relay in relays]
+
+    def _waits(self, relay: _Relay) -> bool:
+        request_id = relay.row.request_id
+        self._num_waits[request_id] += relay.waits
+        return relay.waits and not relay.authors and self._num_waits[request_id] <= _MOST_WAITS
 
 
 _MODES = ("vertical", "horizontal")

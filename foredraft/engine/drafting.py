@@ -23,6 +23,8 @@ from foredraft.engine.turn import Turn
 from foredraft.models.base import Scores
 
 _log = logging.getLogger("foredraft")
+_MOST_NOT_READY = 8
+"""Steps in a row in which a drafter may say that it cannot draft for a request yet."""
 
 
 class Drafting:
@@ -73,6 +75,7 @@ class Drafting:
     def _follow(self, request: Request, loaded: LoadedDrafter, num_known: int) -> None:
         if loaded.traits.name in request.excluded_drafters:
             return
+        request.num_not_ready = 0
         request.drafter = loaded.traits.name  # also while it begins: an interrupted one is ended
         if not loaded.begin(request.draft_row(num_cached=num_known)):
             self._lose(request)
@@ -82,6 +85,19 @@ class Drafting:
         if request.drafter is not None:
             request.excluded_drafters.add(request.drafter)
             request.drafter = None
+
+    def _wait(self, request: Request) -> None:
+        """The request's drafter cannot draft for it yet.
+
+        What is planned for one that never can, such as a model whose context the text has outgrown,
+        other drafters and other rows do not get: it is sent away after a few steps.
+        """
+        request.num_not_ready += 1
+        if request.drafter is not None and request.num_not_ready >= _MOST_NOT_READY:
+            number, name = request.request_id, request.drafter
+            _log.info("drafter %s cannot draft for request %d and leaves it", name, number)
+            request.excluded_drafters.add(name)
+            self.end(request)
 
     # ---- what a step does, in this order ---------------------------------------------------------
 
@@ -173,9 +189,13 @@ class Drafting:
                 proposal = proposals.get(turn.request_id)
             if proposal is None:
                 self._lose(turn.request)
-            elif proposal is NOT_READY:
+                continue
+            if proposal is NOT_READY:
                 turn.budget = 0
-            elif _goes_on(turn):
+                self._wait(turn.request)
+                continue
+            turn.request.num_not_ready = 0
+            if _goes_on(turn):
                 tree = TokenTree.chain(turn.forced).hang(proposal.tree, len(turn.forced) - 1)
                 turn.proposal = permitted(Proposal.chosen(tree), turn.request)
             elif len(proposal.tree):

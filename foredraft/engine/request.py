@@ -178,7 +178,8 @@ class Request:
         num_cached: how many of its tokens the cache holds.
         drafter: who drafts for it now; None: nobody.
         excluded_drafters: drafters that are not asked for it: it names another one or none, they
-            failed for it, or were left out.
+            failed for it, were left out, or could not draft for it time after time.
+        num_not_ready: how often in a row its drafter has said that it cannot draft for it yet.
         room: the most nodes that it may draft in the step to come.
         order: its place in every queue; see `Scheduler`.
         has_begun: whether it has ever been in the batch.
@@ -210,6 +211,7 @@ class Request:
     num_cached: int = 0
     drafter: str | None = None
     excluded_drafters: set[str] = field(default_factory=set)
+    num_not_ready: int = 0
     room: int = 0
     order: tuple[int, int] = (0, 0)
     has_begun: bool = False

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -37,6 +38,7 @@ from foredraft.system.paths import cache_root
 
 __all__ = ["SWITCH", "KernelUnavailable", "build", "find_compiler", "load_library"]
 
+_log = logging.getLogger("foredraft")
 _SOURCES = Path(__file__).parent
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
@@ -94,9 +96,18 @@ def _load_best(
     problems: list[_NotCompiled] = []
     for one in candidates:
         try:
-            return one, _load(name, one)
+            library = _load(name, one)
         except _NotCompiled as problem:
             problems.append(problem)
+            continue
+        if problems:  # slower, and of near ties it may choose another token
+            _log.warning(
+                "the kernel runs with %s instead of %s: %s",
+                one.name,
+                candidates[0].name,
+                problems[0],
+            )
+        return one, library
     raise problems[-1]
 
 

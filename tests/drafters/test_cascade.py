@@ -11,7 +11,7 @@ import torch
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import Proposal
+from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters import build_drafter
@@ -174,6 +174,7 @@ def test_no_room_in_the_draft_models_context_means_no_draft() -> None:
     for length, expected in ((4, 4), (5, 0)):
         (proposal,) = cascade.propose([row(range(length), 4)])
         assert len(proposal.tree) == expected
+        assert (proposal is NOT_READY) == (expected == 0), "it counts as not asked"
 
 
 # -------------------------------------------------------------------------------------- horizontal
@@ -200,6 +201,26 @@ def test_a_stage_with_a_limit_hands_over() -> None:
     (proposal,) = cascade.propose([row([4], 5)])
     assert proposal.tree == TokenTree.chain([5, 6, 7, 8, 9])
     assert proposal.authors == ("0", "0", "2", "2", "2")
+
+
+def test_a_stage_that_is_not_ready_leaves_the_row_unasked() -> None:
+    late = [NOT_READY, NOT_READY, Proposal.chosen(TokenTree.chain([5]))]
+    head = Scripted(lambda row: late.pop(0))
+    cascade = relay((silent(), None), (head, None))
+    drafts = [cascade.propose([row([4], 3)])[0] for _ in range(3)]
+    assert [draft is NOT_READY for draft in drafts] == [True, True, False]
+    (draft,) = relay((Scripted(lambda row: NOT_READY), None), (counting(9), None)).propose(
+        [row([4], 3)]
+    )
+    assert draft.tree == TokenTree.chain([5, 6, 7]), "another stage has drafted"
+
+
+def test_a_stage_that_is_never_ready_leaves_the_others_to_be_judged() -> None:
+    cascade = relay((silent(), None), (Scripted(lambda row: NOT_READY), None))
+    drafts = [cascade.propose([row([4], 3)])[0] for _ in range(20)]
+    assert [draft is NOT_READY for draft in drafts] == [True] * 4 + [False] * 16
+    cascade.end(0)
+    assert cascade.propose([row([4], 3)])[0] is NOT_READY, "of another request nothing is known"
 
 
 def test_a_stage_that_ends_before_its_limit_ends_the_draft() -> None:

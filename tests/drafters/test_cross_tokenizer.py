@@ -15,8 +15,9 @@ import torch
 
 from foredraft.core.errors import ConfigError, VocabularyMismatchError
 from foredraft.core.params import SamplingParams
+from foredraft.core.proposal import NOT_READY
 from foredraft.drafters import build_drafter
-from foredraft.drafters.base import Drafter
+from foredraft.drafters.base import Drafter, DraftRow
 from foredraft.drafters.cross_tokenizer.shared_vocabulary import RestrictedModel, SharedVocabulary
 from foredraft.drafters.cross_tokenizer.transcript import CodecPair
 from foredraft.drafters.spec import DrafterContext, TextCodec
@@ -86,6 +87,17 @@ def test_a_tree_of_the_draft_model_becomes_a_tree() -> None:
         (result,) = run(model, recorded, [mine.encode(TEXT)[:4]], GREEDY, 6)
         assert any(not draft.tree.is_chain for _, draft in recorded.drafts)
         assert result.stats.accepted > 10
+
+
+@pytest.mark.parametrize("mode", ["slem", "tli"])
+def test_a_draft_model_without_room_leaves_the_row_unasked(mode: str) -> None:
+    mine, theirs = codec("bpe"), codec("gpt2")
+    model = reciter(theirs, TEXT)
+    model.max_context = 8
+    drafter = cross(reciter(mine, TEXT), model, (mine, theirs), mode=mode)
+    row = DraftRow.of(0, mine.encode(TEXT)[:9], GREEDY, 4)
+    drafter.begin(row)
+    assert drafter.propose([row])[0] is NOT_READY
 
 
 def test_the_end_of_text_can_be_drafted() -> None:

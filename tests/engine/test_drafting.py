@@ -13,7 +13,7 @@ import torch
 from foredraft import speculation
 from foredraft.control.base import Allowance, Row
 from foredraft.core.params import SamplingParams
-from foredraft.core.proposal import NO_PROPOSAL, Proposal
+from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal
 from foredraft.core.record import StepRecord
 from foredraft.core.rules.base import Rules, TextlessRules
 from foredraft.core.sampling import Law, law_of
@@ -149,6 +149,41 @@ def test_one_that_cannot_join_late_does_not() -> None:
         (None, 0, 0)
     ] * 3, "it was not asked, and nobody may think that it drafted nothing"
     assert not setup.head.begun
+
+
+class NotReady(Noted):
+    """Cannot draft in the steps whose numbers it is given."""
+
+    steps: Sequence[int] = ()
+    number = 0
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        self.number += 1
+        drafts = super().propose(rows)
+        return [NOT_READY] * len(rows) if self.number in self.steps else drafts
+
+
+def test_one_that_can_never_draft_leaves_its_budget_to_others() -> None:
+    head = NotReady(1)
+    head.steps = range(1000)
+    setup = Setup(head=head)
+    setup.begin("head", None, None)
+    drafters = [setup.step()[0].drafter for _ in range(10)]
+    assert drafters == ["head"] * 8 + [None] * 2
+    assert not head.begun
+    assert "head" in setup.requests[0].excluded_drafters
+    setup.wants.next[0] = Allowance("copy", 2)
+    assert setup.step()[0].proposal.tree.tokens == (2, 2)
+
+
+def test_one_that_is_late_now_and_then_stays() -> None:
+    head = NotReady(1)
+    head.steps = [number for number in range(1, 50) if number % 8]
+    setup = Setup(head=head)
+    setup.begin("head", None, None)
+    turns = [setup.step()[0] for _ in range(40)]
+    assert {turn.drafter for turn in turns} == {"head"}
+    assert sum(turn.budget > 0 for turn in turns) == 5, "it counts as asked where it drafted"
 
 
 def test_drafters_see_no_seed() -> None:

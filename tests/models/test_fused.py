@@ -508,6 +508,22 @@ def test_a_forked_child_has_threads_of_its_own(checkpoints: dict[str, Path]) -> 
     assert _exit_status(child) == 0
 
 
+def test_a_forked_child_may_ask_for_logits_first(checkpoints: dict[str, Path]) -> None:
+    """Also where a thread that it does not have was in the middle of a forward."""
+    target = fused(checkpoints["llama"], torch.float32)
+    decoder = FusedDecoder(target.config, target.weights, num_threads=2)
+    states_TE = torch.randn(200, decoder.sizes[0])
+    expected = decoder.logits(states_TE)
+    with decoder._lock_here():
+        child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            status = 0 if torch.equal(decoder.logits(states_TE), expected) else 2
+        os._exit(status)
+    assert _exit_status(child, 20.0) == 0
+
+
 def _exit_status(child: int, seconds: float = 120.0) -> int | None:
     """Of a child process; None if it hangs."""
     stop = time.monotonic() + seconds

@@ -149,7 +149,7 @@ def test_a_cache_that_cannot_be_written_is_a_reason(
 
 
 def test_a_compiler_that_does_not_know_the_best_instructions_is_given_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     best, *_, plainest = available()
     if best.flags == plainest.flags:
@@ -166,6 +166,7 @@ def test_a_compiler_that_does_not_know_the_best_instructions_is_given_others(
     build_module._load.cache_clear()
     chosen, _ = build_module._load_best("products", (best, plainest))
     assert chosen == plainest
+    assert f"{plainest.name} instead of {best.name}" in caplog.text, "it is slower: that is said"
     with pytest.raises(KernelUnavailable, match="unrecognized option"):
         load_library("products", best.name)
     build_module._load.cache_clear()

@@ -268,8 +268,8 @@ class SimDrafter:
         return drafts
 
     def _is_ready(self, row: DraftRow) -> bool:
-        """Whether it can draft for a row; else it counts as not asked."""
-        return not self._dice.happens(0.05)
+        """Whether it can draft for a row; else it counts as not asked. For some it never can."""
+        return row.request_id % 11 != 10 and not self._dice.happens(0.05)
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for seen in observations:

@@ -20,7 +20,7 @@ from foredraft.cache.base import Cache
 from foredraft.core.choices import TRUST, Choice, DrawnChoices, SharedChoices
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.core.named import NamedLaws
-from foredraft.core.proposal import NO_PROPOSAL, Proposal, Renaming
+from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal, Renaming
 from foredraft.core.rules import SamplingRules
 from foredraft.core.sampling import Law
 from foredraft.core.traits import DrafterTraits
@@ -157,7 +157,9 @@ class CrossTokenizerDrafter(BaseDrafter):
         asked = [(row, asks) for row in rows if (asks := self._ask(row)) is not None]
         drafts = self._inner.propose([asks for _, asks in asked])
         answers = {
-            row.request_id: self._mode.answer(row, self._transcripts[row.request_id], draft)
+            row.request_id: draft
+            if draft is NOT_READY
+            else self._mode.answer(row, self._transcripts[row.request_id], draft)
             for (row, _), draft in zip(asked, drafts, strict=True)
         }
         return [answers.get(row.request_id, NO_PROPOSAL) for row in rows]

@@ -130,14 +130,12 @@ class FusedDecoder:
             ConfigError: the cache is of another model, or of another dtype than the weights.
         """
         self._check_plan(plan, cache)
-        if self._process != os.getpid():
-            self._begin_in_child()
         logits_NV = torch.empty(len(plan.heads), self._num_outputs)
         hidden = self._config.hidden_size
         # Rounded by the kernel: torch's threads would take its cores for a while.
         precision = torch.float32 if plan.is_beginning else self._weights.dtype
         tapped = {i: torch.empty(len(plan), hidden, dtype=precision) for i in taps}
-        with self._lock:
+        with self._lock_here():
             described = self._describe_forward(plan, logits_NV, tapped)
             described.rounds_taps = not plan.is_beginning
             _point_to_entries(described, plan, cache)
@@ -152,11 +150,12 @@ class FusedDecoder:
         The kernel's last step normalises and multiplies. With weights of one its norm only scales,
         which is undone: that costs the last bit.
         """
+        lock = self._lock_here()  # before torch computes anything
         inputs_TE = normed_TE.float().contiguous()
         plan = plan_head(inputs_TE, len(self._layers))
         scale_T1 = (inputs_TE.square().mean(-1, keepdim=True) + self._config.rms_norm_eps).sqrt()
         logits_TV = torch.empty(len(plan), self._num_outputs)
-        with self._lock:
+        with lock:
             described = self._describe_forward(plan, logits_TV, {})
             _check_outcome(self._forward(self._unnormed, described), described.num_threads)
         return finished_logits(logits_TV.mul_(scale_T1), self._config)
@@ -177,9 +176,7 @@ class FusedDecoder:
 
     def call(self, described: interface.Forward) -> None:
         """Run what the caller has described and checked, with as many threads as are best."""
-        if self._process != os.getpid():
-            self._begin_in_child()
-        with self._lock:
+        with self._lock_here():
             self._call(described)
 
     def _call(self, described: interface.Forward) -> None:
@@ -192,13 +189,17 @@ class FusedDecoder:
         _check_outcome(self._forward(self._model, described), described.num_threads)
         self._chooser.observe(size, time.perf_counter() - started)
 
-    def _begin_in_child(self) -> None:
-        """After fork(): the kernel starts threads of its own anew, torch does not.
+    def _lock_here(self) -> threading.Lock:
+        """Held by whoever runs the kernel.
 
-        It waits for its parent's, for ever, in any operation large enough to be shared out.
+        After fork() the kernel starts threads of its own anew. torch does not: it would wait for
+        its parent's, for ever, in any operation large enough to be shared out. And the lock may be
+        held by a thread that the child does not have.
         """
-        self._process, self._lock = os.getpid(), threading.Lock()
-        torch.set_num_threads(1)
+        if self._process != os.getpid():
+            self._process, self._lock = os.getpid(), threading.Lock()
+            torch.set_num_threads(1)
+        return self._lock
 
     def _describe_forward(
         self, plan: ForwardPlan, logits_NV: Tensor, tapped: dict[int, Tensor]
