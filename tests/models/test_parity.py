@@ -277,20 +277,29 @@ def test_a_layer_view_of_a_missing_layer_is_refused(pair: Pair) -> None:
         pair.target.layer_view((0, 3))
 
 
-@pytest.mark.real_model
-def test_smollm2_equals_transformers(decoder: DecoderFactory) -> None:
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Path, list[Tensor]]:
+    """The default model, and what transformers says after a text, and at each node of a tree."""
     from foredraft.models.files.store import resolve_model
 
     directory = resolve_model("smollm2-135m-instruct")
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    pair = Pair(reference, NativeTarget.load(directory, torch.float32, new_decoder=decoder))
-    tokens = text(200)
-    slot = pair.target.cache.allocate()
-    [scores] = pair.target.score([ScoreRow(slot, tokens, TREE)])
-    for node, path in enumerate([(), *TREE.paths]):
-        expected = pair.reference_logits([*tokens, *(TREE.tokens[i] for i in path)])[-1]
+    paths = [[TREE.tokens[node] for node in path] for path in [(), *TREE.paths]]
+    with torch.no_grad():
+        rows = [reference(torch.tensor([[*text(200), *path]])).logits[0, -1] for path in paths]
+    return directory, rows
+
+
+@pytest.mark.real_model
+def test_smollm2_equals_transformers(
+    smollm2: tuple[Path, list[Tensor]], decoder: DecoderFactory
+) -> None:
+    directory, expected = smollm2
+    target = NativeTarget.load(directory, torch.float32, new_decoder=decoder)
+    [scores] = target.score([ScoreRow(target.cache.allocate(), text(200), TREE)])
+    for found, row in zip(scores.logits_NV, expected, strict=True):
         # Logits of this model reach 30, thirty layers deep: float32 leaves room for no less.
-        assert (scores.logits_NV[node] - expected).abs().max().item() < 5e-4
+        assert (found - row).abs().max().item() < 5e-4
 
 
 @pytest.mark.parametrize("name", ["eager", "fused"])

@@ -194,13 +194,18 @@ def test_sizes_are_compared_before_anything_is_allocated(
 ) -> None:
     edit_config(checkpoint, **changes)
     monkeypatch.setattr("foredraft.models.native.weights.read_tensor", None)
-    empty = torch.empty
+    empty, arange = torch.empty, torch.arange
+
+    def few(*numbers: float, **options: object) -> Tensor:
+        assert max(numbers) < 10**6
+        return arange(*numbers, **options)  # type: ignore[call-overload, no-any-return]
 
     def only_outlines(shape: tuple[int, ...], **options: object) -> Tensor:
         assert options["device"] == "meta"
         return empty(shape, **options)  # type: ignore[call-overload, no-any-return]
 
     monkeypatch.setattr(torch, "empty", only_outlines)
+    monkeypatch.setattr(torch, "arange", few)
     with pytest.raises(ModelLoadError, match=message):
         load(checkpoint)
 
