@@ -16,12 +16,7 @@ from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import (
-    ContinuingDrafter,
-    Drafter,
-    DraftRow,
-    Observation,
-)
+from foredraft.drafters.base import ContinuingDrafter, Drafter, DraftRow, Observation
 from foredraft.drafters.chain import ChainDraft, DraftCache
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import ScoreRow, Target

@@ -16,12 +16,7 @@ from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.traits import OWN
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import (
-    ContinuingDrafter,
-    Drafter,
-    DraftRow,
-    Observation,
-)
+from foredraft.drafters.base import ContinuingDrafter, Drafter, DraftRow, Observation
 from foredraft.models.base import Target, check_taps
 
 _log = logging.getLogger("foredraft")
