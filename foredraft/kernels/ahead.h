@@ -16,7 +16,7 @@ namespace foredraft {
 template <class Weight>
 class Ahead {
  public:
-  // At most two pieces, one after the other.
+  // At most three pieces, one after the other.
   void add(const Entries<const Weight>& keys, const Entries<const Weight>& values, Range entries) {
     const int64_t count = entries.end - entries.begin;
     if (count <= 0) return;
@@ -48,7 +48,7 @@ class Ahead {
     Range entries;
   };
 
-  Piece pieces_[2];
+  Piece pieces_[3];
   int num_pieces_ = 0, piece_ = 0;
   int64_t run_lines_ = 0, num_runs_ = 0, lines_a_call_ = 0;
   const char *key_ = nullptr, *value_ = nullptr, *end_ = nullptr;  // of the run at hand

@@ -92,10 +92,13 @@ class AttentionPhase {
   }
 
   // What is fetched while a chunk is computed: the next one, and with a piece's last whole one the
-  // beginning of the following piece. What is behind that is done too soon to fetch anything.
+  // beginning of the following piece. What is behind that is done too soon to fetch anything. The first
+  // one of all is fetched a little ahead of what is computed of it.
   Ahead<Weight> ahead_of(const AttentionPlan::Piece& piece, int64_t chunk,
                          const AttentionPlan::Piece* following) const {
     Ahead<Weight> ahead;
+    if (&piece == plan_.pieces(me_.index).data() && chunk == piece.chunks.begin)
+      add_chunk(piece, chunk, ahead);
     add_chunk(piece, chunk + 1, ahead);
     if (following && chunk == last_long_chunk(piece))
       add_chunk(*following, following->chunks.begin, ahead);

@@ -19,6 +19,7 @@
 namespace foredraft {
 
 constexpr int64_t kPanelFloats = 4096;  // of converted values: they stay in the nearest cache
+constexpr int64_t kWeighedAtOnce = 16;  // ranks of few queries between two pauses
 
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kVectorRegisters = 32;
@@ -40,10 +41,12 @@ inline void put_dimensions(Ints words, int64_t word, float* out, const bf16*) {
   store(out + (2 * word + 1) * kPair, (Vec)((Bits)words & 0xffff0000u));
 }
 
-// The keys of kPair entries by dimensions: [D, kPair entries].
-template <class Weight>
-inline void transpose_pair(const Weight* keys, int64_t D, int64_t count, float* out) {
+// The keys of kPair entries by dimensions: [D, kPair entries]. Calls between() for each vector of them.
+template <class Weight, class Between>
+inline void transpose_pair(const Weight* keys, int64_t D, int64_t count, float* out,
+                           const Between& between) {
   transpose_keys(keys, D, D, kPair, count, [&](Ints words, int64_t word, int64_t first) INLINE {
+    if (word == 0) between();
     put_dimensions(words, word, out + first, keys);
   });
 }
@@ -180,9 +183,10 @@ class FloatAttention {
   // The queries are there.
   void begin() const {}
 
-  // How often between() is called for so many ranks that are scored, and weighed for all queries.
+  // How often between() is called for so many ranks that are scored, and weighed for all queries. The
+  // more often, the less is fetched at a time, and the less the core waits for it.
   int64_t num_pauses(int64_t scored, int64_t weighed) const {
-    return ceil_div(scored, kScored) + M_ + ceil_div(weighed, panel_rows(D_));
+    return ceil_div(scored, kScored) * (kPair / kLanes) + M_ + ceil_div(weighed, weighed_at_once());
   }
 
   // Scores of all queries at entries that lie behind one another, into columns from `column` on.
@@ -191,8 +195,7 @@ class FloatAttention {
   void score(const Entries<const Weight>& keys, Range range, int64_t column,
              const Between& between) const {
     for (; range.begin < range.end; range.begin += kScored, column += kScored) {
-      between();
-      transpose_pair(keys.at(range.begin), D_, range.end - range.begin, transposed_);
+      transpose_pair(keys.at(range.begin), D_, range.end - range.begin, transposed_, between);
       in_query_blocks(M_, [&](auto block, int64_t first) {
         score_block<block>(transposed_, D_, queries + first * padded(D_), padded(D_),
                            scores + first * kScoreStride + column, kScoreStride);
@@ -219,10 +222,10 @@ class FloatAttention {
   int64_t weigh_shared(const Entries<const Weight>& values, Range range, int64_t first,
                        int64_t common, const Attended& out, const Between& between) const {
     const auto value = [&](int64_t column) { return values.at(range.begin + column); };
-    for (; first < common; first += panel_rows(D_)) {
-      const Range columns{first, std::min(first + panel_rows(D_), common)};
+    for (; first < common; first += weighed_at_once()) {
+      const Range columns{first, std::min(first + weighed_at_once(), common)};
       const Range entries{range.begin + columns.begin, range.begin + columns.end};
-      if (M_ <= 6 && D_ % kPair == 0) weigh(values, entries, first, {0, M_}, out);
+      if (reads_values_as_they_are()) weigh(values, entries, first, {0, M_}, out);
       else weigh_converted(value, columns, {0, M_}, out);
       between();
     }
@@ -243,6 +246,12 @@ class FloatAttention {
   const int64_t M_, D_;
   float* const transposed_;  // [D, kPair]
   float* const panel_;       // converted values [rows, padded D]
+
+  bool reads_values_as_they_are() const { return M_ <= 6 && D_ % kPair == 0; }
+
+  int64_t weighed_at_once() const {
+    return reads_values_as_they_are() ? kWeighedAtOnce : panel_rows(D_);
+  }
 
   static int64_t panel_rows(int64_t D) {
     return std::max<int64_t>(kRunEntries, kPanelFloats / padded(D) / kRunEntries * kRunEntries);
