@@ -25,7 +25,7 @@ from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
 from foredraft.core.choices import DrawnChoices
-from foredraft.core.cost import USUAL_PRICE, Price, TablePrice, chain_speedup
+from foredraft.core.cost import USUAL_PRICE, Price, PriceList, TablePrice, chain_speedup
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
 from foredraft.core.proposal import NOT_READY, Proposal
@@ -85,10 +85,11 @@ class Fit:
         tokens = accumulate(guessed**depth for depth in range(len(self.shares)))
         return min(share / count for share, count in zip(self.shares, tokens, strict=True))
 
-    @property
-    def price(self) -> Price:
-        """Of guesses in a forward of the copy."""
-        return TablePrice(tuple(enumerate(self.shares, start=1)))
+    def guess_price(self, num_rows: int) -> Price:
+        """Of a row's guesses in a forward of the copy for so many rows that guess as much."""
+        times = TablePrice(tuple(enumerate(self.shares, start=1)))
+        sizes = range(num_rows, num_rows * (_MOST_GUESSES + 1) + 1, num_rows)
+        return PriceList(tuple(times.ms(size - 1) / num_rows for size in sizes))
 
     @property
     def speedup(self) -> float:
@@ -163,7 +164,8 @@ class SelfDrafter(BaseDrafter):
     ) -> None:
         chances = (fit.greedy, fit.sampled)
         self.traits = DrafterTraits(promise=chances, round_share=fit.token_share(_GUESSED))
-        self._guesser = GuidedDrafter(partial(new_text, table=table), fit.price, tree=False)
+        self._fit = fit
+        self._guesser = GuidedDrafter(partial(new_text, table=table), tree=False)
         self._cache, self._max_context = target.cache, target.max_context
         self._all = CopyHead(copy, target.vocab_size)
         self._usual: CopyHead | None = None
@@ -183,7 +185,8 @@ class SelfDrafter(BaseDrafter):
             by_head.setdefault(self._head_for(chain.row), []).append(chain)
         for head, alike in by_head.items():
             while alike:
-                head.extend(alike, [*map(self._guess, alike)])
+                price = self._fit.guess_price(len(alike))
+                head.extend(alike, [self._guess(chain, price) for chain in alike])
                 alike = [chain for chain in alike if chain.num_left]
         return [
             chains[row.request_id].build() if row.request_id in chains else NOT_READY
@@ -197,10 +200,10 @@ class SelfDrafter(BaseDrafter):
         self._first_lengths.pop(request_id, None)
         self._guesser.end(request_id)
 
-    def _guess(self, chain: ChainDraft) -> TokenTree:
+    def _guess(self, chain: ChainDraft, price: Price) -> TokenTree:
         """What the copy may say behind its next token, which a forward yields in any case."""
-        most = min(chain.num_left - 1, _MOST_GUESSES)
-        return self._guesser.propose_after(chain.row.chosen(most), chain.tokens).tree
+        row = chain.row.chosen(min(chain.num_left - 1, _MOST_GUESSES))
+        return self._guesser.propose_after(replace(row, price=price), chain.tokens).tree
 
     def _has_room(self, row: DraftRow) -> bool:
         num_tokens = len(row.tokens)

@@ -179,6 +179,14 @@ def test_guesses_change_no_draft_and_save_forwards(
         assert forwards[1] < 0.9 * forwards[0]
 
 
+def test_guesses_are_free_for_one_row_and_cost_four() -> None:
+    fit = Fit(0.9, 0.9, shares=(0.3, 0.3, 0.4, 0.5))
+    one, four = fit.guess_price(1), fit.guess_price(4)
+    assert (one.ms(0), one.ms(1), one.ms(3)) == (0.3, 0.3, 0.5)
+    assert four.ms(0) == pytest.approx(0.5 / 4)
+    assert four.ms(1) == pytest.approx((0.5 + 4 * 0.1) / 4)
+
+
 def test_it_drafts_nothing_in_the_first_step(target: NativeTarget) -> None:
     """So a drawn text does not depend on what the cache holds of its prompt."""
     sizes: list[list[int]] = []
