@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks.busy import busy
+from benchmarks.contexts import contexts
 from benchmarks.drafters import drafters
 from benchmarks.grammar import grammar
 from benchmarks.memory import memory
@@ -38,7 +39,7 @@ def _alone(context: typer.Context) -> None:
 
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream),
-    *(prefix, grammar, quality, memory, priors, revisions, report),
+    *(prefix, contexts, grammar, quality, memory, priors, revisions, report),
 )
 for command in COMMANDS:
     app.command()(command)

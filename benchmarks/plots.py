@@ -38,6 +38,24 @@ def _draw(axis: Any, rows: Sequence[Summary]) -> None:
     axis.legend(fontsize="small", ncols=len(contenders), loc="upper left")
 
 
+def plot_lines(rows: Sequence[Summary], path: str) -> None:
+    """Tokens a second by contender over categories that begin with a number, which rises."""
+    plt = pyplot()
+    figure, axis = plt.subplots(layout="constrained", figsize=(7, 4))
+    rows = [row for row in rows if row.category != "macro"]
+    for name, temperature in dict.fromkeys((row.contender, row.temperature) for row in rows):
+        points = [(int(row.category.split()[0]), row.tokens_per_s) for row in rows
+                  if (row.contender, row.temperature) == (name, temperature)]  # fmt: skip
+        axis.plot(*zip(*points, strict=True), marker="o", label=f"{name}, T={temperature:g}")
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("tokens read before")
+    axis.set_ylabel("tokens a second, decoding")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def plot_steps(figures: Sequence[StepFigure], floor_ms: Mapping[int, float], path: str) -> None:
     """Milliseconds over tokens of one forward, one row, beside the floor."""
     plt = pyplot()
