@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foredraft.cache.blocks import BLOCK
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.cost import FREE_NODES
 from foredraft.core.draws import DrawKey
@@ -28,9 +29,11 @@ from foredraft.drafters.self_draft import CopyHead, Fit, SelfDrafter, measured_f
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.engine.policy import GuardedTrace, Policy
-from foredraft.models.base import LowBitCopy, ScoreRow
+from foredraft.models.base import LowBitCopy, ScoreRow, read
 from foredraft.models.files.kept import KeptFiles
 from foredraft.models.native import low_bit
+from foredraft.models.native.plan import plan_forward
+from foredraft.models.native.shallow import announce
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import rounded
 from foredraft.models.table import TableModel
@@ -185,6 +188,52 @@ def test_guesses_are_free_for_one_row_and_cost_four() -> None:
     assert (one.ms(0), one.ms(1), one.ms(3)) == (0.3, 0.3, 0.5)
     assert four.ms(0) == pytest.approx(0.5 / 4)
     assert four.ms(1) == pytest.approx((0.5 + 4 * 0.1) / 4)
+
+
+def test_of_a_long_text_the_copy_reads_the_first_block_and_the_end(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the entries in between were not there; tokens keep their positions."""
+    text, cache, copy = random_text(5 * BLOCK + 20), target.cache, target.low_bit_copy(8)
+    slot = cache.allocate()
+    read(target, slot, text[:-1])
+    num = len(text) - 1
+    row = ScoreRow(slot, (text[-1],), TokenTree.chain([3, 5]))
+    all_of_it = copy.score([row], [num]).logits_NV
+    monkeypatch.setattr(low_bit, "_LONG", 4 * BLOCK)
+    monkeypatch.setattr(low_bit, "_NEAR", 2 * BLOCK)
+    found = copy.score([row], [num]).logits_NV
+
+    kept = [*range(BLOCK), *range((num - 2 * BLOCK) // BLOCK * BLOCK, num)]
+    other = target.apart(num)
+    there = other.cache.allocate()
+    read(other, there, text[: len(kept)])  # for the room
+    for layer in range(cache.shape.num_layers):
+        keys, values = cache.store.get(layer, cache.table(slot), num)
+        other.cache.store.put(layer, other.cache.table(there), 0, keys[:, kept], values[:, kept])
+    plan = plan_forward([replace(row, slot=there)], [len(kept)])
+    announce(plan, other.cache)
+    plan = replace(plan, positions=[num, num + 1, num + 2])
+    expected, _ = copy.on(other)._decoder.forward(plan, other.cache)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, all_of_it)
+
+
+@pytest.mark.parametrize("params", FOLLOWED)
+def test_texts_stay_the_same_where_the_copy_reads_less(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
+) -> None:
+    monkeypatch.setattr(low_bit, "_LONG", 3 * BLOCK)
+    monkeypatch.setattr(low_bit, "_NEAR", BLOCK)
+    params = replace(params, max_tokens=40, ignore_eos=True, seed=3)
+    prompts = [random_text(3 * BLOCK - 20), random_text(BLOCK)]
+    engine = engine_of(target, self_draft(target, bits=8), FixedBudget(6))
+    for prompt in prompts:
+        engine.submit(prompt, params)
+    results = drain(engine).values()
+    if params.coupling == "seeded":
+        assert {result.token_ids for result in results} == {*plain(target, prompts, params)}
+    assert all(result.stats.drafted > 20 for result in results)
 
 
 def test_it_drafts_nothing_in_the_first_step(target: NativeTarget) -> None:

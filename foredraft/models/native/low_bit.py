@@ -3,11 +3,16 @@
 The copy reads the target's cache entries of the committed text as they are. It writes its own
 behind them, where the target's forward will write the same tokens anew: no entry of the copy is
 ever committed. So a copy has no cache of its own and reads no prompt (QSpec, arXiv 2410.11305).
+
+Of a long text it reads the beginning and the end alone, which hold most of what a token attends to
+(StreamingLLM, arXiv 2309.17453; for drafts TriForce, arXiv 2404.11912): with all of it a draft
+behind a long text would take as long as a step of the target.
 """
 
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from weakref import WeakValueDictionary
@@ -17,6 +22,7 @@ from torch import Tensor
 
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
+from foredraft.cache.store import Entries
 from foredraft.core.draws import DrawRows, Wanted
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ScoreRow, Scores, Target
@@ -40,6 +46,33 @@ _BITS = (4, 8)
 """Of a copy."""
 _TUNED_BITS = 4
 _HEAD_BITS = 8
+_LONG, _NEAR = 3072, 1024
+"""From how many entries on a text is long, and those at its end that a copy reads at least, beside
+the first block."""
+
+
+class _Shortened:
+    """A cache (`foredraft.cache.store.Entries`) whose long slots lack the blocks in between.
+
+    Args:
+        cache: the target's.
+        starts: of each slot that is read the entries before those that a forward writes.
+    """
+
+    def __init__(self, cache: KVCache, starts: Mapping[int, int]) -> None:
+        self.store, size = cache.store, cache.block_size
+        blocks = {
+            slot: (start - _NEAR) // size - 1 if start >= _LONG else 0
+            for slot, start in starts.items()
+        }
+        self.num_left_out = {slot: count * size for slot, count in blocks.items()}
+        self._tables = {
+            slot: cache.table(slot)[:1] + cache.table(slot)[1 + count :]
+            for slot, count in blocks.items()
+        }
+
+    def table(self, slot: int) -> array[int]:
+        return self._tables[slot]
 
 
 class NativeLowBitCopy:
@@ -81,13 +114,20 @@ class NativeLowBitCopy:
     def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
         plan = plan_forward(rows, starts)
         announce(plan, self._cache)
+        slots = [row.slot for row in rows]
+        near = _Shortened(self._cache, dict(zip(slots, starts, strict=True)))
+        if any(near.num_left_out.values()):  # tokens keep their positions
+            there = [
+                start - near.num_left_out[slot] for slot, start in zip(slots, starts, strict=True)
+            ]
+            plan = replace(plan_forward(rows, there), positions=plan.positions)
         wanted = [
             Wanted(place, row.draw.seed, row.draw.position + ahead, row.draw.scale)
             for row, heads in zip(rows, plan.row_heads, strict=True)
             if row.draw is not None
             for ahead, place in enumerate(heads)
         ]
-        scores = scored(self._decoder, plan, self._cache, wanted)
+        scores = scored(self._decoder, plan, near, wanted)
         if scores.draws is None:
             return scores
         drawn = dict(zip([each.row for each in wanted], scores.draws, strict=True))
@@ -229,7 +269,7 @@ def _with_matrices(
 def scored(
     decoder: Decoder,
     plan: ForwardPlan,
-    cache: KVCache,
+    cache: Entries,
     wanted: Sequence[Wanted],
     taps: Sequence[int] = (),
 ) -> Scores:
