@@ -85,7 +85,8 @@ def check(
 @pytest.mark.parametrize(
     ("decoder", "num_draft_tokens", "temperature"),
     [
-        *(("fused-bf16", 5, temperature) for temperature in TEMPERATURES),
+        ("fused-bf16", 5, 0.0),
+        ("fused-bf16", 5, 1.0),
         ("fused-fp32", 2, 0.7),  # the others, and more, are in the whole grid
     ],
 )
