@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from foredraft.core.errors import (
-    CapabilityError,
-    ConfigError,
-    VocabularyMismatchError,
-    unknown,
-)
+from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError, unknown
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
