@@ -1,5 +1,6 @@
 # make demo   the main job on the real model        make test   the tests
 # make test-page: the page in headless Chromium (apt install chromium)
+# make wheel: a wheel with compiled kernels in dist/, for this machine or that of a cross compiler in CXX
 # make test-all, make lint, make types, make example: what CI and contributors run besides
 # make sizes: lines by package and their budgets; make newcomer: the README's commands, run in order
 # make test-clients: real clients (SDKs, lm-eval, guidellm, Schemathesis, ...) against the server
@@ -18,7 +19,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo newcomer sizes test test-page test-all test-clients lint types example docs results heads heads-gpu kinds clean
+.PHONY: help demo newcomer sizes wheel test test-page test-all test-clients lint types example docs results heads heads-gpu kinds clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -34,6 +35,11 @@ newcomer:
 # Lines by package, the change against main, and the budgets of sizes.toml.
 sizes:
 	@$(PYTHON) tools/sizes.py
+
+# Kernels of every instruction set, compiled one after the other: some minutes.
+wheel: $(VENV)/.torch
+	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true \
+	  $(BIN)/python -m pip --disable-pip-version-check wheel --no-deps --wheel-dir dist .
 
 # Two processes; tests/conftest.py gives each one thread. Each begins with one half of the tests, as
 # those of one file share models, and in the end takes some of what the other has left.

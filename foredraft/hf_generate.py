@@ -16,15 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.core.params import SamplingParams
@@ -32,8 +23,23 @@ from foredraft.core.record import SpeculationStats
 from foredraft.engine.engine import Engine
 from foredraft.engine.request import GenerationResult
 from foredraft.llm import LLM, DraftModel
-from foredraft.models.hf.target import HFTarget
 from foredraft.options import LoadOptions
+from foredraft.system.extras import needs_extra
+
+try:
+    from transformers.generation import (
+        EosTokenCriteria,
+        GenerateDecoderOnlyOutput,
+        MaxLengthCriteria,
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    from foredraft.models.hf.target import HFTarget
+except ImportError as problem:
+    raise needs_extra("custom_generate needs", "hf", problem) from problem
 
 _WARPERS = {
     TemperatureLogitsWarper: "temperature",

@@ -32,6 +32,7 @@ from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost, measure_cost
 from foredraft.options import LoadOptions
 from foredraft.system.devices import resolve_device
+from foredraft.system.extras import needs_extra
 from foredraft.system.machine import cpu_name
 
 if TYPE_CHECKING:
@@ -488,6 +489,11 @@ def _plan_hf(
 ) -> ModelPlan:
     from foredraft.models.hf.sizes import NO_LIMIT, read_sizes
 
+    try:
+        import foredraft.models.hf.target  # noqa: F401 - it must be there to load the model later
+    except ImportError as problem:
+        what = f"{name!r} runs through transformers, which needs"
+        raise needs_extra(what, "hf", problem) from None
     if options.weights in _BITS:
         raise _no_packed(options.weights, f"{name!r} runs through transformers")
     sizes = read_sizes(checkpoint)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.instructions import SWITCH
+from foredraft.system.extras import needs_extra
 from foredraft.system.machine import describe_machine
 
 
@@ -158,8 +159,8 @@ def pyplot() -> Any:
     """
     try:
         import matplotlib
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install matplotlib") from None
+    except ImportError as problem:
+        raise needs_extra("plots need", "plots", problem) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

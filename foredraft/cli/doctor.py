@@ -12,6 +12,7 @@ from rich.table import Table
 
 from foredraft.cli import options as o
 from foredraft.options import LoadOptions
+from foredraft.system.extras import EXTRAS, install_command
 
 if TYPE_CHECKING:
     from foredraft.load import ModelPlan
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 
 _SMALLER = 0.9
 """Of the bytes that a step reads: what is not that much smaller is no choice."""
-OPTIONAL = {
-    "matplotlib": "pictures of trainings",
-    "opentelemetry-exporter-otlp-proto-http": "spans (serve --otlp-traces-endpoint)",
-}
-"""Packages that a plain installation lacks, and what each is for."""
 
 
 @o.with_options
@@ -72,8 +68,8 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
         "drafter_summary": spec.summary,
         "tokens": tokens,
         "optional": [
-            {"package": package, "for": purpose}
-            for package, purpose in OPTIONAL.items()
+            {"package": package, "for": purpose, "install": install_command(extra)}
+            for package, (extra, purpose) in EXTRAS.items()
             if package_version(package) is None
         ],
         "models": {role: _model_report(plan, options, tokens) for role, plan in plans.items()},
@@ -133,6 +129,7 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     table.add_column()
     table.add_row("machine", f"{machine['cpu']}, {machine['threads']} threads")
     table.add_row("instructions", _instructions(machine))
+    table.add_row("kernels from", machine["kernels_from"] or "nowhere: torch decodes")
     table.add_row("accelerator", machine["gpu"] or "none")
     table.add_row("versions", ", ".join(f"{k} {v}" for k, v in machine["versions"].items()))
     table.add_row(
@@ -150,7 +147,7 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     for note in notes:
         console.print(f"missing: {note}", style="yellow", markup=False)
     for each in report["optional"]:
-        line = f"not installed: {each['package']}, for {each['for']}: pip install {each['package']}"
+        line = f"not installed: {each['package']}, for {each['for']}: {each['install']}"
         console.print(line, markup=False, soft_wrap=True)
     if not notes:
         left = "nothing that generating or serving needs is missing"

@@ -1,9 +1,11 @@
-"""Compiles foredraft's C++ for this very CPU, once, and loads it.
+"""Finds foredraft's C++ compiled, or compiles it once, and loads it.
 
-Each library (the fused decoder, the noise) is kept in foredraft's cache. Its name holds a key of
-everything it depends on (sources, compiler, flags and CPU) and a digest of its own bytes. Code that
-is not what was compiled must not run, so before it is loaded the digest is compared, and the file
-must be the user's own. It is written elsewhere, flushed, and moved into its place under a lock: two
+A wheel brings each library (the fused decoder, the noise) for every instruction set. Elsewhere it
+is compiled at first use and kept in foredraft's cache. Its name holds a key of what it depends on
+(sources and flags; in the cache the compiler too) and a digest of its own bytes. Code that is not
+what was compiled must not run, so before it is loaded the digest is compared. A file of the cache
+must be the user's own as well; one of the package is trusted as the Python beside it is. Into the
+cache it comes whole: written elsewhere, flushed, and moved into its place under a lock, so two
 processes never see half of it, and neither does the one after a power cut. A new library replaces
 the oldest of several.
 """
@@ -16,7 +18,6 @@ import functools
 import hashlib
 import logging
 import os
-import platform
 import shlex
 import shutil
 import stat
@@ -32,17 +33,22 @@ from foredraft.kernels.instructions import (
     available,
     beyond,
     choose,
-    cpu_features,
 )
 from foredraft.system.paths import cache_root
 
 __all__ = ["SWITCH", "KernelUnavailable", "build", "find_compiler", "load_library"]
 
 _log = logging.getLogger("foredraft")
+
+LIBRARIES = ("decoder", "heads", "noise")
+"""What foredraft loads; the other sources are for tests."""
+SHIPPED = "compiled"
+"""The folder beside the sources where a wheel has its libraries."""
+
 _SOURCES = Path(__file__).parent
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
-    *("-std=c++17", "-O3", "-mtune=native", "-pthread", "-shared", "-fPIC"),
+    *("-std=c++17", "-O3", "-pthread", "-shared", "-fPIC"),
     "-fvisibility=hidden",
     "-ffp-contract=off",  # multiply-adds only where the source says so: see simd.h
 )
@@ -55,14 +61,14 @@ _INSTALL = (  # the first package manager that is there, and its words for a C++
     ("xcode-select", "xcode-select --install"),
 )
 _TIMEOUT_SECONDS = 300.0
-_MAX_KEPT = 8
-"""Libraries kept of each source, the newest: of other compilers, instruction sets, versions of
-foredraft, and CPUs that share the cache."""
+_MAX_KEPT = 16
+"""Libraries kept of each source, the newest: of other compilers, instruction sets and versions of
+foredraft."""
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def load_library(name: str = "decoder", instructions: str | None = None) -> ctypes.CDLL:
-    """A compiled library, built first if this machine has not got it yet (some seconds).
+    """A compiled library: the package's own, else built first if it is not in the cache (seconds).
 
     Args:
         name: of the source, ``name.cpp`` beside this file.
@@ -78,14 +84,20 @@ def load_library(name: str = "decoder", instructions: str | None = None) -> ctyp
 
 
 def describe_instructions() -> dict[str, str | list[str] | None]:
-    """What kernels are compiled for here (None: there are none), and what is beyond it."""
+    """What kernels are compiled for here (None: there are none), where, and what is beyond it."""
     try:
         chosen = choose()
         if not os.environ.get(SWITCH):
             chosen, _ = _load_best("decoder", tuple(one for one in available() if one.automatic))
+        library = Path(_load("decoder", chosen)._name)
     except KernelUnavailable:
-        return {"instructions": None, "instructions_unused": []}
-    return {"instructions": chosen.name, "instructions_unused": beyond(chosen)}
+        return {"instructions": None, "instructions_unused": [], "kernels_from": None}
+    in_package = library.parent == _SOURCES / SHIPPED
+    return {
+        "instructions": chosen.name,
+        "instructions_unused": beyond(chosen),
+        "kernels_from": "the package" if in_package else "this machine's compiler",
+    }
 
 
 @functools.cache
@@ -113,11 +125,26 @@ def _load_best(
 
 @functools.cache
 def _load(name: str, instructions: InstructionSet) -> ctypes.CDLL:
-    compiler = find_compiler(os.environ)
-    return _loaded(build_in_cache(compiler, _directories(), name, instructions))
+    shipped = find_shipped(name, instructions)
+    return _loaded(
+        shipped or build_in_cache(find_compiler(os.environ), directories(), name, instructions)
+    )
 
 
-def _directories() -> list[Path]:
+def find_shipped(name: str, instructions: InstructionSet, sources: Path = _SOURCES) -> Path | None:
+    """The library that came with these sources in a wheel, undamaged; None: there is none."""
+    prefix = shipped_prefix(name, instructions, sources)
+    libraries = (sources / SHIPPED).glob(f"{prefix}-*.so")
+    return next((found for found in libraries if _is_whole(found, prefix)), None)
+
+
+def shipped_prefix(name: str, instructions: InstructionSet, sources: Path = _SOURCES) -> str:
+    """How the name of a library in a wheel begins, whoever compiled it; its digest follows."""
+    key = _key((*_FLAGS, *instructions.flags), sources / f"{name}.cpp")
+    return f"{name}-{key}"
+
+
+def directories() -> list[Path]:
     """Where libraries may be kept: the user's own place helps where the cache is not theirs."""
     return list(dict.fromkeys(root / "kernels" for root in (cache_root(), cache_root({}))))
 
@@ -194,7 +221,8 @@ def build(
             user's.
     """
     flags = (*_FLAGS, *(instructions or choose()).flags)
-    prefix = f"{name}-{_key(compiler, flags, sources / f'{name}.cpp')}"
+    command = (*compiler, _version(compiler), *flags)
+    prefix = f"{name}-{_key(command, sources / f'{name}.cpp')}"
     try:
         _make_private(directory)
         if library := _intact(directory, prefix):
@@ -236,12 +264,16 @@ def _intact(directory: Path, prefix: str) -> Path | None:
             found = library.stat()
             if not _is_trusted(found.st_uid) or found.st_mode & _OTHERS_MAY_WRITE:
                 continue
-            if _digest(library.read_bytes()) == library.stem.removeprefix(f"{prefix}-"):
+            if _is_whole(library, prefix):
                 return library
     return None
 
 
-def _digest(code: bytes) -> str:
+def _is_whole(library: Path, prefix: str) -> bool:
+    return digest(library.read_bytes()) == library.stem.removeprefix(f"{prefix}-")
+
+
+def digest(code: bytes) -> str:
     return hashlib.sha256(code).hexdigest()[:20]
 
 
@@ -253,7 +285,7 @@ def _compile(command: Sequence[str], source: Path, target: Path) -> Path:
         if done.returncode != 0:
             raise _NotCompiled(f"{command[0]} failed: {_first_error(done.stderr)}")
         output.chmod(0o700)
-        library = target.with_name(f"{target.name}-{_digest(output.read_bytes())}.so")
+        library = target.with_name(f"{target.name}-{digest(output.read_bytes())}.so")
         _flush(output)
         os.replace(output, library)
         _flush(library.parent)
@@ -320,24 +352,18 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise KernelUnavailable(f"{command[0]} cannot be run: {problem}") from None
 
 
-def _key(compiler: Sequence[str], flags: Sequence[str], source: Path) -> str:
-    """Names everything that the machine code depends on."""
+def _version(compiler: Sequence[str]) -> str:
     version = _run([*compiler, "--version"])
     if version.returncode != 0:
         raise KernelUnavailable(f"{compiler[0]} --version failed: {_first_error(version.stderr)}")
+    return version.stdout
+
+
+def _key(command: Sequence[str], source: Path) -> str:
+    """Names everything that the machine code depends on: how it is compiled, and the sources."""
     digest = hashlib.sha256()
-    for part in (*compiler, version.stdout, *flags, _cpu()):
+    for part in command:
         digest.update(part.encode() + b"\0")
     for path in [*sorted(source.parent.glob("*.h")), source]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
-
-
-def _cpu() -> str:
-    """Model and instructions: code for one CPU is not run on another that shares the cache."""
-    facts = [platform.system(), platform.machine(), platform.processor(), *sorted(cpu_features())]
-    with contextlib.suppress(OSError):
-        named = ("model name", "CPU implementer", "CPU part")
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        facts += sorted({line for line in lines if line.startswith(named)})
-    return "\n".join(facts)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.server.errors import ApiError
 from foredraft.server.generation import Generation, ReplyState
+from foredraft.system.extras import needs_extra
 from foredraft.version import __version__
 
 if TYPE_CHECKING:
@@ -152,11 +152,8 @@ def spans_to(endpoint: str | None) -> RequestSpans:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise ConfigError(
-            f"spans need {error.name}, which is not installed: pip install opentelemetry-sdk "
-            "opentelemetry-exporter-otlp-proto-http"
-        ) from error
+    except ImportError as problem:
+        raise needs_extra("spans need", "otel", problem) from problem
     ours = Resource({"service.name": "foredraft", "service.version": __version__})
     provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

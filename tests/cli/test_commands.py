@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from foredraft.bench.measure import MeasuredRun
-from foredraft.cli import doctor
 from foredraft.cli.main import app
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
 from foredraft.kernels import build
 from foredraft.kernels.instructions import available
+from foredraft.system.extras import EXTRAS
 from tests.cli.conftest import Run
 
 
@@ -141,9 +141,12 @@ def test_doctor_names_the_instructions(run: Run, monkeypatch: pytest.MonkeyPatch
     assert machine["instructions"] == "portable"
     better = [one.name for one in available()[:-1]]
     assert machine["instructions_unused"][: len(better)] == better
+    assert machine["kernels_from"] == "this machine's compiler"
     assert "instructions  portable" in run("doctor").stdout
     monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
-    assert "no kernels of ours" in run("doctor").stdout
+    shown = run("doctor").stdout
+    assert "no kernels of ours" in shown
+    assert "nowhere: torch decodes" in shown
 
 
 def test_doctor_says_how_to_get_a_compiler(
@@ -164,8 +167,8 @@ def test_doctor_says_how_to_get_a_compiler(
 def test_doctor_lists_what_is_not_installed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foredraft.system.machine.package_version", lambda name: None)
     shown = " ".join(run("doctor").stdout.split())
-    for package, purpose in doctor.OPTIONAL.items():
-        assert f"not installed: {package}, for {purpose}: pip install {package}" in shown
+    for package, (extra, purpose) in EXTRAS.items():
+        assert f"not installed: {package}, for {purpose}: pip install 'foredraft[{extra}]'" in shown
     assert "nothing is missing" not in shown
     monkeypatch.setattr("foredraft.system.machine.package_version", lambda name: "1")
     assert "not installed" not in run("doctor").stdout

@@ -47,15 +47,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     except KernelUnavailable as reason:
         pytest.skip(str(reason))
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("foredraft.kernels.build._directories", _directories())
+    monkeypatch.setattr("foredraft.kernels.build.directories", _directories())
     return tmp_path / "cache"
 
 
 def _directories():  # type: ignore[no-untyped-def]
     """The kernel is compiled already, elsewhere."""
-    from foredraft.kernels.build import _directories
+    from foredraft.kernels.build import directories
 
-    found = _directories()
+    found = directories()
     return lambda: found
 
 

@@ -123,14 +123,6 @@ def test_a_library_that_cannot_be_removed_does_no_harm(
     assert build(compiler.command, tmp_path / "cache", sources).is_file()
 
 
-def test_another_cpu_is_compiled_for_anew(
-    compiler: FakeCompiler, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = build(compiler.command, tmp_path / "cache", sources)
-    monkeypatch.setattr(build_module, "_cpu", lambda: "another")
-    assert build(compiler.command, tmp_path / "cache", sources) != first
-
-
 def test_a_failing_compiler_is_quoted_and_leaves_nothing(sources: Path, tmp_path: Path) -> None:
     body = 'echo half > "$output"; printf "In file:\\nx.h:1: error: no such thing\\n" >&2; exit 1'
     failing, cache = FakeCompiler(tmp_path / "bin", body), tmp_path / "cache"

@@ -156,7 +156,7 @@ def test_spans_reach_their_collector_and_prompts_do_not(load: Callable[..., LLM]
 def test_what_cannot_be_sent_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     settings = ServerSettings(otlp_traces_endpoint="http://127.0.0.1:1/v1/traces")
-    with pytest.raises(ConfigError, match="pip install opentelemetry-sdk"):
+    with pytest.raises(ConfigError, match=r"pip install 'foredraft\[otel\]'"):
         create_app(lambda _: None, settings)  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match="otlp_traces_endpoint"):
         ServerSettings(otlp_traces_endpoint="collector:4317")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
+from foredraft.system.extras import needs_extra
 
 if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
@@ -36,11 +37,13 @@ def fetch(name: str, revision: str | None, progress: Progress) -> Path:
     What is in the hub's cache already is not downloaded again, and serves without a network.
 
     Raises:
-        ConfigError: no such repository or revision.
+        ConfigError: no such repository or revision, or the hub's client is not installed.
         ModelLoadError: the hub cannot be reached or refuses, or there are no safetensors weights.
     """
-    from huggingface_hub import snapshot_download
-
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as problem:
+        raise needs_extra(f"fetching {name!r} from the hub needs", "hf", problem) from None
     progress.stage(f"fetching {name} from the Hugging Face hub")
     try:
         folder = snapshot_download(
