@@ -13,10 +13,12 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
+from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError, EngineStoppedError
 from foredraft.core.params import SamplingParams, checked_params
 from foredraft.engine.drive import EngineThread
 from foredraft.engine.policy import Policy
+from foredraft.engine.proof import LiveProof
 from foredraft.engine.request import Event, GenerationResult, Request, RequestOptions
 from foredraft.engine.stats import EngineStats
 from foredraft.llm import LLM
@@ -157,15 +159,26 @@ class AsyncLLM:
     Args:
         llm: what runs the requests. It is not closed with this one.
         max_waiting: most requests that wait beside those in the batch; further ones are refused.
+        prove_every: of so many steps that drafted one is made again without drafts, while there is
+            nothing else to do; see `LiveProof`. 0: none.
+        on_proof: called after each of these proofs, on the engine's thread; True: nothing differs.
 
     Attributes:
         llm: the same.
+        proof: what was proven so far; None where nothing is.
 
     Raises:
-        ConfigError: ``max_waiting`` is not a whole number, 0 or more.
+        ConfigError: ``max_waiting`` or ``prove_every`` is not a whole number, 0 or more.
     """
 
-    def __init__(self, llm: LLM, *, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        max_waiting: int = MAX_WAITING,
+        prove_every: int = 0,
+        on_proof: Callable[[bool], None] = lambda is_same: None,
+    ) -> None:
         if type(max_waiting) is not int or max_waiting < 0:
             raise ConfigError(
                 f"max_waiting is {max_waiting!r}; it must be a whole number, 0 or more"
@@ -173,7 +186,15 @@ class AsyncLLM:
         self.llm = llm
         self._max_waiting = max_waiting
         self._post = _Post()
-        self._worker = EngineThread(llm.engine, llm.policy, self._post.send)
+        self.proof: LiveProof | None = None
+        if prove_every:
+            plain = Policy(FixedBudget(0, drafter=None), is_apart=True)
+            self.proof = LiveProof(llm.engine, plain, prove_every, on_proof)
+        llm.engine.proof = self.proof
+        idle = self.proof.advance if self.proof else lambda: None
+        self._worker = EngineThread(llm.engine, llm.policy, self._post.send, idle)
+        if self.proof is not None:
+            self.proof.wake = self._worker.wake
         # Also when the interpreter ends: a thread in the middle of a step would be cut off.
         self._stop = weakref.finalize(self, self._worker.stop)
 

@@ -29,7 +29,7 @@ _PANELS = {
         *("ssl_certfile", "ssl_keyfile"),
     ),
     "Server": ("host", "port", "served_model_names", "request_metrics", "reasoning_content",
-               "otlp_traces_endpoint"),
+               "prove_every", "otlp_traces_endpoint"),
 }  # fmt: skip
 _NAMES = {"request_metrics": "--per-request-spec-decode-metrics"}
 _LOADING = replace(o.loading(), defaults={"max_batch_size": 16})

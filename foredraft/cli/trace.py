@@ -22,9 +22,7 @@ from foredraft.core.errors import ConfigError
 if TYPE_CHECKING:
     from foredraft.trace.files import Trace
     from foredraft.trace.format import Candidate, Committed, NodeLaw, TracedRow, TracedStep, Why
-    from foredraft.trace.replay import Outcome, StepCost, Stretch
-
-_FEW = (0, 1, 2, 4, 8, 16)
+    from foredraft.trace.replay import Outcome, Replay
 
 app = typer.Typer(no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="Written with --trace.")]
@@ -86,25 +84,20 @@ def replay(
 
         foredraft trace replay run.jsonl --num-draft-tokens 3
     """
-    from foredraft.trace.replay import StepCost
-    from foredraft.trace.replay import replay as replayed
+    from foredraft.trace.replay import Replay
 
-    trace, console = _read(file, request), Console(highlight=False)
-    cost = StepCost.of(trace.steps)
-    recorded = max((row.budget for s in trace.steps for row in s.rows), default=0)
-    asked = set() if num_draft_tokens is None else {num_draft_tokens}
-    sizes = sorted({n for n in _FEW if n < recorded} | {recorded} | asked)
-    outcomes = [replayed(trace.steps, size, cost) for size in sizes]
+    found, console = Replay.of(_read(file, request), num_draft_tokens), Console(highlight=False)
+    cost, recorded = found.cost, found.recorded
     if as_json:
-        found = {each: [*map(asdict, _stretches(trace, each, cost))] for each in trace.request_ids}
-        report = {"settings": [*map(asdict, outcomes)], "stretches": found, "step": asdict(cost)}
-        typer.echo(json.dumps(report))
+        stretches = {number: [*map(asdict, each)] for number, each in found.stretches.items()}
+        settings = [*map(asdict, found.settings)]
+        typer.echo(json.dumps({"settings": settings, "stretches": stretches, "step": asdict(cost)}))
         return
     if num_draft_tokens is None:
-        for each in trace.request_ids:
+        for each in found.stretches:
             console.print(Rule(f"request {each}", align="left", style="dim"))
-            _show_stretches(console, _stretches(trace, each, cost))
-    _show_settings(console, outcomes, recorded, num_draft_tokens)
+            _show_stretches(console, found, each)
+    _show_settings(console, found.settings, recorded, num_draft_tokens)
     console.print(
         f"a step: {cost.base_ms:.2f} ms and {cost.node_ms:.2f} ms a node, a line through the "
         "recorded steps",
@@ -135,25 +128,13 @@ def _show_settings(
     console.print(table)
 
 
-def _stretches(trace: Trace, request_id: int, cost: StepCost) -> list[Stretch]:
-    """Those of one request, of steps that it had for itself."""
-    from foredraft.trace.replay import stretches
-
-    steps = [
-        step
-        for step in trace.steps
-        if len(step.rows) == 1 and step.rows[0].request_id == request_id
-    ]
-    return stretches(steps, cost, _FEW)
-
-
 _BAR = 28
 """Characters of the slowest stretch's bar."""
-_WORTH_SAYING = 1.05
 
 
-def _show_stretches(console: Console, stretches: Sequence[Stretch]) -> None:
+def _show_stretches(console: Console, found: Replay, request_id: int) -> None:
     """A bar a stretch, by what took the time; then what would have been faster where."""
+    stretches = found.stretches[request_id]
     slowest = max((each.ms_per_token for each in stretches), default=1.0)
     table = Table("tokens", box=None, padding=(0, 2, 0, 0))
     table.add_column(
@@ -175,29 +156,11 @@ def _show_stretches(console: Console, stretches: Sequence[Stretch]) -> None:
             f"{each.recorded.committed_per_step:.2f}",
         )
     console.print(table)
-    slow = [each for each in stretches if each.best.tokens_per_s > _WORTH_SAYING * _rate(each)]
-    for each in sorted(slow, key=_rate)[:3]:
-        console.print(_sentence(each))
+    slow = found.slowest(request_id)
+    for each in slow:
+        console.print(each.sentence)
     if stretches and not slow:
         console.print("no other number of draft tokens would have been faster anywhere")
-
-
-def _rate(stretch: Stretch) -> float:
-    return stretch.recorded.tokens_per_s
-
-
-def _sentence(stretch: Stretch) -> str:
-    """What would have been faster, and why."""
-    done, best = stretch.recorded, stretch.best
-    steps = max(1, done.steps)
-    who = " and ".join(stretch.drafters) or "the drafter"
-    start = " ".join(stretch.text.split())[:30]
-    instead = f"with {best.num_draft_tokens} at most" if best.num_draft_tokens else "without drafts"
-    return (
-        f"from token {stretch.first} to {stretch.last} (“{start}…”) {who} drafted "
-        f"{done.drafted / steps:.1f} a step, of which {done.accepted / steps:.1f} held; {instead} "
-        f"it would have taken {best.ms / 1e3:.2f} s instead of {done.ms / 1e3:.2f}"
-    )
 
 
 def _read(file: Path, request: int | None) -> Trace:

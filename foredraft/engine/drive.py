@@ -91,12 +91,18 @@ class EngineThread:
         engine: what it steps.
         policy: on whose behalf; None: the engine's own.
         send: called when mailboxes have received events: after each step, and after each command.
+        idle: does a little of what can wait, while there is no work. It returns the seconds after
+            which it wants to be called again; None: not before there was work again.
     """
 
     def __init__(
-        self, engine: Engine, policy: Policy | None = None, send: Command = lambda: None
+        self,
+        engine: Engine,
+        policy: Policy | None = None,
+        send: Command = lambda: None,
+        idle: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._engine, self._policy, self._send = engine, policy, send
+        self._engine, self._policy, self._send, self._idle = engine, policy, send, idle
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # safe in finalizers
         self._mailboxes: dict[int, Mailbox] = {}  # of the replies under way; the thread's own
         self._changed = threading.Condition()
@@ -134,6 +140,10 @@ class EngineThread:
     def abort(self, request_ids: Sequence[int]) -> None:
         self._commands.put(lambda: self._drop(request_ids))
 
+    def wake(self) -> None:
+        """Look again whether there is something to do while there is no work."""
+        self._commands.put(lambda: None)
+
     def refuse(self, problem: str) -> None:
         """Take no further requests."""
         with self._changed:
@@ -147,7 +157,7 @@ class EngineThread:
         """Abort what is under way, and end the thread."""
         self.refuse("it was closed")
         self._stopping = True
-        self._commands.put(lambda: None)  # wakes it
+        self.wake()
         if threading.current_thread() is not self._thread:  # as a finalizer may find itself
             self._thread.join()
 
@@ -155,7 +165,7 @@ class EngineThread:
         fault: EngineStoppedError | None = None
         try:
             while not self._stopping:
-                self._obey(wait=not self._mailboxes)
+                self._obey(0.0 if self._mailboxes else self._idle())
                 if self._mailboxes:
                     self._engine.step(self._policy)
                 self._send()
@@ -165,12 +175,12 @@ class EngineThread:
             fault = EngineStoppedError(f"the engine has stopped: {self.problem}")
         self._end(fault)
 
-    def _obey(self, wait: bool) -> None:
-        """What others have asked for by now; the first of it waited for, if there is no work."""
+    def _obey(self, seconds: float | None) -> None:
+        """What others have asked for by now. The first of it is waited for; None: for ever."""
         try:
             while True:
-                self._commands.get(block=wait)()
-                wait = False
+                self._commands.get(timeout=seconds)()
+                seconds = 0.0
         except queue.Empty:
             return
 
@@ -205,7 +215,7 @@ class EngineThread:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._obey(wait=False)
+        self._obey(0.0)
         for request_id in [*self._mailboxes]:
             if fault is not None:
                 self._put(request_id, fault, is_last=True)

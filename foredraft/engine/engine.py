@@ -20,6 +20,7 @@ from foredraft.engine.drafting import Drafting
 from foredraft.engine.fair_lock import FairLock
 from foredraft.engine.places import Places
 from foredraft.engine.policy import GuardedTrace, Policy, Trace
+from foredraft.engine.proof import LiveProof
 from foredraft.engine.request import (
     Event,
     GenerationResult,
@@ -86,6 +87,7 @@ class Engine:
 
     Attributes:
         lock: held during each call.
+        proof: makes some steps again, without drafts; None: nobody does.
 
     Raises:
         ConfigError: an option has a value that cannot be used.
@@ -108,6 +110,7 @@ class Engine:
         self._rule_book = options.rule_book or RuleBook(target.vocab_size)
         self._ids = itertools.count()
         self.lock = FairLock()
+        self.proof: LiveProof | None = None
         self._totals = Totals()
         self._is_stepping = self._was_interrupted = False
         self._cancelled_meanwhile: list[int] = []
@@ -189,6 +192,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return len(self._scheduler) > 0
+
+    @property
+    def num_live(self) -> int:
+        """Requests that run or wait."""
+        return len(self._scheduler)
 
     def is_live(self, request_id: int) -> bool:
         """Whether a request is running or waiting."""
@@ -408,7 +416,11 @@ class Engine:
         self._places.close(request)
 
     def _report(self, batch: Sequence[Turn], record: StepRecord) -> None:
-        """Tell everybody of a step."""
+        """Tell everybody of a step; a proof's own counts for nobody."""
+        if self.proof is not None:
+            if self.proof.owns(batch):
+                return
+            self.proof.see(batch)
         waiting, preempted = self._scheduler.num_waiting, self._totals.unreported_preemptions()
         record = replace(record, num_waiting=waiting, num_preempted=preempted)
         self._totals.add_step(batch)

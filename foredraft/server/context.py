@@ -106,7 +106,12 @@ class ServerContext:
         """Load the model; if that fails, `failure` holds the exception."""
         try:
             llm = await asyncio.to_thread(self._load, self.steps)
-            self._engine = AsyncLLM(llm, max_waiting=self.settings.max_waiting)
+            self._engine = AsyncLLM(
+                llm,
+                max_waiting=self.settings.max_waiting,
+                prove_every=self.settings.prove_every,
+                on_proof=self.metrics.add_proof,
+            )
             self.metrics.watch(self._engine)
         except Exception as error:
             self.failure = error

@@ -58,6 +58,12 @@ class Metrics:
             "num_preemptions", "How often a request gave its place in the cache to another."
         )
         self._steps = self._counter("engine_steps", "Steps of the engine.")
+        self._proofs = self._counter(
+            "proof_steps", "Steps that drafted, made again without drafts."
+        )
+        self._differences = self._counter(
+            "proof_differences", "Those that came out otherwise; anything but 0 is a fault."
+        )
         self.page_runs = self._gauge("num_page_runs", "Runs of the page under way.")
         self._saved = self._gauge(
             "estimated_time_saved_seconds",
@@ -149,6 +155,11 @@ class Metrics:
             plain = self._cost.ms([(1, row.context) for row in record.rows])
             per_row = sum(len(row.committed) for row in record.rows) / len(record.rows)
             self._saved.inc((per_row * plain - times.total_ms) / 1000)
+
+    def add_proof(self, is_same: bool) -> None:
+        """Count a step that was made again; see `LiveProof`."""
+        self._proofs.inc()
+        self._differences.inc(not is_same)
 
     def add_request(self, generation: Generation) -> None:
         """Count the replies of a request that is over, or was ended."""

@@ -7,9 +7,10 @@ and data of other sites out.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 from fastapi import APIRouter, FastAPI, HTTPException
@@ -24,6 +25,8 @@ from foredraft.server.errors import ApiError
 from foredraft.server.page_runs import MAX_DRAFT_TOKENS, Lanes, RunBody, run_lanes
 from foredraft.server.wire import JsonResponse, data_event
 from foredraft.system.machine import cpu_name
+from foredraft.trace.files import Trace, parse_trace
+from foredraft.trace.replay import Replay
 from foredraft.version import __version__
 
 PAGE = Path(__file__).parent / "page"
@@ -53,6 +56,28 @@ class ForwardBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     num_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS + 1)]
+
+
+class ReplayBody(BaseModel):
+    """A trace, line by line, without what its steps were decided on."""
+
+    model_config = ConfigDict(extra="forbid")
+    trace: str
+
+
+def replay_report(trace: Trace) -> dict[str, Any]:
+    """What `foredraft trace replay` says of a trace, by request."""
+    found = Replay.of(trace)
+    requests = [
+        {
+            "request_id": number,
+            "stretches": [asdict(each) | {"ms_per_token": each.ms_per_token} for each in stretches],
+            "slow": [each.sentence for each in found.slowest(number)],
+        }
+        for number, stretches in found.stretches.items()
+    ]
+    settings = [asdict(each) | {"tokens_per_s": each.tokens_per_s} for each in found.settings]
+    return {"recorded": found.recorded, "settings": settings, "requests": requests}
 
 
 class _Page:
@@ -147,12 +172,23 @@ def include_page(app: FastAPI, context: ServerContext) -> None:
     @router.get("/page/info")
     async def info() -> Response:
         figures = await run_in_threadpool(lambda: page.lanes.info())
-        return JsonResponse(figures | {"version": __version__, "cpu": cpu_name()})
+        proof = context.engine.proof
+        proven = proof and {
+            "every": proof.every,
+            "steps": proof.num_steps,
+            "differences": proof.num_differences,
+        }
+        about = {"version": __version__, "cpu": cpu_name(), "proof": proven}
+        return JsonResponse(figures | about)
 
     @router.post("/page/run")
     async def run(body: RunBody, request: Request) -> Response:
         events = page.stream(body, request.state.key_id)
         return await stream_of(context, events, _error_event)
+
+    @router.post("/page/replay")
+    async def replay(body: ReplayBody) -> Response:
+        return JsonResponse(await run_in_threadpool(lambda: replay_report(parse_trace(body.trace))))
 
     @router.post("/page/forward")
     async def forward(body: ForwardBody) -> Response:

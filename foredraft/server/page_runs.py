@@ -64,7 +64,11 @@ class LaneSpec(_Body):
 
 
 class RunBody(_Body):
-    """What the page asks to run: a conversation in one lane, or the same in several."""
+    """What the page asks to run: a conversation in one lane, or the same in several.
+
+    Attributes:
+        begin: what the reply begins with; it is read with the prompt.
+    """
 
     messages: Annotated[tuple[Message, ...], Field(min_length=1, max_length=64)]
     lanes: Annotated[tuple[LaneSpec, ...], Field(min_length=1, max_length=MAX_LANES)] = (
@@ -74,6 +78,7 @@ class RunBody(_Body):
     seed: Annotated[int, Field(ge=0, lt=2**53)] = 0
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 160
     coupling: Literal["seeded", "drawn"] = "seeded"
+    begin: Text = ""
 
     def params(self) -> SamplingParams:
         return SamplingParams(
@@ -146,8 +151,11 @@ class Lanes:
         with self._llm.engine.lock:
             return forward_ms(self._llm.target, num_tokens)
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], begin: str = "") -> list[int]:
         """A conversation's ids; one message as plain text where the model has no template.
+
+        Args:
+            begin: the first words of the reply.
 
         Raises:
             ConfigError: the model has neither tokenizer nor template, or the template refuses it.
@@ -156,8 +164,9 @@ class Lanes:
         if tokenizer is None:
             raise ConfigError("this model has no tokenizer here")
         if tokenizer.chat_template is None:
-            return tokenizer.encode(messages[-1].content)
-        return tokenizer.encode_chat([m.model_dump() for m in messages])
+            return tokenizer.encode(messages[-1].content + begin)
+        ids = tokenizer.encode_chat([m.model_dump() for m in messages])
+        return ids + tokenizer.encode(begin, add_special_tokens=False) if begin else ids
 
     def _options_for(self, spec: LaneSpec) -> LoadOptions:
         asked = self._llm.options
@@ -280,7 +289,7 @@ def run_lanes(lanes: Lanes, body: RunBody, tenant: str | None = None) -> Iterato
     Raises:
         ConfigError, PromptError: what was asked for cannot be run.
     """
-    prompt = lanes.encode(body.messages)
+    prompt = lanes.encode(body.messages, body.begin)
     made = [*map(lanes.get, body.lanes)]
     tenants = [tenant] if len(made) == 1 else [secrets.token_hex(16) for _ in made]
     pairs = enumerate(zip(made, tenants, strict=True))

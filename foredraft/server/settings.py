@@ -102,6 +102,9 @@ class ServerSettings(BaseSettings):
     ping_interval: Positive = 15.0
     """Time between the comments that keep a silent stream open."""
 
+    prove_every: Annotated[int, Field(ge=0)] = 0
+    """Of so many steps that drafted, one is made again without drafts while the server is idle, and
+    compared; 0 proves none."""
     request_metrics: Literal["none", "summary", "detailed"] = "summary"
     """What a reply says of speculation."""
     reasoning_content: bool = False

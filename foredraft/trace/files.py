@@ -79,27 +79,35 @@ def read_trace(path: Path) -> Trace:
             the message names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the trace {path} cannot be read: {error}") from error
+    return parse_trace(text, f"the trace {path}")
+
+
+def parse_trace(text: str, name: str = "the trace") -> Trace:
+    """Read the lines of a trace; raises as `read_trace`.
+
+    Args:
+        name: what messages call it.
+    """
+    lines = text.splitlines()
     if not lines:
-        raise ConfigError(f"the trace {path} is empty")
-    run = _parsed(TracedRun, lines[0], path, 1)
+        raise ConfigError(f"{name} is empty")
+    run = _parsed(TracedRun, lines[0], name, 1)
     if run.version != VERSION:
-        raise ConfigError(
-            f"{path} is a trace of version {run.version}, and this foredraft reads {VERSION}"
-        )
-    steps = tuple(_parsed(TracedStep, line, path, i) for i, line in enumerate(lines[1:], start=2))
+        raise ConfigError(f"{name} is of version {run.version}, and this foredraft reads {VERSION}")
+    steps = tuple(_parsed(TracedStep, line, name, i) for i, line in enumerate(lines[1:], start=2))
     return Trace(run, steps)
 
 
-def _parsed(kind: type[_T], line: str, path: Path, number: int) -> _T:
+def _parsed(kind: type[_T], line: str, name: str, number: int) -> _T:
     try:
         return kind.model_validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the line"
         raise ConfigError(
-            f"{path}, line {number}, is no {kind.model_fields['type'].default} of a trace: "
+            f"{name}, line {number}, is no {kind.model_fields['type'].default} of a trace: "
             f"{where}: {first['msg']}"
         ) from error

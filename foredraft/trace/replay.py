@@ -9,13 +9,19 @@ nodes nobody knows, so for more draft tokens than were allowed the answer is a l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from foredraft.core.errors import ConfigError
+from foredraft.trace.files import Trace
 from foredraft.trace.format import TracedRow, TracedStep
+
+SIZES = (0, 1, 2, 4, 8, 16)
+"""Numbers of draft tokens that are tried."""
+_WORTH_SAYING = 1.05
+_MOST_SENTENCES = 3
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,10 @@ class StepCost:
         if not found:
             raise ConfigError("the trace has no step that decoded one request alone")
         nodes, ms = map(np.array, zip(*found, strict=True))
-        if len(set(nodes.tolist())) < 2:
+        usual = ms <= 3.0 * np.median(ms)  # the others were interrupted
+        if len(set(nodes[usual].tolist())) < 2:
             return cls(float(np.median(ms)), 0.0, True)
-        slow = ms > 3.0 * np.median(ms)  # interrupted by others
-        slope, base = np.polyfit(nodes[~slow], ms[~slow], 1)
+        slope, base = np.polyfit(nodes[usual], ms[usual], 1)
         if slope < 0.0:
             slope, base = 0.0, np.median(ms)
         return cls(float(base), float(slope), False)
@@ -127,6 +133,81 @@ class Stretch:
     @property
     def ms_per_token(self) -> float:
         return (self.draft_ms + self.score_ms + self.rest_ms) / (self.last - self.first + 1)
+
+    @property
+    def sentence(self) -> str:
+        """What would have been faster, and why."""
+        done, best = self.recorded, self.best
+        steps = max(1, done.steps)
+        who = " and ".join(self.drafters) or "the drafter"
+        start = " ".join(self.text.split())[:30]
+        most = best.num_draft_tokens
+        instead = f"with {most} at most" if most else "without drafts"
+        return (
+            f"from token {self.first} to {self.last} (“{start}…”) {who} drafted "
+            f"{done.drafted / steps:.1f} a step, of which {done.accepted / steps:.1f} held; "
+            f"{instead} it would have taken {best.ms / 1e3:.2f} s instead of {done.ms / 1e3:.2f}"
+        )
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a trace tells of its slow places, and of other numbers of draft tokens.
+
+    Attributes:
+        cost: of a step.
+        recorded: the most draft tokens that were allowed.
+        settings: the whole trace with other numbers of them, and as recorded.
+        stretches: by request, of the steps that it had for itself.
+    """
+
+    cost: StepCost
+    recorded: int
+    settings: tuple[Outcome, ...]
+    stretches: Mapping[int, tuple[Stretch, ...]]
+
+    @classmethod
+    def of(cls, trace: Trace, num_draft_tokens: int | None = None) -> Replay:
+        """Replay a trace.
+
+        Args:
+            num_draft_tokens: another number of them to try.
+
+        Raises:
+            ConfigError: no step decoded one request alone.
+        """
+        cost = StepCost.of(trace.steps)
+        recorded = max((row.budget for step in trace.steps for row in step.rows), default=0)
+        asked = set() if num_draft_tokens is None else {num_draft_tokens}
+        sizes = sorted({size for size in SIZES if size < recorded} | {recorded} | asked)
+        return cls(
+            cost,
+            recorded,
+            tuple(replay(trace.steps, size, cost) for size in sizes),
+            {each: tuple(_stretches_of(trace, each, cost)) for each in trace.request_ids},
+        )
+
+    def slowest(self, request_id: int) -> list[Stretch]:
+        """The slowest stretches of a request that would have been faster with other drafts."""
+
+        def rate(stretch: Stretch) -> float:
+            return stretch.recorded.tokens_per_s
+
+        worse = [
+            each
+            for each in self.stretches[request_id]
+            if each.best.tokens_per_s > _WORTH_SAYING * rate(each)
+        ]
+        return sorted(worse, key=rate)[:_MOST_SENTENCES]
+
+
+def _stretches_of(trace: Trace, request_id: int, cost: StepCost) -> list[Stretch]:
+    steps = [
+        step
+        for step in trace.steps
+        if len(step.rows) == 1 and step.rows[0].request_id == request_id
+    ]
+    return stretches(steps, cost, SIZES)
 
 
 def stretches(

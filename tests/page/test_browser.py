@@ -180,28 +180,65 @@ def test_the_race_ends_in_two_equal_hashes(page: Any, address: str) -> None:
     assert page.locator(".tile .big").count() >= 5
 
 
-def test_the_tour_runs_its_parts_and_explains_its_answers(page: Any, address: str) -> None:
+def guess(part: Any) -> None:
+    """Guess something in a part of the tour, with the keyboard where it is a number."""
+    if part.locator("textarea").count():
+        part.locator("textarea").fill("Name the months of the year.")
+    what = part.locator(
+        ".asking .scrub, .asking [role=radio], .well[role=slider], .node[role=button]"
+    ).first
+    what.wait_for()
+    what.focus()
+    what.press("ArrowUp" if what.get_attribute("role") == "slider" else "Enter")
+
+
+def test_the_tour_asks_first_and_then_the_model_answers(page: Any, address: str) -> None:
     page.goto(address + "#tour")
     parts = page.locator(".part")
-    parts.nth(5).wait_for(state="attached")  # they are built when the script has run
-    assert parts.count() == 6
-    for i in range(6):
+    parts.nth(7).wait_for(state="attached")  # they are built when the script has run
+    assert parts.count() == 8
+    for i in range(8):
         part = parts.nth(i)
         part.scroll_into_view_if_needed()
-        part.locator(".try .button").click()
+        button = part.locator(".go .main")
+        assert button.is_disabled(), "nothing is told before it is guessed"
+        assert not part.locator(".answer p").count()
+        guess(part)
+        button.click()
         page.wait_for_function(
-            "i => { const box = document.querySelectorAll('.try')[i];"
-            " return !box.classList.contains('running') && box.querySelector('.result p'); }",
-            arg=i,
+            "i => document.querySelectorAll('.part')[i].dataset.state === 'answered'", arg=i
         )
-        assert not part.locator(".result p.bad").count()
-        answers = part.locator(".question .chip")
-        for n in range(answers.count()):
-            if answers.nth(n).is_enabled():
-                answers.nth(n).click()
-        assert answers.locator("xpath=self::*[contains(@class, 'right')]").count() == 1
-        assert len(part.locator(".because").inner_text()) > 80
-    assert "Three times the same text" in parts.nth(3).inner_text()
+        text = part.locator(".answer").inner_text()
+        assert len(text) > 120
+        assert part.locator(".answer > .bad").count() == 0
+        assert "You" in text, "it stands beside what was guessed"
+    assert "one text" in parts.nth(4).inner_text()
+    card = parts.nth(7).locator("canvas")
+    assert "The same text, byte for byte" in card.get_attribute("aria-label")
+    with page.expect_download() as saved:
+        parts.nth(7).locator("text=Save the picture").click()
+    assert saved.value.suggested_filename == "foredraft.png"
+
+
+def test_a_part_answers_also_without_a_guess_and_in_the_sentence(page: Any, address: str) -> None:
+    page.goto(address + "#tour")
+    part = page.locator(".part").nth(3)
+    part.locator(".answers [role=radio]").first.wait_for()
+    part.locator("text=I have no idea").click()
+    page.wait_for_function(
+        "() => document.querySelectorAll('.part')[3].dataset.state === 'answered'"
+    )
+    bars = part.locator(".noise-row i.p")
+    before = [bar.evaluate("bar => bar.style.getPropertyValue('--of')") for bar in bars.all()]
+    heat = part.locator(".answer .scrub").first
+    assert heat.get_attribute("aria-valuetext") == "0.8"
+    heat.press("ArrowRight")
+    assert heat.get_attribute("aria-valuetext") == "0.9"
+    page.wait_for_function(
+        "before => [...document.querySelectorAll('.noise-row i.p')]"
+        ".some((bar, i) => bar.style.getPropertyValue('--of') !== before[i])",
+        arg=before,
+    )
 
 
 def test_light_and_dark_are_kept(page: Any, address: str) -> None:

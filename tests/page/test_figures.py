@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foredraft.audit.levels import Finding, Level
+from foredraft.audit.report import AuditReport
+from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
+from foredraft.options import LoadOptions
+from foredraft.trace.files import TraceFile
 from tests.page.chromium import say, served
 from tests.page.stub import told_run
 
@@ -172,3 +178,66 @@ def test_step_by_step_means_it_also_when_the_model_has_ended(page: Any, address:
     following.click()
     page.wait_for_selector(".turn .token")
     page.wait_for_selector(".turn.reply .facts b")
+
+
+def test_a_run_of_the_tab_is_replayed_as_the_command_does(page: Any, address: str) -> None:
+    page.goto(address)
+    page.select_option(".composer select", "suffix")
+    say(page, "the ferry and the ferry")
+    tokens = re.findall(r"(\d+) tokens", page.inner_text(".facts"))[0]
+    page.click("nav >> text=Replay")
+    page.wait_for_selector(".timeline")
+    told = page.inner_text(".timeline figcaption")
+    [counted] = re.findall(r"(\d+) tokens", told)
+    assert 0 < int(counted) <= int(tokens), "the first belongs to the prompt"
+    line = page.locator(".line-of-time")
+    line.focus()
+    line.press("Home")
+    assert "Step 1:" in page.inner_text(".step-told")
+    line.press("ArrowRight")
+    assert "Step 2:" in page.inner_text(".step-told")
+    assert page.locator(".request table").count() == 1
+    page.click("text=Run it again")
+    page.wait_for_selector(".again .timeline")
+    assert "for the same text" in page.inner_text(".again")
+
+
+def test_files_of_traces_audits_and_plans_are_shown(
+    page: Any, address: str, tiny: LLM, tmp_path: Path
+) -> None:
+    trace, audit, plan, other = (tmp_path / name for name in ("t.jsonl", "a.json", "p.json", "o"))
+    with TraceFile(trace) as file:
+        file.begin(model="tiny", drafter="ngram", num_draft_tokens=4)
+        llm = LLM(
+            tiny.target,
+            tiny.tokenizer,
+            LoadOptions(drafter="ngram"),
+            trace=file.tracer(tiny.tokenizer),
+        )
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        for prompt in ([1, 2, 1, 2, 1, 2], [3, 4, 3]):
+            llm.generate([prompt], params)
+    level = Level("bits", Finding.DIFFERENT, "1 of 9 texts differ", {"texts": [{"seed": 1}]}, [])
+    report = AuditReport("here", [level], {}, ["bits"], 1.0, 0)
+    audit.write_text(json.dumps(report.as_dict()))
+    outlook = {"drafter": "ngram", "flags": "--drafter ngram", "load": 1, "gain": 1.5}
+    plans = [{"machine": "this one", "outlooks": [outlook], "choices": {"1": "--drafter ngram"}}]
+    plan.write_text(json.dumps({"plans": plans, "about": "three prompts"}))
+    other.write_text("<html>")
+    page.goto(address + "#replay")
+    page.wait_for_selector(".drop")
+    page.set_input_files("#replay-file", trace)
+    page.wait_for_selector(".timeline")
+    assert page.locator(".replayed option").all_inner_texts() == ["request 0", "request 1"]
+    counted = page.inner_text(".timeline")
+    assert re.search("(19|20) tokens", counted), "the first belongs to a prompt that was read"
+    page.set_input_files("#replay-file", audit)
+    page.wait_for_selector(".audit")
+    assert page.inner_text(".verdict") == "It differs"
+    assert "1 of 9 texts differ" in page.inner_text(".levels")
+    page.set_input_files("#replay-file", plan)
+    page.wait_for_selector(".plan")
+    assert "1.50×" in page.inner_text(".outlook.taken")
+    page.set_input_files("#replay-file", other)
+    page.wait_for_selector(".replayed .bad")
+    assert "neither a trace nor" in page.inner_text(".replayed .bad")

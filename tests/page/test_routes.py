@@ -114,6 +114,36 @@ def test_a_forward_is_timed(client: TestClient) -> None:
     assert client.post("/page/forward", json={"num_tokens": 10**6}).status_code == 400
 
 
+def test_a_reply_goes_on_from_how_it_begins(client: TestClient, tiny: LLM) -> None:
+    *_, end = events(client, begin="ferry", max_tokens=4)
+    tokenizer = tiny.tokenizer
+    assert tokenizer is not None
+    prompt = tokenizer.encode_chat(ASKED) + tokenizer.encode("ferry", add_special_tokens=False)
+    [result] = tiny.generate([prompt], SamplingParams(max_tokens=4))
+    assert end["text"] == result.text
+    assert end["num_prompt_tokens"] == len(prompt)
+
+
+def test_a_trace_is_replayed_and_what_is_none_is_refused(client: TestClient, tiny: LLM) -> None:
+    *steps, _ = events(client, temperature=0.0)
+    rows = [{**step["row"], "why": None} for step in steps]
+    head = {"type": "run", "foredraft": "0", "started": ""}
+    times = [step["times"] for step in steps]
+    lines = [
+        {"type": "step", "step": i, "at_ms": 0, "times": t, "num_waiting": 0, "rows": [row]}
+        for i, (t, row) in enumerate(zip(times, rows, strict=True))
+    ]
+    trace = "\n".join(map(json.dumps, [head, *lines]))
+    told = client.post("/page/replay", json={"trace": trace}).json()
+    [request] = told["requests"]
+    decoded = sum(len(step["row"]["committed"]) for step in steps if step["row"]["num_read"] == 1)
+    assert sum(each["recorded"]["committed"] for each in request["stretches"]) == decoded
+    assert told["recorded"] in [each["num_draft_tokens"] for each in told["settings"]]
+    answer = client.post("/page/replay", json={"trace": "nonsense"})
+    assert answer.status_code == 400
+    assert "line 1" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -15,6 +15,7 @@ from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import DrawnProposalBuilder, Proposal
+from foredraft.core.record import StepTimes
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.engine.request import GenerationResult
@@ -193,6 +194,16 @@ def test_replay_says_what_fewer_draft_tokens_do(tmp_path: Path, size: int) -> No
         assert outcome.ms == 10.0 * outcome.steps
     assert outcome.drafted >= outcome.accepted
     assert replay(trace.steps, 9, StepCost(10.0, 1.0, False)).is_bound
+
+
+def test_an_interrupted_step_says_nothing_of_what_a_node_costs(tmp_path: Path) -> None:
+    """It may be the only one of its size."""
+    _, trace = traced(tmp_path / "t.jsonl", temperature=0.0)
+    step = next(each for each in trace.steps if each.rows[0].num_read == 1)
+    bare = step.rows[0].model_copy(update={"draft": TracedDraft()})
+    usual = step.model_copy(update={"times": StepTimes(1, 9, 0, 0), "rows": (bare,)})
+    long = step.model_copy(update={"times": StepTimes(1, 900, 0, 0)})
+    assert StepCost.of([usual, usual, usual, long]) == StepCost(10.0, 0.0, True)
 
 
 def test_stretches_hold_all_tokens_and_name_what_is_faster(tmp_path: Path) -> None:

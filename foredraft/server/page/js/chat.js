@@ -3,7 +3,7 @@ import { choice, h, number, s, slider } from "./dom.js";
 import { drafterChoice, laneOf } from "./drafters.js";
 import { run } from "./api.js";
 import { legend, MadeText, PACES, Player } from "./text.js";
-import { getInfo, record } from "./store.js";
+import { getInfo, keepRun, record } from "./store.js";
 
 const IDEAS = [
   ["Edit code", "Rename the variable total to result and keep everything else:\n\ndef mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)"],
@@ -75,9 +75,10 @@ export class Chat {
     this.#running(new AbortController());
     scrollTo({ top: document.body.scrollHeight });
     let end = null, problem = null;
+    const request = this.#request(), kept = keepRun(`Chat: ${text}`, request);
     try {
-      for await (const event of run(this.#request(), this.abort.signal)) {
-        if (event.type === "step") { record(event); player.push(event); } else end = event;
+      for await (const event of run(request, this.abort.signal)) {
+        if (event.type === "step") { record(event); kept.steps.push(event); player.push(event); } else { end = event; kept.sha256 = end.sha256; }
       }
     } catch (error) {
       if (error.name !== "AbortError") problem = error.message;

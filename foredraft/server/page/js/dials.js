@@ -1,4 +1,5 @@
 // Dials: what speculation does here, counted over what was run since the page was opened.
+import { info } from "./api.js";
 import { clear, h, number, percent, slider } from "./dom.js";
 import { Frame, ticks } from "./charts.js";
 import { all, drafting, getInfo, listen, plainStep, saved, speedup, summary, total } from "./store.js";
@@ -15,24 +16,30 @@ export class Dials {
     this.empty = h("p", { class: "empty" }, "Nothing has been run yet. ", h("a", { href: "#chat" }, "Say something"), ", or ", h("a", { href: "#race" }, "start a race"), ".");
     this.k = slider("Draft tokens", { min: 1, max: 16, value: 4, moved: () => this.#curve() });
     this.curveAt = h("div", {});
+    this.proofAt = h("section", { class: "tiles" });
     this.element = h("div", { class: "dials" },
       h("section", { class: "lead" }, h("h1", {}, "What speculation does here"), h("p", {}, "Counted over the steps of this tab's chats and races.")),
       this.alarm, this.empty, this.tiles,
       h("section", { class: "tiles" }, h("article", { class: "tile wide" }, h("h2", {}, "Expected speed-up against how often a place is guessed right"),
         h("p", { class: "note" }, "For a draft that is a chain. Dashed: the textbook, where scoring several tokens costs what scoring one does. Solid: the same with the times that this machine took for forwards of several tokens, and with what drafting took. The dot: the measured speed-up of the steps of this tab."),
-        this.k.field, this.curveAt)));
+        this.k.field, this.curveAt)), this.proofAt);
     this.pending = false;
     listen(() => this.#soon());
-    this.update();
+    this.#refresh();
+  }
+
+  update() {
+    this.#refresh();
+    info().then(({ proof }) => this.proofAt.replaceChildren(proofTile(proof))).catch(() => {});
   }
 
   #soon() {
     if (this.pending || !this.element.isConnected) return;
     this.pending = true;
-    setTimeout(() => { this.pending = false; this.update(); }, 250);
+    setTimeout(() => { this.pending = false; this.#refresh(); }, 250);
   }
 
-  update() {
+  #refresh() {
     const steps = all(), figures = summary(steps);
     this.empty.hidden = steps.length > 0;
     clear(this.tiles);
@@ -131,6 +138,13 @@ function choices(steps, figures) {
   frame.axes(ticks([0, Math.round(most / 2), most]), [], "tokens drafted in a step");
   return tile("The controller's choice", h("p", { class: "big" }, number(figures.drafted / steps.length, 1), h("small", {}, `drafted a step`)),
     h("p", { class: "note" }, plan ? [plan.drafter ? `Its plan now: ${plan.drafter}, up to ${plan.budget} tokens.` : "Its plan now: plain decoding, for nothing would pay.", ` ${plan.drafting} of ${plan.steps} steps drafted.`] : "The last step's drafter was chosen by name: it always drafts, and no controller is asked. Choose “as served” to see one at work."), frame.svg);
+}
+
+// What the server proved of itself while it was idle.
+function proofTile(proof) {
+  if (!proof) return tile("Live proof", h("p", { class: "note" }, "Off. With ", h("span", { class: "mono" }, "--prove-every 100"), " the server makes one in a hundred steps that drafted again without drafts, while it is idle, and compares."));
+  return tile("Live proof", h("p", { class: "big" }, proof.steps, h("small", {}, proof.steps === 1 ? "step made again without drafts" : "steps made again without drafts")),
+    h("p", { class: proof.differences ? "bad" : "note" }, proof.differences ? `${proof.differences} came out otherwise: a fault. The server's log has them; serve without drafts until it is found.` : proof.steps ? "None came out otherwise." : "None yet: it waits until the server is idle.", ` One of ${proof.every} steps that draft is chosen.`));
 }
 
 function forwards() {

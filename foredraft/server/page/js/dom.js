@@ -33,6 +33,47 @@ export function slider(label, { min, max, step = 1, value, show = String, moved 
   return { field, input, get value() { return Number(input.value); } };
 }
 
+// A number within a sentence: dragged sideways, or moved with the arrow keys. Until it has been moved a `blank` one
+// is a question mark. Returns the element, its value, and set(value), which calls nobody.
+export function scrub(label, { min, max, step = 1, value, show = String, blank = false, moved = () => {}, changed = () => {} }) {
+  const element = h("span", { class: "scrub", role: "slider", tabindex: 0, "aria-label": label, "aria-valuemin": min, "aria-valuemax": max });
+  const digits = (String(step).split(".")[1] ?? "").length, wide = Math.max(4, Math.min(18, 180 / ((max - min) / step)));
+  let from = null, isBlank = blank;
+  const set = (to) => {
+    value = Number(Math.max(min, Math.min(max, to)).toFixed(digits));
+    element.textContent = isBlank ? "?" : show(value);
+    element.setAttribute("aria-valuenow", value);
+    element.setAttribute("aria-valuetext", isBlank ? "not guessed yet" : show(value));
+  };
+  const move = (to) => { const before = value; isBlank = false; set(to); if (value !== before || blank) moved(value); };
+  element.addEventListener("pointerdown", (event) => { from = { x: event.clientX, value }; element.setPointerCapture(event.pointerId); });
+  element.addEventListener("pointermove", (event) => { if (from) move(from.value + Math.round((event.clientX - from.x) / wide) * step); });
+  element.addEventListener("pointerup", () => { if (from) { move(value); changed(value); } from = null; });
+  element.addEventListener("pointercancel", () => { from = null; });
+  element.addEventListener("keydown", (event) => {
+    const to = { ArrowRight: value + step, ArrowUp: value + step, ArrowLeft: value - step, ArrowDown: value - step, Home: min, End: max, PageUp: value + 5 * step, PageDown: value - 5 * step }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    event.stopPropagation();
+    move(to);
+    changed(value);
+  });
+  set(value);
+  return { element, get value() { return value; }, set(to) { isBlank = false; set(to); } };
+}
+
+// A word within a sentence that is one of two things.
+export function toggle(label, [off, on], changed = () => {}) {
+  let isOn = false;
+  const element = h("button", { class: "scrub", type: "button", "aria-pressed": "false", "aria-label": label, onclick: () => {
+    isOn = !isOn;
+    element.textContent = isOn ? on : off;
+    element.setAttribute("aria-pressed", String(isOn));
+    changed(isOn);
+  } }, off);
+  return { element, get value() { return isOn; } };
+}
+
 // A choice of a few; returns the element and its value. Tab reaches the group, arrows go through it.
 export function choice(label, options, chosen, changed = () => {}) {
   let value = chosen;

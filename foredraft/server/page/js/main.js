@@ -5,10 +5,11 @@ import { getInfo, setInfo } from "./store.js";
 import { closeWhy } from "./why.js";
 import { Chat } from "./chat.js";
 import { Race } from "./race.js";
+import { Replay } from "./replay/replay.js";
 import { Dials } from "./dials.js";
 import { Tour } from "./tour/tour.js";
 
-const VIEWS = { chat: Chat, race: Race, dials: Dials, tour: Tour };
+const VIEWS = { chat: Chat, race: Race, replay: Replay, dials: Dials, tour: Tour };
 const made = new Map();
 const main = document.getElementById("view");
 

@@ -2,8 +2,9 @@
 import { drafterChoice, laneOf } from "./drafters.js";
 import { h, number, slider } from "./dom.js";
 import { run } from "./api.js";
+import { sharing } from "./share.js";
 import { legend, MadeText } from "./text.js";
-import { getInfo, raceSpeedup, record, recordPlain } from "./store.js";
+import { getInfo, keepRun, raceSpeedup, record, recordPlain } from "./store.js";
 
 export const PROMPTS = [
   ["Edit code", "Rename the variable total to result and keep everything else:\n\ndef mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)"],
@@ -88,15 +89,16 @@ export class Race {
     const prompt = this.prompt.value.trim();
     if (!prompt) { this.prompt.focus(); return; }
     const request = { messages: [{ role: "user", content: prompt }], lanes: [{ drafter: "none" }, laneOf(this.drafter)], temperature: this.temperature.value, seed: Number(this.seed.value) || 0, max_tokens: mostTokens };
+    const kept = keepRun(`Race: ${prompt}`, { ...request, lanes: [request.lanes[1]] });
     this.abort = new AbortController();
     this.go.textContent = "Stop";
     this.lanesAt.scrollIntoView({ block: "nearest" });
     try {
       for await (const event of run(request, this.abort.signal)) {
         const lane = this.lanes[event.lane];
-        if (event.type === "end") lane.end(event);
+        if (event.type === "end") { lane.end(event); if (event.lane === 1) kept.sha256 = event.sha256; }
         else {
-          if (event.lane === 1) record(event); else recordPlain(event);
+          if (event.lane === 1) { record(event); kept.steps.push(event); } else recordPlain(event);
           lane.step(event, mostTokens);
         }
         if (event.type === "step") await new Promise(requestAnimationFrame);
@@ -121,7 +123,9 @@ export class Race {
       h("p", { class: "note" }, "the tokens a second of plain decoding. The clocks count the reading of the prompt as well, which no drafter speeds up."), verdict(times, fast),
       h("div", { class: "hashes" }, h("p", { class: same ? "same" : "differ" }, same ? "The same text, byte for byte" : "The texts differ"),
         h("p", { class: "mono", "data-lane": "plain" }, plain.sha256), h("p", { class: "mono", "data-lane": "speculative" }, fast.sha256),
-        h("p", {}, "SHA-256 of either lane's text"))));
+        h("p", {}, "SHA-256 of either lane's text")),
+      h("p", { class: "note" }, h("a", { href: "#replay" }, "See where its time went")),
+      h("details", { class: "show" }, h("summary", {}, "A picture to show to others"), sharing({ plain, fast, speedup: times, prompt: this.prompt.value.trim(), temperature: this.temperature.value }))));
     this.finish.firstChild.scrollIntoView({ block: "nearest" });
   }
 }

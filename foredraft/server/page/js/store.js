@@ -1,4 +1,4 @@
-// What happened since the page was opened: the dials read it, chat and race write it.
+// What happened since the page was opened: the dials and the replay read it, chat and race write it.
 const MOST = 4000;
 const steps = [];
 const listeners = new Set();
@@ -12,6 +12,18 @@ export const listen = (listener) => { listeners.add(listener); return () => list
 export const total = (times) => times.draft_ms + times.score_ms + times.verify_ms + times.learn_ms;
 const sum = (of, f) => of.reduce((so, step) => so + f(step), 0);
 const mean = (values) => sum(values, (value) => value) / values.length;
+
+// The last runs, for the replay. One is kept with its request as soon as it has begun; step(event) and end(event) tell
+// of it. Runs without a step are not listed.
+const kept = [], MOST_RUNS = 6;
+export const runs = () => kept.filter((run) => run.steps.length);
+
+export function keepRun(title, request) {
+  const run = { title, request, steps: [], sha256: null, isSeeded: request.coupling !== "drawn" };
+  kept.push(run);
+  if (kept.length > MOST_RUNS) kept.shift();
+  return run;
+}
 
 // Whether a step decodes: its request had a token before. Reading the prompt is the same with every drafter.
 export const isDecoding = (event) => event.decoding && event.row.committed.length > 0;

@@ -1,51 +1,34 @@
-// Part 4: why the text cannot change.
-import { h, number, s, slider } from "../dom.js";
-import { getInfo } from "../store.js";
-import { collect, column, experiment, part, raise, scene, user } from "./part.js";
-
-const WORDS = ["river", "sea", "road", "hill", "town"], LOG_P = [-0.9, -2.3, -1.3, -2.0, -2.5], NOISE = [0.2, 1.1, 1.6, -0.3, 0.9];
-
-function picture() {
-  const group = s("g", { class: "bars" }), base = 150, scale = 46;
-  const rects = WORDS.map((_, i) => [s("rect", { class: "p", x: column(i) + 18, width: 34, rx: 3 }), s("rect", { class: "q", x: column(i) + 18, width: 34, rx: 3 }), s("rect", { class: "got", x: column(i) + 10, y: 24, width: 50, height: 168, rx: 8, opacity: 0 })]);
-  group.append(...rects.flat());
-  const labels = WORDS.map((text, i) => s("text", { x: column(i) + 35, y: 184, "text-anchor": "middle" }, text));
-  const captions = [[0.35, "Log probabilities, by the model."], [0.65, "Noise (violet): fixed by seed, position and token."], [Infinity, "The largest sum is the token, drafted or not."]];
-  const { svg, say } = scene({ label: "Log probability plus fixed noise; the largest sum is the token", viewBox: "0 -8 430 222", y: 10, captions }, group, labels);
-  const best = 2, lift = (i) => (LOG_P[i] + 3) * scale * 0.8;
-  const draw = (t) => {
-    WORDS.forEach((_, i) => {
-      const [p, q, got] = rects[i], noise = t > 0.35 ? Math.max(0, NOISE[i] + 0.4) * scale * 0.55 : 0;
-      raise(p, base + 18, lift(i));
-      raise(q, base + 16 - lift(i), noise);
-      got.setAttribute("opacity", t > 0.65 && i === best ? 1 : 0);
-    });
-    say(t);
-  };
-  return { svg, draw };
-}
+// Part 5: no drafter can change the text.
+import { h, number, scrub } from "../dom.js";
+import { answers, collect, oneOf, part, served, spoken, user } from "./part.js";
 
 export function exact() {
-  const { svg, draw } = picture();
-  const temperature = slider("Temperature", { min: 0, max: 1.2, step: 0.1, value: 0.7, show: (x) => number(x, 1), changed: () => trial.start() });
-  const seed = slider("Seed", { min: 0, max: 99, value: 7, changed: () => trial.start() });
-  const trial = experiment("Three drafters, the live model", [temperature.field, seed.field], async (show, signal) => {
-    const served = getInfo()?.drafter, other = getInfo()?.drafters.find((name) => name !== "none" && name !== served);
-    const drafters = ["none", other, served];
-    const rows = drafters.map((name) => ({ name: h("b", {}, name === "none" ? "no drafter" : name), steps: h("span", {}, "…"), hash: h("span", { class: "mono note" }, "") }));
-    show(h("div", { class: "rows" }, rows.map((row) => h("div", {}, row.name, " ", row.steps, h("br"), row.hash))));
-    const lanes = await collect({ messages: user("Write two sentences about a lighthouse."), lanes: drafters.map((drafter) => ({ drafter })), temperature: temperature.value, seed: seed.value, max_tokens: 48 }, signal,
-      (event, all) => { rows[event.lane].steps.textContent = `${all[event.lane].steps.length} forwards …`; });
-    lanes.forEach(({ end }, i) => { rows[i].steps.textContent = `${end.stats.steps} forwards`; rows[i].hash.textContent = end.sha256; });
-    const same = new Set(lanes.map(({ end }) => end.sha256)).size === 1;
-    show(h("p", {}, h("b", {}, same ? "Three times the same text." : "The texts differ.")), h("p", { class: "note" }, `“${lanes[0].end.text}”`), h("div", { class: "rows" }, rows.map((row) => h("div", {}, row.name, " ", row.steps, h("br"), row.hash))));
+  const drafters = [...new Set(["none", oneOf("token_recycling", "ngram", "suffix"), served()])];
+  const rows = drafters.map((name) => ({ steps: h("span", { class: "note" }), text: h("p", { class: "lane-text" }), hash: h("p", { class: "mono note" }), name }));
+  const figure = h("div", { class: "writers" }, rows.map((row) => h("article", {}, h("h3", {}, row.name === "none" ? "no drafter" : spoken(row.name), " ", row.steps), row.text, row.hash)));
+  let said = 0, at = 0.7, seed = 7;
+  const it = part({
+    title: "Three drafters, one seed. How many different texts?",
+    ask: [h("p", {}, `The model writes two sentences about a lighthouse, three times, at temperature 0.7 and with seed 7. Once without a drafter, once with “${spoken(drafters[1])}”, which is often wrong`, drafters[2] ? [`, and once with “${spoken(drafters[2])}”, which is often right`] : null, "."),
+      h("p", {}, "How many different texts will there be?"),
+      answers("How many texts", ["One", "Two", "Three"], (i) => { said = i + 1; it.guessed(); })],
+    figure,
+    answer: async (show, signal, isGuessed) => {
+      rows.forEach((row) => { row.steps.textContent = "…"; row.text.textContent = row.hash.textContent = ""; });
+      const lanes = await collect({ messages: user("Write two sentences about a lighthouse."), lanes: drafters.map((drafter) => ({ drafter })), temperature: at, seed, max_tokens: 48 }, signal, (event, all) => {
+        const row = rows[event.lane];
+        row.text.textContent += event.row.committed.map((token) => token.text).join("");
+        row.steps.textContent = `${all[event.lane].steps.length} forwards`;
+      });
+      lanes.forEach(({ end }, i) => { rows[i].steps.textContent = `${end.stats.steps} forwards, ${end.stats.accepted} of ${end.stats.drafted} guesses stood`; rows[i].hash.textContent = `SHA-256 ${end.sha256.slice(0, 24)}…`; });
+      const count = new Set(lanes.map(({ end }) => end.sha256)).size;
+      const heat = scrub("Temperature", { min: 0, max: 1.2, step: 0.1, value: at, show: (x) => number(x, 1), changed: (x) => { at = x; it.start(); } });
+      const dice = scrub("Seed", { min: 0, max: 99, value: seed, changed: (x) => { seed = x; it.start(); } });
+      show(h("p", {}, isGuessed ? ["You said ", h("b", { class: "said" }, said), "; there ", count === 1 ? "is " : "are "] : ["There ", count === 1 ? "is " : "are "], h("b", {}, count === 1 ? "one text" : `${count} texts`), isGuessed && said === count ? ". Well guessed." : "."),
+        h("p", {}, "A guess stands if it is the token that the model, its temperature and its noise choose anyway. So a drafter can make the text come sooner or later, and nothing else. The line of digits under each text is its hash: had a single letter changed, it would be another."),
+        h("p", {}, "It is so at temperature ", heat.element, " and with seed ", dice.element, ", and at any other."));
+    },
+    name: "Let them write",
   });
-  return part({
-    count: "4 of 6", title: "No drafter can change a single word.", picture: svg, draw, experiment: trial.element,
-    words: ["Here the model does not roll dice as it goes. Each token at each position has noise of its own, a function of your seed and nothing else; the token with the largest log probability plus noise is said. That is a fair draw from the model.",
-      "What is drafted takes no part in it. A guess is kept if it is that token, so the same seed gives the same text under every drafter, or none. You can check it by the hash."],
-    question: { text: "A broken drafter guesses nothing but nonsense. What happens to the text?", right: 0,
-      answers: ["Nothing; it only takes longer", "Some nonsense gets in", "It ends early"],
-      because: "Every guess is refused, and each step commits the one token that the model says itself. That is plain decoding, plus the time that was spent on guessing." },
-  });
+  return it;
 }

@@ -1,46 +1,51 @@
-// Part 6: when it does not help.
-import { h, number, percent, s, slider } from "../dom.js";
-import { Frame, ticks } from "../charts.js";
-import { getInfo, raceSpeedup } from "../store.js";
-import { onMachine, textbook } from "../theory.js";
-import { collect, experiment, part, user } from "./part.js";
+// Part 7: when it does not help, and what then is lost.
+import { h, number, percent, scrub } from "../dom.js";
+import { keys } from "../bars.js";
+import { isDecoding, raceSpeedup, summary } from "../store.js";
+import { collect, compare, oneOf, part, spoken, user } from "./part.js";
 
-const CURVE = [[1, 10], [17, 14]];
-
-function picture() {
-  const holder = s("svg", { viewBox: "-40 -40 480 260", role: "img", "aria-label": "Speed-up against how often guesses are right, for four draft tokens" });
-  const draw = (t) => {
-    const a = 0.95 - 0.9 * t, curve = getInfo()?.curve ?? CURVE;
-    const frame = new Frame(390, 160, [0, 1], [0, 5], "");
-    frame.axes(ticks([0, 0.5, 1], percent), ticks([1, 3, 5], (v) => `${v}×`), "a guess is right").level(1);
-    const points = (f) => Array.from({ length: 41 }, (_, i) => [i / 40, f(i / 40)]);
-    frame.line(points((x) => textbook(x, 4)), "book").line(points((x) => onMachine(x, 4, curve, 0.25 * curve[0][1])), "machine");
-    const speed = onMachine(a, 4, curve, 0.25 * curve[0][1]);
-    frame.dot(a, speed, `${number(speed, 2)}×`);
-    holder.replaceChildren(...frame.svg.childNodes, s("text", { class: "said", x: -34, y: -24 }, a > 0.7 ? "Edits and repeated phrases: most guesses are right." : a > 0.35 ? "Open text: about every other guess." : speed < 1 ? "Too few: checking them costs more than it saves." : "Few guesses are right."));
-  };
-  const note = h("p", { class: "note" }, "Four draft tokens. Dashed: the textbook. Solid: with the times of forwards on this machine, and a drafter that takes a quarter of one.");
-  return { svg: [holder, note], draw };
-}
+const PROMPT = "Invent ten unusual names for a ship.", times = (x) => `${number(x, 2)}×`;
 
 export function limits() {
-  const { svg, draw } = picture();
-  const temperature = slider("Temperature", { min: 0, max: 1.5, step: 0.1, value: 1.2, show: (x) => number(x, 1), changed: () => trial.start() });
-  const count = slider("Draft tokens", { min: 1, max: 32, value: 16, changed: () => trial.start() });
-  const trial = experiment("A race it may lose, on the live model", [temperature.field, count.field], async (show, signal) => {
-    const drafter = getInfo()?.drafters.includes("token_recycling") ? "token_recycling" : "ngram";
-    show(h("p", {}, "…"));
-    const lanes = await collect({ messages: user("Invent ten unusual names for a ship."), lanes: [{ drafter: "none" }, { drafter, num_draft_tokens: count.value }], temperature: temperature.value, seed: 3, max_tokens: 64 }, signal);
-    const [plain, fast] = lanes.map(({ end }) => end), times = raceSpeedup(lanes[1].steps, lanes[0].steps);
-    show(h("p", {}, h("b", { class: times < 0.97 ? "bad" : "" }, `${number(times)}×`), ` with ${drafter.replaceAll("_", " ")}: ${fast.stats.accepted} of ${fast.stats.drafted} guesses right. `, times < 0.97 ? "Speculation costs you here." : times < 1.1 ? "No gain to speak of." : "It still pays."),
-      h("p", { class: "note" }, plain.sha256 === fast.sha256 ? "The text is the same in any case." : "The texts differ."));
+  const drafter = oneOf("lookahead", "token_recycling", "ngram");
+  const figure = h("div", { class: "costs" });
+  const said = scrub("Speed-up", { min: 0.2, max: 3, step: 0.05, value: 1.5, show: times, blank: true, moved: (to) => { sketch(to); it.guessed(); } });
+  let most = 16, at = 1.2;
+
+  // The time of a token, as the reader has it.
+  function sketch(speed) {
+    if (!figure.querySelector(".sketch") && figure.children.length) return;
+    const full = Math.max(1, 1 / speed);
+    figure.replaceChildren(...[["plain", 1, "time of a token"], [`“${spoken(drafter)}”, ${most} ahead`, 1 / speed, "your guess"]].map(([name, part, note]) => h("div", { class: "cost sketch" }, h("span", {}, name), h("b", {}, note), h("div", { class: "stack", vars: { width: `${(100 * part) / full}%` } }, h("i", { class: "guess", vars: { "--of": 1 } })))));
+  }
+
+  // Milliseconds a token, by what took them.
+  function costs(lanes) {
+    const parts = lanes.map(({ steps }) => { const f = summary(steps.filter(isDecoding)); return [f.draftMs, f.scoreMs, f.otherMs].map((ms) => ms / Math.max(1, f.committed)); });
+    const sums = parts.map((ms) => ms.reduce((a, b) => a + b, 0)), full = Math.max(...sums);
+    figure.replaceChildren(...["plain", `“${spoken(drafter)}”, ${most} ahead`, "as served"].map((name, i) => h("div", { class: "cost" }, h("span", {}, name), h("b", {}, `${number(sums[i], 1)} ms a token`),
+      h("div", { class: "stack", role: "img", "aria-label": `draft ${number(parts[i][0], 1)} ms, forward ${number(parts[i][1], 1)} ms, rest ${number(parts[i][2], 1)} ms`, vars: { width: `${(100 * sums[i]) / full}%` } }, ["draft", "score", "other"].map((kind, k) => h("i", { class: kind, vars: { "--of": parts[i][k] } }))))),
+      keys(["draft", "drafting"], ["score", "the model's forwards"], ["other", "the rest"]));
+  }
+
+  const it = part({
+    title: "Does it always help?",
+    ask: [h("p", {}, `The model is to invent names for ships, at temperature 1.2: hardly anything can be foreseen. The drafter “${spoken(drafter)}” guesses sixteen tokens ahead at every step, whatever it is worth.`),
+      h("p", {}, "Compared with no drafter, the text will come ", said.element, " as fast.")],
+    figure,
+    answer: async (show, signal, isGuessed) => {
+      figure.replaceChildren(h("p", { class: "note", role: "status" }, "Three lanes are running, in turns …"));
+      const lanes = await collect({ messages: user(PROMPT), lanes: [{ drafter: "none" }, { drafter, num_draft_tokens: most }, {}], temperature: at, seed: 3, max_tokens: 64 }, signal);
+      costs(lanes);
+      const { stats } = lanes[1].end, found = raceSpeedup(lanes[1].steps, lanes[0].steps), own = raceSpeedup(lanes[2].steps, lanes[0].steps);
+      const size = scrub("Draft tokens", { min: 1, max: 32, value: most, changed: (n) => { most = n; it.start(); } });
+      const heat = scrub("Temperature", { min: 0, max: 1.5, step: 0.1, value: at, show: (x) => number(x, 1), changed: (x) => { at = x; it.start(); } });
+      show(compare(isGuessed, times(said.value), times(found), Math.abs(found - said.value) < 0.15),
+        h("p", {}, `${stats.accepted} of ${stats.drafted} guesses stood (${percent(stats.drafted ? stats.accepted / stats.drafted : 0)}). `, found < 0.97 ? ["The others were looked at for nothing, and that is what it cost: ", h("b", { class: "bad" }, `${percent(1 - found)} of the speed`), "."] : found < 1.1 ? "That about pays for looking at the others." : "Even so it pays here.", " The text is the same in all three lanes."),
+        h("p", {}, "A step that takes 1.6 times as long must bring more than 1.6 tokens. So this server weighs, before each step, what guesses cost here against how often they have stood lately, and guesses less, or nothing: ", h("em", {}, "as served"), ", the third bar, ", h("b", {}, times(own)), "."),
+        h("p", {}, "Let the drafter guess ", size.element, " tokens ahead, at temperature ", heat.element, "."));
+    },
   });
-  return part({
-    count: "6 of 6", title: "When it does not help.", picture: svg, draw, experiment: trial.element,
-    words: ["Guesses that are wrong are scored for nothing. At high temperature, or in text that repeats nothing, few are right. In large batches the processor is busy anyway, and extra tokens cost nearly what a step does. A very short reply is mostly reading the prompt.",
-      "So a controller weighs what a node costs on this machine, as measured, against how often guesses have been right, and drafts less, or nothing, where it does not pay. The dials show its choices, and say when speculation is costing you."],
-    question: { text: "Checking 4 guesses makes a step 1.6 times as long. When does speculation pay?", right: 2,
-      answers: ["Always: it is one forward", "When all 4 are right", "When steps commit more than 1.6 tokens on average"],
-      because: "A step that is 1.6 times as long must bring more than 1.6 times the tokens. One comes anyway, so 0.6 accepted guesses a step are break-even, and drafting itself must be paid for, too." },
-  });
+  sketch(1);
+  return it;
 }

@@ -1,50 +1,47 @@
 // Part 2: draft and verify.
-import { h, number, s, slider } from "../dom.js";
-import { MadeText } from "../text.js";
+import { h, number, scrub } from "../dom.js";
+import { MadeText, origin } from "../text.js";
 import { PROMPTS } from "../race.js";
-import { collect, column, experiment, part, scene, user } from "./part.js";
+import { collect, compare, part, served, spoken, user } from "./part.js";
 
-const GUESS = ["mill", "by", "the", "sea", "side"], RIGHT = 3, FIX = "river";
-
-function picture() {
-  const box = (x, y, text, kind) => s("g", { class: `box ${kind}` }, s("rect", { x, y, width: 76, height: 36 }), s("text", { x: x + 38, y: y + 23, "text-anchor": "middle" }, text));
-  const known = box(0, 60, "The old", "");
-  const guesses = GUESS.map((text, i) => box(column(i), 130, text, "guess off"));
-  const fix = box(column(RIGHT), 200, FIX, "fix off");
-  const sweep = s("rect", { class: "sweep", x: -6, y: 120, height: 56, width: 0, rx: 10 });
-  const captions = [[0.1, "One token is known."], [0.45, "A cheap drafter guesses five more."], [0.62, "One forward of the model scores all of them."],
-    [0.86, "Three are what the model would have said."], [Infinity, "And it says itself what comes next: four tokens, one forward."]];
-  const { svg, say } = scene({ label: "Five guesses, one forward, three accepted, one corrected", viewBox: "0 -4 430 262", y: 24, captions }, sweep, known, guesses, fix);
-  const draw = (p) => {
-    guesses.forEach((guess, i) => {
-      const isJudged = p > 0.62 + 0.04 * i;
-      guess.setAttribute("class", `box ${p < 0.1 + 0.06 * i ? "guess off" : !isJudged ? "guess" : i < RIGHT ? "yes" : "no"}`);
-    });
-    sweep.setAttribute("width", p > 0.45 && p < 0.62 ? 436 : 0);
-    fix.setAttribute("class", `box fix ${p > 0.86 ? "" : "off"}`);
-    say(p);
-  };
-  return { svg, draw };
-}
+const PLAYED_MS = 110;
 
 export function verify() {
-  const { svg, draw } = picture();
-  const count = slider("Draft tokens", { min: 0, max: 16, value: 4, changed: () => trial.start() });
-  const trial = experiment("The live model, editing code", count.field, async (show, signal) => {
-    const made = new MadeText();
-    const facts = h("p", {}, "…");
-    show(facts, made.element);
-    const [lane] = await collect({ messages: user(PROMPTS[0][1]), lanes: [{ num_draft_tokens: count.value }], max_tokens: 80 }, signal, (event) => { made.add(event); });
-    made.end();
-    const { stats } = lane.end;
-    facts.replaceChildren(`${stats.committed} tokens in `, h("b", {}, `${stats.steps} forwards`), `: ${number(stats.committed / stats.steps)} a step. ${stats.accepted} of ${stats.drafted} guesses were right.`);
+  const strip = h("div", { class: "strip", role: "img", "aria-label": "One column for each forward; nothing has run yet" });
+  const textAt = h("div", { class: "made-at" }, h("p", { class: "made note" }, "The model's text will be written here. Grey words ahead of the cursor are guesses."));
+  const said = scrub("Tokens a forward", { min: 1, max: 5, step: 0.1, value: 2, show: (x) => number(x, 1), blank: true, moved: () => it.guessed() });
+  let most = 4;
+
+  function add(event) {
+    const { row } = event;
+    if (!row.committed.length) return;
+    const refused = row.draft.tokens.length - row.num_accepted;
+    strip.append(h("span", {}, row.committed.map((_, i) => h("i", { "data-by": origin(row, i).by })), refused ? h("i", { "data-by": "refused" }) : null));
+  }
+
+  const it = part({
+    title: "How many tokens can one forward write?",
+    ask: [h("p", {}, "So somebody has to guess: a ", h("em", {}, "drafter"), ", small and quick, that proposes the next few tokens, a ", h("em", {}, "draft"), ". One forward of the model then looks at all of them. Guesses that are what the model writes itself stand; at the first that is not, the model writes its own token, and the rest of the draft is thrown away."),
+      h("p", {}, "The model is asked to rename a variable in a piece of code. Its drafter may guess four tokens ahead. On average a forward will write ", said.element, " tokens; without a drafter it is 1.")],
+    figure: [textAt, strip],
+    answer: async (show, signal, isGuessed) => {
+      const made = new MadeText({ label: "The model's text; arrow keys choose a token, Enter asks why" });
+      textAt.replaceChildren(made.element);
+      strip.replaceChildren();
+      const [lane] = await collect({ messages: user(PROMPTS[0][1]), lanes: [{ drafter: served(), num_draft_tokens: most }], max_tokens: 64 }, signal, async (event) => {
+        await made.play(event, PLAYED_MS);
+        add(event);
+        made.element.scrollTop = made.element.scrollHeight;
+      });
+      made.end();
+      const { stats } = lane.end, found = stats.committed / stats.steps;
+      strip.setAttribute("aria-label", `${stats.steps} forwards wrote ${stats.committed} tokens`);
+      const size = scrub("Draft tokens", { min: 0, max: 16, value: most, changed: (n) => { most = n; it.start(); } });
+      show(compare(isGuessed, number(said.value, 1), `${number(found)} tokens a forward`, Math.abs(found - said.value) < 0.3),
+        h("p", {}, `${stats.committed} tokens in `, h("b", {}, `${stats.steps} forwards`), `; of ${stats.drafted} guesses of the drafter “${spoken(served())}”, ${stats.accepted} stood. Each column beside is a forward: green are guesses that stood, and the rest are the model's own. Click a word of the text to see its test.`),
+        h("p", {}, "Of five guesses with a wrong third one, two stand, and the model's own token takes the third place: three tokens. A drafter that is always wrong still leaves one a forward. It costs time, and never stops the text."),
+        h("p", {}, "Let it guess ", size.element, " tokens ahead."));
+    },
   });
-  return part({
-    count: "2 of 6", title: "Guess ahead, then check all guesses at once.", picture: svg, draw, experiment: trial.element,
-    words: ["A drafter proposes a few tokens: a small head on the model, or simply a copy of what followed the same words before. It is cheap and often wrong.",
-      "One forward of the model scores every guess in its place. As far as the guesses are what the model would have said itself, they are kept; at the first that is not, the model's own token takes its place."],
-    question: { text: "Five tokens were drafted and the third is wrong. How many tokens does the step commit?", right: 2,
-      answers: ["None", "Two", "Three", "Five"],
-      because: "Two were right, and the same forward says what stands in place of the third. Every step commits at least one token, so a useless drafter costs time but never stops the text." },
-  });
+  return it;
 }

@@ -1,0 +1,181 @@
+"""Live proof: some steps that drafted are made again without drafts, while nobody waits."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from foredraft.core.errors import ConfigError
+from foredraft.core.proposal import DrawnProposal
+from foredraft.engine.policy import Policy
+from foredraft.engine.request import Event, Request, RequestOptions
+from foredraft.engine.turn import Turn
+
+if TYPE_CHECKING:
+    from foredraft.engine.engine import Engine
+
+_log = logging.getLogger("foredraft")
+
+MOST_TOKENS = 2048
+"""Steps behind more text than this are left out: to read it again would take too long."""
+_MOST_SAMPLES = 16
+"""That wait for their proof; then the oldest goes."""
+_LATER = 0.25
+"""Seconds until it is worth another look whether somebody else has work."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A step's part for one request: what it committed behind its first ``num_tokens`` tokens."""
+
+    request: Request
+    num_tokens: int
+    committed: tuple[int, ...]
+
+
+class LiveProof:
+    """Chooses steps, and lets an idle engine write them again from nothing.
+
+    The same seed gives the same text whatever is drafted, so plain decoding must write what was
+    committed. Nothing is taken from the cache: a token that was accepted wrongly is found, and an
+    entry that was kept wrongly as well. Drawn drafts are left out, as another draw is no fault.
+
+    While other requests are under way nothing happens, and a proof that has begun is dropped.
+
+    Args:
+        engine: whose steps these are.
+        plain: a policy without drafters that stays apart, for the requests that make them again.
+        every: one of so many steps of a request that drafted.
+        tell: called after each proof; True: the tokens were the same.
+
+    Attributes:
+        wake: called when there is something new to prove, whoever made the step.
+        num_steps: steps that were made again.
+        num_differences: those that came out otherwise. Anything but 0 is a fault.
+
+    Raises:
+        ConfigError: ``every`` is not a whole number, 1 or more.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plain: Policy,
+        every: int,
+        tell: Callable[[bool], None] = lambda is_same: None,
+    ) -> None:
+        if type(every) is not int or every < 1:
+            raise ConfigError(f"a proof of every {every!r} steps: it must be a whole number, 1 up")
+        self.every = every
+        self.num_steps = self.num_differences = 0
+        self.wake: Callable[[], None] = lambda: None
+        self._engine, self._tell = engine, tell
+        self._policy = plain
+        self._num_seen, self._ids = 0, itertools.count(-1, -1)
+        self._samples: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)
+        self._current: tuple[_Sample, Request] | None = None
+
+    def see(self, batch: Sequence[Turn]) -> None:
+        """A step was made. Called by the engine, which holds its lock."""
+        if self._current is not None:
+            own = self._current[1]
+            if any(turn.request is not own for turn in batch):  # somebody has work: this can wait
+                self._current = None
+                self._engine.cancel(own.request_id)
+        for turn in batch:
+            if _can_be_proven(turn):
+                self._num_seen += 1
+                if self._num_seen % self.every == 0:
+                    num_tokens = turn.context + turn.num_read
+                    self._samples.append(_Sample(turn.request, num_tokens, turn.committed))
+                    self.wake()
+
+    def owns(self, batch: Sequence[Turn]) -> bool:
+        """Whether a step was a proof's: it counts for nobody."""
+        return all(turn.request.policy is self._policy for turn in batch)
+
+    def advance(self) -> float | None:
+        """One step of a proof, if nobody else has work.
+
+        Returns:
+            Seconds after which there may be more to do; None: not before another step was made.
+        """
+        engine = self._engine
+        with engine.lock:
+            if engine.num_live > (self._current is not None):
+                return _LATER if self._samples else None
+            if self._current is None:
+                if not self._samples:
+                    return None
+                sample = self._samples.popleft()
+                self._current = sample, self._again(sample)
+                engine.add([self._current[1]])
+            for event in engine.step(self._policy):
+                self._take(event)
+        return 0.0
+
+    def _again(self, sample: _Sample) -> Request:
+        """A request that goes on from the same tokens, by the same rules and noise.
+
+        Its id is none of the engine's own.
+        """
+        request = sample.request
+        tokens = request.tokens[: sample.num_tokens]
+        asked = replace(
+            request.params,
+            max_tokens=len(sample.committed),
+            n=1,
+            min_tokens=0,
+            logprobs=None,
+            prompt_logprobs=None,
+            speculation="auto",
+        )
+        return Request(
+            next(self._ids),
+            tokens,
+            len(tokens),
+            asked,
+            request.seed,
+            self._policy,
+            request.rules,
+            stop_ids=request.stop_ids,
+            options=RequestOptions(request.options.tenant, prefix_caching=False),
+        )
+
+    def _take(self, event: Event) -> None:
+        if self._current is None or event.request_id != self._current[1].request_id:
+            return
+        if event.result is None:
+            return
+        sample, self._current = self._current[0], None
+        if event.result.finish_reason in ("cancelled", "error"):
+            return
+        is_same = event.result.token_ids == sample.committed
+        self.num_steps += 1
+        self.num_differences += not is_same
+        if not is_same:
+            _log.error(
+                "live proof: behind %d tokens of request %d a step with drafts committed %s, and "
+                "plain decoding writes %s; please report this, and serve without drafts meanwhile",
+                sample.num_tokens,
+                sample.request.request_id,
+                list(sample.committed),
+                list(event.result.token_ids),
+            )
+        self._tell(is_same)
+
+
+def _can_be_proven(turn: Turn) -> bool:
+    """Whether plain decoding must write what a step committed."""
+    proposal = turn.proposal
+    return (
+        len(proposal.tree) > 0
+        and not isinstance(proposal, DrawnProposal)
+        and len(turn.committed) > 0
+        and turn.finish_reason != "error"
+        and turn.context + turn.num_read <= MOST_TOKENS
+    )

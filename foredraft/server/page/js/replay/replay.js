@@ -1,0 +1,126 @@
+// The replay: where a run's time went, step by step. It also shows what audits and plans wrote to their files.
+import { announce, h, number } from "../dom.js";
+import { replayed } from "../api.js";
+import { drafterChoice, laneOf } from "../drafters.js";
+import { getInfo, runs } from "../store.js";
+import { collect, spoken } from "../tour/part.js";
+import { auditView, isAudit } from "./audit.js";
+import { isPlan, planView } from "./plan.js";
+import { Timeline } from "./timeline.js";
+
+export class Replay {
+  constructor() {
+    this.chips = h("div", { class: "chips", role: "group", "aria-label": "Runs of this tab" });
+    const input = h("input", { type: "file", class: "unseen", id: "replay-file", accept: ".jsonl,.json,application/json", onchange: () => this.#open(input.files[0]) });
+    this.drop = h("label", { class: "drop", for: "replay-file" }, "Open a file, or drop it here: a trace (", h("span", { class: "mono" }, "serve --trace"), "), an audit's report or a plan (", h("span", { class: "mono" }, "--json"), "). It stays on this machine.");
+    this.out = h("div", { class: "replayed", "aria-live": "polite" });
+    this.element = h("div", { class: "race replay" },
+      h("section", { class: "lead" }, h("h1", {}, "Where did the time go?"), h("p", {}, "Each step of a run in a row: drafting, the model's forward, the rest; above it the tokens that it committed. And what another number of draft tokens would have made of it.")),
+      h("div", { class: "sources" }, this.chips, input, this.drop), this.out);
+    this.element.addEventListener("dragover", (event) => { event.preventDefault(); this.drop.classList.add("over"); });
+    this.element.addEventListener("dragleave", () => this.drop.classList.remove("over"));
+    this.element.addEventListener("drop", (event) => { event.preventDefault(); this.drop.classList.remove("over"); this.#open(event.dataTransfer.files[0]); });
+  }
+
+  update() {
+    if (!this.shown && runs().length) { this.#show(runs().at(-1)); return; }
+    this.#list();
+  }
+
+  #list() {
+    this.chips.replaceChildren(...(runs().length
+      ? runs().map((run) => h("button", { class: "chip", type: "button", "aria-pressed": String(run === this.shown), onclick: () => this.#show(run) }, run.title))
+      : [h("p", { class: "note" }, "Nothing has been run in this tab yet: ", h("a", { href: "#chat" }, "say something"), " or ", h("a", { href: "#race" }, "start a race"), ", or open a file.")]));
+  }
+
+  // A run of this tab: it can be run again with another drafter.
+  async #show(run) {
+    this.shown = run;
+    this.#list();
+    const head = { type: "run", version: 1, foredraft: getInfo()?.version ?? "", started: "" };
+    const lines = run.steps.map((event, i) => ({ type: "step", step: i, at_ms: event.clock_ms, times: event.times, num_waiting: 0, rows: [event.row] }));
+    await this.#replay([head, ...lines], (timeline) => this.#others(run, timeline));
+  }
+
+  async #open(file) {
+    if (!file) return;
+    this.shown = file;
+    this.#list();
+    try {
+      const text = await file.text();
+      const whole = parsed(text);
+      if (whole && isAudit(whole)) { this.out.replaceChildren(auditView(whole)); return; }
+      if (whole && isPlan(whole)) { this.out.replaceChildren(planView(whole)); return; }
+      const lines = text.split("\n").filter((line) => line.trim()).map(parsed);
+      if (lines[0]?.type !== "run" || lines.some((line) => !line)) throw new Error(`${file.name} is neither a trace nor the JSON of an audit or a plan.`);
+      await this.#replay(lines);
+    } catch (error) {
+      this.out.replaceChildren(h("p", { class: "bad", role: "alert" }, error.message));
+    }
+  }
+
+  // What the server makes of a trace, one request at a time. What steps were decided on is not needed for it.
+  async #replay(lines, more = () => null) {
+    this.out.replaceChildren(h("p", { class: "note" }, "…"));
+    const light = lines.map((line) => (line.rows ? { ...line, rows: line.rows.map(({ why, ...row }) => row) } : line));
+    try {
+      const report = await replayed(light.map((line) => JSON.stringify(line)).join("\n"));
+      const at = h("div", { class: "request" });
+      const pick = (id) => {
+        const found = report.requests.find((each) => each.request_id === Number(id));
+        const timeline = new Timeline(light.filter((line) => line.rows?.length === 1 && line.rows[0].request_id === found.request_id), found.stretches);
+        at.replaceChildren(timeline.element, sentences(found), more(timeline) ?? "", stretchTable(found.stretches));
+      };
+      const ids = report.requests.filter((each) => each.stretches.length).map((each) => each.request_id);
+      const select = h("select", { "aria-label": "Request", onchange: () => pick(select.value) }, ids.map((id) => h("option", { value: id }, `request ${id}`)));
+      this.out.replaceChildren(ids.length > 1 ? h("label", { class: "field" }, "Of this trace", select) : "", at, settingsTable(report));
+      pick(ids[0]);
+      announce(`${report.requests.length} requests`);
+    } catch (error) {
+      this.out.replaceChildren(h("p", { class: "bad", role: "alert" }, error.message));
+    }
+  }
+
+  // The same request with another drafter, really run.
+  #others(run, before) {
+    const select = drafterChoice(), at = h("div", { class: "again" });
+    const go = h("button", { class: "button", type: "button", onclick: async () => {
+      go.disabled = true;
+      at.replaceChildren(h("p", { class: "note" }, "It is being run again …"));
+      try {
+        const [lane] = await collect({ ...run.request, lanes: [laneOf(select)] }, null);
+        const after = new Timeline(lane.steps, []), name = select.value ? `with “${spoken(select.value)}”` : "as served";
+        const isSame = lane.end.sha256 === run.sha256;
+        at.replaceChildren(h("p", {}, `${name[0].toUpperCase()}${name.slice(1)} it took `, h("b", {}, `${number(after.ms / 1000)} s`), ` instead of ${number(before.ms / 1000)}, `, isSame ? "for the same text." : h("span", { class: run.isSeeded ? "bad" : "" }, run.isSeeded ? "and the text is another." : "for another draw of the text.")), after.element);
+      } catch (error) { at.replaceChildren(h("p", { class: "bad" }, error.message)); }
+      go.disabled = false;
+    } }, "Run it again");
+    return h("section", { class: "other" }, h("div", { class: "line" }, h("label", { class: "field" }, "And with another drafter?", select), go), at);
+  }
+}
+
+const parsed = (text) => { try { return JSON.parse(text); } catch { return null; } };
+
+function sentences({ slow, stretches }) {
+  if (!stretches.length) return h("p", { class: "note" }, "This request had no step for itself.");
+  if (!slow.length) return h("p", { class: "note" }, "No other number of draft tokens would have been faster anywhere.");
+  return h("ul", { class: "slow" }, slow.map((text) => h("li", {}, `${text[0].toUpperCase()}${text.slice(1)}.`)));
+}
+
+function stretchTable(stretches) {
+  const full = Math.max(...stretches.map((each) => each.ms_per_token));
+  const row = (each) => {
+    const scale = each.ms_per_token / full;
+    return h("tr", {}, h("th", { scope: "row" }, `${each.first}–${each.last}`),
+      h("td", { class: "wide" }, h("div", { class: "stack", vars: { width: `${100 * scale}%` } }, [["draft", each.draft_ms], ["score", each.score_ms], ["other", each.rest_ms]].map(([kind, ms]) => h("i", { class: kind, vars: { "--of": ms } })))),
+      h("td", {}, number(each.ms_per_token, 1)), h("td", {}, number(each.recorded.drafted / Math.max(1, each.recorded.steps), 1)), h("td", {}, number(each.recorded.committed / Math.max(1, each.recorded.steps))));
+  };
+  return h("section", { class: "tile" }, h("h2", {}, "By stretches of the reply"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "By stretches of the reply" }, h("table", {}, h("thead", {}, h("tr", {}, ["tokens", "", "ms a token", "drafted a step", "committed a step"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, stretches.map(row)))));
+}
+
+function settingsTable({ settings, recorded }) {
+  const row = (each) => h("tr", { class: each.num_draft_tokens === recorded ? "taken" : "" }, h("th", { scope: "row" }, `${each.num_draft_tokens}${each.num_draft_tokens === recorded ? " (as recorded)" : ""}`),
+    [each.steps, each.drafted, each.accepted, `${each.is_bound ? "≥ " : ""}${number(each.steps ? each.committed / each.steps : 0)}`, `${each.is_bound ? "≥ " : ""}${number(each.tokens_per_s, 1)}`].map((text) => h("td", {}, text)));
+  return h("section", { class: "tile" }, h("h2", {}, "With another number of draft tokens"), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "With another number of draft tokens" }, h("table", {}, h("thead", {}, h("tr", {}, ["draft tokens", "steps", "drafted", "accepted", "committed a step", "tokens/s"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, settings.map(row)))),
+    h("p", { class: "note" }, "Nothing is run for this: steps are put together from what was drafted, and times from a straight line through those recorded."));
+}
