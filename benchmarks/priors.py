@@ -26,7 +26,7 @@ from foredraft.core.tree import TokenTree
 from foredraft.drafters.confidence import MatchConfidence, Priors
 from foredraft.drafters.confidence import priors as known_priors
 from foredraft.drafters.prediction import Alignment, AlignmentConfidence
-from foredraft.drafters.suffix import NO_MATCH, SEPARATOR, Source, SuffixAutomaton
+from foredraft.drafters.suffix import NO_MATCH, SEPARATOR, SearchedText, SuffixAutomaton
 from foredraft.drafters.token_recycling import RankConfidence, Successors, likeliest
 from foredraft.llm import LLM
 from foredraft.models.base import ScoreRow, Target, read
@@ -80,7 +80,7 @@ def measure_priors(
 
 def _match_itself(reply: SeenReply, confidence: MatchConfidence) -> None:
     text = SuffixAutomaton()
-    source = Source(text, confidence)
+    source = SearchedText(text, confidence)
     for token in reply.prompt:
         text.extend(token)
     for token in reply.output:
@@ -89,7 +89,7 @@ def _match_itself(reply: SeenReply, confidence: MatchConfidence) -> None:
 
 
 def _match_earlier(reply: SeenReply, earlier: SuffixAutomaton, confidence: MatchConfidence) -> None:
-    source, match = Source(earlier, confidence), NO_MATCH
+    source, match = SearchedText(earlier, confidence), NO_MATCH
     for token in reply.output:
         source.record(earlier.with_followers(match), token)
         match = earlier.advance(match, token)

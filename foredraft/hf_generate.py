@@ -20,24 +20,30 @@ from torch import Tensor
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import SpeculationStats
-from foredraft.engine.engine import Engine
-from foredraft.engine.request import GenerationResult
+from foredraft.core.rules.bans import ModelBans
+from foredraft.engine.request import GenerationResult, RequestOptions
 from foredraft.llm import LLM, DraftModel
+from foredraft.models.base import Source
 from foredraft.options import LoadOptions
 from foredraft.system.extras import needs_extra
 
 try:
     from transformers.generation import (
         EosTokenCriteria,
+        ForcedBOSTokenLogitsProcessor,
+        ForcedEOSTokenLogitsProcessor,
         GenerateDecoderOnlyOutput,
         MaxLengthCriteria,
         MinPLogitsWarper,
+        SuppressTokensAtBeginLogitsProcessor,
+        SuppressTokensLogitsProcessor,
         TemperatureLogitsWarper,
         TopKLogitsWarper,
         TopPLogitsWarper,
     )
 
-    from foredraft.models.hf.target import HFTarget
+    from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget
+    from foredraft.models.hf.target import HFTarget, check_model
 except ImportError as problem:
     raise needs_extra("custom_generate needs", "hf", problem) from problem
 
@@ -107,6 +113,7 @@ _EXPECTED_INPUTS = {
     "use_cache",
     "logits_to_keep",
 }
+_ENCODER_INPUTS = {"encoder_outputs", "decoder_attention_mask"}
 
 
 @dataclass
@@ -134,6 +141,7 @@ def custom_generate(
     drafter_options: Mapping[str, Any] | None = None,
     coupling: Literal["seeded", "drawn"] = "seeded",
     token_streamer: Any = None,
+    source_ids: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """Decode speculatively inside ``model.generate``; pass it as ``custom_generate``.
@@ -146,12 +154,15 @@ def custom_generate(
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
             ``generate`` hands them over. ``input_ids`` are int64 [B, T].
         drafter: a registered drafter; "auto" is "draft_model" with a draft model, else "suffix".
-        draft_model: a smaller transformers model of the same vocabulary.
+        draft_model: a smaller transformers model of the same vocabulary; of an encoder-decoder
+            another one, or a model without an encoder, which reads the source first.
         num_draft_tokens: most nodes to draft a step; None takes the drafter's own default.
         drafter_options: the drafter's own options.
         coupling: see `SamplingParams`.
         token_streamer: a streamer of transformers, for one row. (``generate`` does not pass its
             own ``streamer`` on to a custom function.)
+        source_ids: of an encoder-decoder once more its ``input_ids`` [B, S], which ``generate``
+            keeps to itself: drafters copy from them, and draft models read them.
 
     Returns:
         int64 [B, N], short rows padded at the end; a `SpeculativeOutput` when
@@ -163,12 +174,25 @@ def custom_generate(
         ForedraftError: generation failed, such as on logits that are not finite.
     """
     max_length, eos_token_ids = _read_criteria(stopping_criteria)
-    # Like generate itself, go on past the context that the config promises.
-    target = HFTarget(model, max_length, trees=False, parts=False)
-    _refuse_unimplemented(generation_config, model_kwargs)
-    prompts = _unpadded(input_ids, model_kwargs)
+    has_encoder = model.config.is_encoder_decoder
+    check_model(model, has_encoder)
+    _refuse_unimplemented(generation_config, model_kwargs, has_encoder)
+    num_begun = input_ids.shape[1] if has_encoder else None
+    params, bans = _read_processors(logits_processor, generation_config.do_sample, num_begun)
+    sources: Sequence[Source | None]
+    if has_encoder:
+        prompts, sources = input_ids.tolist(), _sources(source_ids, model_kwargs)
+    else:
+        if source_ids is not None:
+            raise _not_implemented("source_ids for a model without an encoder")
+        prompts, sources = _unpadded(input_ids, model_kwargs), [None] * len(input_ids)
+    if draft_model is not None and has_encoder and source_ids is None:
+        raise ConfigError(
+            "a draft model has to read the source, too; pass its input_ids once more as source_ids"
+        )
     llm = LLM(
-        target,
+        # Like generate itself, go on past the context that the config promises.
+        _target(model, max_length, prompts[0], bans),
         None,
         LoadOptions(
             drafter=drafter,
@@ -176,30 +200,69 @@ def custom_generate(
             drafter_options=drafter_options or {},
             max_batch_size=len(prompts),
         ),
-        draft=None
-        if draft_model is None
-        else DraftModel(HFTarget(draft_model, trees=False, parts=False)),
+        draft=None if draft_model is None else DraftModel(_target(draft_model)),
     )
     params = replace(
-        _read_processors(logits_processor, generation_config.do_sample),
+        params,
         max_tokens=max_length - input_ids.shape[1],
         stop_token_ids=eos_token_ids,
         coupling=coupling,
     )
-    results = _run(llm.engine, prompts, params, _Output(token_streamer, input_ids))
+    requests = [*zip(prompts, sources, strict=True)]
+    results = _run(llm, requests, params, _Output(token_streamer, input_ids))
     sequences = _padded(input_ids, results, generation_config)
     if not generation_config.return_dict_in_generate:
         return sequences
     return SpeculativeOutput(sequences=sequences, speculation=[r.stats for r in results])
 
 
-def _refuse_unimplemented(config: Any, model_kwargs: Mapping[str, Any]) -> None:
+def _target(
+    model: Any,
+    max_context: int | None = None,
+    decoder_prompt: Sequence[int] | None = None,
+    bans: ModelBans | None = None,
+) -> HFTarget:
+    if not model.config.is_encoder_decoder:
+        return HFTarget(model, max_context, trees=False, parts=False)
+    return EncoderDecoderTarget(model, max_context, decoder_prompt=decoder_prompt, bans=bans)
+
+
+def _sources(source_ids_BS: Tensor | None, model_kwargs: Mapping[str, Any]) -> list[Source]:
+    """Of each row what the encoder has made of it, without padding."""
+    states_BSE = model_kwargs["encoder_outputs"][0]
+    num_rows, num_positions = states_BSE.shape[:2]
+    mask_BS = model_kwargs.get("attention_mask")
+    seen_BS = torch.ones(num_rows, num_positions) if mask_BS is None else mask_BS
+    seen_BS = seen_BS.to(states_BSE.device).bool()
+    ids: list[tuple[int, ...]] = [()] * num_rows
+    if source_ids_BS is not None:
+        # Several replies to one source are rows one behind the other.
+        source_ids_BS = source_ids_BS.repeat_interleave(num_rows // len(source_ids_BS), dim=0)
+        if source_ids_BS.shape != seen_BS.shape:
+            raise ConfigError(
+                f"source_ids have shape {tuple(source_ids_BS.shape)}; the encoder has read "
+                f"{tuple(seen_BS.shape)}"
+            )
+        both = zip(source_ids_BS.to(seen_BS.device), seen_BS, strict=True)
+        ids = [tuple(row[seen].tolist()) for row, seen in both]
+    return [
+        Source(ids[row], states_BSE[row][seen_BS[row]], name=f"row {row}")
+        for row in range(num_rows)
+    ]
+
+
+def _refuse_unimplemented(config: Any, model_kwargs: Mapping[str, Any], has_encoder: bool) -> None:
     for name, neutral in _NEUTRAL.items():
         value = getattr(config, name, None)
         if value not in neutral:
-            raise _not_implemented(f"{name}={value!r}")
+            hint = "; beams are neither the likeliest token nor a draw" if "beam" in name else ""
+            raise _not_implemented(f"{name}={value!r}", hint)
+    mask = model_kwargs.get("decoder_attention_mask")
+    if mask is not None and not mask.all():
+        raise _not_implemented("a decoder_attention_mask with padding")
+    expected = _EXPECTED_INPUTS | (_ENCODER_INPUTS if has_encoder else set())
     for name, value in model_kwargs.items():
-        if value is not None and name not in _EXPECTED_INPUTS:
+        if value is not None and name not in expected:
             hint = "; pass it as token_streamer" if name == "streamer" else ""
             raise _not_implemented(f"the input {name!r}", hint)
     cache = model_kwargs.get("past_key_values")
@@ -235,23 +298,53 @@ def _read_criteria(criteria: Sequence[Any]) -> tuple[int, list[int]]:
     return max_length, eos_token_ids
 
 
-def _read_processors(processors: Sequence[Any], do_sample: bool | None) -> SamplingParams:
-    """The distribution that the processors describe together.
+def _read_processors(
+    processors: Sequence[Any], do_sample: bool | None, num_begun: int | None = None
+) -> tuple[SamplingParams, ModelBans]:
+    """The distribution that the processors describe together, and what they rule out.
 
     Their own values count, not the config's: a caller may have added one.
+
+    Args:
+        num_begun: tokens that an encoder-decoder's reply begins behind; None: the model is none.
     """
     options: dict[str, Any] = {"temperature": 1.0} if do_sample else {}
+    bans, warpers = ModelBans(), list[Any]()
     for processor in processors:
+        banned = None if num_begun is None else _banned_by(processor, num_begun)
+        if banned is not None:
+            bans = replace(bans, **banned)
+            continue
+        warpers.append(processor)
         name = _WARPERS.get(type(processor))
         if name is None or not do_sample or _filters_unusually(processor):
             raise _not_implemented(_described(processor, "logits processor"))
         options[name] = getattr(processor, name)
-    kinds = [type(processor) for processor in processors]
+    kinds = [type(processor) for processor in warpers]
     if kinds != [kind for kind in _WARPERS if kind in kinds]:
         raise _not_implemented(f"logits processors in the order {[k.__name__ for k in kinds]}")
     if do_sample:
         options["seed"] = 0  # each row draws its own
-    return SamplingParams.of(**options)
+    return SamplingParams.of(**options), bans
+
+
+def _banned_by(processor: Any, num_begun: int) -> dict[str, Any] | None:
+    """Fields of `ModelBans`; None: it is a processor of another kind.
+
+    Args:
+        num_begun: tokens that are there before the reply.
+    """
+    kind = type(processor)
+    if kind is SuppressTokensLogitsProcessor:
+        return {"never": tuple(processor.suppress_tokens.tolist())}
+    if kind is SuppressTokensAtBeginLogitsProcessor:
+        place = processor.begin_index - num_begun
+        return {"never_at": (place, tuple(processor.begin_suppress_tokens.tolist()))}
+    if kind is ForcedBOSTokenLogitsProcessor:
+        return {"first": processor.bos_token_id} if num_begun == 1 else {}
+    if kind is ForcedEOSTokenLogitsProcessor and processor.eos_token_id.numel() == 1:
+        return {"last": int(processor.eos_token_id)}
+    return None
 
 
 def _filters_unusually(processor: Any) -> bool:
@@ -299,14 +392,17 @@ class _Output:
 
 
 def _run(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, output: _Output
+    llm: LLM,
+    requests: Sequence[tuple[Sequence[int], Source | None]],
+    params: SamplingParams,
+    output: _Output,
 ) -> list[GenerationResult]:
     """Generate all rows; results in their order."""
-    for prompt in prompts:
+    for prompt, source in requests:
         seed = None if params.seed is None else int(torch.randint(2**63 - 1, ()).item())
-        engine.submit(prompt, replace(params, seed=seed))
+        llm.engine.submit(prompt, replace(params, seed=seed), RequestOptions(source=source))
     results: dict[int, GenerationResult] = {}
-    for event in engine.run():
+    for event in llm.engine.run():
         output.put(event.token_ids)
         if event.result is not None:
             results[event.request_id] = event.result

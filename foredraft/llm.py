@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from os import PathLike
 from typing import Any, cast
@@ -25,7 +25,7 @@ from foredraft.engine.policy import GuardedTrace, Policy, Trace
 from foredraft.engine.request import Event, GenerationResult, RequestOptions, Session
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.load import ModelPlan, forward_cost, load_models, resolve_drafter
-from foredraft.models.base import Target
+from foredraft.models.base import EncoderTarget, Target
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
@@ -320,12 +320,15 @@ class LLM:
 
 def _rule_book(target: Target, tokenizer: Tokenizer | None, grammars: Grammars | None) -> RuleBook:
     """What requests to this model may ask for."""
+    book = RuleBook(target.vocab_size)
+    if target.capabilities.encoder:
+        book = replace(book, model_bans=cast(EncoderTarget, target).bans)
     if tokenizer is None or grammars is None:
-        return RuleBook(target.vocab_size)
-    return RuleBook(
-        target.vocab_size,
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        grammars.new_matcher,
+        return book
+    return replace(
+        book,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        new_matcher=grammars.new_matcher,
     )
 
 

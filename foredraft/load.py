@@ -36,6 +36,7 @@ from foredraft.system.extras import needs_extra
 from foredraft.system.machine import cpu_name
 
 if TYPE_CHECKING:
+    from foredraft.models.hf.target import HFTarget
     from foredraft.models.native.config import DecoderConfig
     from foredraft.models.native.decoder import DecoderFactory
     from foredraft.models.native.weights import Bits
@@ -65,6 +66,7 @@ class ModelPlan:
         notes: what is missing for a faster plan, and how to get it.
         cache_memory: bytes that the cache may take; None: a share of the memory there is.
         formats: of the matrices in a GGUF file, the one of most weights first; none: of others.
+        encoder: whether it is an encoder-decoder, whose prompt is its source.
     """
 
     name: str
@@ -83,6 +85,7 @@ class ModelPlan:
     notes: tuple[str, ...] = ()
     cache_memory: int | None = None
     formats: tuple[str, ...] = ()
+    encoder: bool = False
 
     @property
     def directory(self) -> Path:
@@ -229,9 +232,9 @@ def load_target(
     dtype = getattr(torch, plan.dtype)
     memory = memory or CacheMemory.of(plan.cache_memory, plan.device)
     if plan.backend == "hf":
-        from foredraft.models.hf.target import HFTarget
-
-        return HFTarget.load(plan.checkpoint, dtype, plan.device, plan.max_context, memory)
+        return _hf_class(plan.encoder).load(
+            plan.checkpoint, dtype, plan.device, plan.max_context, memory
+        )
     from foredraft.models.native.fixed_shape import probe
     from foredraft.models.native.target import NativeTarget
 
@@ -246,6 +249,13 @@ def load_target(
     if plan.decoder == "fixed-shape":
         probe(target)
     return target
+
+
+def _hf_class(encoder: bool) -> type[HFTarget]:
+    from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget
+    from foredraft.models.hf.target import HFTarget
+
+    return EncoderDecoderTarget if encoder else HFTarget
 
 
 def forward_cost(plan: ModelPlan, target: Target, options: LoadOptions) -> CostModel:
@@ -523,4 +533,5 @@ def _plan_hf(
         max_context=min(options.max_context or limit, limit),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
         notes=notes,
+        encoder=sizes.is_encoder_decoder,
     )

@@ -18,6 +18,8 @@ from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismat
 from foredraft.hf_generate import _read_processors
 from tests.core.reference import logits_to_probs
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, tiny_model
+from tests.models.encoder_decoders import CONFIGS as ENCODER_DECODERS
+from tests.models.encoder_decoders import tiny
 
 WINDOW = 16
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -68,6 +70,11 @@ def draft_model() -> PreTrainedModel:
     return twin
 
 
+@pytest.fixture(scope="module")
+def encoder_decoder() -> Any:
+    return tiny()
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(3, VOCAB_SIZE) for _ in range(length)]
@@ -89,6 +96,7 @@ def padded_rows(*lengths: int) -> dict[str, Tensor]:
 def both(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Any]:
     """What generate gives without us and with us."""
     own = {"drafter", "draft_model", "num_draft_tokens", "drafter_options", "coupling"}
+    own |= {"source_ids"}
     plain = {name: value for name, value in options.items() if name not in own}
     return (
         model.generate(**inputs, **plain),
@@ -216,7 +224,7 @@ def test_the_distribution_is_the_one_generate_samples_from(
     model.generate(**one_row(), max_new_tokens=1, do_sample=True, custom_generate=record, **options)
     logits = 2.5 * torch.randn(50, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     expected = seen["processors"](torch.zeros(50, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    params = _read_processors(seen["processors"], do_sample=True)
+    params, _ = _read_processors(seen["processors"], do_sample=True)
     for row in range(50):
         torch.testing.assert_close(logits_to_probs(logits[row], params), expected[row])
 
@@ -289,6 +297,87 @@ def test_statistics_come_with_the_dictionary(model: PreTrainedModel) -> None:
     [stats] = output.speculation
     assert stats.committed == output.sequences.shape[1] - 12
     assert stats.drafted == stats.accepted + stats.rejected + stats.discarded
+
+
+# Encoder-decoders
+
+
+def sources(*lengths: int) -> dict[str, Tensor]:
+    """Padded on the right, as tokenizers of encoder-decoders do."""
+    padded = padded_rows(*lengths)
+    return {name: tensor.flip(1) for name, tensor in padded.items()}
+
+
+@pytest.mark.parametrize("kind", ENCODER_DECODERS)
+def test_encoder_decoders_write_what_generate_writes(kind: str) -> None:
+    inputs, model = sources(9, 14, 5), tiny(kind)
+    options = {"max_new_tokens": 20, "source_ids": inputs["input_ids"], "num_draft_tokens": 4}
+    expected, actual = both(model, inputs, drafter="prediction", **options)
+    assert torch.equal(actual, expected)
+    del options["source_ids"]
+    assert torch.equal(both(model, inputs, **options)[1], expected)
+
+
+def test_an_encoder_decoder_drafts_for_another(encoder_decoder: Any) -> None:
+    inputs = sources(9)
+    expected, output = both(
+        encoder_decoder,
+        inputs,
+        max_new_tokens=20,
+        source_ids=inputs["input_ids"],
+        draft_model=encoder_decoder,
+        num_draft_tokens=4,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(output.sequences, expected.sequences)
+    (stats,) = output.speculation
+    assert stats.accepted > 10
+    with pytest.raises(ConfigError, match="as source_ids"):
+        both(encoder_decoder, inputs, max_new_tokens=4, draft_model=encoder_decoder)
+
+
+def test_samples_of_an_encoder_decoder_do_not_depend_on_drafts(encoder_decoder: Any) -> None:
+    inputs = sources(9, 6)
+    texts = []
+    for drafter in ("none", "prediction", "suffix"):
+        torch.manual_seed(3)
+        options = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "drafter": drafter}
+        more = {"source_ids": inputs["input_ids"], "max_new_tokens": 12}
+        texts.append(
+            encoder_decoder.generate(
+                **inputs, custom_generate=foredraft.custom_generate, **options, **more
+            )
+        )
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+    assert len(texts[0].unique(dim=0)) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forced_bos_token_id": 21},
+        {"forced_eos_token_id": 9},
+        {"suppress_tokens": [*range(3, 60)]},
+        {"begin_suppress_tokens": [7]},  # that is what it would begin with
+        {"forced_bos_token_id": 21, "begin_suppress_tokens": [*range(3, 200)]},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_forced_and_suppressed_tokens_are_those_of_generate(
+    encoder_decoder: Any, options: dict[str, Any]
+) -> None:
+    free = encoder_decoder.generate(**sources(9), max_new_tokens=12)
+    expected, actual = both(encoder_decoder, sources(9), max_new_tokens=12, **options)
+    assert torch.equal(actual, expected)
+    assert not torch.equal(expected, free)
+
+
+def test_beams_are_refused_by_name(encoder_decoder: Any) -> None:
+    with pytest.raises(ConfigError, match="num_beams=4; beams are neither the likeliest token nor"):
+        both(encoder_decoder, sources(9), num_beams=4, max_new_tokens=4)
+    with pytest.raises(ConfigError, match="source_ids have shape"):
+        both(encoder_decoder, sources(9), source_ids=torch.ones(1, 4), max_new_tokens=4)
 
 
 # Refusals

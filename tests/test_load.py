@@ -152,15 +152,8 @@ def test_configurations_with_names_of_their_own(config: Any, tmp_path: Path) -> 
             transformers.MambaForCausalLM,
             "model_type 'mamba' names no attention heads.*is not supported",
         ),
-        (
-            transformers.T5Config(
-                vocab_size=VOCAB_SIZE, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4
-            ),
-            transformers.T5ForConditionalGeneration,
-            "model_type 't5' is an encoder and a decoder.*is not supported",
-        ),
     ],
-    ids=["mamba", "t5"],
+    ids=["mamba"],
 )
 def test_other_architectures_are_named(config: Any, kind: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=reason) as refused:

@@ -30,6 +30,7 @@ _MAX_PENALTY = 2.0
 _REFUSED = {
     "best_of": "best_of ranks whole replies after the fact; ask for n replies and choose yourself",
     "beam_width": "beam search is not sampling from the model, so nothing here does it",
+    "num_beams": "beam search is not sampling from the model, so nothing here does it",
     "use_beam_search": "beam search is not sampling from the model, so nothing here does it",
 }
 """Parameters of other engines that have no place here, and why."""

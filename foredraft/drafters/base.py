@@ -31,6 +31,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.core.rules import Rules, SamplingRules
 from foredraft.core.traits import DrafterTraits
+from foredraft.models.base import Source
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class DraftRow:
         tenant: whose request it is: nothing of one tenant's text may draft for another.
         num_cached: how many of the tokens the target's cache holds. Those that it holds when the
             drafter begins will not be observed.
+        source: what an encoder-decoder's reply is written from; None: the model is none.
     """
 
     request_id: int
@@ -61,6 +63,7 @@ class DraftRow:
     slot: int = -1
     tenant: str | None = None
     num_cached: int = 0
+    source: Source | None = None
 
     @classmethod
     def of(
@@ -76,14 +79,21 @@ class DraftRow:
         slot: int = -1,
         tenant: str | None = None,
         num_cached: int = 0,
+        source: Source | None = None,
     ) -> DraftRow:
         """A row with the choices that its coupling allows, keyed by its seed and length."""
         params = params or SamplingParams()
         choices = draft_choices(params, seed, len(tokens))
         rules = rules or SamplingRules(params)
         return cls(
-            *(request_id, tokens, params, budget, choices, rules, price, slot, tenant, num_cached)
+            *(request_id, tokens, params, budget, choices, rules),
+            *(price, slot, tenant, num_cached, source),
         )
+
+    @property
+    def context(self) -> Sequence[int]:
+        """All that is known of the text: its source, where it has one, and its tokens."""
+        return self.tokens if self.source is None else (*self.source.token_ids, *self.tokens)
 
     def draft(self) -> Draft:
         """An empty draft that takes logits and chooses or draws, as the row's coupling asks."""

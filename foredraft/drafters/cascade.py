@@ -17,7 +17,7 @@ from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
 from foredraft.drafters.base import ContinuingDrafter, Drafter, DraftRow, Observation
-from foredraft.drafters.chain import ChainDraft, DraftCache
+from foredraft.drafters.chain import ChainDraft, DraftCache, read_by
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import ScoreRow, Target
 
@@ -111,7 +111,7 @@ class VerticalCascade(Cascade):
         return [chain.build() if chain in able else NOT_READY for chain in chains]
 
     def _has_room(self, row: DraftRow) -> bool:
-        return len(row.tokens) + row.budget <= self._model.max_context
+        return len(read_by(self._model, row)) + row.budget <= self._model.max_context
 
     def _guess(self, chains: Sequence[ChainDraft]) -> dict[int, TokenTree]:
         """What the draft model may say next, by request.
@@ -143,9 +143,10 @@ class VerticalCascade(Cascade):
             self._cache.keep(chain.row.request_id, read.pending, read.tree, path)
 
     def _read(self, chain: ChainDraft, guesses: Mapping[int, TokenTree]) -> ScoreRow:
-        request_id = chain.row.request_id
-        pending = chain.tokens[-1:] or self._cache.catch_up(request_id, chain.row.tokens)
-        return ScoreRow(self._cache.slot(request_id), pending, guesses.get(request_id, EMPTY_TREE))
+        row, request_id = chain.row, chain.row.request_id
+        pending = chain.tokens[-1:] or self._cache.catch_up(row)
+        tree = guesses.get(request_id, EMPTY_TREE)
+        return ScoreRow(self._cache.slot(request_id), pending, tree, source=row.source)
 
 
 def _offers(stage: Stage, chains: Sequence[ChainDraft]) -> list[Proposal]:

@@ -140,17 +140,20 @@ class ModelPredictor:
         self._cache.begin(row.request_id)
 
     def has_room(self, row: DraftRow) -> bool:
-        return len(row.tokens) + row.budget <= self._model.max_context
+        return len(read_by(self._model, row)) + row.budget <= self._model.max_context
 
     def next_logits(
         self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
     ) -> list[Tensor]:
         pending = [
-            draft[-1:] or self._cache.catch_up(row.request_id, row.tokens)
-            for row, draft in zip(rows, drafts, strict=True)
+            draft[-1:] or self._cache.catch_up(row) for row, draft in zip(rows, drafts, strict=True)
         ]
-        slots = [self._cache.slot(row.request_id) for row in rows]
-        scores = self._model.score([*map(ScoreRow, slots, pending)])
+        scores = self._model.score(
+            [
+                ScoreRow(self._cache.slot(row.request_id), tokens, source=row.source)
+                for row, tokens in zip(rows, pending, strict=True)
+            ]
+        )
         for row, tokens in zip(rows, pending, strict=True):
             self._cache.keep(row.request_id, tokens)
         return [score.logits_NV[0] for score in scores]
@@ -189,6 +192,11 @@ class ChainDrafter(BaseDrafter):
 
     def end(self, request_id: int) -> None:
         self._predictor.end(request_id)
+
+
+def read_by(model: Target, row: DraftRow) -> Sequence[int]:
+    """The tokens that a draft model goes on from: one without an encoder reads the source first."""
+    return row.tokens if model.capabilities.encoder else row.context
 
 
 _MOST_PENDING = 512
@@ -241,19 +249,17 @@ class DraftCache:
     def slot(self, request_id: int) -> int:
         return self._slots[request_id].number
 
-    def catch_up(self, request_id: int, tokens: Sequence[int]) -> list[int]:
+    def catch_up(self, row: DraftRow) -> list[int]:
         """Drop what was rejected since the last draft; return what is to be read.
 
-        Args:
-            tokens: all committed tokens; never empty, and neither is the result. Of a long text
-                all but the end is read here.
+        That is never nothing. Of a long text all but the end is read here.
         """
-        slot = self._slots[request_id]
+        slot, tokens = self._slots[row.request_id], read_by(self._model, row)
         slot.rewind(tokens)
         self._cache.truncate(slot.number, slot.num_confirmed)
         pending = list(tokens[slot.num_confirmed :])
         num_early = (len(pending) - 1) // _MOST_PENDING * _MOST_PENDING
-        read(self._model, slot.number, pending[:num_early])
+        read(self._model, slot.number, pending[:num_early], row.source)
         slot.cached += pending[:num_early]
         return pending[num_early:]
 

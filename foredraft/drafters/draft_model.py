@@ -15,7 +15,7 @@ from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
-from foredraft.drafters.chain import ChainDrafter, DraftCache, ModelPredictor
+from foredraft.drafters.chain import ChainDrafter, DraftCache, ModelPredictor, read_by
 from foredraft.drafters.grow import BestFirstShape, DepthGrowth, FixedShape, TreeShape
 from foredraft.drafters.heads.distilled import DraftModelModule
 from foredraft.drafters.heads.steps import StepDrafter, growth_limits
@@ -75,15 +75,19 @@ class DraftTreeDrafter(BaseDrafter):
 
     def _has_room(self, row: DraftRow) -> bool:
         num_scored = self._shape.max_scored(row.budget)
-        return row.budget > 0 and len(row.tokens) + num_scored <= self._model.max_context
+        return (
+            row.budget > 0
+            and len(read_by(self._model, row)) + num_scored <= self._model.max_context
+        )
 
     def _grow(self, rows: Sequence[DraftRow], growths: Sequence[DepthGrowth]) -> None:
         """Add one depth to each tree."""
         reads = [
             ScoreRow(
                 self._cache.slot(row.request_id),
-                self._cache.catch_up(row.request_id, row.tokens),
+                self._cache.catch_up(row),
                 growth.tree,
+                source=row.source,
             )
             for row, growth in zip(rows, growths, strict=True)
         ]
@@ -102,10 +106,11 @@ class DraftTreeDrafter(BaseDrafter):
             return
         start = self._model.cache.length(read.slot)
         after = start + len(read.pending)
-        if tuple(row.tokens[start:after]) != tuple(read.pending):
+        tokens = read_by(self._model, row)
+        if tuple(tokens[start:after]) != tuple(read.pending):
             return
         node, path = ROOT, list[int]()
-        for token in row.tokens[after:]:
+        for token in tokens[after:]:
             child = read.tree.child_with_token(node, token)
             if child is None:
                 break

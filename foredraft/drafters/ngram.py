@@ -78,7 +78,7 @@ class NgramDrafter(PerRequestDrafter[NgramIndex]):
         return NgramIndex(*self._sizes)
 
     def draft_tree(self, request: NgramIndex, row: DraftRow, draft: Sequence[int]) -> TokenTree:
-        return TokenTree.chain(request.lookup(row.tokens, row.budget, draft))
+        return TokenTree.chain(request.lookup(row.context, row.budget, draft))
 
 
 def _build(context: DrafterContext) -> NgramDrafter:

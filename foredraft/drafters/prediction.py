@@ -3,7 +3,9 @@
 A rewritten file, a corrected letter, a form filled in again: most of the reply is known before it
 is written. The draft follows that text; where the reply departs from it, the drafter looks for the
 place where the two meet again. (The idea of OpenAI's Predicted Outputs, 2024; here a wrong
-prediction costs nothing but its own scoring, and changes no token.)
+prediction costs nothing but its own scoring, and changes no token.) An encoder-decoder's reply is
+expected to repeat its source: that is aggressive decoding (Sun et al., arXiv 2106.04970), whose
+place to go on from is the only one where the last tokens occur in the source.
 """
 
 from __future__ import annotations
@@ -192,10 +194,10 @@ def _build(context: DrafterContext) -> Drafter:
     tokenizer, vocab_size = context.tokenizer, context.target.vocab_size
 
     def expected(row: DraftRow) -> Sequence[int]:
-        """The ids of the request's prediction; without one, those of its prompt."""
+        """The ids of the request's prediction; without one, those of its source or prompt."""
         text = row.params.prediction
         if text is None:
-            return row.tokens
+            return row.tokens if row.source is None else row.source.token_ids
         if tokenizer is None:
             raise ConfigError(
                 "a prediction is text and this engine has no tokenizer; leave the prediction out"

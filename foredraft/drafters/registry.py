@@ -174,6 +174,7 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     check_options(key, context.options)
     if spec.lacks_draft_model(context.draft_model is not None, context.options):
         raise needs_draft_model(key)
+    _check_encoders(context)
     if missing := spec.missing_capabilities(context.target):
         needed = spec.needs_in_words or f"a target with {' and '.join(missing)}"
         raise CapabilityError(
@@ -189,6 +190,16 @@ def build_drafter(name: str, context: DrafterContext) -> Drafter:
     except ConfigError as error:
         raise CapabilityError(f"drafter {key!r} does not fit this target: {error}") from None
     return drafter
+
+
+def _check_encoders(context: DrafterContext) -> None:
+    draft = context.draft_model
+    if draft is None or not draft.capabilities.encoder or context.target.capabilities.encoder:
+        return
+    raise CapabilityError(
+        "the draft model has an encoder and the target has none, so there is no source that it "
+        "could read; choose a draft model without one"
+    )
 
 
 def _loaded(key: str, entry: EntryPoint) -> DrafterSpec:

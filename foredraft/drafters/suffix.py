@@ -271,7 +271,7 @@ SuffixPlace = tuple[Match, ...]
 """Where a text stands in each source: its longest suffix there."""
 
 
-class Source:
+class SearchedText:
     """One automaton that a request looks things up in, and how far it has proved right."""
 
     def __init__(self, automaton: SuffixAutomaton, confidence: MatchConfidence) -> None:
@@ -310,8 +310,11 @@ class SuffixText(Guide):
         shared = past.automata if past else ()
         # Of equally likely candidates the first source's count: the own text is closest.
         self._sources = [
-            Source(self._own, MatchConfidence(priors().repeated_text)),
-            *(Source(automaton, MatchConfidence(priors().other_text)) for automaton in shared),
+            SearchedText(self._own, MatchConfidence(priors().repeated_text)),
+            *(
+                SearchedText(automaton, MatchConfidence(priors().other_text))
+                for automaton in shared
+            ),
         ]
         self.place: SuffixPlace = (self._own.end, *(NO_MATCH for _ in shared))
 
@@ -327,7 +330,7 @@ class SuffixText(Guide):
         """What the most promising source says comes after ``place``."""
         pairs = zip(self._sources, place, strict=True)
         place = tuple(source.automaton.with_followers(match) for source, match in pairs)
-        found = max(map(Source.candidates, self._sources, place), key=_probability)
+        found = max(map(SearchedText.candidates, self._sources, place), key=_probability)
         for token, prob in found:
             yield token, prob, self.advance(place, token)
 
@@ -351,7 +354,7 @@ def _build(context: DrafterContext) -> Drafter:
     past = _past_outputs(context, **options)
 
     def new_text(row: DraftRow) -> SuffixText:
-        return SuffixText(row.tokens, None if past is None else past.of(row.tenant))
+        return SuffixText(row.context, None if past is None else past.of(row.tenant))
 
     return GuidedDrafter.of(context, new_text)
 

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from foredraft.cache.prefix import PrefixCache
 from foredraft.core.cost import CostModel
@@ -34,7 +35,7 @@ from foredraft.engine.stats import EngineStats, Totals
 from foredraft.engine.step import Stepper
 from foredraft.engine.text import NewDecoder, TextAssembler
 from foredraft.engine.turn import Turn
-from foredraft.models.base import Target
+from foredraft.models.base import EncoderTarget, Source, Target
 
 _log = logging.getLogger("foredraft")
 
@@ -98,6 +99,8 @@ class Engine:
     ) -> None:
         self._options = options = options or EngineOptions()
         self._target, self._policy = target, policy
+        can_encode = target.capabilities.encoder
+        self._encoder = cast(EncoderTarget, target) if can_encode else None
         self._trace = GuardedTrace(options.trace)
         self._drafting = Drafting(target.max_context)
         self._stepper = Stepper(target, self._drafting, options.clock)
@@ -140,11 +143,11 @@ class Engine:
 
         Raises:
             PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
-            ConfigError: stop strings without a tokenizer, several replies in a conversation, or a
-                drafter that is not loaded.
+            ConfigError: stop strings without a tokenizer, several replies in a conversation, a
+                drafter that is not loaded, or something that an encoder-decoder has not.
         """
         options = options or RequestOptions()
-        self.check_prompt(prompt)
+        prompt, options = self._begin_reply(prompt, params, options)
         _check_speculation(params, options.policy or self._policy)
         if params.stop and self._options.new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
@@ -289,13 +292,24 @@ class Engine:
         Raises:
             PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
         """
+        if self._encoder is not None:
+            most = self._encoder.max_source
+            self._check_ids(prompt, most, f"the encoder reads {most}: shorten it")
+        else:
+            self._check_beginning(prompt)
+
+    def _check_beginning(self, prompt: Sequence[int]) -> None:
+        """Refuse what a reply cannot go on from."""
         limit = self._target.max_context
+        room = f"the context holds {limit}: shorten it so that at least one token fits behind it"
+        self._check_ids(prompt, limit - 1, room)
+
+    def _check_ids(self, prompt: Sequence[int], most: int, room: str) -> None:
         if not prompt:
             raise PromptError("the prompt is empty: there is nothing to continue", field="prompt")
-        if len(prompt) >= limit:
+        if len(prompt) > most:
             raise PromptError(
-                f"the prompt has {len(prompt)} tokens and the context holds {limit}: shorten it "
-                "so that at least one token fits behind it",
+                f"the prompt has {len(prompt)} tokens and {room}",
                 field="prompt",
                 code="context_length_exceeded",
             )
@@ -305,6 +319,31 @@ class Engine:
                     f"prompt token {token!r} is not an id below {self._target.vocab_size}",
                     field="prompt",
                 )
+
+    def _begin_reply(
+        self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions
+    ) -> tuple[Sequence[int], RequestOptions]:
+        """What the reply goes on from: the prompt, or what a decoder begins with.
+
+        The prompt of an encoder-decoder is its source, unless the options bring one.
+        """
+        if self._encoder is None:
+            if options.source is not None:
+                raise ConfigError("source is for encoder-decoders, and this model is none")
+            self._check_beginning(prompt)
+            return prompt, options
+        if params.prompt_logprobs is not None:
+            raise ConfigError(
+                "prompt_logprobs is not offered here: an encoder-decoder does not say how likely "
+                "its prompt is",
+                field="prompt_logprobs",
+            )
+        if options.source is None:
+            self.check_prompt(prompt)
+            source = Source(tuple(prompt))
+            prompt, options = self._encoder.decoder_prompt, replace(options, source=source)
+        self._check_beginning(prompt)
+        return prompt, options
 
     def _new_request(
         self,

@@ -67,24 +67,24 @@ class Places:
     def must_wait(self, request: Request, running: Sequence[Request]) -> bool:
         """Whether a request is to wait for another that is just reading what it begins with.
 
-        That is so while a request that came before it, of the same tenant, is reading a block of
+        That is so while a request that came before it, of the same salt, is reading a block of
         text that the two have in common, and no block of it is cached that far. The other goes on
         with each step, or makes way, or is over: then the request begins.
         """
         if request.has_begun or request.prompt_logprobs is not None or not self._shares(request):
             return False
-        size, tokens, tenant = self._cache.block_size, request.tokens, request.options.tenant
+        size, tokens, salt = self._cache.block_size, request.tokens, request.salt
         for other in running:
             border = (other.num_cached // size + 1) * size
             if (
                 border < len(tokens)
                 and other.order < request.order
-                and other.options.tenant == tenant
+                and other.salt == salt
                 and self._shares(other)
                 and not other.is_over
                 and other.num_prompt >= border
                 and other.tokens[:border] == tokens[:border]
-                and self.prefixes.num_found(tokens, tenant) < border
+                and self.prefixes.num_found(tokens, salt) < border
             ):
                 return True
         return False
@@ -97,7 +97,7 @@ class Places:
         if leader is not None and self._holds_prompt(leader):
             slot, num_cached = self.prefixes.fork(leader.slot, request.num_prompt)
         elif request.options.prefix_caching:
-            slot, num_cached = self.prefixes.open(request.tokens, request.options.tenant)
+            slot, num_cached = self.prefixes.open(request.tokens, request.salt)
             num_cached = self._usable(request, slot, num_cached)
         else:
             slot, num_cached = self._cache.allocate(), 0

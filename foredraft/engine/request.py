@@ -18,6 +18,7 @@ from foredraft.drafters.base import DraftRow
 from foredraft.engine.policy import Policy
 from foredraft.engine.prompt_logprobs import PromptLogprobs
 from foredraft.engine.text import Piece, TextAssembler
+from foredraft.models.base import Source
 
 _log = logging.getLogger("foredraft")
 
@@ -54,6 +55,8 @@ class RequestOptions:
         session: the conversation that it belongs to.
         policy: who drafts for it; None: the engine's own policy.
         prefix_caching: whether it may begin with what the cache holds, and leave something there.
+        source: what an encoder-decoder's reply is written from; its prompt is then what the decoder
+            begins with. None: the prompt is the source.
     """
 
     tenant: str | None = None
@@ -61,6 +64,7 @@ class RequestOptions:
     session: Session | None = None
     policy: Policy | None = None
     prefix_caching: bool = True
+    source: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class GenerationResult:
             context is full), "cancelled", or "error" (see ``error``; what was committed is kept).
         stats: what speculation did.
         seed: the seed in use, also when none was asked for.
-        num_prompt_tokens: length of the prompt.
+        num_prompt_tokens: length of the prompt; of an encoder-decoder's, that of its source.
         num_cached_tokens: how many of them were still in the cache from an earlier turn.
         error: what went wrong, for finish reason "error".
         error_code: names it for programs, such as "grammar_too_complex", where the request's own
@@ -172,6 +176,7 @@ class Request:
             it has read.
         index: which of these replies it is.
         draft_params: what drafters see of ``params``: all but the seed.
+        draft_source: what they see of its source: the text.
         keeps_evidence: whether verdicts are to say what they were decided on.
         reader: handed its events, beside whoever steps.
         slot: its row in the target's cache; -1 while it waits.
@@ -231,6 +236,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.draft_params = replace(self.params, seed=None)
+        source = self.options.source  # drafters have encoders of their own
+        self.draft_source = source and replace(source, states_SE=None)
         if self.params.speculation != "auto":
             self.excluded_drafters |= self.policy.drafters.keys() - {self.params.speculation}
         if self.leader is not None:
@@ -263,6 +270,12 @@ class Request:
     def num_remaining(self) -> int:
         """Tokens that max_tokens still allows."""
         return self.params.max_tokens - (len(self.tokens) - self.num_prompt)
+
+    @property
+    def salt(self) -> str | None:
+        """What others must have in common with it to share what the cache holds of its text."""
+        tenant, source = self.options.tenant, self.options.source
+        return tenant if source is None else f"{source.digest} of {tenant!r}"
 
     @property
     def is_over(self) -> bool:
@@ -303,6 +316,7 @@ class Request:
             slot=self.slot,
             tenant=self.options.tenant,
             num_cached=self.num_cached if num_cached is None else num_cached,
+            source=self.draft_source,
         )
 
     def fail(self, error: Exception) -> None:
@@ -368,6 +382,7 @@ class Request:
     def _result(self) -> GenerationResult:
         """What it produced."""
         assert self.finish_reason is not None
+        source = self.options.source
         return GenerationResult(
             request_id=self.request_id,
             text=self.text.text,
@@ -375,7 +390,7 @@ class Request:
             finish_reason=self.finish_reason,
             stats=self.stats,
             seed=self.seed,
-            num_prompt_tokens=self.num_prompt,
+            num_prompt_tokens=self.num_prompt if source is None else len(source),
             num_cached_tokens=self.num_reused,
             error=self.error,
             parent_id=self.parent_id,

@@ -85,12 +85,14 @@ class Turn(RowStep):
 
     def score_row(self) -> ScoreRow:
         """Its part of the forward."""
-        request = self.request
+        request, source = self.request, self.request.options.source
         pending = request.tokens[self.context : self.context + self.num_read]
         if self.wants_prompt_logprobs:
             return ScoreRow(request.slot, pending[:1], TokenTree.chain(pending[1:]))
         tree, computed = self.proposal.tree, self.proposal.computed
-        return ScoreRow(request.slot, pending, tree, self.reads_all, computed, self.draw_key)
+        return ScoreRow(
+            request.slot, pending, tree, self.reads_all, computed, self.draw_key, source
+        )
 
     def verify(self, scores: RowScores) -> None:
         """Accept what the target would have written itself, by the row's own rules and noise."""

@@ -6,8 +6,10 @@ row in `RowScores`), E hidden size, R some rows of the head.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from foredraft.cache.base import Cache, CacheLayers
 from foredraft.core.draws import Draw, DrawKey
 from foredraft.core.errors import ConfigError
+from foredraft.core.rules.bans import ModelBans
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 
 
@@ -33,7 +36,7 @@ class Capabilities:
         low_bit: a copy of its layers in few bits can draft on its own cache (see `LowBitTarget`).
         cache_layers: its cache keeps layers of others beside its own (see `Cache.add_layers`), and
             it runs such layers (see `HeadTarget`).
-        encoder: it has an encoder whose output the decoder attends to.
+        encoder: it has an encoder, whose output its decoder attends to (see `EncoderTarget`).
     """
 
     tree_attention: bool = False
@@ -68,6 +71,30 @@ class Computed(Protocol):
 
 
 @dataclass(frozen=True)
+class Source:
+    """What the decoder of an encoder-decoder attends to, beside the text that it writes.
+
+    Attributes:
+        token_ids: of its text; none where it is no text.
+        states_SE: the encoder's output for each of its S positions, where that is known already.
+            Whoever gives it without ``token_ids`` gives a ``name`` too.
+        name: tells apart sources of the same ids.
+    """
+
+    token_ids: tuple[int, ...]
+    states_SE: Tensor | None = field(default=None, compare=False, repr=False)
+    name: str = ""
+
+    def __len__(self) -> int:
+        return len(self.token_ids) if self.states_SE is None else len(self.states_SE)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal sources."""
+        return hashlib.sha256(repr((self.name, self.token_ids)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
 class ScoreRow:
     """One row's part of a forward: some pending tokens, then the tree that hangs off the last.
 
@@ -79,6 +106,8 @@ class ScoreRow:
         computed: what is known already of these very tokens, if anything.
         draw: what the token after the pending ones is drawn with, where its law is nothing but
             scaled logits. A target may draw it in the forward (`Scores.draws`), or ignore this.
+        source: what the row's text is written from, the same in all forwards of a slot; targets
+            without an encoder ignore it.
     """
 
     slot: int
@@ -87,6 +116,7 @@ class ScoreRow:
     wants_logits: bool = True
     computed: Computed | None = None
     draw: DrawKey | None = None
+    source: Source | None = None
 
 
 @dataclass(frozen=True)
@@ -192,15 +222,34 @@ class Target(Protocol):
         ...
 
 
+class EncoderTarget(Target, Protocol):
+    """A target with the capability ``encoder``: each row of a forward has a source.
+
+    Attributes:
+        decoder_prompt: the tokens that every reply begins behind.
+        max_source: most tokens of a source.
+        bans: tokens that it never writes, whatever a request asks for.
+    """
+
+    @property
+    def decoder_prompt(self) -> Sequence[int]: ...
+
+    @property
+    def max_source(self) -> int: ...
+
+    @property
+    def bans(self) -> ModelBans: ...
+
+
 _READ_AT_ONCE = 512
 """Tokens of a text that one forward reads: its memory stays bounded."""
 
 
-def read(target: Target, slot: int, tokens: Sequence[int]) -> None:
+def read(target: Target, slot: int, tokens: Sequence[int], source: Source | None = None) -> None:
     """Read a text of any length into a slot, and keep it; nothing is said about it."""
     for start in range(0, len(tokens), _READ_AT_ONCE):
         piece = tokens[start : start + _READ_AT_ONCE]
-        target.score([ScoreRow(slot, piece, wants_logits=False)])
+        target.score([ScoreRow(slot, piece, wants_logits=False, source=source)])
         target.cache.keep(slot, len(piece), ())
 
 

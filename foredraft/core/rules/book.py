@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from foredraft.core.errors import ConfigError
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
-from foredraft.core.rules.bans import AllowedTokens, BadWords, Ban, NoEndYet
+from foredraft.core.rules.bans import AllowedTokens, BadWords, Ban, ModelBans, NoEndYet
 from foredraft.core.rules.base import Rules, SamplingRules
 from foredraft.core.rules.grammar import GrammarRule, Matcher
 from foredraft.core.rules.penalties import Bias, Penalties
@@ -23,11 +23,13 @@ class RuleBook:
         vocab_size: of the model.
         encode: text to ids without special tokens around it; None: there is no tokenizer.
         new_matcher: makes the matcher of a grammar; None: likewise.
+        model_bans: what the model's own generation config rules out.
     """
 
     vocab_size: int
     encode: Callable[[str], Sequence[int]] | None = None
     new_matcher: Callable[[Grammar], Matcher] | None = None
+    model_bans: ModelBans = field(default_factory=ModelBans)
 
     def rules(
         self, params: SamplingParams, num_prompt: int = 0, stop_ids: Iterable[int] = ()
@@ -59,7 +61,7 @@ class RuleBook:
         return SamplingRules(params) if is_plain else found
 
     def _bans(self, params: SamplingParams, stop_ids: frozenset[int]) -> list[Ban]:
-        bans: list[Ban] = []
+        bans: list[Ban] = [*self.model_bans.of_reply(params.max_tokens)]
         if params.allowed_token_ids is not None:
             bans.append(AllowedTokens(params.allowed_token_ids, self.vocab_size))
         if params.bad_words:

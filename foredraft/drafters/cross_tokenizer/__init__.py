@@ -7,6 +7,8 @@ target's:
   the tokens are chosen.
 - ``tli``, token-level intersection: the draft model is restricted to the tokens that both
   vocabularies have, and those are renamed. Chosen or drawn, as the coupling asks.
+
+For an encoder-decoder's reply the draft model reads the source first, then what is written.
 """
 
 from __future__ import annotations
@@ -53,11 +55,12 @@ class ThroughText:
     """String-level exact match (see the module docstring)."""
 
     def ask(self, row: DraftRow, transcript: Transcript) -> DraftRow | None:
-        ratio = len(transcript.draft_tokens) / len(row.tokens)
+        ratio = len(transcript.draft_tokens) / len(row.context)
         budget = math.ceil(row.budget * min(max(ratio, 1.0), _MAX_RATIO))
         asked = row.without_noise(budget)  # the noise is that of other tokens at other positions
         rules = SamplingRules(asked.params)
-        return replace(asked, tokens=tuple(transcript.draft_tokens), rules=rules, slot=-1)
+        tokens = tuple(transcript.draft_tokens)
+        return replace(asked, tokens=tokens, rules=rules, slot=-1, source=None)
 
     def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
         tree = draft.tree
@@ -86,7 +89,7 @@ class SharedTokens:
             choices = _RenamedChoices(choices, self._renaming)
         rules = SamplingRules(row.params)
         tokens = tuple(transcript.draft_tokens)
-        return replace(row, tokens=tokens, choices=choices, rules=rules, slot=-1)
+        return replace(row, tokens=tokens, choices=choices, rules=rules, slot=-1, source=None)
 
     def answer(self, row: DraftRow, transcript: Transcript, draft: Proposal) -> Proposal:
         return draft.renamed(self._renaming)
@@ -148,10 +151,11 @@ class CrossTokenizerDrafter(BaseDrafter):
 
     def begin(self, row: DraftRow) -> None:
         transcript = Transcript(self._codecs)
-        transcript.begin(row.tokens)
+        transcript.begin(row.context)
         self._transcripts[row.request_id] = transcript
         tokens = tuple(transcript.draft_tokens)
-        self._inner.begin(replace(row.without_noise(0), tokens=tokens, num_cached=0, slot=-1))
+        begun = replace(row.without_noise(0), tokens=tokens, num_cached=0, slot=-1, source=None)
+        self._inner.begin(begun)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         asked = [(row, asks) for row in rows if (asks := self._ask(row)) is not None]
@@ -170,7 +174,7 @@ class CrossTokenizerDrafter(BaseDrafter):
 
     def _ask(self, row: DraftRow) -> DraftRow | None:
         transcript = self._transcripts[row.request_id]
-        transcript.catch_up(row.tokens)
+        transcript.catch_up(row.context)
         if not row.budget or not transcript.draft_tokens:
             return None
         return self._mode.ask(row, transcript)

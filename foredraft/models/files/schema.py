@@ -193,26 +193,32 @@ def _either(*names: str, default: Any = ...) -> Any:
     return Field(default, validation_alias=AliasChoices(*names))
 
 
-ATTENTION_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+ATTENTION_HEADS = (
+    *("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "num_heads"),
+)
 """What configurations call the number of attention heads."""
 
 
 class SizeFields(_Schema):
-    """``config.json`` of any other causal language model: how large it is.
+    """``config.json`` of any other language model: how large it, or its decoder, is.
 
     Attributes:
         max_position_embeddings: None for positions that go on (those by attention bias).
     """
 
-    num_hidden_layers: Count = _either("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    num_hidden_layers: Count = _either(
+        *("decoder_layers", "num_decoder_layers"),
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    )
     num_attention_heads: Count = _either(*ATTENTION_HEADS)
     hidden_size: Count = _either("hidden_size", "n_embd", "d_model")
     max_position_embeddings: Count | None = _either(
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"), default=None
     )
     num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
+    head_dim: Count | None = _either("head_dim", "d_kv", default=None)
     vocab_size: Count | None = None
+    is_encoder_decoder: bool = False
 
     @model_validator(mode="after")
     def _has_heads(self) -> Self:

@@ -1,6 +1,6 @@
 """From the name of a model to a local directory that holds it.
 
-A name is one of: the built-in model, a directory, a GGUF file, a hub id ("org/name"). The built-in
+A name is one of: a built-in model, a directory, a GGUF file, a hub id ("org/name"). The built-in
 model is converted once into foredraft's cache; of a GGUF file the cache holds a description, and
 its weights stay where they are. Models of the hub stay in the hub's own cache, which other programs
 share.
@@ -21,13 +21,13 @@ from functools import partial
 from pathlib import Path
 
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
-from foredraft.models.files import gguf_checkpoint, smollm2
+from foredraft.models.files import flan_t5, gguf_checkpoint, smollm2
 from foredraft.models.files.gguf import GgufFile
 from foredraft.models.files.manifest import find_damage, write_manifest
 from foredraft.models.files.progress import Progress, SilentProgress
 from foredraft.system.paths import cache_root
 
-BUILT_IN = (smollm2.NAME,)
+BUILT_IN = (smollm2.NAME, flan_t5.NAME)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _URL = re.compile(r"[a-z]+://(?:huggingface\.co/([\w.-]+/[\w.-]+))?", re.IGNORECASE)
@@ -165,6 +165,9 @@ class _Conversion:
 
 
 def _built_in(name: str) -> _Conversion:
+    if name == flan_t5.NAME:
+        return _Conversion(name, flan_t5.RECIPE, lambda: _NEEDED_BYTES, flan_t5.write)
+
     def write(into: Path, download: Path, progress: Progress) -> None:
         gguf = smollm2.obtain_gguf(download, progress)
         smollm2.convert(gguf, into, progress)

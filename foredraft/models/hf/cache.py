@@ -170,7 +170,7 @@ class HFCache(PagedCache):
         needed = self.length(slot) + num_tokens
         if needed > self._max_length:
             raise ValueError(f"{needed} cache entries wanted; a slot holds {self._max_length}")
-        self._make_way(in_blocks(needed) - self._rooms[slot])
+        self._make_way(in_blocks(needed) + self._source_room(slot) - self._rooms[slot])
         for layer in self._own_layers(slot):
             layer.make_room(needed)
         self._measure(slot)
@@ -317,8 +317,13 @@ class HFCache(PagedCache):
         if room and not self._token_bytes:
             self._token_bytes = sum(layer.num_bytes for layer in layers) // room
             self.memory.add(self, self._token_bytes)
+        room += self._source_room(slot)
         self._num_used += room - self._rooms[slot]
         self._rooms[slot] = room
+
+    def _source_room(self, slot: int) -> int:
+        """The memory that a slot's source takes, in entries; there is none here."""
+        return 0
 
     def _most_blocks(self) -> int:
         return UNLIMITED

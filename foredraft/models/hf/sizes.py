@@ -54,17 +54,12 @@ def read_sizes(checkpoint: Checkpoint) -> SizeFields:
 
 
 def _check_architecture(directory: Path, config: dict[str, Any]) -> None:
-    """Refuse what is no decoder with attention, before its sizes are looked for.
+    """Refuse what has no attention, before its sizes are looked for.
 
     Raises:
-        ModelLoadError: it is none.
+        ModelLoadError: it has none.
     """
     kind = f"{directory}: model_type {config.get('model_type')!r:.80}"
-    if config.get("is_encoder_decoder"):
-        raise ModelLoadError(
-            f"{kind} is an encoder and a decoder, an architecture that is not supported: choose a "
-            "decoder-only language model"
-        )
     if config.keys().isdisjoint(ATTENTION_HEADS):
         raise ModelLoadError(
             f"{kind} names no attention heads, and an architecture without attention (such as a "

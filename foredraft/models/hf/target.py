@@ -44,6 +44,11 @@ from foredraft.models.native.runner import NativeHeadRunner, head_config
 class HFTarget:
     """See `foredraft.models.base.Target`.
 
+    Attributes:
+        auto_class: loads models of this kind.
+        has_encoder: whether they are encoder-decoders.
+        new_cache: makes their cache.
+
     Args:
         model: a causal language model of transformers, in eval mode; used as it is, wherever
             its weights are.
@@ -62,6 +67,10 @@ class HFTarget:
         ConfigError: the model is in training mode.
     """
 
+    auto_class: Any = AutoModelForCausalLM
+    has_encoder = False
+    new_cache = HFCache
+
     def __init__(
         self,
         model: Any,
@@ -71,13 +80,14 @@ class HFTarget:
         parts: bool = True,
         cache_memory: CacheMemory | int | None = None,
     ) -> None:
-        _check_model(model)
-        config = model.config.get_text_config(decoder=True)
+        check_model(model, self.has_encoder)
+        config = self._decoder_config(model)
         self.model = model
         self.vocab_size: int = _vocab_size(model, config)
         self.max_context = max_context or _context_limit(config)
         memory = CacheMemory.of(cache_memory, model.device)
-        self.cache = HFCache(layer_factory(config), self.max_context, model.device, memory)
+        layers = layer_factory(config)
+        self.cache = self.new_cache(layers, self.max_context, model.device, memory)
         self._num_layers: int = config.num_hidden_layers
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
         self._mask = _TreeMask(config, model.dtype, model.device)
@@ -114,16 +124,20 @@ class HFTarget:
         """
         checkpoint = Checkpoint.of(source)
         read_sizes(checkpoint)
-        model = _load_model(checkpoint, dtype)
+        model = _load_model(checkpoint, dtype, cls.auto_class)
         _check_finite(checkpoint.directory, model)
         try:
             target = cls(model.to(device), max_context, cache_memory=cache_memory)
-            target._logits_once((0,), TokenTree())
+            target.check_loaded()
         except ForedraftError:
             raise
         except Exception as error:  # whatever the model's code makes of the config
             raise _cannot_run(checkpoint.directory, error) from error
         return target
+
+    def check_loaded(self) -> None:
+        """See that the model runs."""
+        self._logits_once((0,), TokenTree())
 
     @property
     def parts(self) -> HFParts:
@@ -161,7 +175,7 @@ class HFTarget:
         plan = plan_forward([row], [self.cache.length(row.slot)])
         last = self._num_layers - 1
         with self._parts.last_output() if last in taps and self._parts else nullcontext() as caught:
-            output = self.model(**self._inputs(row, plan), output_hidden_states=bool(taps))
+            output = self._forward(row, plan, bool(taps))
         written = self.cache.num_written(row.slot)
         if written != {plan.end(plan.rows[0])}:
             raise CapabilityError(
@@ -172,6 +186,12 @@ class HFTarget:
         logits_NV = logits_TV[len(logits_TV) - len(plan.heads) :].float()
         states = [*output.hidden_states[1:-1], *(caught or ())] if taps else []
         return RowScores(logits_NV, {i: states[i][0] for i in taps})
+
+    def _decoder_config(self, model: Any) -> Any:
+        return model.config.get_text_config(decoder=True)
+
+    def _forward(self, row: ScoreRow, plan: ForwardPlan, wants_states: bool) -> Any:
+        return self.model(**self._inputs(row, plan), output_hidden_states=wants_states)
 
     def _inputs(self, row: ScoreRow, plan: ForwardPlan) -> dict[str, Any]:
         device = self.model.device
@@ -261,10 +281,12 @@ def _distinct_tokens(vocab_size: int) -> list[int]:
     return [(i + 1) * vocab_size // 13 for i in range(12)]
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any, has_encoder: bool) -> None:
+    """Refuse what cannot be a target; see `HFTarget`."""
     name, config = type(model).__name__, model.config
-    if config.is_encoder_decoder or not model.can_generate():
-        raise CapabilityError(f"{name} is not a causal language model with a text head")
+    if config.is_encoder_decoder != has_encoder or not model.can_generate():
+        kind = "an encoder-decoder" if has_encoder else "a causal language model"
+        raise CapabilityError(f"{name} is not {kind} with a text head")
     if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
         raise CapabilityError(
             f"{name} carries a state from token to token instead of one cache entry a token: a "
@@ -294,21 +316,24 @@ def _masks_are_known(config: Any) -> bool:
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    shown = hf_logging.is_progress_bar_enabled()
+def _quietly() -> Iterator[None]:
+    """Without progress bars, which callers show, and remarks on weights, which are checked here."""
+    shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
+        hf_logging.set_verbosity(verbosity)
         if shown:
             hf_logging.enable_progress_bar()
 
 
-def _load_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+def _load_model(checkpoint: Checkpoint, dtype: torch.dtype, auto_class: Any) -> Any:
     directory = checkpoint.directory
     try:
-        with _without_progress_bars():  # callers show progress themselves
-            model, info = AutoModelForCausalLM.from_pretrained(
+        with _quietly():
+            model, info = auto_class.from_pretrained(
                 directory,
                 dtype=dtype,
                 use_safetensors=True,

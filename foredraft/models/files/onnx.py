@@ -1,0 +1,151 @@
+"""What is needed of ONNX files: their tensors, and which operation uses which.
+
+A file is a protobuf message: fields, each a number and a value. Of all there is in one, the graph's
+initialisers and nodes are read, in files whose hashes are known (see `packages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from foredraft.core.errors import ModelLoadError
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_TYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype(np.uint8), 3: np.dtype(np.int8)}
+"""Of tensors, by ONNX's numbers; others are not read."""
+_GRAPH, _NODE, _TENSOR = 7, 1, 5  # fields of a model, and of its graph
+_FIXED_BYTES = {1: 8, 5: 4}  # of values, by their wire type
+_MAX_VARINT = 10
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """The graph of a file.
+
+    Attributes:
+        tensors: float32, uint8 and int8 initialisers by name.
+        inputs: of each node the names of what it takes, by the node's name.
+    """
+
+    tensors: Mapping[str, Array]
+    inputs: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def read(cls, path: Path) -> OnnxFile:
+        """Read a file.
+
+        Raises:
+            ModelLoadError: it is damaged.
+        """
+        try:
+            content = memoryview(path.read_bytes())
+            (graph,) = (value for field, value in _fields(content) if field == _GRAPH)
+            parts = [*_fields(graph)]
+            found = (_tensor(value) for field, value in parts if field == _TENSOR)
+            tensors = dict(tensor for tensor in found if tensor is not None)
+            inputs = dict(_node(value) for field, value in parts if field == _NODE)
+        except (ValueError, IndexError, TypeError, OSError) as error:
+            raise ModelLoadError(f"{path} cannot be read as ONNX: {error}") from error
+        return cls(tensors, inputs)
+
+    def dequantised(self, name: str) -> Array:
+        """A float32 tensor, or one of 8 bits with the scale and zero point of all its numbers.
+
+        Raises:
+            ModelLoadError: the file does not hold it.
+        """
+        if name in self.tensors:
+            return self.tensors[name]
+        try:
+            quantised, scale, zero = (
+                self.tensors[f"{name}_{part}"] for part in ("quantized", "scale", "zero_point")
+            )
+        except KeyError as error:
+            raise ModelLoadError(f"the ONNX file does not hold {error}") from error
+        whole = quantised.astype(np.float32) - np.float32(zero.item())
+        whole *= np.float32(scale.item())
+        return whole
+
+
+def _fields(message: Any) -> Iterator[tuple[int, Any]]:
+    """The fields of a message: numbers, or the bytes of texts, arrays and messages.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    place, end = 0, len(message)
+    while place < end:
+        tag, place = _varint(message, place)
+        kind = tag & 7
+        if kind == 0:
+            value, place = _varint(message, place)
+            yield tag >> 3, value
+            continue
+        size = _FIXED_BYTES.get(kind)
+        if kind == 2:
+            size, place = _varint(message, place)
+        if size is None or place + size > end:
+            raise ValueError(f"a field of type {kind} at byte {place} of {end}")
+        yield tag >> 3, message[place : place + size]
+        place += size
+
+
+def _varint(message: Any, place: int) -> tuple[int, int]:
+    """A number in groups of seven bits, and where it ends."""
+    number = 0
+    for group in range(_MAX_VARINT):
+        byte = message[place + group]
+        number |= (byte & 0x7F) << (7 * group)
+        if byte < 0x80:
+            return number, place + group + 1
+    raise ValueError(f"a number without end at byte {place}")
+
+
+def _tensor(message: Any) -> tuple[str, Array] | None:
+    """Name and numbers; None for a type that is not read. Small ones are stored field by field."""
+    shape, name, kind = list[int](), "", 0
+    raw: Any = b""
+    numbers: list[int] = []
+    for field, value in _fields(message):
+        if field == 1:
+            shape += [value] if isinstance(value, int) else _numbers(value)
+        elif field == 2:
+            kind = value
+        elif field in (4, 9):  # float32, or any in its bytes
+            raw = value
+        elif field == 5:
+            numbers += [value] if isinstance(value, int) else _numbers(value)
+        elif field == 8:
+            name = bytes(value).decode()
+    if kind not in _TYPES:
+        return None
+    if numbers:
+        # Negative ones are written in 64 bits.
+        signed = [number - (1 << 64) if number >> 63 else number for number in numbers]
+        return name, np.array(signed).astype(_TYPES[kind]).reshape(shape)
+    return name, np.frombuffer(raw, _TYPES[kind]).reshape(shape)
+
+
+def _numbers(message: Any) -> list[int]:
+    found, place = [], 0
+    while place < len(message):
+        number, place = _varint(message, place)
+        found.append(number)
+    return found
+
+
+def _node(message: Any) -> tuple[str, tuple[str, ...]]:
+    inputs, name = list[str](), ""
+    for field, value in _fields(message):
+        if field == 1:
+            inputs.append(bytes(value).decode())
+        elif field == 3:
+            name = bytes(value).decode()
+    return name, tuple(inputs)

@@ -1,0 +1,252 @@
+"""Encoder-decoders of transformers (T5, BART, Marian and their kin) as a `Target`.
+
+The prompt is the source: the encoder reads it once, and what cross-attention makes of its output is
+kept as long as a slot of the cache uses it or remembers a text that was written from it. Forks,
+requests that wait for memory and come back, and later requests with the same source share it.
+
+Shape legend: S positions of a source, E hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from foredraft.cache.memory import CacheMemory
+from foredraft.core.errors import CapabilityError
+from foredraft.core.rules.bans import ModelBans
+from foredraft.core.tree import TokenTree
+from foredraft.models.base import Capabilities, ScoreRow, Source
+from foredraft.models.hf.cache import HFCache
+from foredraft.models.hf.sizes import NO_LIMIT
+from foredraft.models.hf.target import HFTarget
+from foredraft.models.native.plan import ForwardPlan
+
+_LOG = logging.getLogger("foredraft")
+_NEARLY = 0.01
+"""Part of what another token changes that the order of a sum may change, in float32."""
+
+
+@dataclass(eq=False)
+class Encoded:
+    """What the decoder needs of a source; never changed once a forward has filled it.
+
+    Attributes:
+        digest: of the source.
+        states_1SE: the encoder's output.
+        cross: keys and values of cross-attention, a layer of the decoder each.
+    """
+
+    digest: str
+    states_1SE: Tensor
+    cross: Any = field(default_factory=DynamicCache)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [self.states_1SE]
+        tensors += [tensor for layer in self.cross.layers for tensor in (layer.keys, layer.values)]
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+
+
+class SourceCache(HFCache):
+    """A cache whose slots have sources. Slots of one owner (`Cache.share`) have the same source."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._encoded: dict[int, Encoded] = {}  # by slot
+        self._by_owner: WeakValueDictionary[bytes, Encoded] = WeakValueDictionary()
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + sum(each.num_bytes for each in {*self._encoded.values()})
+
+    def encoded(self, slot: int, source: Source) -> Encoded | None:
+        """What is known of a slot's source, by itself or by another slot of its owner."""
+        owner = self._slots[slot].owner
+        found = self._encoded.get(slot) or (self._by_owner.get(owner) if owner else None)
+        return found if found is not None and found.digest == source.digest else None
+
+    def set_encoded(self, slot: int, encoded: Encoded) -> None:
+        """A slot's source has been read."""
+        self._encoded[slot] = encoded
+        if owner := self._slots[slot].owner:
+            self._by_owner[owner] = encoded
+
+    def fork(self, slot: int) -> int:
+        twin = super().fork(slot)
+        if slot in self._encoded:
+            self._encoded[twin] = self._encoded[slot]
+            self._measure(twin)
+        return twin
+
+    def free(self, slot: int) -> None:
+        super().free(slot)
+        self._encoded.pop(slot, None)
+
+    def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
+        """The source is read anew by whoever comes next: its output may be why."""
+        self._by_owner.pop(self._slots[slot].owner or b"", None)
+        super().distrust(slot, tokens, start)
+
+    def _source_room(self, slot: int) -> int:
+        encoded = self._encoded.get(slot)
+        if encoded is None or not self._token_bytes:
+            return 0
+        return -(-encoded.num_bytes // self._token_bytes)
+
+
+class EncoderDecoderTarget(HFTarget):
+    """See `foredraft.models.base.EncoderTarget`.
+
+    A row without a source has one of the decoder's first tokens: enough to measure with.
+
+    Args:
+        model: an encoder-decoder of transformers with a text head, in eval mode.
+        max_context: most tokens of a reply, with those it begins behind; the limit of the model's
+            config when None.
+        decoder_prompt: what replies begin behind; None: as the model's generation config says.
+        bans: tokens that do not come, likewise.
+        cache_memory: see `HFTarget`.
+
+    Raises:
+        CapabilityError: the model is none, its past cannot be rolled back, or nothing says what its
+            replies begin behind.
+        ConfigError: the model is in training mode.
+    """
+
+    auto_class = AutoModelForSeq2SeqLM
+    has_encoder = True
+    new_cache = SourceCache
+
+    def __init__(
+        self,
+        model: Any,
+        max_context: int | None = None,
+        *,
+        decoder_prompt: Sequence[int] | None = None,
+        bans: ModelBans | None = None,
+        cache_memory: CacheMemory | int | None = None,
+    ) -> None:
+        super().__init__(model, max_context, trees=False, parts=False, cache_memory=cache_memory)
+        generation = model.generation_config
+        self.capabilities = Capabilities(encoder=True)
+        self.decoder_prompt = decoder_prompt or _decoder_prompt(model, generation)
+        self.max_source = int(getattr(model.config, "max_position_embeddings", None) or NO_LIMIT)
+        self.bans = bans or ModelBans(
+            tuple(generation.suppress_tokens or ()),
+            (0, tuple(generation.begin_suppress_tokens or ())),
+            last=_one_token("forced_eos_token_id", generation.forced_eos_token_id),
+        )
+
+    def check_loaded(self) -> None:
+        """See that tokens get the same scores read together and one by one, and say what is left
+        out of the model's generation config.
+
+        Raises:
+            CapabilityError: they do not.
+        """
+        tokens = [*self.decoder_prompt, *(i * self.vocab_size // 4 for i in (1, 2, 3))]
+        together_NV = self._logits_once(tokens[:1], TokenTree.chain(tokens[1:]))
+        slot = self.cache.allocate()
+        one_by_one = []
+        for token in tokens:
+            one_by_one.append(self.score([ScoreRow(slot, [token])])[0].logits_NV)
+            self.cache.keep(slot, 1, ())
+        self.cache.free(slot)
+        error = (torch.cat(one_by_one) - together_NV).abs().max()
+        effect = (together_NV[1:] - together_NV[:-1]).abs().max()
+        if self.model.dtype == torch.float32 and not error <= _NEARLY * effect:
+            raise CapabilityError(
+                f"{type(self.model).__name__} scores a token otherwise when others are read with "
+                "it, so guesses cannot be checked in one forward"
+            )
+        _say_what_is_left_out(type(self.model).__name__, self.model.generation_config)
+
+    def _decoder_config(self, model: Any) -> Any:
+        """Of T5's config, too, whose decoder may be less deep than its encoder."""
+        config = super()._decoder_config(model)
+        if num_layers := getattr(config, "num_decoder_layers", None):
+            config = copy(config)
+            config.num_hidden_layers = num_layers
+        return config
+
+    def _forward(self, row: ScoreRow, plan: ForwardPlan, wants_states: bool) -> Any:
+        cache = cast(SourceCache, self.cache)
+        source = row.source or Source(tuple(self.decoder_prompt))
+        encoded = cache.encoded(row.slot, source) or self._encode(source)
+        output = self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=encoded.states_1SE),
+            decoder_input_ids=plan.token_ids_T[None].to(self.model.device),
+            past_key_values=EncoderDecoderCache(cache.open(row.slot), encoded.cross),
+            use_cache=True,
+            return_dict=True,
+        )
+        cache.set_encoded(row.slot, encoded)  # not before: a failed forward may fill it by half
+        return output
+
+    def _encode(self, source: Source) -> Encoded:
+        if source.states_SE is not None:
+            return Encoded(source.digest, source.states_SE[None])
+        ids_1S = torch.tensor([source.token_ids], device=self.model.device)
+        output = self.model.get_encoder()(input_ids=ids_1S, return_dict=True)
+        return Encoded(source.digest, output.last_hidden_state)
+
+
+def _decoder_prompt(model: Any, generation: Any) -> tuple[int, ...]:
+    """What every reply begins behind: the start token, and the one that is forced behind it."""
+    start = _one_token("decoder_start_token_id", generation.decoder_start_token_id)
+    if start is None:
+        start = _one_token("bos_token_id", generation.bos_token_id)
+    if start is None:
+        raise CapabilityError(
+            f"nothing says what token the decoder of {type(model).__name__} starts with; set "
+            "decoder_start_token_id in generation_config.json"
+        )
+    forced = _one_token("forced_bos_token_id", generation.forced_bos_token_id)
+    return (start,) if forced is None else (start, forced)
+
+
+def _one_token(name: str, token: Any) -> int | None:
+    """A token of a generation config.
+
+    Raises:
+        CapabilityError: it names several.
+    """
+    if isinstance(token, list) and len(token) == 1:
+        (token,) = token
+    if token is not None and type(token) is not int:
+        raise CapabilityError(f"{name} is {token!r}; one token is needed here")
+    return token
+
+
+def _say_what_is_left_out(model: str, generation: Any) -> None:
+    """Defaults that would make `generate` of transformers write another text."""
+    given = {option: getattr(generation, option, None) for option in _LEFT_OUT}
+    said = [f"{name}={value}" for name, value in given.items() if value not in _LEFT_OUT[name]]
+    if said:
+        _LOG.warning(
+            "the generation config of %s has %s, which foredraft leaves out: it takes the "
+            "likeliest token or draws one, and speculation is for that",
+            model,
+            ", ".join(said),
+        )
+
+
+_LEFT_OUT: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None, []),
+    "min_length": (None, 0),
+    "repetition_penalty": (None, 1.0),
+}
+"""Options that belong to a request here, or to nobody, and the values that ask nothing."""

@@ -1,0 +1,140 @@
+"""flan-t5-small-titles: ONNX files are read, and their numbers get the names of transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from foredraft import LLM, SamplingParams
+from foredraft.core.errors import ConfigError, ModelLoadError
+from foredraft.models.files import flan_t5
+from foredraft.models.files.onnx import Array, OnnxFile
+from foredraft.models.files.store import resolve_model
+
+
+def field(number: int, value: int | bytes) -> bytes:
+    """A protobuf field."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def varint(number: int) -> bytes:
+    number &= (1 << 64) - 1
+    groups = bytearray()
+    while number >= 0x80:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*groups, number])
+
+
+def tensor(name: str, values: Array) -> bytes:
+    """An initialiser: scalars field by field, as onnxruntime writes them, others in bytes."""
+    kind = {"float32": 1, "uint8": 2, "int8": 3, "int64": 7}[values.dtype.name]
+    dims = b"".join(field(1, size) for size in values.shape)
+    if values.shape:
+        content = field(9, values.tobytes())
+    elif kind == 1:
+        content = field(4, values.tobytes())
+    else:
+        content = field(5, int(values))
+    return field(5, dims + field(2, kind) + content + field(8, name.encode()))
+
+
+def quantised(name: str, values: Array, scale: float, zero: int) -> bytes:
+    return (
+        tensor(f"{name}_quantized", values)
+        + tensor(f"{name}_scale", np.array(scale, np.float32))
+        + tensor(f"{name}_zero_point", np.array(zero, values.dtype))
+    )
+
+
+def node(name: str, *inputs: str) -> bytes:
+    return field(1, b"".join(field(1, each.encode()) for each in inputs) + field(3, name.encode()))
+
+
+NORM = np.arange(4, dtype=np.float32)
+EMBEDDING = np.arange(12, dtype=np.uint8).reshape(3, 4)
+MATRIX = np.arange(-4, 4, dtype=np.int8).reshape(4, 2)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    graph = (
+        tensor("m.decoder.block.0.layer.0.layer_norm.weight", NORM)
+        + tensor("shape", np.array([3], np.int64))
+        + quantised("m.shared.weight", EMBEDDING, 0.5, 7)
+        + quantised("onnx::MatMul_3", MATRIX, 2.0, -1)
+        + node("/m/decoder/block.0/layer.0/SelfAttention/q/Transpose", "a")
+        + node(
+            "/m/decoder/block.0/layer.0/SelfAttention/q/MatMul_quant",
+            "x",
+            "onnx::MatMul_3_quantized",
+        )
+    )
+    path = tmp_path / "decoder.onnx"
+    path.write_bytes(field(1, 8) + field(2, b"a test") + field(7, graph))
+    return path
+
+
+def test_weights_get_their_values_and_names(file: Path) -> None:
+    found = dict(flan_t5._weights(OnnxFile.read(file)))
+    wanted = {
+        "decoder.block.0.layer.0.layer_norm.weight": NORM,
+        "shared.weight": (EMBEDDING.astype(np.float32) - 7) * 0.5,
+        "decoder.block.0.layer.0.SelfAttention.q.weight": (MATRIX.T.astype(np.float32) + 1) * 2.0,
+    }
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert found[name].dtype == np.float32
+        assert found[name].flags.c_contiguous
+        np.testing.assert_array_equal(found[name], values)
+
+
+def test_a_damaged_file_is_refused_or_read(file: Path) -> None:
+    content, generator = file.read_bytes(), random.Random(0)
+    num_refused = 0
+    for _ in range(300):
+        changed = bytearray(content)
+        for _ in range(generator.randint(1, 4)):
+            changed[generator.randrange(len(changed))] = generator.randrange(256)
+        file.write_bytes(bytes(changed[: generator.randint(1, len(changed))]))
+        try:
+            dict(flan_t5._weights(OnnxFile.read(file)))
+        except ModelLoadError:
+            num_refused += 1
+    assert num_refused > 200
+
+
+def test_the_name_is_known() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'flan-t5-small-titles'"):
+        resolve_model("flan-t5-smal-titles")
+
+
+@pytest.mark.slow
+def test_the_real_model_writes_titles() -> None:
+    """Fetched once (68 MB). The titles are those of transformers on the same weights."""
+    llm = LLM.load(flan_t5.NAME, drafter="prediction", num_draft_tokens=6, calibrate=False)
+    model, steps = llm.target.model, 0  # type: ignore[attr-defined]
+    assert model.lm_head.weight.data_ptr() != model.shared.weight.data_ptr()
+    for prompt, title in TITLES.items():
+        (result,) = llm.generate(prompt, SamplingParams(max_tokens=40))
+        ids = torch.tensor([llm.encode(prompt)])
+        out = model.generate(ids, max_new_tokens=40, do_sample=False)
+        assert list(result.token_ids) == out[0, 1:].tolist()
+        assert result.text == title
+        steps += result.stats.steps
+    assert steps < 0.6 * 18
+
+
+TITLES = {
+    "Fix the failing login test in auth/session.py: the token refresh raises KeyError when the "
+    "user has no profile.": "Fix authentication failure in auth/session.py",
+    "Please add a dark mode toggle to the settings page and store the choice in local storage.": (
+        "Add dark mode toggle storage"
+    ),
+}
