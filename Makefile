@@ -1,6 +1,7 @@
 # make demo   the main job on the real model        make test   the tests
 # make test-page: the page in headless Chromium (apt install chromium)
 # make wheel: a wheel with compiled kernels in dist/, for this machine or that of a cross compiler in CXX
+# make test-cluster: Ray clusters on this machine whose engines, machines and gates go away
 # make test-all, make lint, make types, make example: what CI and contributors run besides
 # make sizes: lines by package and their budgets; make newcomer: the README's commands, run in order
 # make test-clients: real clients (SDKs, lm-eval, guidellm, Schemathesis, ...) against the server
@@ -19,7 +20,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo newcomer sizes wheel test test-page test-all test-clients lint types example docs results heads heads-gpu kinds clean
+.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-all test-clients lint types example docs results heads heads-gpu kinds clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -50,6 +51,10 @@ test: $(VENV)/.installed-dev example
 test-page: $(VENV)/.installed-dev
 	$(PIP) --quiet --editable '.[test-page]'
 	$(BIN)/python -m pytest tests/page
+
+# Clusters on this machine whose engines are killed; FOREDRAFT_KILLS=200 for the longer run.
+test-cluster: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 0 tests/cluster
 
 test-all: $(VENV)/.installed-dev example
 	$(PYTEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks.busy import busy
+from benchmarks.cluster import cluster
 from benchmarks.contexts import contexts
 from benchmarks.drafters import drafters
 from benchmarks.grammar import grammar
@@ -38,7 +39,7 @@ def _alone(context: typer.Context) -> None:
 
 
 COMMANDS = (
-    *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream),
+    *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster),
     *(prefix, contexts, grammar, quality, memory, priors, revisions, report),
 )
 for command in COMMANDS:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
+import signal
 import statistics
 import time
 from collections import Counter
@@ -20,7 +22,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from benchmarks.server_process import ServerProcess, resident_mb, served
+from benchmarks.server_process import ServerProcess, engines_of, resident_mb, served
 from foredraft.bench.report import Report, Table, check_outputs
 from foredraft.cli import options as o
 from foredraft.core.errors import ForedraftError
@@ -65,18 +67,26 @@ class LoadResult:
         return not any(self.idle.values())
 
 
-async def run_load(server: ServerProcess, streams: int, seconds: float, seed: int) -> LoadResult:
+async def run_load(
+    server: ServerProcess,
+    streams: int,
+    seconds: float,
+    seed: int,
+    kill_every: float | None = None,
+) -> LoadResult:
     """Keep so many clients busy for so long.
 
     Args:
         streams: clients at a time.
         seconds: how long new requests begin.
+        kill_every: seconds after which an engine of the server's cluster is killed; None: never.
     """
     result, began = LoadResult(), time.monotonic()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=streams)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
         until = began + seconds
         watching = asyncio.create_task(_watch_memory(server.pid, result))
+        killing = asyncio.create_task(_kill(server.pid, kill_every, random.Random(seed), result))
         rngs = [random.Random(f"{seed}/{number}") for number in range(streams)]
         await asyncio.gather(
             *(
@@ -86,6 +96,7 @@ async def run_load(server: ServerProcess, streams: int, seconds: float, seed: in
         )
         result.seconds = time.monotonic() - began
         watching.cancel()
+        killing.cancel()
         await _wait_until_idle(client, result)
     return result
 
@@ -94,6 +105,16 @@ async def _watch_memory(pid: int | None, result: LoadResult) -> None:
     while pid is not None:
         result.memory_mb.append(resident_mb(pid))
         await asyncio.sleep(1)
+
+
+async def _kill(
+    pid: int | None, seconds: float | None, rng: random.Random, result: LoadResult
+) -> None:
+    while pid is not None and seconds is not None:
+        await asyncio.sleep(seconds)
+        if engines := engines_of(pid):
+            os.kill(rng.choice(engines), signal.SIGKILL)
+            result.outcomes["engine: killed"] += 1
 
 
 async def _client(
@@ -215,6 +236,10 @@ def serve_load(
         list[str] | None,
         typer.Option(help="For the server that is started, such as --model=DIR; may be repeated."),
     ] = None,
+    kill_every: Annotated[
+        float | None,
+        typer.Option(min=1, help="Seconds between kills of an engine: with --serve-option=--ray."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of what clients do.")] = 0,
     json_file: o.JsonFile = None,
 ) -> None:
@@ -228,7 +253,7 @@ def serve_load(
         result = asyncio.run(run_load(ServerProcess(url.rstrip("/")), streams, seconds, seed))
     else:
         with served(serve_option or ()) as server:
-            result = asyncio.run(run_load(server, streams, seconds, seed))
+            result = asyncio.run(run_load(server, streams, seconds, seed, kill_every))
     _report(result, streams, seed).give(json_file)
     if result.faults or not result.is_idle or result.memory_growth > _GROWTH:
         raise ForedraftError(

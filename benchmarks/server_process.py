@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 
@@ -67,6 +68,28 @@ def _wait(process: subprocess.Popen[bytes], url: str) -> None:
             pass
         time.sleep(0.2)
     raise ForedraftError(f"the server was not ready after {_START_SECONDS:.0f} seconds")
+
+
+def engines_of(pid: int) -> list[int]:
+    """Processes of the engines of a cluster that ``foredraft serve --ray`` has started."""
+    parents: dict[int, int] = {}
+    engines: list[int] = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (directory / "stat").read_text().rpartition(")")[2].split()
+            title = (directory / "cmdline").read_bytes()
+        except OSError:  # it is over
+            continue
+        parents[int(directory.name)] = int(status[1])
+        if title.startswith(b"ray::ServeReplica:") and b":engine" in title:
+            engines.append(int(directory.name))
+
+    def descends(child: int) -> bool:
+        while child not in (0, pid):
+            child = parents.get(child, 0)
+        return child == pid
+
+    return sorted(filter(descends, engines))
 
 
 def resident_mb(pid: int) -> float:

@@ -16,12 +16,20 @@ from typing import Any, Self
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.errors import ConfigError, EngineStoppedError
 from foredraft.core.params import SamplingParams, checked_params
+from foredraft.drafters import drafter_spec
 from foredraft.engine.drive import EngineThread
 from foredraft.engine.policy import Policy
 from foredraft.engine.proof import LiveProof
-from foredraft.engine.request import Event, GenerationResult, Request, RequestOptions
+from foredraft.engine.request import (
+    Event,
+    GenerationResult,
+    ReplySoFar,
+    Request,
+    RequestOptions,
+)
 from foredraft.engine.stats import EngineStats
 from foredraft.llm import LLM
+from foredraft.load import FOR_PREDICTIONS
 from foredraft.models.files.progress import Progress
 from foredraft.models.text.prompts import Message, Prompt
 from foredraft.options import DEFAULT_MODEL
@@ -185,6 +193,7 @@ class AsyncLLM:
             )
         self.llm = llm
         self._max_waiting = max_waiting
+        self._for_predictions: Policy | None = None
         self._post = _Post()
         self.proof: LiveProof | None = None
         if prove_every:
@@ -227,6 +236,7 @@ class AsyncLLM:
         tenant: str | None = None,
         priority: int = 0,
         policy: Policy | None = None,
+        so_far: ReplySoFar | None = None,
     ) -> EventStream:
         """Submit a request, and return its events to come.
 
@@ -234,15 +244,19 @@ class AsyncLLM:
             prompt: text, token ids, or the messages of a conversation.
             tenant: whose request it is: nothing of it is shared with other tenants' requests.
             priority: requests of higher numbers go first.
-            policy: who drafts for it: that of `LLM.with_drafter`, of the same LLM. None: ``llm``'s.
+            policy: who drafts for it: that of `LLM.with_drafter`, of the same LLM. None: ``llm``'s;
+                where the request has a prediction that this does not read, a drafter that does.
+            so_far: what another engine has committed of the reply, which goes on behind it.
+                ``params`` are those that it began with, and name its seed.
 
         Raises:
             QueueFullError: too many requests are waiting.
             EngineStoppedError: it was closed, or its thread has failed.
-            PromptError, ConfigError: the prompt or what is asked for cannot be used.
+            PromptError, ConfigError: the prompt or what is asked for cannot be used, or the reply
+                cannot go on.
         """
-        asked = [(prompt, checked_params(params))]
-        return await self.open_all(asked, tenant=tenant, priority=priority, policy=policy)
+        options = replace(self.llm.request_options(tenant, priority), policy=policy, so_far=so_far)
+        return await self._open([(prompt, checked_params(params))], options)
 
     async def open_all(
         self,
@@ -250,17 +264,22 @@ class AsyncLLM:
         *,
         tenant: str | None = None,
         priority: int = 0,
-        policy: Policy | None = None,
     ) -> EventStream:
         """Submit several requests, or none of them; raises as `open`.
 
         Args:
             asked: prompts, each with its parameters.
         """
+        options = replace(self.llm.request_options(tenant, priority), policy=None)
+        return await self._open(asked, options)
+
+    async def _open(
+        self,
+        asked: Sequence[tuple[Prompt | Sequence[Message], SamplingParams]],
+        options: RequestOptions,
+    ) -> EventStream:
+        """Submit requests, or none of them. Without a policy each gets the one that suits it."""
         worker, num_replies = self._worker, sum(params.n for _, params in asked)
-        options = self.llm.request_options(tenant, priority)
-        if policy is not None:
-            options = replace(options, policy=policy)
         worker.enter(num_replies, self.llm.engine.max_batch_size + self._max_waiting)
         try:
             for grammar in {params.grammar for _, params in asked if params.grammar is not None}:
@@ -362,5 +381,26 @@ class AsyncLLM:
         asked: Sequence[tuple[Prompt | Sequence[Message], SamplingParams]],
         options: RequestOptions,
     ) -> list[Request]:
-        prepare, encode = self.llm.engine.prepare, self.llm.encode
-        return [each for prompt, own in asked for each in prepare(encode(prompt), own, options)]
+        requests: list[Request] = []
+        for prompt, params in asked:
+            own = replace(options, policy=options.policy or self._policy_for(params))
+            requests += self.llm.engine.prepare(self.llm.encode(prompt), params, own)
+        return requests
+
+    def _policy_for(self, params: SamplingParams) -> Policy:
+        """Who drafts for a request. With a prediction it is a drafter that reads it."""
+        llm = self.llm
+        uses_it = drafter_spec(llm.drafter_name).uses_prediction(llm.options.drafter_options)
+        is_named = params.speculation not in ("auto", FOR_PREDICTIONS)
+        if params.prediction is None or uses_it or is_named or not llm.policy.drafters:
+            return llm.policy
+        if self._for_predictions is None:
+            options = replace(
+                llm.options,
+                drafter=FOR_PREDICTIONS,
+                draft_model=None,
+                num_draft_tokens=None,
+                drafter_options={},
+            )
+            self._for_predictions = llm.with_drafter(options).policy
+        return self._for_predictions

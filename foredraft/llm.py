@@ -22,7 +22,7 @@ from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.drive import Streams
 from foredraft.engine.engine import Engine, EngineOptions
 from foredraft.engine.policy import GuardedTrace, Policy, Trace
-from foredraft.engine.request import Event, GenerationResult, RequestOptions, Session
+from foredraft.engine.request import Event, GenerationResult, ReplySoFar, RequestOptions, Session
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.load import ModelPlan, forward_cost, load_models, resolve_drafter
 from foredraft.models.base import EncoderTarget, Target
@@ -189,6 +189,21 @@ class LLM:
         return self.policy.controller
 
     @property
+    def name(self) -> str | None:
+        """Of the model; None when built from parts."""
+        return self.plan.name if self.plan else None
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a text, prompt and reply."""
+        return self.target.max_context
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.target.vocab_size
+
+    @property
     def draft_plan(self) -> ModelPlan | None:
         """How the draft model runs, if there is one."""
         return self._draft.plan if self._draft else None
@@ -245,6 +260,7 @@ class LLM:
         params: SamplingParams | None = None,
         session: Session | None = None,
         tenant: str | None = None,
+        so_far: ReplySoFar | None = None,
     ) -> Iterator[Event]:
         """Generate one prompt, an event a step; the last one carries the result.
 
@@ -253,11 +269,14 @@ class LLM:
 
         Args:
             tenant: whose request it is; nothing of one's text drafts for another.
+            so_far: what another LLM has committed of the reply, which goes on behind it. ``params``
+                are those that it began with, and name its seed.
 
         Raises:
             PromptError: the prompt is empty or too long.
+            ConfigError: the reply cannot go on (with the first event).
         """
-        options = self.request_options(tenant, session=session)
+        options = replace(self.request_options(tenant, session=session), so_far=so_far)
         return self._stream(self._encode(prompt), params, options)
 
     def stream_chat(

@@ -36,6 +36,7 @@ LAYERS = {
     "server": 10,
     "bench": 10,
     "audit": 11,
+    "cluster": 11,
     "cli": 12,
 }
 """A module imports from its own layer and the ones below."""

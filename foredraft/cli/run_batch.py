@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft.cli import cluster
 from foredraft.cli import options as o
 from foredraft.cli.display import progress_bar, say
 from foredraft.core.errors import ConfigError
@@ -24,7 +28,11 @@ from foredraft.server.batch import (
 )
 
 if TYPE_CHECKING:
-    from foredraft.llm import LLM
+    from fastapi import FastAPI
+
+    from foredraft.server.settings import ServerSettings
+
+NewApp = Callable[..., "FastAPI"]
 
 _LOADING = replace(
     o.loading(), defaults={"max_batch_size": 16}, names={"max_batch_size": "--concurrency"}
@@ -44,6 +52,10 @@ def run_batch_file(
         typer.Option(help="What requests may call the model; may be repeated."),
     ] = None,
     as_json: o.Json = False,
+    ray: cluster.Ray = False,
+    replicas: cluster.Replicas = None,
+    autoscale: cluster.Autoscale = None,
+    address: cluster.Address = None,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -58,7 +70,10 @@ def run_batch_file(
         foredraft run-batch requests.jsonl
 
         foredraft run-batch requests.jsonl -o answers.jsonl --concurrency 32 --json
+
+        foredraft run-batch requests.jsonl --ray --address auto --replicas 4
     """
+    asked = cluster.ClusterAsked(ray, replicas, autoscale, address)
     output = output or file.with_name(f"{file.stem}.out.jsonl")
     if output.resolve() == file.resolve():
         raise ConfigError("requests and answers cannot be the same file")
@@ -67,22 +82,41 @@ def run_batch_file(
         missing = sum(custom_id not in answers.answered for custom_id in ids)
         summary, seconds = BatchSummary(skipped=len(ids)), 0.0
         if missing:
-            llm, start = o.load_llm(load), time.perf_counter()
+            from foredraft.server.settings import LocalSettings
+
+            settings = LocalSettings(served_model_names=tuple(served_model_name or ()))
             try:
-                summary = _answer(llm, tuple(served_model_name or ()), file, answers, missing)
+                with _server(asked, load, settings) as (new_app, concurrency):
+                    start = time.perf_counter()
+                    summary = _answer(new_app, concurrency, file, answers, missing)
+                    seconds = time.perf_counter() - start
             except KeyboardInterrupt:
                 done = len(answers.answered)
                 said = f"{done} of {len(ids)} answered; the same command goes on from there"
                 say(said, stderr=True)
                 raise
-            seconds = time.perf_counter() - start
     _report(summary, answers.num_failed, seconds, output, as_json)
     if summary.failed:
         raise typer.Exit(1)
 
 
+@contextmanager
+def _server(
+    asked: cluster.ClusterAsked, load: LoadOptions, settings: ServerSettings
+) -> Iterator[tuple[NewApp, int]]:
+    """What makes the server, and how many requests it is to be asked at once."""
+    if asked.ray:
+        with asked.asked_from_here(load, settings) as found:
+            yield found
+    else:
+        from foredraft.server.app import create_app
+
+        llm = o.load_llm(load)
+        yield partial(create_app, lambda feed: llm, settings), llm.engine.max_batch_size
+
+
 def _answer(
-    llm: LLM, names: tuple[str, ...], file: Path, answers: AnswerFile, missing: int
+    new_app: NewApp, concurrency: int, file: Path, answers: AnswerFile, missing: int
 ) -> BatchSummary:
     """Ask for what is missing, with a progress bar."""
     start = time.perf_counter()
@@ -92,16 +126,14 @@ def _answer(
             rate = so_far.completion_tokens / (time.perf_counter() - start)
             advance(f"{rate:.0f} tokens/s")
 
-        return asyncio.run(_run(llm, names, file, answers, show))
+        return asyncio.run(_run(new_app, concurrency, file, answers, show))
 
 
 async def _run(
-    llm: LLM, names: tuple[str, ...], file: Path, answers: AnswerFile, show: Any
+    new_app: NewApp, concurrency: int, file: Path, answers: AnswerFile, show: Any
 ) -> BatchSummary:
-    from foredraft.server.settings import LocalSettings
-
-    async with in_process(llm, LocalSettings(served_model_names=names)) as ask:
-        return await run_batch(file, answers, ask, llm.engine.max_batch_size, show)
+    async with in_process(new_app) as ask:
+        return await run_batch(file, answers, ask, concurrency, show)
 
 
 def _report(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 import ssl
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from foredraft.cli import cluster
 from foredraft.cli import options as o
 from foredraft.cli.display import say
 from foredraft.core.errors import ConfigError, nearest
@@ -21,7 +24,8 @@ from foredraft.options import LoadOptions
 from foredraft.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from foredraft.server.context import LoadModel, ServerContext
+    from foredraft.server.app import LoadModel
+    from foredraft.server.context import ServerContext
 
 _PANELS = {
     "Access": (
@@ -73,6 +77,10 @@ def serve(
         ),
     ] = False,
     trace: o.TraceTo = None,
+    ray: cluster.Ray = False,
+    replicas: cluster.Replicas = None,
+    autoscale: cluster.Autoscale = None,
+    address: cluster.Address = None,
 ) -> None:
     """Serve the model to OpenAI's and Anthropic's clients, and a page to look at it.
 
@@ -86,12 +94,38 @@ def serve(
         foredraft serve --model HuggingFaceTB/SmolLM2-360M-Instruct --port 8080
 
         foredraft serve --host 0.0.0.0 --api-key-file keys.txt
+
+        foredraft serve --ray --replicas 2
     """
+    asked = cluster.ClusterAsked(ray, replicas, autoscale, address)
     _check_certificate(settings)
+    if asked.ray:
+        if log_requests or trace is not None:
+            raise ConfigError(
+                "--log-requests and --trace write where an engine runs: not with --ray"
+            )
+        _serve_cluster(asked, load, settings)
+        return
     if log_requests:
         logging.getLogger("foredraft.server.access").setLevel(logging.INFO)
     with o.tracing(trace) as load_llm:
         _run(partial(load_llm, load), settings)
+
+
+def _serve_cluster(
+    asked: cluster.ClusterAsked, load: LoadOptions, settings: ServerSettings
+) -> None:
+    """Serve from a cluster until Ctrl-C or SIGTERM."""
+    ended = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        with asked.serving(load, settings):
+            say(f"Serving {load.model} at {settings.address(settings.port)}/v1", stderr=True)
+            ended.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(load: LoadModel, settings: ServerSettings) -> None:

@@ -142,12 +142,17 @@ class Engine:
         """Requests that can be queued, one a reply. Waits for nobody: a step may be under way.
 
         Raises:
-            PromptError: the prompt is empty, too long, or holds ids outside the vocabulary.
+            PromptError: the prompt, with what there is of the reply, is empty, too long, or holds
+                ids outside the vocabulary.
             ConfigError: stop strings without a tokenizer, several replies in a conversation, a
-                drafter that is not loaded, or something that an encoder-decoder has not.
+                drafter that is not loaded, a reply that cannot go on (`Request.resume`), or
+                something that an encoder-decoder has not.
         """
         options = options or RequestOptions()
         prompt, options = self._begin_reply(prompt, params, options)
+        if options.so_far is not None:
+            self._check_beginning([*prompt, *options.so_far.token_ids])
+            _check_resumable(params)
         _check_speculation(params, options.policy or self._policy)
         if params.stop and self._options.new_decoder is None:
             raise ConfigError("stop strings need a tokenizer, and this engine has none")
@@ -161,6 +166,8 @@ class Engine:
         for index, own in enumerate(params.each()):
             leader = requests[0] if requests else None
             requests.append(self._new_request(list(prompt), own, options, leader, index))
+        if options.so_far is not None:
+            requests[0].resume(options.so_far)
         return requests
 
     def add(self, requests: Sequence[Request], reader: Reader | None = None) -> None:
@@ -294,7 +301,9 @@ class Engine:
         """
         if self._encoder is not None:
             most = self._encoder.max_source
-            self._check_ids(prompt, most, f"the encoder reads {most}: shorten it")
+            check_ids(
+                prompt, self._target.vocab_size, most, f"the encoder reads {most}: shorten it"
+            )
         else:
             self._check_beginning(prompt)
 
@@ -302,23 +311,7 @@ class Engine:
         """Refuse what a reply cannot go on from."""
         limit = self._target.max_context
         room = f"the context holds {limit}: shorten it so that at least one token fits behind it"
-        self._check_ids(prompt, limit - 1, room)
-
-    def _check_ids(self, prompt: Sequence[int], most: int, room: str) -> None:
-        if not prompt:
-            raise PromptError("the prompt is empty: there is nothing to continue", field="prompt")
-        if len(prompt) > most:
-            raise PromptError(
-                f"the prompt has {len(prompt)} tokens and {room}",
-                field="prompt",
-                code="context_length_exceeded",
-            )
-        for token in prompt:
-            if type(token) is not int or not 0 <= token < self._target.vocab_size:
-                raise PromptError(
-                    f"prompt token {token!r} is not an id below {self._target.vocab_size}",
-                    field="prompt",
-                )
+        check_ids(prompt, self._target.vocab_size, limit - 1, room)
 
     def _begin_reply(
         self, prompt: Sequence[int], params: SamplingParams, options: RequestOptions
@@ -495,6 +488,39 @@ class Engine:
         if request.options.session is not None:
             request.options.session.is_busy = False
         self._totals.add_finished(request.finish_reason)
+
+
+def check_ids(prompt: Sequence[int], vocab_size: int, most: int, room: str) -> None:
+    """Refuse ids that nothing can be generated from.
+
+    Args:
+        most: how many there may be.
+        room: says so to a person.
+
+    Raises:
+        PromptError: there are none, too many, or some that are outside the vocabulary.
+    """
+    if not prompt:
+        raise PromptError("the prompt is empty: there is nothing to continue", field="prompt")
+    if len(prompt) > most:
+        raise PromptError(
+            f"the prompt has {len(prompt)} tokens and {room}",
+            field="prompt",
+            code="context_length_exceeded",
+        )
+    for token in prompt:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise PromptError(
+                f"prompt token {token!r} is not an id below {vocab_size}", field="prompt"
+            )
+
+
+def _check_resumable(params: SamplingParams) -> None:
+    """Raises a `ConfigError` where parameters do not say how a reply goes on."""
+    if params.n > 1:
+        raise ConfigError(f"n is {params.n}, and each reply goes on alone: see SamplingParams.each")
+    if params.seed is None and params.temperature > 0.0:
+        raise ConfigError("a reply goes on with the seed that it began with: name it", field="seed")
 
 
 def _check_speculation(params: SamplingParams, policy: Policy) -> None:

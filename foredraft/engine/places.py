@@ -40,7 +40,8 @@ class Places:
             raise as_cache_full(error) from error
         request.num_begun_with, request.num_named = request.num_cached, 0
         if not request.has_begun:
-            request.num_reused, request.has_begun = request.num_cached, True
+            request.num_reused = min(request.num_cached, request.num_prompt)
+            request.has_begun = True
 
     def close(self, request: Request) -> None:
         """Take its place back. What it held may serve others that begin alike."""

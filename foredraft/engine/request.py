@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from foredraft.cache.base import Cache
@@ -46,6 +46,44 @@ class Session:
 
 
 @dataclass(frozen=True)
+class ReplySoFar:
+    """What another engine has committed of a reply that is to go on here.
+
+    With the prompt, the parameters and the seed that the reply began with this is all there is to
+    know of it. The noise of a token depends on seed and position alone, and so do penalties, stop
+    strings, a grammar and ``min_tokens`` on the text. So the reply goes on as if it had never been
+    cut off.
+
+    Attributes:
+        token_ids: what was committed, in order.
+        logprobs: of each of these ids, where the request asks for them.
+        index: which of several replies to one prompt it is. Each goes on alone, with ``n`` of 1 and
+            the seed of its own (`SamplingParams.each`).
+        stats: what speculation did for them.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> ReplySoFar:
+        """What the events of one reply, from its first on, have brought."""
+        stats, index = SpeculationStats(), 0
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for event in events:
+            index = event.index
+            token_ids += event.token_ids
+            logprobs += event.logprobs
+            if event.token_ids:
+                num_taken, num_right = len(event.token_ids), event.num_accepted
+                stats.record(event.num_drafted, num_right, num_right, num_taken)
+        return cls(tuple(token_ids), tuple(logprobs), index, replace(stats, drafters={}))
+
+
+@dataclass(frozen=True)
 class RequestOptions:
     """What a request comes with beside its prompt and its parameters.
 
@@ -57,6 +95,7 @@ class RequestOptions:
         prefix_caching: whether it may begin with what the cache holds, and leave something there.
         source: what an encoder-decoder's reply is written from; its prompt is then what the decoder
             begins with. None: the prompt is the source.
+        so_far: what another engine has committed of the reply; None: it begins here.
     """
 
     tenant: str | None = None
@@ -65,6 +104,7 @@ class RequestOptions:
     policy: Policy | None = None
     prefix_caching: bool = True
     source: Source | None = None
+    so_far: ReplySoFar | None = None
 
 
 @dataclass(frozen=True)
@@ -294,6 +334,41 @@ class Request:
     @property
     def parent_id(self) -> int:
         return self.request_id if self.leader is None else self.leader.request_id
+
+    def resume(self, so_far: ReplySoFar) -> None:
+        """Put what another engine has committed behind the prompt: no event brings it again.
+
+        Like a request that made way for others, it reads it once more.
+
+        Raises:
+            ConfigError: the reply is over with these tokens, or they lack log probabilities.
+            GrammarError: they do not follow the request's grammar.
+        """
+        num_tokens = len(so_far.token_ids)
+        wanted = 0 if self.params.logprobs is None else num_tokens
+        if len(so_far.logprobs) != wanted:
+            raise ConfigError(
+                f"the reply so far has {num_tokens} tokens with {len(so_far.logprobs)} log "
+                f"probabilities; the request asks for {wanted}"
+            )
+        for token in so_far.token_ids:
+            self.tokens.append(token)
+            if self.completes(token, False) or self.num_remaining <= 0:
+                raise ConfigError(
+                    f"the reply is over after {len(self.tokens) - self.num_prompt} of its "
+                    f"{num_tokens} tokens: there is nothing to go on with"
+                )
+        self.text.take()
+        self.index, self.logprobs = so_far.index, [*so_far.logprobs]
+        self.stats = replace(so_far.stats, committed=num_tokens, drafters={})
+        self._sent = _Sent(num_tokens, self.stats.accepted, self.stats.drafted)
+
+    def completes(self, token: int, is_drafted: bool) -> bool:
+        """Take in the text of the last token; True when it ends the reply."""
+        if token in self.stop_ids:
+            self.text.push_stop(token, is_drafted)
+            return True
+        return self.text.push(token, is_drafted) or self.rules.is_complete(self.tokens)
 
     def draft_row(
         self, budget: int = 0, price: Price = USUAL_PRICE, num_cached: int | None = None

@@ -188,7 +188,7 @@ class Turn(RowStep):
         for num_taken, token in enumerate(tokens, start=1):
             request.tokens.append(token)
             try:
-                is_stop = self._adds_a_stop(token, num_taken <= num_drafted)
+                is_stop = request.completes(token, num_taken <= num_drafted)
             except Exception as error:  # its own decoder's: the others go on
                 request.fail(error)
                 return num_taken
@@ -199,14 +199,6 @@ class Turn(RowStep):
             if request.finish_reason:
                 return num_taken
         return len(tokens)
-
-    def _adds_a_stop(self, token: int, is_drafted: bool) -> bool:
-        """Add a token's text; True when it ends the request."""
-        request = self.request
-        if token in request.stop_ids:
-            request.text.push_stop(token, is_drafted)
-            return True
-        return request.text.push(token, is_drafted) or request.rules.is_complete(request.tokens)
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,23 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from foredraft.async_llm import AsyncLLM
 from foredraft.core.errors import ForedraftError
+from foredraft.llm import LLM
 from foredraft.server import info
 from foredraft.server.answers import IGNORED_HEADER
-from foredraft.server.context import LoadModel, ServerContext
+from foredraft.server.context import ServerContext, StepFeed
 from foredraft.server.dialects import chat, completions, messages, responses, tokenize
+from foredraft.server.engine import LoadEngine
 from foredraft.server.errors import ApiError, answer
 from foredraft.server.gate import AccessLog, BodyLimits, Gate
 from foredraft.server.page_routes import include_page, is_page_file
 from foredraft.server.settings import ServerSettings
 from foredraft.server.spans import TraceParents
 from foredraft.version import __version__
+
+LoadModel = Callable[[StepFeed], LLM]
+"""Loads the model; its engine calls the feed after each step."""
 
 _TITLE = "foredraft"
 _ROUTES = (chat, completions, responses, messages, tokenize, info)
@@ -35,7 +41,9 @@ def create_app(
     settings: ServerSettings | None = None,
     when_loaded: Callable[[ServerContext], None] | None = None,
 ) -> FastAPI:
-    """The server as an ASGI application. While the model is loaded it answers with 503.
+    """The server of a model in this process, with its page, as an ASGI application.
+
+    While the model is loaded it answers with 503.
 
     Args:
         load: loads the model, on a thread of its own. It gets the feed that its engine must call
@@ -46,7 +54,32 @@ def create_app(
     Raises:
         ConfigError: keys that cannot be used.
     """
-    context = ServerContext(settings or ServerSettings(), load)
+    loaded: list[LLM] = []
+
+    def load_here(context: ServerContext) -> AsyncLLM:
+        llm = load(context.steps)
+        loaded.append(llm)
+        context.metrics.watch_speculation(llm)
+        return AsyncLLM(
+            llm,
+            max_waiting=context.settings.max_waiting,
+            prove_every=context.settings.prove_every,
+            on_proof=context.metrics.add_proof,
+        )
+
+    app = api_app(load_here, settings, when_loaded)
+    include_page(app, app.state.context, lambda: loaded[0])
+    return app
+
+
+def api_app(
+    load: LoadEngine,
+    settings: ServerSettings | None = None,
+    when_loaded: Callable[[ServerContext], None] | None = None,
+    salt: bytes | None = None,
+) -> FastAPI:
+    """The interfaces of an engine, wherever that runs; see `create_app` and `ServerContext`."""
+    context = ServerContext(settings or ServerSettings(), load, salt)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,7 +108,6 @@ def create_app(
     named_keys = _named_keys(context)
     for routes in _ROUTES:
         app.include_router(routes.router, dependencies=named_keys)
-    include_page(app, context)
     # What only the handler of Exception takes is raised again, and logged as a fault of the server.
     known = (ApiError, ForedraftError, RequestValidationError, HTTPException, ClientDisconnect)
     for kind in (*known, Exception):

@@ -25,8 +25,7 @@ from foredraft.core.checks import shown
 from foredraft.core.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
-    from foredraft.llm import LLM
-    from foredraft.server.settings import ServerSettings
+    from fastapi import FastAPI
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 """The routes that a request may name."""
@@ -265,17 +264,18 @@ async def run_batch(
 
 
 @asynccontextmanager
-async def in_process(llm: LLM, settings: ServerSettings) -> AsyncIterator[Ask]:
-    """The server for a model that is loaded already, asked without a network.
+async def in_process(new_app: Callable[..., FastAPI]) -> AsyncIterator[Ask]:
+    """A server in this process, asked without a network.
 
     A call that is cancelled ends like a connection that closes.
+
+    Args:
+        new_app: makes it, and takes ``when_loaded`` as `create_app` does.
     """
     import httpx  # here, like the server: reading a file needs neither
 
-    from foredraft.server.app import create_app
-
     loaded = asyncio.Event()
-    app = create_app(lambda feed: llm, settings, lambda context: loaded.set())
+    app = new_app(when_loaded=lambda context: loaded.set())
     calls = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

@@ -10,18 +10,13 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Protocol, TypeVar
 
-from foredraft.async_llm import AsyncLLM
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
-from foredraft.drafters import drafter_spec
-from foredraft.engine.policy import Policy
-from foredraft.llm import LLM
-from foredraft.load import FOR_PREDICTIONS
 from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.server.engine import LoadEngine, ServedEngine, ServedModel
 from foredraft.server.errors import ApiError, unavailable
 from foredraft.server.gate import ApiKeys
 from foredraft.server.generation import Generation
@@ -69,8 +64,6 @@ class Abortable(Protocol):
 
 
 A = TypeVar("A", bound=Abortable)
-LoadModel = Callable[[StepFeed], LLM]
-"""Loads the model; its engine calls the feed after each step."""
 
 
 class ServerContext:
@@ -78,7 +71,9 @@ class ServerContext:
 
     Args:
         settings: of the server.
-        load: loads the model, on a thread of its own.
+        load: brings the engine up, on a thread of its own.
+        salt: what the names of tenants are hashed with, which servers of one engine must agree on;
+            None: a fresh one.
 
     Attributes:
         steps: the engine's steps, for watchers.
@@ -87,32 +82,28 @@ class ServerContext:
         failure: the exception if the model could not be loaded.
     """
 
-    def __init__(self, settings: ServerSettings, load: LoadModel) -> None:
+    def __init__(
+        self, settings: ServerSettings, load: LoadEngine, salt: bytes | None = None
+    ) -> None:
         self.settings, self._load = settings, load
-        self.keys = ApiKeys.of(settings)
+        self._salt = salt or secrets.token_bytes(32)
+        self.keys = ApiKeys.of(settings, self._salt)
         self.steps = StepFeed()
         self.metrics = Metrics()
         self.steps.add(self.metrics.add_step)
         self.spans = spans_to(settings.otlp_traces_endpoint)
         self.created = int(time.time())
         self.failure: BaseException | None = None
-        self._engine: AsyncLLM | None = None
-        self._for_predictions: LLM | None = None
+        self._engine: ServedEngine | None = None
         self._is_draining, self._is_hurried = False, False
         self._live: set[Abortable] = set()
-        self._salt = secrets.token_bytes(32)
 
     async def start(self) -> None:
         """Load the model; if that fails, `failure` holds the exception."""
         try:
-            llm = await asyncio.to_thread(self._load, self.steps)
-            self._engine = AsyncLLM(
-                llm,
-                max_waiting=self.settings.max_waiting,
-                prove_every=self.settings.prove_every,
-                on_proof=self.metrics.add_proof,
-            )
-            self.metrics.watch(self._engine)
+            engine = await asyncio.to_thread(self._load, self)
+            self.metrics.watch(engine)
+            self._engine = engine
         except Exception as error:
             self.failure = error
             _log.critical("the model could not be loaded: %s", error)
@@ -142,7 +133,7 @@ class ServerContext:
         return len(self._live)
 
     @property
-    def engine(self) -> AsyncLLM:
+    def engine(self) -> ServedEngine:
         """The engine.
 
         Raises:
@@ -155,8 +146,8 @@ class ServerContext:
         return self._engine
 
     @property
-    def llm(self) -> LLM:
-        """The model with its drafter; raises as `engine`."""
+    def llm(self) -> ServedModel:
+        """The model; raises as `engine`."""
         return self.engine.llm
 
     @property
@@ -170,8 +161,7 @@ class ServerContext:
     @cached_property
     def model_names(self) -> tuple[str, ...]:
         """The names of the model, the main one first."""
-        plan = self.llm.plan
-        return self.settings.served_model_names or (plan.name if plan else "foredraft",)
+        return self.settings.served_model_names or (self.llm.name or "foredraft",)
 
     @cached_property
     def takes_tools(self) -> bool:
@@ -225,11 +215,10 @@ class ServerContext:
 
         Raises:
             ApiError: 503 while the server cannot serve.
-            QueueFullError, PromptError, ConfigError: as `AsyncLLM.open`.
+            QueueFullError, PromptError, ConfigError: as `ServedEngine.open_all`.
         """
-        engine, policy = self.engine, await self._policy_for(params)
         generation = await Generation.open(
-            *(engine, prompts, params, tenant, priority), policy=policy, scores_only=scores_only
+            *(self.engine, prompts, params, tenant, priority), scores_only=scores_only
         )
         try:
             async with self.under_way(generation):
@@ -275,22 +264,3 @@ class ServerContext:
     def hurry(self) -> None:
         """End a drain: abort the requests under way."""
         self._is_hurried = True
-
-    async def _policy_for(self, params: SamplingParams) -> Policy:
-        """The policy that drafts for a request. With a prediction, its drafter reads that."""
-        llm = self.llm
-        uses_it = drafter_spec(llm.drafter_name).uses_prediction(llm.options.drafter_options)
-        is_named = params.speculation not in ("auto", FOR_PREDICTIONS)
-        if params.prediction is None or uses_it or is_named or not llm.policy.drafters:
-            return llm.policy
-        if self._for_predictions is None:
-            options = replace(
-                llm.options,
-                drafter=FOR_PREDICTIONS,
-                draft_model=None,
-                num_draft_tokens=None,
-                drafter_options={},
-            )
-            view = await asyncio.to_thread(llm.with_drafter, options)
-            self._for_predictions = self._for_predictions or view
-        return self._for_predictions.policy

@@ -29,20 +29,21 @@ _UNKNOWN = "unknown"
 
 
 class ApiKeys:
-    """The keys that open the server, kept as digests under a secret of this process.
+    """The keys that open the server, kept as digests under a secret.
 
     The ids of keys are parts of these digests. The secret keeps a reader of the log from comparing
     an id with guessed keys.
 
     Args:
         keys: as clients send them.
+        secret: None: one of this process.
 
     Raises:
         ConfigError: one is too short to be a secret, or holds characters that no header carries.
     """
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._secret = secrets.token_bytes(32)
+    def __init__(self, keys: Iterable[str], secret: bytes | None = None) -> None:
+        self._secret = secret or secrets.token_bytes(32)
         self._digests: list[bytes] = []
         for number, key in enumerate(keys, 1):
             if len(key) < _MIN_KEY or not re.fullmatch(r"[!-~]+", key):
@@ -53,7 +54,7 @@ class ApiKeys:
             self._digests.append(self._digest(key))
 
     @classmethod
-    def of(cls, settings: ServerSettings) -> ApiKeys:
+    def of(cls, settings: ServerSettings, secret: bytes | None = None) -> ApiKeys:
         """The keys that the file and the environment hold.
 
         Raises:
@@ -77,7 +78,7 @@ class ApiKeys:
                 f"host {settings.host} can be reached from other machines: give --api-key-file, or "
                 "--allow-no-key if anybody may use it"
             )
-        return cls(keys)
+        return cls(keys, secret)
 
     def __bool__(self) -> bool:
         return bool(self._digests)

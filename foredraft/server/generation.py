@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from foredraft.async_llm import AsyncLLM, EventStream
 from foredraft.core.errors import PromptError
 from foredraft.core.params import SamplingParams
-from foredraft.engine.policy import Policy
+from foredraft.engine.engine import check_ids
 from foredraft.engine.request import Event, GenerationResult
+from foredraft.server.engine import ServedEngine, ServedModel, ServedReplies
 from foredraft.server.errors import ApiError
 from foredraft.server.pace import Paced
 
@@ -55,7 +55,7 @@ class Generation:
         began: when it was opened, in seconds of `time.perf_counter`.
     """
 
-    def __init__(self, stream: EventStream, prompt_sizes: Sequence[int], n: int) -> None:
+    def __init__(self, stream: ServedReplies, prompt_sizes: Sequence[int], n: int) -> None:
         self._stream = stream
         self._indices = {number: index for index, number in enumerate(stream.request_ids)}
         self.replies = [ReplyState(size) for size in prompt_sizes for _ in range(n)]
@@ -68,13 +68,12 @@ class Generation:
     @classmethod
     async def open(
         cls,
-        engine: AsyncLLM,
+        engine: ServedEngine,
         prompts: Sequence[list[int]],
         params: SamplingParams,
         tenant: str | None,
         priority: int,
         *,
-        policy: Policy | None = None,
         scores_only: bool = False,
     ) -> Generation:
         """Submit all prompts, or none of them.
@@ -84,13 +83,14 @@ class Generation:
                 reported as those of its reply.
 
         Raises:
-            QueueFullError, EngineStoppedError, PromptError, ConfigError: as `AsyncLLM.open`.
+            QueueFullError, EngineStoppedError, PromptError, ConfigError: as
+                `ServedEngine.open_all`.
         """
         asked = [
-            _scoring(engine, prompt, params) if scores_only else (prompt, params)
+            _scoring(engine.llm, prompt, params) if scores_only else (prompt, params)
             for prompt in prompts
         ]
-        stream = await engine.open_all(asked, tenant=tenant, priority=priority, policy=policy)
+        stream = await engine.open_all(asked, tenant=tenant, priority=priority)
         return cls(stream, [len(prompt) for prompt in prompts], params.n)
 
     def pace(self) -> None:
@@ -156,7 +156,7 @@ class Generation:
 
 
 def _scoring(
-    engine: AsyncLLM, prompt: list[int], params: SamplingParams
+    model: ServedModel, prompt: list[int], params: SamplingParams
 ) -> tuple[list[int], SamplingParams]:
     """The prompt and parameters that score a prompt: its last token is generated.
 
@@ -167,14 +167,14 @@ def _scoring(
     Raises:
         PromptError: the prompt is longer than the context, or its last token is no id.
     """
-    size, limit = len(prompt), engine.llm.target.max_context
+    size, limit = len(prompt), model.max_context
     if size > limit:
         raise PromptError(
             f"the prompt has {size} tokens and the context holds {limit}: shorten it",
             code="context_length_exceeded",
         )
     *start, last = prompt
-    engine.llm.engine.check_prompt([last])
+    check_ids([last], model.vocab_size, limit, f"the context holds {limit}")
     if not start:
         return prompt, params
     return start, SamplingParams(

@@ -73,7 +73,7 @@ async def retrieve_model(model: str, context: Context) -> Response:
 
 
 def _described(context: ServerContext, name: str) -> dict[str, Any]:
-    max_context = context.llm.target.max_context
+    max_context = context.llm.max_context
     created = datetime.fromtimestamp(context.created, UTC)
     return {
         "id": name,

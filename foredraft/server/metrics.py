@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from foredraft.async_llm import AsyncLLM
 from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.core.cost import CostModel
 from foredraft.core.record import RowStep, StepRecord
 
 if TYPE_CHECKING:
+    from foredraft.llm import LLM
+    from foredraft.server.engine import ServedEngine
     from foredraft.server.generation import Generation
 
 _PREFIX = "foredraft"
@@ -36,32 +37,30 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._drafts = self._counter("spec_decode_num_drafts", "Steps of a request with a draft.")
-        self._drafted = self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
-        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self._by_position = self._counter(
+        self._drafts = self.counter("spec_decode_num_drafts", "Steps of a request with a draft.")
+        self._drafted = self.counter("spec_decode_num_draft_tokens", "Draft tokens verified.")
+        self._accepted = self.counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self._by_position = self.counter(
             "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by their position in the draft.",
             "position",
         )
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._generated = self._counter("generation_tokens", "Tokens generated.")
-        self._cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
-        self._cache_hits = self._counter("prefix_cache_hits", "Prompt tokens that were cached.")
-        self._finished = self._counter(
+        self._prompt_tokens = self.counter("prompt_tokens", "Tokens of prompts.")
+        self._generated = self.counter("generation_tokens", "Tokens generated.")
+        self._cache_queries = self.counter("prefix_cache_queries", "Prompt tokens looked up.")
+        self._cache_hits = self.counter("prefix_cache_hits", "Prompt tokens that were cached.")
+        self._finished = self.counter(
             "request_success", "Replies that are over, by their reason.", "finished_reason"
         )
-        self._aborted = self._counter("request_aborted", "Replies ended before they were over.")
-        self._responses = self._counter("http_responses", "Answers.", "route", "status")
-        self._times = self._counter("step_time_seconds", "Time of steps, by part.", "part")
-        self._preemptions = self._counter(
+        self._aborted = self.counter("request_aborted", "Replies ended before they were over.")
+        self._responses = self.counter("http_responses", "Answers.", "route", "status")
+        self._times = self.counter("step_time_seconds", "Time of steps, by part.", "part")
+        self._preemptions = self.counter(
             "num_preemptions", "How often a request gave its place in the cache to another."
         )
-        self._steps = self._counter("engine_steps", "Steps of the engine.")
-        self._proofs = self._counter(
-            "proof_steps", "Steps that drafted, made again without drafts."
-        )
-        self._differences = self._counter(
+        self._steps = self.counter("engine_steps", "Steps of the engine.")
+        self._proofs = self.counter("proof_steps", "Steps that drafted, made again without drafts.")
+        self._differences = self.counter(
             "proof_differences", "Those that came out otherwise; anything but 0 is a fault."
         )
         self.page_runs = self._gauge("num_page_runs", "Runs of the page under way.")
@@ -100,12 +99,8 @@ class Metrics:
         self._cost: CostModel | None = None
         self._controller: AdaptiveBudget | None = None
 
-    def watch(self, engine: AsyncLLM) -> None:
-        """Add the gauges, which are read at each scrape.
-
-        Args:
-            engine: whose requests, cache and controller are shown.
-        """
+    def watch(self, engine: ServedEngine) -> None:
+        """Add gauges of an engine's requests and cache, which are read at each scrape."""
 
         def cache_usage() -> float:
             stats = engine.stats()
@@ -120,7 +115,10 @@ class Metrics:
         }
         for name, (text, read) in stats.items():
             self._gauge(name, text).set_function(read)
-        self._cost, controller = engine.llm.cost, engine.llm.controller
+
+    def watch_speculation(self, llm: LLM) -> None:
+        """Show what speculation gains, and what the controller thinks of it."""
+        self._cost, controller = llm.cost, llm.controller
         if not isinstance(controller, AdaptiveBudget):
             return
 
@@ -197,7 +195,8 @@ class Metrics:
         if num_tokens > 1 and len(arrived) > 1:
             self._between.observe((arrived[-1] - arrived[0]) / (num_tokens - 1))
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """A further counter."""
         return Counter(f"{_PREFIX}:{name}", text, labels, registry=self._registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:

@@ -6,7 +6,7 @@ and data of other sites out.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
+from foredraft.llm import LLM
 from foredraft.server.answers import stream_of
 from foredraft.server.context import ServerContext
 from foredraft.server.errors import ApiError
@@ -83,17 +84,17 @@ def replay_report(trace: Trace) -> dict[str, Any]:
 class _Page:
     """The page's state: its lanes, once there is a model, and how many runs are under way."""
 
-    def __init__(self, context: ServerContext) -> None:
-        self._context = context
+    def __init__(self, context: ServerContext, llm: Callable[[], LLM]) -> None:
+        self._context, self._llm = context, llm
         self._num_runs = 0
 
     @cached_property
     def _lanes(self) -> Lanes:
-        return Lanes(self._context.llm)
+        return Lanes(self._llm())
 
     @property
     def lanes(self) -> Lanes:
-        _ = self._context.llm  # while the server drains, this says so
+        _ = self._context.engine  # while the server drains, this says so
         return self._lanes
 
     async def stream(self, body: RunBody, key_id: str | None) -> AsyncGenerator[bytes, None]:
@@ -156,9 +157,13 @@ def is_page_file(path: str) -> bool:
     return path == "/" or path.startswith("/page/files/")
 
 
-def include_page(app: FastAPI, context: ServerContext) -> None:
-    """Serve the page at `/`, and what it calls under `/page/`."""
-    page, files = _Page(context), _read_files()
+def include_page(app: FastAPI, context: ServerContext, llm: Callable[[], LLM]) -> None:
+    """Serve the page at `/`, and what it calls under `/page/`.
+
+    Args:
+        llm: the served model, once it is loaded: what the page shows looks into it.
+    """
+    page, files = _Page(context, llm), _read_files()
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
@@ -172,7 +177,7 @@ def include_page(app: FastAPI, context: ServerContext) -> None:
     @router.get("/page/info")
     async def info() -> Response:
         figures = await run_in_threadpool(lambda: page.lanes.info())
-        proof = context.engine.proof
+        proof = llm().engine.proof
         proven = proof and {
             "every": proof.every,
             "steps": proof.num_steps,

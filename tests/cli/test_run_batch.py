@@ -58,3 +58,28 @@ def test_what_cannot_be_asked_is_said_before_a_model_is_loaded(run: Run, tmp_pat
     assert "same file" in str(same.exception)
     path.write_text("{}\n")
     assert "custom_id must be text" in str(run("run-batch", str(path)).exception)
+
+
+@pytest.mark.slow
+def test_a_cluster_gives_the_same_answers(
+    run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines of Ray; what the file holds already is not asked again."""
+    pytest.importorskip("ray", reason="clusters need foredraft[ray]")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    asked = {"model": "tiny", "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+    path = write(tmp_path / "in.jsonl", [asked | {"prompt": "The", "seed": i} for i in range(6)])
+    here, there = str(tmp_path / "here.jsonl"), str(tmp_path / "there.jsonl")
+    options = ("run-batch", str(path), "--served-model-name", "tiny", "--json")
+    assert run(*options, "-o", here).exit_code == 0
+    cluster = ("--ray", "--replicas", "2", "--threads", "1")
+    done = run(*options, "-o", there, *cluster)
+    assert done.exit_code == 0, done.output
+    texts = [
+        {key: value["body"]["choices"][0]["text"] for key, value in answers(Path(file)).items()}
+        for file in (here, there)
+    ]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 6
+    summary = json.loads(run(*options, "-o", there, *cluster).stdout)
+    assert (summary["answered"], summary["skipped"]) == (0, 6)

@@ -42,10 +42,15 @@ def test_port_0_names_the_port_that_was_found(run: Run, monkeypatch: pytest.Monk
         (("--ssl-certfile", "nosuch.pem"), "--ssl-certfile nosuch.pem: No such file"),
         (("--ssl-certfile", __file__), "--ssl-certfile .*: .*PEM"),
         (("--ssl-keyfile", "nosuch.pem"), "--ssl-keyfile is of no use without --ssl-certfile"),
+        (("--replicas", "2"), "--replicas: of no use without --ray"),
+        (("--ray", "--autoscale", "3"), "--autoscale is '3'; it must be MIN:MAX, such as 1:4"),
+        (("--ray", "--autoscale", "3:2"), "--autoscale is '3:2'; it must be MIN:MAX"),
+        (("--ray", "--replicas", "2", "--autoscale", "1:2"), "--replicas or --autoscale, not both"),
+        (("--ray", "--log-requests"), "write where an engine runs: not with --ray"),
     ],
 )
 def test_what_cannot_be_served_with_is_named_as_it_was_given(
-    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, str], message: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
     """Before a model is loaded."""
     monkeypatch.setattr(options, "load_llm", None)

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 1 << 20
 """Of a file with a vocabulary whose hash is worth keeping."""
 _MAX_HELD = 32
+_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("generation_config.json", "config.json"),
+)
 _NUM_BEFORE = 4
 """Tokens of the text before a reply that its first tokens are decoded behind."""
 _SAMPLE = "Read it back: é 東 1\n"
@@ -213,6 +217,12 @@ class Tokenizer:
                 found.update(read_fields(path, GenerationFields).eos_token_id)
         eos = self._fast.token_to_id(self._named.get("eos_token", ""))
         return tuple(sorted(found if eos is None else found | {eos}))
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files that it was made of, by name: another process makes the same of them."""
+        found = [self._directory / name for name in _FILES]
+        return {path.name: path.read_bytes() for path in found if path.exists()}
 
     @cached_property
     def fingerprint(self) -> str:

@@ -81,7 +81,7 @@ async def tokenizer_info(context: Context) -> Response:
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "vocab_size": tokenizer.vocab_size,
-            "model_max_length": context.llm.target.max_context,
+            "model_max_length": context.llm.max_context,
             "chat_template": tokenizer.chat_template,
             "eos_token_ids": list(tokenizer.eos_token_ids),
             **tokenizer.named_tokens,
@@ -101,7 +101,7 @@ def _tokenized(context: ServerContext, body: TokenizeRequest, tokens: list[int] 
         tokens = tokenizer.encode(body.prompt or "", add_special_tokens=special)
     answer: dict[str, Any] = {
         "count": len(tokens),
-        "max_model_len": context.llm.target.max_context,
+        "max_model_len": context.llm.max_context,
         "tokens": tokens,
         "token_strs": None,
     }

@@ -1,0 +1,46 @@
+"""What the tier of a cluster costs: the same chats through gate and engine, and without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from benchmarks.server_process import served
+from foredraft.bench.prompts import load_prompts
+from foredraft.bench.report import check_outputs
+from foredraft.bench.serve import Task, compare, serving_report
+from foredraft.cli import options as o
+
+_NAMES = ("one process", "gate and engine")
+
+
+def cluster(
+    clients: Annotated[str, typer.Option(help="Numbers of clients.")] = "1,4,16",
+    limit: Annotated[int, typer.Option(min=1, help="Prompts.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a reply.")] = 96,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, after one that warms up.")] = 5,
+    replicas: Annotated[int, typer.Option(min=1, help="Engines of the cluster.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Of each engine.")] = 1,
+    json_file: o.JsonFile = None,
+) -> None:
+    """Compare `foredraft serve` with a cluster on this machine, in rotating order.
+
+    It needs foredraft[ray]. The engine's threads should leave a core to the gate.
+    """
+    check_outputs(json_file)
+    task = Task([prompt.text for prompt in load_prompts(None, limit)], max_tokens, 0.0)
+    counts = o.numbers("--clients", clients, int, low=1)
+    own = ["--threads", str(threads)]
+    with served(own) as alone, served([*own, "--ray", "--replicas", str(replicas)]) as tiers:
+        urls = dict(zip(_NAMES, (alone.url, tiers.url), strict=True))
+        figures = compare(urls, counts, task, rounds)
+    report = serving_report(figures)
+    pairs = list(zip(figures[::2], figures[1::2], strict=True))
+    lines = [
+        f"{one.clients} clients: {two.tokens_per_s / one.tokens_per_s:.3f} of the tokens a second, "
+        f"first token {two.first_token_ms - one.first_token_ms:+.1f} ms"
+        for one, two in pairs
+    ]
+    replace(report, lines=lines).give(json_file)

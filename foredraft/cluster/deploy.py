@@ -1,0 +1,216 @@
+"""The two tiers as deployments of Ray Serve."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+try:
+    import ray
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+    from ray.serve.deployment import Application
+    from ray.serve.handle import DeploymentHandle
+except ImportError as error:
+    from foredraft.core.errors import ConfigError
+
+    raise ConfigError(f"clusters need Ray: pip install 'foredraft[ray]' ({error})") from error
+
+from foredraft.cluster.remote import FailOvers, RemoteEngine, Sessions
+from foredraft.cluster.replica import EngineReplica, ModelCard, RemoteModel
+from foredraft.core.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.options import LoadOptions
+from foredraft.server.app import api_app
+from foredraft.server.context import ServerContext
+from foredraft.server.settings import ServerSettings
+
+_RING = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+_NAME = "foredraft"
+_STORE = 200 << 20
+"""Bytes that a cluster of this machine alone keeps for what its processes tell each other."""
+_FULL = 0.7
+"""Share of an engine's batch that autoscaling aims at."""
+_GRACE = 15.0
+"""Seconds that a replica is left beyond the longest reply, to end in order."""
+Count = Annotated[int, Field(ge=1)]
+
+
+class ClusterOptions(BaseModel):
+    """How large a cluster is.
+
+    Attributes:
+        replicas: engines.
+        autoscale: fewest and most engines, where their number follows the load.
+        gates: how many take requests.
+        num_cpus, num_gpus: that an engine keeps for itself.
+        health_check_period: seconds between two looks at a replica.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    replicas: Count = 1
+    autoscale: tuple[Annotated[int, Field(ge=0)], Count] | None = None
+    gates: Count = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    health_check_period: Annotated[float, Field(gt=0)] = 5.0
+
+
+@serve.ingress()
+class GateReplica:
+    """The server without an engine of its own.
+
+    Args:
+        engines: the deployment of `EngineReplica`.
+        settings: of the server.
+        salt: what tenants are told apart with; the same in all gates, which share caches.
+    """
+
+    def __init__(self, engines: DeploymentHandle, settings: ServerSettings, salt: bytes) -> None:
+        self._engines, self._settings, self._salt = engines, settings, salt
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Ray Serve when the gate starts: it waits until there is an engine."""
+        card: ModelCard = await self._engines.describe.remote()
+        model = card.model()
+        connect = partial(connected, self._engines, model)
+        app = api_app(connect, self._settings, salt=self._salt)
+        app.add_middleware(Sessions)
+        return app
+
+
+def connected(
+    engines: DeploymentHandle, model: RemoteModel, context: ServerContext
+) -> RemoteEngine:
+    """The engine of a gate."""
+    counter = context.metrics.counter
+    fail_overs = FailOvers(
+        counter("resumed", "How often a reply went on in another replica."),
+        counter("lost", "Replies that ended as their replica died."),
+    )
+    return RemoteEngine(engines, model, fail_overs, context.settings.request_timeout)
+
+
+def engine_application(
+    load: Callable[[], LLM],
+    max_batch_size: int,
+    settings: ServerSettings,
+    options: ClusterOptions,
+) -> Application:
+    """Engines alone, for whoever has a handle; see `application`."""
+    longest = settings.request_timeout + _GRACE
+    scaling: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.autoscale is not None:
+        fewest, most = options.autoscale
+        target = max(1.0, _FULL * max_batch_size)
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=fewest, max_replicas=most, target_ongoing_requests=target
+            )
+        }
+    return serve.deployment(
+        EngineReplica,
+        name="engine",
+        max_ongoing_requests=max_batch_size,
+        max_queued_requests=settings.max_waiting,
+        request_router_config=RequestRouterConfig(request_router_class=_RING),
+        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+        graceful_shutdown_timeout_s=longest,
+        health_check_period_s=options.health_check_period,
+        **scaling,
+    ).bind(load, settings.max_waiting)
+
+
+def application(
+    load: Callable[[], LLM],
+    max_batch_size: int,
+    settings: ServerSettings,
+    options: ClusterOptions,
+    salt: bytes | None = None,
+) -> Application:
+    """Gates and engines, to be run by `ray.serve.run`.
+
+    Args:
+        load: loads the model, in the process of each engine.
+        max_batch_size: replies that an engine takes: further ones go to the next, or wait.
+        salt: see `GateReplica`; None: a fresh one. With another, gates are started anew.
+    """
+    engines = engine_application(load, max_batch_size, settings, options)
+    gates = serve.deployment(
+        GateReplica,
+        name="gate",
+        num_replicas=options.gates,
+        max_ongoing_requests=settings.max_connections,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=settings.request_timeout + 2 * _GRACE,
+        health_check_period_s=options.health_check_period,
+    )
+    return gates.bind(engines, settings, salt or secrets.token_bytes(32))
+
+
+def app(args: Mapping[str, Any]) -> Application:
+    """What a configuration file of Serve imports, as ``foredraft.cluster:app``.
+
+    Args:
+        args: fields of `ClusterOptions`; ``load`` with options of `LLM.load`, and ``server`` with
+            those of `ServerSettings`.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    sizes = dict(args)
+    load, server = sizes.pop("load", {}), sizes.pop("server", {})
+    asked = LoadOptions.of(**{"max_batch_size": 16} | load)
+    try:
+        options, settings = ClusterOptions(**sizes), ServerSettings(**server)
+    except ValidationError as error:
+        raise ConfigError(f"args of foredraft.cluster:app: {error}") from None
+    return application(partial(load_llm, asked), asked.max_batch_size, settings, options)
+
+
+def load_llm(options: LoadOptions) -> LLM:
+    """Load the model, in the process of an engine."""
+    return LLM.load(**vars(options))
+
+
+@contextmanager
+def running(
+    application: Application, address: str | None, settings: ServerSettings | None
+) -> Iterator[DeploymentHandle]:
+    """An application on a cluster, until it is left.
+
+    Args:
+        address: of a cluster that runs, as `ray.init` takes it; None: one of this machine alone,
+            that ends with this.
+        settings: where gates listen; None: it has none.
+    """
+    if address is None:
+        ray.init("local", include_dashboard=False, object_store_memory=_STORE, log_to_driver=False)
+    else:
+        ray.init(address, log_to_driver=False)
+    if settings is None:
+        serve.start(proxy_location="Disabled")
+    else:
+        serve.start(proxy_location="EveryNode", http_options=_http(settings))
+    try:
+        route = None if settings is None else "/"
+        yield serve.run(application, name=_NAME, route_prefix=route)
+    finally:
+        if address is None:
+            serve.shutdown()
+        else:  # others may use it
+            serve.delete(_NAME)
+        ray.shutdown()
+
+
+def _http(settings: ServerSettings) -> dict[str, Any]:
+    """Where Ray's proxies listen, which stand before the gates."""
+    files = {"ssl_certfile": settings.ssl_certfile, "ssl_keyfile": settings.ssl_keyfile}
+    given = {name: str(path) for name, path in files.items() if path is not None}
+    return {"host": settings.host, "port": settings.port, **given}

@@ -1,0 +1,296 @@
+"""An engine for the server that runs its replies in other processes, and outlives them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, Self
+
+from prometheus_client import Counter
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from foredraft.cluster.replica import AskedReply, RemoteModel
+from foredraft.core.errors import EngineStoppedError, ForedraftError, QueueFullError
+from foredraft.core.params import SamplingParams
+from foredraft.core.rng import SEED_BITS
+from foredraft.engine.request import Event, ReplySoFar
+from foredraft.engine.stats import EngineStats
+
+_log = logging.getLogger("foredraft.cluster")
+_KEY_TOKENS = 256
+_MOST_LOST = 4
+"""Replicas that a reply may lose one after the other, without a token in between."""
+_PAUSE = 0.2
+"""Seconds before another is asked, times the replicas that were lost by then."""
+_LOST = (RayError, EngineStoppedError)
+"""What says that a replica is gone, or of no more use."""
+_SESSION: ContextVar[str | None] = ContextVar("session", default=None)
+
+
+class Sessions:
+    """Middleware that notes the header ``x-session-id``: requests of a session share a replica."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            _SESSION.set(Headers(scope=scope).get("x-session-id"))
+        await self._app(scope, receive, send)
+
+
+def affinity_key(prompt: Sequence[int], tenant: str | None) -> str:
+    """Equal for requests that should meet in one replica, where what they share is cached.
+
+    That is the session which the client names; else the beginning of the prompt, which a chat keeps
+    as it grows.
+    """
+    session = _SESSION.get()
+    text = array("q", prompt[:_KEY_TOKENS]).tobytes() if session is None else session.encode()
+    return blake2b((tenant or "").encode() + b"\0" + text, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class FailOvers:
+    """Counters.
+
+    Attributes:
+        resumed: how often a reply went on in another replica.
+        lost: replies that could not.
+    """
+
+    resumed: Counter
+    lost: Counter
+
+
+@dataclass(eq=False)
+class _Reply:
+    """One reply, on as many replicas as it takes.
+
+    Attributes:
+        asked: from its beginning.
+        key: see `affinity_key`.
+        number: its id in this gate.
+        parent: that of the first reply to its prompt.
+        accepted: done when a replica has taken it, or refused it.
+        events: so far.
+    """
+
+    asked: AskedReply
+    key: str
+    number: int
+    parent: int
+    accepted: asyncio.Future[None]
+    events: list[Event] = field(default_factory=list)
+
+    def ask(self, handle: DeploymentHandle, num_lost: int) -> Any:
+        """Ask a replica for what is left of it; one at another place for each that was lost."""
+        so_far = replace(ReplySoFar.of(self.events), index=self.asked.so_far.index)
+        key = f"{self.key}#{num_lost}" if num_lost else self.key
+        options = handle.options(method_name="open", stream=True, session_id=key)
+        return options.remote(replace(self.asked, so_far=so_far))
+
+    def take(self, event: Event) -> Event:
+        """The event under the ids of this gate."""
+        self.events.append(event)
+        number, parent, result = self.number, self.parent, event.result
+        if result is not None:
+            result = replace(result, request_id=number, parent_id=parent)
+        return replace(event, request_id=number, parent_id=parent, result=result)
+
+
+class RemoteReplies(AsyncIterator[Event]):
+    """The events of replies as they come: see `ServedReplies`.
+
+    Attributes:
+        request_ids: of the replies.
+    """
+
+    def __init__(self, request_ids: Sequence[int]) -> None:
+        self.request_ids = request_ids
+        self._num_live = len(request_ids)
+        self._mailbox: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def run(self, task: asyncio.Task[None]) -> None:
+        """What brings the events of a reply. It is cancelled with this."""
+        self._tasks.append(task)
+
+    def put(self, item: Event | Exception) -> None:
+        """Hand over an event, or the reason why there are no more."""
+        self._mailbox.put_nowait(item)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        item = await self._mailbox.get() if self._num_live else None
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            await self.aclose()
+            raise item
+        self._num_live -= item.result is not None
+        return item
+
+    async def aclose(self) -> None:
+        """Abort what is unfinished."""
+        if self._num_live:
+            self._num_live = 0
+            self._mailbox.put_nowait(None)  # somebody may be reading
+        for task in self._tasks:
+            task.cancel()
+
+
+class RemoteEngine:
+    """Stands where a server has its `AsyncLLM`: see `ServedEngine`.
+
+    A reply whose replica dies goes on in another, from its prompt, the tokens that have come, and
+    its seed. On machines of one kind the text is the same bit for bit; elsewhere its law is.
+
+    Args:
+        handle: of the deployment of `EngineReplica`.
+        model: what the engines run.
+        fail_overs: counters.
+        patience: seconds that a request may wait for an engine.
+
+    Attributes:
+        llm: the same as ``model``.
+        is_healthy: that of engines is Ray's to look after.
+    """
+
+    is_healthy = True
+
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        model: RemoteModel,
+        fail_overs: FailOvers,
+        patience: float,
+    ) -> None:
+        self._handle, self.llm, self._fail_overs = handle, model, fail_overs
+        self._patience = patience
+        self._ids = itertools.count()
+        self._live: set[_Reply] = set()
+
+    def stats(self) -> EngineStats:
+        """Of this gate's replies alone."""
+        waiting = sum(not reply.accepted.done() for reply in [*self._live])
+        return EngineStats(len(self._live) - waiting, waiting, {}, 0, 0, 0, 0, 0)
+
+    async def open_all(
+        self,
+        asked: Sequence[tuple[Sequence[int], SamplingParams]],
+        *,
+        tenant: str | None = None,
+        priority: int = 0,
+    ) -> RemoteReplies:
+        """Submit several requests, or none of them; see `ServedEngine.open_all`."""
+        replies = [
+            reply
+            for prompt, params in asked
+            for reply in self._replies(prompt, params, tenant, priority)
+        ]
+        stream = RemoteReplies([reply.number for reply in replies])
+        for reply in replies:
+            stream.run(asyncio.create_task(self._run(reply, stream.put)))
+        try:
+            async with asyncio.timeout(self._patience):
+                await asyncio.gather(*(reply.accepted for reply in replies))
+        except TimeoutError:
+            await stream.aclose()
+            raise QueueFullError(f"no engine had room within {self._patience:g} seconds") from None
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream
+
+    async def aclose(self, *, drain: bool = True) -> None:
+        """Nothing of its own is to be closed: whoever reads a reply ends it."""
+
+    def _replies(
+        self, prompt: Sequence[int], params: SamplingParams, tenant: str | None, priority: int
+    ) -> list[_Reply]:
+        if params.seed is None:  # a replica that goes on must draw as the one before
+            params = replace(params, seed=secrets.randbits(SEED_BITS))
+        key, numbers = affinity_key(prompt, tenant), [next(self._ids) for _ in range(params.n)]
+        loop = asyncio.get_running_loop()
+        return [
+            _Reply(
+                AskedReply([*prompt], own, tenant, priority, ReplySoFar((), index=index)),
+                *(key, numbers[index], numbers[0], loop.create_future()),
+            )
+            for index, own in enumerate(params.each())
+        ]
+
+    async def _run(self, reply: _Reply, put: Callable[[Event | Exception], None]) -> None:
+        """Bring a reply to its end. What ends it early is told to who waits for it, or reads."""
+        self._live.add(reply)
+        try:
+            await self._bring(reply, put)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if not reply.accepted.done():
+                reply.accepted.set_exception(error)
+                return
+            self._fail_overs.lost.inc()
+            _log.error("a reply is lost after %d events: %s", len(reply.events), error)
+            put(EngineStoppedError(f"the reply could not be brought to its end: {error}"))
+        finally:
+            self._live.discard(reply)
+
+    async def _bring(self, reply: _Reply, put: Callable[[Event | Exception], None]) -> None:
+        num_lost = 0
+        while True:
+            num_events = len(reply.events)
+            try:
+                await self._try(reply, num_lost, put)
+                return
+            except BackPressureError as error:
+                if not reply.accepted.done():
+                    raise QueueFullError("too many requests wait: try again later") from error
+            except DeploymentUnavailableError as error:
+                raise EngineStoppedError(f"no engine can be reached: {error}") from error
+            except _LOST as error:
+                num_lost = 1 if len(reply.events) > num_events else num_lost + 1
+                if num_lost > _MOST_LOST:
+                    raise
+                self._fail_overs.resumed.inc()
+                _log.warning("a replica is lost; its reply goes on elsewhere: %s", error)
+            await asyncio.sleep(_PAUSE * num_lost)
+
+    async def _try(
+        self, reply: _Reply, num_lost: int, put: Callable[[Event | Exception], None]
+    ) -> None:
+        """One replica's part of a reply.
+
+        Raises:
+            Exception: the replica is lost, or refuses.
+        """
+        items = reply.ask(self._handle, num_lost)
+        try:
+            async for item in items:
+                if isinstance(item, ForedraftError):
+                    raise item
+                if item is None:
+                    if not reply.accepted.done():
+                        reply.accepted.set_result(None)
+                    continue
+                put(reply.take(item))
+                if item.result is not None:
+                    return
+            raise EngineStoppedError("the replica has ended the reply without its result")
+        finally:
+            items.cancel()

@@ -1,0 +1,130 @@
+"""What runs in the process of an engine, and what others may know of its model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from foredraft.async_llm import AsyncLLM
+from foredraft.core.errors import EngineStoppedError, ForedraftError
+from foredraft.core.params import SamplingParams
+from foredraft.engine.request import Event, ReplySoFar
+from foredraft.llm import LLM
+from foredraft.models.text.tokenizer import Tokenizer
+
+Item = Event | ForedraftError | None
+"""What an engine sends: None when it has accepted a reply, then events, or why there are none."""
+
+
+@dataclass(frozen=True)
+class AskedReply:
+    """One reply, as a gate asks for it.
+
+    Attributes:
+        prompt: token ids.
+        params: with the seed of this very reply.
+        tenant: whose request it is.
+        priority: requests of higher numbers go first.
+        so_far: what another engine has committed of it; no tokens where it begins.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    tenant: str | None
+    priority: int
+    so_far: ReplySoFar
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """What a gate knows of the engines' model: a `ServedModel`."""
+
+    name: str | None
+    tokenizer: Tokenizer | None
+    max_context: int
+    vocab_size: int
+    drafter_name: str
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model as it is described to gates, which have no files of it.
+
+    Attributes:
+        name, max_context, vocab_size, drafter_name: see `ServedModel`.
+        tokenizer_files: of the tokenizer, by name.
+    """
+
+    name: str | None
+    max_context: int
+    vocab_size: int
+    drafter_name: str
+    tokenizer_files: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, llm: LLM) -> ModelCard:
+        files = llm.tokenizer.files if llm.tokenizer else {}
+        return cls(llm.name, llm.max_context, llm.vocab_size, llm.drafter_name, files)
+
+    def model(self) -> RemoteModel:
+        """The same with a tokenizer that works here."""
+        tokenizer = None
+        if self.tokenizer_files:
+            with TemporaryDirectory(prefix="foredraft-") as directory:
+                for name, content in self.tokenizer_files.items():
+                    Path(directory, name).write_bytes(content)
+                tokenizer = Tokenizer(Path(directory))
+        facts = self.max_context, self.vocab_size, self.drafter_name
+        return RemoteModel(self.name, tokenizer, *facts)
+
+
+class EngineReplica:
+    """One engine. Ray Serve keeps each in a process of its own, and calls these methods.
+
+    Args:
+        load: loads the model.
+        max_waiting: most replies that wait beside those in the batch.
+    """
+
+    def __init__(self, load: Callable[[], LLM], max_waiting: int) -> None:
+        self._engine = AsyncLLM(load(), max_waiting=max_waiting)
+
+    def describe(self) -> ModelCard:
+        """What gates know of the model."""
+        return ModelCard.of(self._engine.llm)
+
+    async def open(self, asked: AskedReply) -> AsyncIterator[Item]:
+        """Run a reply: an item when it is accepted, and one a step.
+
+        Errors are items as well, so that they arrive as they are. The reply is aborted within one
+        step when the gate leaves.
+        """
+        try:
+            stream = await self._engine.open(
+                asked.prompt,
+                asked.params,
+                tenant=asked.tenant,
+                priority=asked.priority,
+                so_far=asked.so_far,
+            )
+            async with stream:
+                yield None
+                async for event in stream:
+                    yield event
+        except ForedraftError as error:
+            yield error
+
+    def check_health(self) -> None:
+        """Called by Ray Serve, which replaces a replica that raises three times in a row.
+
+        Raises:
+            EngineStoppedError: the engine's thread has failed.
+        """
+        if not self._engine.is_healthy:
+            raise EngineStoppedError("the engine has stopped; the replica's log says why")
+
+    async def __del__(self) -> None:
+        """Called when no reply is under way any more."""
+        await self._engine.aclose()

@@ -1,0 +1,99 @@
+"""What the server asks of an engine, which need not be in its process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from foredraft.core.params import SamplingParams
+from foredraft.engine.request import Event
+from foredraft.engine.stats import EngineStats
+from foredraft.models.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from foredraft.server.context import ServerContext
+
+
+class ServedModel(Protocol):
+    """What is known of a model without asking it.
+
+    Attributes:
+        name: None where it was built from parts.
+        tokenizer: None where prompts are token ids.
+        max_context: tokens of a text.
+        vocab_size: ids are below it.
+        drafter_name: the drafter in use.
+    """
+
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def drafter_name(self) -> str: ...
+
+
+class ServedReplies(Protocol):
+    """The events of replies as they come; the last one of each carries its result.
+
+    Attributes:
+        request_ids: of the replies: prompts one after the other, ``n`` replies to each.
+    """
+
+    @property
+    def request_ids(self) -> Sequence[int]: ...
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    async def __anext__(self) -> Event: ...
+
+    async def aclose(self) -> None:
+        """Abort what is unfinished."""
+        ...
+
+
+class ServedEngine(Protocol):
+    """Runs requests: `foredraft.async_llm.AsyncLLM`, or something that stands for one elsewhere."""
+
+    @property
+    def llm(self) -> ServedModel: ...
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it takes requests."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """What it has done and is doing. Never waits."""
+        ...
+
+    async def open_all(
+        self,
+        asked: Sequence[tuple[Sequence[int], SamplingParams]],
+        *,
+        tenant: str | None = None,
+        priority: int = 0,
+    ) -> ServedReplies:
+        """Submit several requests, or none of them.
+
+        Args:
+            asked: prompts, each with its parameters.
+
+        Raises:
+            QueueFullError: too many requests are waiting.
+            EngineStoppedError: it takes none any more.
+            PromptError, ConfigError: a prompt or what is asked for cannot be used.
+        """
+        ...
+
+    async def aclose(self, *, drain: bool = True) -> None:
+        """Take no more requests. Those under way come to their end, or are aborted."""
+        ...
+
+
+LoadEngine = Callable[["ServerContext"], ServedEngine]
+"""Brings the engine of a server up, on a thread of its own. It may add to the server's metrics."""

@@ -1,0 +1,149 @@
+"""Clusters on one machine, and the server that they are compared with."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foredraft.llm import LLM
+from foredraft.server.settings import ServerSettings
+from tests.cluster.models import MAX_BATCH_SIZE, load
+from tests.models.checkpoints import save_tokenizer
+from tests.server.conftest import TOOL_TEMPLATE, running
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_agent_register_timeout_ms": "120000",  # a busy machine starts it slowly
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+}
+_STORE = 80 << 20
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+    for _ in range(int(seconds / 0.05)):
+        if is_so():
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("it did not come to that")
+
+
+@dataclass
+class Served:
+    """A cluster that serves.
+
+    Attributes:
+        url: of its gates.
+        death: where the number of events goes after which an engine is to die.
+        single: a client of a server of one process with the same model.
+        scale: sets the number of engines.
+    """
+
+    url: str
+    death: Path
+    single: httpx.Client
+    scale: Callable[[int], None]
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def kill_after(self, num_events: int) -> None:
+        """Let the next engine that gets so far with a reply die."""
+        unborn = self.death.with_suffix(".new")
+        unborn.write_text(str(num_events))
+        unborn.rename(self.death)
+
+    def metric(self, name: str) -> float:
+        """A counter of the gate."""
+        with self.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+@contextmanager
+def serving(
+    directory: Path, seconds: float = 0.0, max_waiting: int = 256, **sizes: Any
+) -> Iterator[Served]:
+    """The application on the cluster that this process has joined."""
+    from ray import serve
+
+    from foredraft.cluster.deploy import ClusterOptions, application
+
+    port, death = free_port(), directory / "death"
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    settings = ServerSettings(
+        request_timeout=120, served_model_names=("tiny",), max_waiting=max_waiting
+    )
+    load_one: Callable[[], LLM] = partial(load, directory, death, seconds)
+
+    def deploy(**sizes: Any) -> None:
+        options = ClusterOptions(**{"num_cpus": 0.4, "health_check_period": 1.0} | sizes)
+        app = application(load_one, MAX_BATCH_SIZE, settings, options, salt=b"of this test")
+        serve.run(app, name="foredraft")
+
+    deploy(**sizes)
+    with (
+        running(lambda trace: load(directory), served_model_names=("tiny",)) as alone,
+        alone.client() as single,
+    ):
+        try:
+            yield Served(
+                f"http://127.0.0.1:{port}",
+                death,
+                single,
+                lambda n: deploy(**sizes | {"replicas": n}),
+            )
+        finally:
+            serve.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("cluster") / "tiny"
+    save_tokenizer(directory, TOOL_TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def one_node(tokenizer_directory: Path) -> Iterator[Path]:
+    """A cluster of one machine; the directory of the tokenizer."""
+    ray = pytest.importorskip("ray", reason="clusters need foredraft[ray]")
+    pytest.importorskip("ray.serve", reason="clusters need foredraft[ray]")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in QUIET.items():
+            patch.setenv(name, value)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        # Ray gives its agent 20 seconds, and a fresh environment compiles its modules in them.
+        subprocess.run([sys.executable, "-c", "import ray.dashboard.agent, ray.serve"], check=True)
+        ray.init(
+            "local",
+            num_cpus=4,
+            object_store_memory=_STORE,
+            include_dashboard=False,
+            log_to_driver=bool(os.environ.get("FOREDRAFT_TEST_RAY_LOGS")),
+            configure_logging=False,
+        )
+        try:
+            yield tokenizer_directory
+        finally:
+            ray.shutdown()

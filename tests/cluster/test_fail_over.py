@@ -1,0 +1,236 @@
+"""Engines, machines and gates that go away while replies are under way: `make test-cluster`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.conftest import QUIET, Served, serving, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+PROMPT = "The ferry"
+USER = [{"role": "user", "content": PROMPT}]
+CHAT = {"messages": USER, "max_tokens": 30, "seed": 11, "temperature": 1.0}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "seed": None, "repetition_penalty": 1.2},
+    "seeded": {},
+    "penalties": {"presence_penalty": 0.6, "frequency_penalty": 0.8},
+    "grammar": {"structured_outputs": {"regex": "[a-f ]{15,40}"}},
+    "stop string": {"stop": ["e  ", "zz"], "max_tokens": 60},
+    "n": {"n": 2},
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+}
+DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": (
+        "/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 30, "seed": 3, "logprobs": 1},
+    ),
+    "messages": ("/v1/messages", {"messages": USER, "max_tokens": 30, "temperature": 0}),
+    "responses": ("/v1/responses", {"input": PROMPT, "max_output_tokens": 30, "temperature": 0}),
+}  # fmt: skip
+CASES = {name: ("/v1/chat/completions", CHAT | body) for name, body in KINDS.items()} | DIALECTS
+_CHANGING = {
+    *("id", "created", "created_at", "completed_at", "item_id", "metrics", "usage", "obfuscation"),
+    *("system_fingerprint", "timings", "spec_decode_metrics", "ignored"),
+}
+
+
+@pytest.fixture(scope="module")
+def machines(tokenizer_directory: Path) -> Iterator[Any]:
+    """Two machines on one: a head for gates, and engines on both."""
+    ray = pytest.importorskip("ray", reason="clusters need foredraft[ray]")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in QUIET.items():
+            patch.setenv(name, value)
+        node = {"num_cpus": 1, "object_store_memory": 80 << 20}
+        cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+        cluster.add_node(**node)
+        ray.init(address=cluster.address, log_to_driver=False)
+        cluster.new_node = lambda: cluster.add_node(**node)
+        try:
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def served(machines: Any, tokenizer_directory: Path) -> Iterator[Served]:
+    with serving(tokenizer_directory, seconds=0.02, replicas=2) as cluster:
+        yield cluster
+
+
+def lasting(value: Any) -> Any:
+    """An answer without what differs from one request to the next."""
+    if isinstance(value, dict):
+        return {k: lasting(v) for k, v in value.items() if k not in _CHANGING}
+    return [lasting(each) for each in value] if isinstance(value, list) else value
+
+
+def ask(client: httpx.Client, path: str, body: dict[str, Any], stream: bool) -> Any:
+    """What an answer says: all of it, or of a stream what its deltas add up to."""
+    answer = client.post(path, json=body | ({"stream": True} if stream else {}))
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        return lasting(answer.json())
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert not any("error" in event for event in events)
+    assert (lines[-1] == "[DONE]") or events[-1]["type"] in ("message_stop", "response.completed")
+    texts: dict[Any, str] = {}
+    ends, logprobs = {}, []
+    for event in events:
+        for choice in event.get("choices", ()):
+            place = choice["index"]
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            texts[place] = texts.get(place, "") + text
+            ends[place] = choice["finish_reason"] or ends.get(place)
+            logprobs += (choice.get("logprobs") or {}).get("content") or []
+        delta = event.get("delta")
+        if "choices" not in event and delta is not None:
+            text = delta if isinstance(delta, str) else delta.get("text", "")
+            texts[0] = texts.get(0, "") + text
+            ends[0] = delta.get("stop_reason") if isinstance(delta, dict) else None
+    return texts, ends, logprobs
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_engine_dies(served: Served, name: str, stream: bool) -> None:
+    path, body = CASES[name]
+    expected = ask(served.single, path, body, stream)
+    resumed = served.metric("foredraft:resumed_total")
+    served.kill_after(5)
+    with served.client() as client:
+        assert ask(client, path, body, stream) == expected
+    assert not served.death.exists()
+    assert served.metric("foredraft:resumed_total") > resumed
+    assert served.metric("foredraft:lost_total") == 0
+
+
+def together(served: Served, number: int) -> list[Any]:
+    """Many chats at once; returns what each says beside what a single process says."""
+    bodies = [
+        CHAT | {"messages": [{"role": "user", "content": f"{i} ferries"}], "seed": i}
+        for i in range(number)
+    ]
+
+    def one(body: dict[str, Any]) -> Any:
+        with served.client() as client:
+            return ask(client, "/v1/chat/completions", body, True)
+
+    expected = [ask(served.single, "/v1/chat/completions", body, True) for body in bodies]
+    with ThreadPoolExecutor(number) as pool:
+        found = list(pool.map(one, bodies))
+    return list(zip(found, expected, strict=True))
+
+
+def test_a_machine_goes_away(served: Served, machines: Any) -> None:
+    node = machines.list_all_nodes()[-1]
+    timer = threading.Timer(0.6, lambda: machines.remove_node(node, allow_graceful=False))
+    timer.start()
+    for found, expected in together(served, 6):
+        assert found == expected
+    timer.join()
+    machines.new_node()
+    assert served.metric("foredraft:lost_total") == 0
+
+
+def test_random_deaths(served: Served) -> None:
+    number = int(os.environ.get("FOREDRAFT_KILLS", "10"))
+    drawn, path = random.Random(1), "/v1/chat/completions"
+    lost = served.metric("foredraft:lost_total")
+    for kill in range(number):
+        body = CHAT | drawn.choice([*KINDS.values()]) | {"seed": kill, "max_tokens": 24}
+        stream = drawn.random() < 0.5
+        expected = ask(served.single, path, body, stream)
+        served.kill_after(drawn.randrange(1, 20))
+        with served.client() as client:
+            assert ask(client, path, body, stream) == expected
+        served.death.unlink(missing_ok=True)
+    assert served.metric("foredraft:lost_total") == lost
+
+
+def test_fewer_engines_end_their_replies_first(served: Served) -> None:
+    """Scaling down waits for replies: nothing is resumed, nothing is lost."""
+    resumed = served.metric("foredraft:resumed_total")
+    replies: list[Any] = []
+    worker = threading.Thread(target=lambda: replies.extend(together(served, 6)))
+    worker.start()
+    threading.Event().wait(0.5)
+    served.scale(1)
+    worker.join()
+    assert len(replies) == 6
+    for found, expected in replies:
+        assert found == expected
+    assert served.metric("foredraft:resumed_total") == resumed
+
+
+def test_a_full_queue_is_429(machines: Any, tokenizer_directory: Path) -> None:
+    with serving(tokenizer_directory, seconds=0.05, max_waiting=2) as cluster:
+
+        def one(seed: int) -> httpx.Response:
+            with cluster.client() as client:
+                return client.post("/v1/chat/completions", json=CHAT | {"seed": seed})
+
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(one, range(16)))
+        codes = [answer.status_code for answer in answers]
+        assert set(codes) == {200, 429}
+        assert codes.count(200) >= 4
+        assert all(a.headers["retry-after"] for a in answers if a.status_code == 429)
+        assert one(1).status_code == 200
+
+
+def test_a_gate_dies(machines: Any, tokenizer_directory: Path) -> None:
+    """Its connections break, which clients see; the other gate goes on."""
+    import ray
+
+    with serving(tokenizer_directory, seconds=0.05, gates=2) as cluster:
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        gates = [each for each in actors if "#gate#" in each["name"]]
+        assert len(gates) == 2
+        with (
+            cluster.client() as client,
+            client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            for gate in gates[:1]:
+                ray.kill(ray.get_actor(gate["name"], gate["namespace"]))
+            try:
+                rest = list(lines)
+                assert rest[-2:-1] == ["data: [DONE]"] or "data: [DONE]" in rest
+            except httpx.RemoteProtocolError:
+                pass  # it was this gate's
+
+        def serves() -> bool:
+            with cluster.client() as client:
+                return client.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+        wait_until(serves)
+
+
+def test_requests_of_a_session_meet_in_one_engine(served: Served) -> None:
+    """Their prefix is cached there: a chat that grows reads its new part alone."""
+    long = "the ferry and the sea " * 30
+    with served.client() as client:
+        usages = []
+        for turn in range(3):
+            body = CHAT | {"messages": [{"role": "user", "content": long + "and " * turn * 9}]}
+            usages.append(client.post("/v1/chat/completions", json=body).json()["usage"])
+    for usage in usages[1:]:
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0.7 * usage["prompt_tokens"]
