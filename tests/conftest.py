@@ -8,8 +8,10 @@ import os
 # Before torch is imported. Programs that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-from hypothesis import settings
+gc.disable()  # a third of what importing all tests and their packages takes; see below
+
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 THREADS = torch.get_num_threads()
 
@@ -22,6 +24,7 @@ def pytest_collection_finish() -> None:
     """The garbage collector need not walk through what lives as long as the tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_teardown() -> None:

@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any, SupportsIndex
+from typing import Any
 
 from foredraft.core.errors import ConfigError, ForedraftError
 
@@ -26,13 +26,13 @@ def checked_int(name: str, value: object, low: int, high: int | None = None) -> 
     return number
 
 
-def whole_number(value: object) -> int | None:
+def whole_number(value: Any) -> int | None:
     """``value`` as a plain int if it is a whole number of any kind, else None."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    if isinstance(value, bool):
         return None
     try:
         return operator.index(value)
-    except (TypeError, ValueError):  # numpy's flags; tensors and arrays of several numbers
+    except (TypeError, ValueError):  # no number; numpy's flags; tensors of several numbers
         return None
 
 
