@@ -131,6 +131,28 @@ def test_the_real_model_writes_titles() -> None:
     assert steps < 0.6 * 18
 
 
+@pytest.mark.slow
+@pytest.mark.real_model
+@pytest.mark.parametrize("mode", ["slem", "tli"])
+def test_smollm2_drafts_for_it_in_another_vocabulary(mode: str) -> None:
+    plain = LLM.load(flan_t5.NAME, drafter="none", calibrate=False)
+    llm = LLM.load(
+        flan_t5.NAME,
+        drafter="cross_tokenizer",
+        draft_model="smollm2-135m-instruct",
+        drafter_options={"mode": mode},
+        num_draft_tokens=4,
+        calibrate=False,
+    )
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=32, temperature=temperature, seed=3)
+        wanted = plain.generate([*TITLES], params)
+        got = llm.generate([*TITLES], params)
+        assert [r.token_ids for r in got] == [r.token_ids for r in wanted]
+        assert sum(r.stats.accepted for r in got) > 0
+    assert not llm.policy.num_faults
+
+
 TITLES = {
     "Fix the failing login test in auth/session.py: the token refresh raises KeyError when the "
     "user has no profile.": "Fix authentication failure in auth/session.py",
