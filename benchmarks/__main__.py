@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from benchmarks.against_llama_cpp import gguf
 from benchmarks.busy import busy
 from benchmarks.cluster import cluster
 from benchmarks.contexts import contexts
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_TIMES_NOTHING = ("report", "quality", "priors", "serve-load")
+_TIMES_NOTHING = ("report", "quality", "gguf", "priors", "serve-load")
 
 
 @app.callback()
@@ -40,7 +41,7 @@ def _alone(context: typer.Context) -> None:
 
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster),
-    *(prefix, contexts, grammar, quality, memory, priors, revisions, report),
+    *(prefix, contexts, grammar, quality, gguf, memory, priors, revisions, report),
 )
 for command in COMMANDS:
     app.command()(command)

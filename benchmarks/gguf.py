@@ -1,75 +1,183 @@
-"""Our checkpoint as a GGUF file, for peers that read nothing else. Written, never parsed."""
+"""Checkpoints as GGUF files: for peers that read nothing else, and for tests of our own reader.
+
+The names of fields and tensors are those of the format's own package, not those that our reader
+knows. Written, never parsed.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.gguf_quants import NESTED
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.models.native.config import DecoderConfig, read_config
 from foredraft.models.native.source_blocks import FILE as SOURCE_BLOCKS
 from foredraft.models.text.tokenizer import Tokenizer
 
-QUANTISATIONS = ("bf16", "q8_0", "q4_1", "q4_0")
-
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+QUANTISATIONS = (
+    *("f32", "f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_1", "q4_0"),
+    *(name.lower() for name in NESTED),
+)
+_ARCHITECTURES = {
+    "llama": "LLAMA",
+    "mixtral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "qwen3_moe": "QWEN3MOE",
+    "smollm3": "SMOLLM3",
+    "olmo2": "OLMO2",
+    "olmoe": "OLMOE",
+    "granite": "GRANITE",
+    "phi3": "PHI3",
+    "gemma": "GEMMA",
+    "gemma2": "GEMMA2",
+    "gemma3_text": "GEMMA3",
 }
-_TOP_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
+"""What the format's own package calls the architecture of a ``model_type``."""
+FAMILIES = tuple(_ARCHITECTURES)
+
+_PAIRED = ("llama", "mixtral", "smollm3", "granite")
 
 
-def write_gguf(directory: Path, path: Path, quantisation: str) -> None:
-    """Write a llama-shaped checkpoint as GGUF, with its matrices quantised.
+def write_gguf(
+    directory: Path, path: Path, quantisation: str, written: dict[str, Any] | None = None
+) -> None:
+    """Write a checkpoint as GGUF, with its matrices quantised.
+
+    Args:
+        written: is filled with the numbers that the file holds, float32, by their names in the
+            checkpoint.
 
     Raises:
-        ConfigError: another family, or an unknown quantisation.
+        ConfigError: a family that has no such files here, or an unknown quantisation.
     """
     if quantisation not in QUANTISATIONS:
         raise unknown("quantisation", quantisation, QUANTISATIONS)
     import gguf
 
     config = read_config(directory)
-    if config.model_type != "llama":
-        raise ConfigError(f"only llama checkpoints are written as GGUF, not {config.model_type}")
-    writer = gguf.GGUFWriter(str(path), "llama")
-    _write_settings(writer, config)
+    if config.model_type not in _ARCHITECTURES:
+        raise ConfigError(f"{config.model_type} checkpoints are not written as GGUF")
+    arch = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
+    writer = gguf.GGUFWriter(str(path), gguf.MODEL_ARCH_NAMES[arch])
+    raw = json.loads((directory / "config.json").read_text())
+    _write_settings(writer, config, raw)
     _write_vocabulary(writer, directory, config)
-    kind = getattr(gguf.GGMLQuantizationType, quantisation.upper())
-    for name, values in _tensors(directory, config):
-        matrix = values.ndim == 2
-        stored = kind if matrix else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quantize(values, stored), raw_dtype=stored)
+    for name, factors in _rotary_factors(raw, config).items():
+        writer.add_tensor(name, np.array(factors, np.float32))
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, values in _stacked(_values(directory)):
+        theirs = names.get_name(_of_all_experts(name), try_suffixes=(".weight", ".bias"))
+        if theirs is None:
+            raise ConfigError(f"{name} has no name in GGUF files of {config.model_type}")
+        _write_tensor(writer, theirs, name, values, quantisation, config, written)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _write_settings(writer: Any, config: DecoderConfig) -> None:
-    writer.add_context_length(config.max_position_embeddings)
+def _write_tensor(
+    writer: Any,
+    theirs: str,
+    name: str,
+    values: Any,
+    quantisation: str,
+    config: DecoderConfig,
+    written: dict[str, Any] | None,
+) -> None:
+    import gguf
+
+    is_norm = name.endswith("norm.weight")
+    is_matrix = values.ndim > 1 and "ffn_gate_inp" not in theirs
+    kind = gguf.GGMLQuantizationType[quantisation.upper() if is_matrix else "F32"]
+    added = np.float32(config.family.norm_offset if is_norm else 0)
+    rows = _quantised(values + added, kind)
+    if written is not None:
+        numbers = gguf.dequantize(rows, kind).reshape(values.shape) - added
+        named = [(name.replace("{expert}", f"{i}"), one) for i, one in enumerate(numbers)]
+        written |= dict(named if "{expert}" in name else [(name, numbers)])
+    heads = _ordered_heads(name, config)
+    writer.add_tensor(theirs, _paired_rows(rows, heads) if heads else rows, raw_dtype=kind)
+
+
+def _quantised(values: Any, kind: Any) -> Any:
+    import gguf
+
+    nested = NESTED.get(kind.name)
+    return nested(values) if nested else gguf.quantize(values, kind)
+
+
+def _write_settings(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -> None:
+    writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(raw["intermediate_size"])
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
+    if config.model_type not in ("phi3", "granite"):  # their converters leave it out
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.ropes[0].size)
     writer.add_rope_freq_base(config.ropes[0].theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    _write_scaling(writer, config)
+    if config.experts is not None:
+        writer.add_expert_count(config.experts.count)
+        writer.add_expert_used_count(config.experts.per_token)
+        if "moe_intermediate_size" in raw:
+            writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type == "granite":
+        writer.add_attention_scale(raw["attention_multiplier"])
+        writer.add_embedding_scale(raw["embedding_multiplier"])
+        writer.add_residual_scale(raw["residual_multiplier"])
+        writer.add_logit_scale(raw["logits_scaling"])
+    if config.model_type in ("phi3", "gemma2", "gemma3_text"):
+        writer.add_sliding_window(raw["sliding_window"] or 0)
+    if config.model_type == "gemma3_text":
+        writer.add_rope_freq_base_swa(config.ropes[1].theta)
+        writer.add_sliding_window_pattern([kind.window is not None for kind in config.kinds])
+    if config.attention_cap is not None:
+        writer.add_attn_logit_softcapping(config.attention_cap)
+    if config.logits_cap is not None:
+        writer.add_final_logit_softcapping(config.logits_cap)
+
+
+def _write_scaling(writer: Any, config: DecoderConfig) -> None:
+    import gguf
+
+    rope = config.ropes[0]
+    if rope.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope.fields.factor)
+    if rope.kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope.fields.factor)
+        writer.add_rope_scaling_orig_ctx_len(rope.fields.original_max_position_embeddings)
+        if rope.fields.beta_fast is not None:
+            writer.add_rope_scaling_yarn_beta_fast(rope.fields.beta_fast)
+    if rope.kind == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope.fields.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(rope.amplitude)
+
+
+def _rotary_factors(raw: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """Tensors that say by what frequencies are divided."""
+    rope = config.ropes[0]
+    if rope.kind == "longrope":
+        lengths = ("long", "short")
+        found = {name: getattr(rope.fields, f"{name}_factor") for name in lengths}
+        return {f"rope_factors_{name}.weight": factors for name, factors in found.items()}
+    if rope.kind == "llama3":
+        plain = rope.theta ** -(np.arange(0, rope.size, 2) / rope.size)
+        return {"rope_freqs.weight": plain / rope.inverse_frequencies().numpy()}
+    return {}
 
 
 def _write_vocabulary(writer: Any, directory: Path, config: DecoderConfig) -> None:
@@ -85,7 +193,8 @@ def _write_vocabulary(writer: Any, directory: Path, config: DecoderConfig) -> No
     ids = range(config.vocab_size)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    splits_digits = "Digits" in json.dumps(tokenizer["pre_tokenizer"])
+    writer.add_tokenizer_pre("smollm" if splits_digits else "gpt-2")
     writer.add_token_list([by_id.get(i, f"<unused{i}>") for i in ids])
     writer.add_token_types([kinds.get(i, gguf.TokenType.UNUSED) for i in ids])
     writer.add_token_merges(merges)
@@ -97,32 +206,59 @@ def _write_vocabulary(writer: Any, directory: Path, config: DecoderConfig) -> No
         writer.add_chat_template(template)
 
 
-def _tensors(directory: Path, config: DecoderConfig) -> Iterator[tuple[str, Any]]:
-    """GGUF name and float32 values of each tensor."""
+def _values(directory: Path) -> Iterator[tuple[str, Any]]:
+    """Name and float32 values of each tensor."""
     from safetensors import safe_open
 
-    heads = {
-        "self_attn.q_proj": config.num_attention_heads,
-        "self_attn.k_proj": config.num_key_value_heads,
-    }
     for file_path in sorted(directory.glob("*.safetensors")):
         if file_path.name == SOURCE_BLOCKS:
             continue  # the same weights once more, as they came
         with safe_open(str(file_path), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                values = file.get_tensor(key).float().numpy()
-                base = key.removesuffix(".weight")
-                if base in _TOP_NAMES:
-                    yield f"{_TOP_NAMES[base]}.weight", values
-                    continue
-                _, _, layer, part = base.split(".", 3)
-                if part in heads:
-                    values = _paired_rows(values, heads[part])
-                yield f"blk.{layer}.{_LAYER_NAMES[part]}.weight", values
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                yield name, file.get_tensor(name).float().numpy()
 
 
-def _paired_rows(weight: Any, heads: int) -> Any:
+def _stacked(tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The same, the matrices of all experts as one tensor whose name has ``{expert}`` in it."""
+    experts: dict[str, dict[int, Any]] = {}
+    for name, values in tensors:
+        before, _, behind = name.partition(".experts.")
+        if not behind:
+            yield name, values
+            continue
+        number, _, part = behind.partition(".")
+        experts.setdefault(f"{before}.experts.{{expert}}.{part}", {})[int(number)] = values
+    for name, by_number in experts.items():
+        yield name, np.stack([by_number[number] for number in range(len(by_number))])
+
+
+def _of_all_experts(name: str) -> str:
+    """What the format's own converters call the matrices of all experts together."""
+    joined = name.replace(".{expert}.", ".")
+    if "block_sparse_moe.experts" not in joined:
+        return joined
+    return joined.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
+
+
+def _ordered_heads(name: str, config: DecoderConfig) -> int:
+    """How many heads the rows of queries and keys are reordered in; 0: they are not."""
+    if config.model_type not in _PAIRED:
+        return 0
+    if ".q_proj." in name:
+        return config.num_attention_heads
+    return config.num_key_value_heads if ".k_proj." in name else 0
+
+
+def _paired_rows(rows: Any, heads: int) -> Any:
     """llama.cpp keeps the two halves that rotary embedding pairs next to each other."""
-    rows, columns = weight.shape
-    halves = weight.reshape(heads, 2, rows // heads // 2, columns)
-    return halves.swapaxes(1, 2).reshape(rows, columns)
+    count, *columns = rows.shape
+    halves = rows.reshape(heads, 2, count // heads // 2, *columns)
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def bits_per_weight(quantisation: str) -> float:
+    """Of matrices in a file."""
+    import gguf
+
+    count, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quantisation.upper()]]
+    return float(8 * num_bytes / count)

@@ -27,7 +27,7 @@ from foredraft.models.base import Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
-from foredraft.models.files.store import resolve_model
+from foredraft.models.files.store import BUILT_IN, resolve_model
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost, measure_cost
 from foredraft.options import LoadOptions
@@ -193,9 +193,17 @@ def plan_models(
 def _plan(name: str, options: LoadOptions, device: str, progress: Progress | None) -> ModelPlan:
     as_safetensors = options.backend == "hf"
     directory = resolve_model(
-        name, revision=options.revision, as_safetensors=as_safetensors, progress=progress
+        name,
+        revision=options.revision,
+        as_safetensors=as_safetensors,
+        as_stored=options.weights == _AS_STORED,
+        progress=progress,
     )
-    return plan_model(name, Checkpoint(directory), options, device)
+    plan = plan_model(name, Checkpoint(directory), options, device)
+    if directory.name in BUILT_IN and name.lower().endswith(".gguf"):
+        note = f"the file is that of {directory.name} and runs as it does; weights='file' keeps it"
+        return replace(plan, notes=(*plan.notes, note))
+    return plan
 
 
 def _check_same_vocabulary(
@@ -409,7 +417,7 @@ def plan_native(
     weights = options.weights if options.weights in _BITS else dtype
     is_gguf = checkpoint is not None and checkpoint.is_quantised
     if options.weights == _AS_STORED or (is_gguf and _leaves_weights(options, kernel_problem)):
-        problem = _why_not_as_stored(checkpoint)
+        problem = _why_not_as_stored(checkpoint, config)
         if problem and options.weights == _AS_STORED:
             raise ConfigError(f"weights 'file' cannot be had: {problem}; leave weights out")
         if problem:
@@ -448,12 +456,12 @@ def _leaves_weights(options: LoadOptions, kernel_problem: str | None) -> bool:
     return kernel_problem is None and options.weights == options.dtype == "auto"
 
 
-def _why_not_as_stored(checkpoint: Checkpoint | None) -> str | None:
+def _why_not_as_stored(checkpoint: Checkpoint | None, config: DecoderConfig) -> str | None:
     from foredraft.models.native.as_stored import why_not_as_stored
 
     if checkpoint is None or not checkpoint.is_quantised:
         return "it means the formats of a GGUF file, and the model is none with weights of few bits"
-    return why_not_as_stored(checkpoint)
+    return why_not_as_stored(checkpoint, config)
 
 
 def _no_packed(weights: str, reason: str) -> ConfigError:

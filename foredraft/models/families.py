@@ -43,32 +43,30 @@ class Gguf:
         is_paired: rows of queries and keys lie such that rotary embedding turns neighbours, where
             transformers turns halves.
         keys: of fields of ``config.json``, beyond those of Llama; without the architecture.
+        implied: fields of ``config.json`` that a file without a key for them means, where this is
+            not what `Family.defaults` says.
+        only: what keys may say, where anything else is not implemented.
+        wide_size: the number of layers of the one model of the family whose scores are divided by
+            the root of hidden size / heads, and not of the head size. Files do not say it.
     """
 
     architecture: str
     is_paired: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    wide_size: int | None = None
 
 
-GGUF_LAYER_NAMES = {
+GGUF_NORMS = {
     "attention_norm": "attn_norm",
     "attention_post_norm": "post_attention_norm",
     "mlp_norm": "ffn_norm",
     "mlp_post_norm": "post_ffw_norm",
     "query_norm": "attn_q_norm",
     "key_norm": "attn_k_norm",
-    "output": "attn_output",
-    "router": "ffn_gate_inp",
-    "down": "ffn_down",
 }
-"""What a tensor of `Names` is called in GGUF files, in all families."""
-GGUF_STACKED_NAMES = {
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): ("attn_q", "attn_k", "attn_v"),
-    ("self_attn.qkv_proj",): ("attn_qkv",),
-    ("mlp.gate_proj", "mlp.up_proj"): ("ffn_gate", "ffn_up"),
-    ("mlp.gate_up_proj",): ("ffn_up",),
-}
-"""The same of matrices that have several names, or one for several."""
+"""What the norms of `Names` are called in GGUF files, in all families."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,11 @@ class Family:
     gguf: Gguf | None = None
 
 
+def _keys_of_experts(count: str) -> dict[str, str]:
+    """Of GGUF files, where a family calls the number of experts ``count``."""
+    return {count: "expert_count", "num_experts_per_tok": "expert_used_count"}
+
+
 _LLAMA = Names()
 _HEAD_NORMS = replace(_LLAMA, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 _POST_NORMS = replace(
@@ -135,7 +138,6 @@ _EXPERTS: dict[str, Any] = {
 _EXPERT_READS = frozenset(
     {"num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"}
 )
-_EXPERT_KEYS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _UPPER_WINDOWS = frozenset(
     {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
 )
@@ -153,6 +155,8 @@ _GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
 }
 _WINDOW_KEY = {"sliding_window": "attention.sliding_window"}
+_NO_WINDOWS = {"use_sliding_window": False}
+_SOFTMAX = {"expert_gating_func": 1}
 
 _FAMILIES = (
     Family(
@@ -166,7 +170,6 @@ _FAMILIES = (
         reads=frozenset({"sliding_window"}),
         defaults={"sliding_window": 4096},
         windows="all",
-        gguf=Gguf("llama", is_paired=True),
     ),
     Family(
         "qwen2",
@@ -175,7 +178,7 @@ _FAMILIES = (
         output_bias=False,
         defaults={"sliding_window": 4096},
         windows="upper",
-        gguf=Gguf("qwen2"),
+        gguf=Gguf("qwen2", implied=_NO_WINDOWS),
     ),
     Family(
         "qwen3",
@@ -184,7 +187,7 @@ _FAMILIES = (
         defaults={"sliding_window": 4096, "head_dim": 128},
         head_norms="each",
         windows="upper",
-        gguf=Gguf("qwen3"),
+        gguf=Gguf("qwen3", implied=_NO_WINDOWS),
     ),
     Family(
         "smollm3",
@@ -202,7 +205,7 @@ _FAMILIES = (
         },
         neutral={"mlp_bias": False},
         windows="unrotated",
-        gguf=Gguf("smollm3", is_paired=True),
+        gguf=Gguf("smollm3", is_paired=True, implied=_NO_WINDOWS),
     ),
     Family(
         "olmo2",
@@ -231,6 +234,8 @@ _FAMILIES = (
                 "attention_multiplier": "attention.scale",
                 "logits_scaling": "logit_scale",
             },
+            implied={"attention_multiplier": None},
+            only={"rope.scaling.finetuned": True},
         ),
     ),
     Family(
@@ -242,7 +247,7 @@ _FAMILIES = (
         defaults={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         windows="all",
         rope_names={"su": "longrope", "yarn": "longrope"},
-        gguf=Gguf("phi3", keys=_WINDOW_KEY),
+        gguf=Gguf("phi3", keys=_WINDOW_KEY, implied={"sliding_window": None}),
     ),
     Family(
         "gemma",
@@ -278,6 +283,7 @@ _FAMILIES = (
                 "attn_logit_softcapping": "attn_logit_softcapping",
                 "final_logit_softcapping": "final_logit_softcapping",
             },
+            wide_size=46,
         ),
     ),
     Family(
@@ -298,7 +304,17 @@ _FAMILIES = (
         scales_embeddings=True,
         windows="pattern",
         local_rope=True,
-        gguf=Gguf("gemma3", keys=_WINDOW_KEY),
+        gguf=Gguf(
+            "gemma3",
+            keys={
+                **_WINDOW_KEY,
+                "sliding_window_pattern": "attention.sliding_window_pattern",
+                "rope_local_base_freq": "rope.freq_base_swa",
+                "final_logit_softcapping": "final_logit_softcapping",
+            },
+            implied={"sliding_window": None},
+            wide_size=62,
+        ),
     ),
     Family(
         "mixtral",
@@ -315,7 +331,9 @@ _FAMILIES = (
         defaults={"num_experts_per_tok": 2, "rope_theta": 1e6},
         fixed={"norm_topk_prob": True},
         windows="all",
-        gguf=Gguf("llama", is_paired=True, keys=_EXPERT_KEYS),
+        gguf=Gguf(
+            "llama", is_paired=True, keys=_keys_of_experts("num_local_experts"), only=_SOFTMAX
+        ),
     ),
     Family(
         "qwen3_moe",
@@ -332,7 +350,12 @@ _FAMILIES = (
         windows="all",
         gguf=Gguf(
             "qwen3moe",
-            keys={**_EXPERT_KEYS, "moe_intermediate_size": "expert_feed_forward_length"},
+            keys={
+                **_keys_of_experts("num_experts"),
+                "moe_intermediate_size": "expert_feed_forward_length",
+            },
+            implied={"norm_topk_prob": True, **_NO_WINDOWS},
+            only=_SOFTMAX,
         ),
     ),
     Family(
@@ -342,8 +365,17 @@ _FAMILIES = (
         defaults={"num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
         neutral={"clip_qkv": None},
         head_norms="all",
-        gguf=Gguf("olmoe", keys=_EXPERT_KEYS),
+        gguf=Gguf("olmoe", keys=_keys_of_experts("num_experts"), only=_SOFTMAX),
     ),
 )
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
 """By ``model_type``. SmolLM and SmolLM2 are "llama"."""
+
+
+def family_of_gguf(architecture: object, has_experts: bool) -> Family | None:
+    """The family of a GGUF file; None: none of these."""
+    for family in _FAMILIES:
+        found = family.gguf and family.gguf.architecture == architecture
+        if found and (family.names.router is not None) == has_experts:
+            return family
+    return None

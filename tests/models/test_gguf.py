@@ -215,11 +215,11 @@ def _reason_of_refusal() -> str:
     return ""
 
 
-def mutated(draw: random.Random) -> bytes:
+def mutated(draw: random.Random, valid: bytes = VALID, header: int = HEADER) -> bytes:
     """One to three changes: a byte, a number in place of 4 or 8 bytes, a cut, or bytes put in."""
-    content = bytearray(VALID)
+    content = bytearray(valid)
     for _ in range(draw.randint(1, 3)):
-        place = draw.randrange(HEADER if draw.random() < 0.9 else len(content))
+        place = draw.randrange(header if draw.random() < 0.9 else len(content))
         place = min(place, len(content) - 1)
         match draw.randrange(6):
             case 0 | 1:

@@ -25,7 +25,7 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.models.files import gguf as reader
 from foredraft.models.files import gguf_checkpoint
 from foredraft.models.files.gguf_blocks import KINDS
-from foredraft.models.files.gguf_checkpoint import _LAYER_NAMES, _TOP_NAMES, write_checkpoint
+from foredraft.models.files.gguf_checkpoint import write_checkpoint
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.files.store import resolve_model
@@ -114,7 +114,7 @@ def tensors_of(
     """
     draw = np.random.default_rng(5)
     model = LlamaForCausalLM(config)
-    ours = {theirs: name for name, theirs in _TOP_NAMES.items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     stored: list[tuple[str, Stored]] = []
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -127,14 +127,10 @@ def tensors_of(
         exact = gguf.dequantize(rows.view(np.float32) if of == "F32" else rows, code)
         values = torch.from_numpy(exact.reshape(shape))
         weights[name] = values
-        target = ours.get(name)
-        if target is None:
-            _, _, layer, *part, _ = name.split(".")
-            known = {theirs: short for short, theirs in _LAYER_NAMES.items()}
-            short = known[".".join(part)]
-            target = f"blk.{layer}.{short}.weight"
-            if heads := {"attn_q": HEADS, "attn_k": KV_HEADS}.get(short):
-                rows = interleave_halves(rows, heads)
+        target = names.get_name(name, try_suffixes=(".weight",))
+        assert target is not None
+        if heads := {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2]):
+            rows = interleave_halves(rows, heads)
         stored.append((target, Stored(CODES[of], shape[::-1], rows.tobytes())))
     return stored, weights
 
@@ -277,6 +273,9 @@ SPLITS = {
     "gpt-2": ["Ċ", "Ċ", "1234", "ĠI", "'ll", "Ġgo", "."],
     "llama-bpe": ["ĊĊ", "123", "4", "ĠI", "'ll", "Ġgo", "."],
     "qwen2": ["ĊĊ", "1", "2", "3", "4", "ĠI", "'ll", "Ġgo", "."],
+    "refact": ["ĊĊ", "1", "2", "3", "4", "ĠI", "'ll", "Ġgo", "."],
+    "dbrx": ["ĊĊ", "123", "4", "ĠI", "'ll", "Ġgo", "."],
+    "gpt-4o": ["ĊĊ", "123", "4", "ĠI'll", "Ġgo", "."],
 }
 
 
@@ -349,8 +348,14 @@ CHANGES: dict[str, tuple[Mapping[str, Any], str]] = {
     "another family": ({"general.architecture": "mamba"}, "family 'mamba' are not read"),
     "a part": ({"split.count": Typed(2, 3)}, "part 0 .from 0. of 3, and is named as part 0 of 1"),
     "an unknown key": ({"llama.logit_scale": 2.0}, "'llama.logit_scale' asks for"),
-    "yarn": ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
-    "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8"),
+    "a scaling": ({"llama.rope.scaling.type": "su"}, "llama.rope.scaling.type is 'su'"),
+    "no factors": ({"llama.rope.scaling.type": "longrope"}, r"'longrope' with the tensors \[\]"),
+    "no experts": ({"llama.expert_count": 8}, r"'blk\.0\.ffn_down_exps\.weight' is missing"),
+    "many experts": ({"llama.expert_count": 2**31}, "llama.expert_count is 2147483648"),
+    "a gating": (
+        {"llama.expert_count": 8, "llama.expert_gating_func": 2},
+        "'llama.expert_gating_func' asks for",
+    ),
     "heads by layer": (
         {"llama.attention.head_count_kv": Typed(ARRAY, [2, 2], 4)},
         "head_count_kv is array",
@@ -390,12 +395,19 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path, change: str) -> No
     assert len(str(refused.value)) < 800
 
 
-def test_biases_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("attn_q", r"'blk\.0\.attn_k\.bias' is missing"),
+        ("ffn_up", r"'blk\.0\.ffn_up\.bias' belongs to a feature"),
+    ],
+)
+def test_single_biases_are_refused_by_name(tmp_path: Path, name: str, message: str) -> None:
     config = shape_of()
     stored, _ = tensors_of(config, "Q8_0")
-    stored.append(("blk.0.attn_q.bias", Stored(0, (256,), bytes(1024))))
+    stored.append((f"blk.0.{name}.bias", Stored(0, (256,), bytes(1024))))
     path = write_gguf(tmp_path / "model.gguf", metadata_of(config), stored)
-    with pytest.raises(ModelLoadError, match=r"'blk\.0\.attn_q\.bias' belongs to a feature"):
+    with pytest.raises(ModelLoadError, match=message):
         write_checkpoint(path, tmp_path, SilentProgress())
 
 

@@ -16,10 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from foredraft.core.errors import ModelLoadError
-from foredraft.models.files import gguf_checkpoint, packages, smollm2
+from foredraft.load import plan_models
+from foredraft.models.files import packages, smollm2
 from foredraft.models.files.manifest import sha256_of
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.store import resolve_model
+from foredraft.options import LoadOptions
 
 # ------------------------------------------------------------------------------------- obtaining
 
@@ -223,16 +225,12 @@ def write_gguf(model: Any, path: Path) -> None:
 def _add_tensor(writer: Any, name: str, values: np.ndarray) -> None:
     if name == "lm_head.weight":  # tied: GGUF leaves it out
         return
-    top = {theirs: ours for ours, theirs in gguf_checkpoint._TOP_NAMES.items()}
-    if name in top:
-        writer.add_tensor(top[name], values)
-        return
-    _, _, layer, *part, _ = name.split(".")
-    parts = {theirs: ours for ours, theirs in gguf_checkpoint._LAYER_NAMES.items()}
-    ours = parts[".".join(part)]
-    heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(ours)
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
     values = values if heads is None else interleave_halves(values, heads)
-    writer.add_tensor(f"blk.{layer}.{ours}.weight", values)
+    writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values)
 
 
 @pytest.fixture
@@ -389,3 +387,18 @@ def test_the_converted_config_is_llama_in_the_spelling_of_the_hub() -> None:
         "eos_token_id": 2,
     }
     assert {key: config[key] for key in expected} == expected
+
+
+def test_its_file_is_the_model(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One model has one text, by whichever name; its formats are kept where that is asked for."""
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tiny_gguf.parent / "cache"))
+    assert resolve_model(tiny_gguf).name.startswith("gguf-")  # its size is another
+    monkeypatch.setattr(smollm2, "GGUF_BYTES", tiny_gguf.stat().st_size)
+    directory = resolve_model(tiny_gguf)
+    assert directory == resolve_model(smollm2.NAME)
+    assert resolve_model(tiny_gguf, as_stored=True).name.startswith("gguf-")
+    plan, _ = plan_models(LoadOptions(model=str(tiny_gguf), drafter="none"))
+    assert plan.weights == "bfloat16"
+    assert any("runs as it does" in note for note in plan.notes)
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", "another")
+    assert resolve_model(tiny_gguf).name.startswith("gguf-")

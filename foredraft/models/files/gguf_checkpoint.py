@@ -1,8 +1,9 @@
 """A GGUF file as a checkpoint in the hub's own form: config, tokenizer, and where its tensors lie.
 
-The weights stay in the file, or are written as safetensors for whoever reads nothing else. Models
-of the family llama are converted. What a file says that is not known here is refused by name: a
-model that runs with half of its features gives wrong text.
+The weights stay in the file, or are written as safetensors for whoever reads nothing else. What
+GGUF calls the fields and tensors of a family is said by `foredraft.models.families`. What a file
+says that is not known there is refused by name: a model that runs with half of its features gives
+wrong text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import errno
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,53 +20,40 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from foredraft.core.errors import ModelLoadError
+from foredraft.models.families import GGUF_NORMS, Family, family_of_gguf
 from foredraft.models.files.gguf import GgufFile, GgufTensor
 from foredraft.models.files.gguf_blocks import Bytes, Kind
 from foredraft.models.files.gguf_tokenizer import write_tokenizer
 from foredraft.models.files.json_files import parse_fields
 from foredraft.models.files.safety import GGUF_INDEX
-from foredraft.models.files.schema import DecoderFields, GgufFields
+from foredraft.models.files.schema import DecoderFields, GgufFields, GgufTokenizerFields
 from foredraft.models.files.stored import half_split_rows
 
 if TYPE_CHECKING:
     import torch
 
     from foredraft.models.files.progress import Progress
+    from foredraft.models.native.config import DecoderConfig
     from foredraft.models.native.packed import Blocks
 
 RECIPE = "GGUF converter 2"
 """Raise it when a conversion makes something else: older copies are converted again."""
 _MOST_BYTES = 2 << 30
 """Of one file of weights, and so of what a conversion holds in memory."""
-_FAMILY = "llama"
-_KNOWN = GgufFields.keys() | {"llama.vocab_size", "llama.rope.scaling.finetuned"}
-"""Keys of the family that are read, or say nothing about how it computes."""
+_ARCHITECTURE, _EXPERTS = "general.architecture", "expert_count"
+_SAY_NOTHING = {"vocab_size", "rope.scaling.finetuned", "expert_used_count"}
+"""Keys that say nothing about how a model computes, where its family does not read them."""
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_PARTS = 1000
 
 _ROTARY_FACTORS = "rope_freqs.weight"
-"""By what each frequency of rotary embedding is divided."""
+_SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+"""By what each frequency of rotary embedding is divided: in any text, or of longrope."""
 _LLAMA_3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
-_TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
 
 
@@ -74,12 +62,15 @@ class _Weight:
     """A tensor of the file under its name in transformers.
 
     Attributes:
+        name: with ``{expert}`` for the number of an expert, where the tensor holds all of them.
         heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
+        added: what the file's numbers are larger by.
     """
 
     name: str
     shape: tuple[int, ...]
     heads: int = 0
+    added: float = 0.0
 
 
 _Found = tuple[GgufFile, GgufTensor, _Weight]
@@ -108,6 +99,7 @@ def write_index(ggufs: Sequence[Path], into: Path, progress: Progress) -> None:
             "shape": list(tensor.shape),
             "start": tensor.start,
             "heads": weight.heads,
+            "added": weight.added,
         }
         for file, tensor, weight in weights
     }
@@ -136,16 +128,21 @@ def write_checkpoint(gguf: Path, into: Path, progress: Progress) -> None:
 
 def _write_description(files: Sequence[GgufFile], into: Path) -> list[_Found]:
     """Write all but the weights; where each of these is found."""
-    first = files[0]
-    fields = _checked_fields(first)
-    tensors = _all_tensors(files)
-    config = _config(first, fields, tensors)
-    weights = _weights(first, tensors, config)
+    from foredraft.models.native.config import read_config, why_not_native
+
+    first, tensors = files[0], _all_tensors(files)
+    tokenizer = parse_fields(first.path, first.metadata, GgufTokenizerFields)
+    config = _config(first, tokenizer, tensors)
+    if config["num_hidden_layers"] > len(tensors):
+        _refuse(first, f"it has {len(tensors)} tensors, too few for its number of layers")
+    if reason := why_not_native(config, first.path):
+        _refuse(first, reason)
     _write_json(into / "config.json", config)
-    special = {key: index for key, index in fields.special_ids().items() if key in config}
-    ends = {"eos_token_id": fields.end_ids()} if len(fields.end_ids()) > 1 else {}
+    weights = _weights(first, tensors, read_config(into))
+    special = {key: index for key, index in tokenizer.special_ids().items() if key in config}
+    ends = {"eos_token_id": tokenizer.end_ids()} if len(tokenizer.end_ids()) > 1 else {}
     _write_json(into / "generation_config.json", special | ends)
-    write_tokenizer(first.path, fields, into)
+    write_tokenizer(first.path, tokenizer, config["max_position_embeddings"], into)
     return weights
 
 
@@ -215,15 +212,20 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 # ----------------------------------------------------------------------------------------- config
 
 
-def _checked_fields(file: GgufFile) -> GgufFields:
-    """What the file says of its model, when all of it is known."""
-    family = file.metadata.get("general.architecture")
-    if family != _FAMILY:
-        _refuse(file, f"models of the family {family!r:.80} are not read from GGUF files yet")
-    unknown = {key for key in file.metadata if key.startswith(f"{_FAMILY}.")} - _KNOWN
-    if unknown:
-        _refuse(file, f"what {min(unknown)!r:.80} asks for is not implemented for GGUF files")
-    return parse_fields(file.path, file.metadata, GgufFields)
+def _family(file: GgufFile) -> tuple[Family, GgufFields]:
+    """The family of a file's model, and what it says of it, when all of this is known."""
+    architecture = file.metadata.get(_ARCHITECTURE)
+    prefix = f"{architecture}."
+    family = family_of_gguf(architecture, bool(file.metadata.get(prefix + _EXPERTS, 0)))
+    if family is None or family.gguf is None:
+        _refuse(file, f"models of the family {architecture!r:.80} are not read from GGUF files yet")
+    only = {prefix + key: value for key, value in family.gguf.only.items()}
+    known = GgufFields.keys() | _SAY_NOTHING | {*family.gguf.keys.values()}
+    for key, value in file.metadata.items():
+        is_known = key.removeprefix(prefix) in known if key not in only else value == only[key]
+        if key.startswith(prefix) and not is_known:
+            _refuse(file, f"what {key!r:.80} asks for is not implemented for GGUF files")
+    return family, parse_fields(file.path, file.metadata, GgufFields, prefix)
 
 
 def _refuse(file: GgufFile, what: str) -> NoReturn:
@@ -231,56 +233,120 @@ def _refuse(file: GgufFile, what: str) -> NoReturn:
 
 
 def _config(
-    file: GgufFile, fields: GgufFields, tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
+    file: GgufFile,
+    tokenizer: GgufTokenizerFields,
+    tensors: Mapping[str, tuple[GgufFile, GgufTensor]],
 ) -> dict[str, Any]:
     """``config.json`` in the hub's own spelling, which transformers and foredraft both read."""
+    family, fields = _family(file)
     head_dim = fields.key_length or fields.embedding_length // fields.head_count
-    if {fields.value_length or head_dim, fields.rope_dimension_count or head_dim} != {head_dim}:
+    rotated = fields.rope_dimension_count or head_dim
+    is_part = rotated < head_dim and "partial_rotary_factor" in family.reads
+    if fields.value_length not in (None, head_dim) or not (is_part or rotated == head_dim):
         _refuse(file, "heads whose keys, values and rotated parts differ in size are not read")
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(fields.tokens),
+        "model_type": family.model_type,
+        "vocab_size": len(tokenizer.tokens),
         "hidden_size": fields.embedding_length,
         "intermediate_size": fields.feed_forward_length,
         "num_hidden_layers": fields.block_count,
         "num_attention_heads": fields.head_count,
         "num_key_value_heads": fields.head_count_kv or fields.head_count,
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": fields.context_length,
         "rms_norm_eps": _shortest(fields.rms_norm_eps),
-        "rope_theta": fields.rope_theta,
-        "rope_scaling": _scaling(file, fields, head_dim, tensors.get(_ROTARY_FACTORS)),
-        "attention_bias": False,
-        "mlp_bias": False,
+        "rope_theta": _shortest(fields.rope_theta),
         "tie_word_embeddings": "output.weight" not in tensors,
-        **{key: id for key, id in fields.special_ids().items() if key != "unk_token_id"},
+        **{key: id for key, id in tokenizer.special_ids().items() if key != "unk_token_id"},
         "torch_dtype": "bfloat16",
+        **_said_by_family(file, family, tensors),
+        **_scaling(file, fields, rotated, tensors),
     }
+    if is_part:
+        config["partial_rotary_factor"] = rotated / head_dim
+    if fields.original_context and "original_max_position_embeddings" in family.reads:
+        config["original_max_position_embeddings"] = fields.original_context
+    if family.gguf and family.gguf.wide_size:
+        is_wide = fields.block_count == family.gguf.wide_size
+        size = fields.embedding_length // fields.head_count if is_wide else head_dim
+        config["query_pre_attn_scalar"] = size
     parse_fields(file.path, config, DecoderFields)  # sizes that do not fit together
     return config
 
 
+def _said_by_family(
+    file: GgufFile, family: Family, tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
+) -> dict[str, Any]:
+    """Fields that only some families have."""
+    assert family.gguf is not None
+    found = dict(family.gguf.implied)
+    for name, key in family.gguf.keys.items():
+        value = file.metadata.get(f"{family.gguf.architecture}.{key}")
+        if isinstance(value, float):
+            found[name] = _shortest(value)
+        elif isinstance(value, np.ndarray) and name == "sliding_window_pattern":
+            kinds = ("full_attention", "sliding_attention")
+            found["layer_types"] = [kinds[bool(is_local)] for is_local in value]
+        elif value is not None:
+            found[name] = value or None  # no window, no experts
+    if "attention_bias" in family.reads:
+        found["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    return found
+
+
 def _shortest(number: float) -> float:
-    """GGUF holds the float32 nearest to 1e-05; six digits bring the number itself back."""
-    return float(f"{number:.6g}")
+    """GGUF holds the float32 nearest to 1e-05; the fewest digits that name it are the number."""
+    return float(str(np.float32(number)))
 
 
 def _scaling(
-    file: GgufFile, fields: GgufFields, head_dim: int, stored: tuple[GgufFile, GgufTensor] | None
-) -> dict[str, Any] | None:
-    """Rotary scaling. Files of Llama 3 hold its factors and not what they are computed from."""
-    linear = fields.scaling_type == "linear"
-    if stored is None:
-        return {"rope_type": "linear", "factor": fields.scaling_factor} if linear else None
-    part, tensor = stored
-    if not linear and tensor.shape == (head_dim // 2,):
-        found = part.weights(tensor)
-        factor = _shortest(found.max())
-        if np.allclose(found, _llama3_factors(factor, fields.rope_theta, head_dim), rtol=1e-4):
-            return {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
-    _refuse(file, f"the factors of its rotary embedding ({_ROTARY_FACTORS}) are not Llama 3's")
+    file: GgufFile,
+    fields: GgufFields,
+    rotated: int,
+    tensors: Mapping[str, tuple[GgufFile, GgufTensor]],
+) -> dict[str, Any]:
+    """Rotary scaling: of linear and yarn its parameters, of llama3 and longrope its factors."""
+    kinds = [name for name in (_ROTARY_FACTORS, _SHORT_FACTORS, _LONG_FACTORS) if name in tensors]
+    factors = {name: _factors(*tensors[name], rotated) for name in kinds}
+    found: dict[str, Any] = {"rope_type": fields.scaling_type, "factor": fields.scaling_factor}
+    if kinds == [_SHORT_FACTORS, _LONG_FACTORS]:
+        short, long = factors.values()
+        found = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        found["attention_factor"] = fields.attention_factor
+    elif kinds == [_ROTARY_FACTORS] and (fields.scaling_type, fields.scaling_factor) == (
+        "linear",
+        1,
+    ):
+        found = _llama3(file, fields.rope_theta, factors[_ROTARY_FACTORS], rotated)
+    elif kinds or fields.scaling_type == "longrope":
+        _refuse(
+            file, f"rotary scaling {fields.scaling_type!r} with the tensors {kinds} is not read"
+        )
+    elif fields.scaling_type == "none" or (fields.scaling_type, fields.scaling_factor) == (
+        "linear",
+        1,
+    ):
+        return {}
+    elif fields.scaling_type == "yarn":
+        found |= {"beta_fast": fields.beta_fast, "beta_slow": fields.beta_slow}
+    if fields.original_context and found["rope_type"] != "linear":
+        found.setdefault("original_max_position_embeddings", fields.original_context)
+    return {"rope_scaling": {key: value for key, value in found.items() if value is not None}}
+
+
+def _factors(file: GgufFile, tensor: GgufTensor, rotated: int) -> list[float]:
+    """By what the frequency of each rotated pair is divided."""
+    if tensor.shape != (rotated // 2,):
+        _refuse(file, f"{tensor.name} has shape {tensor.shape}, and {rotated} numbers are rotated")
+    return [_shortest(factor) for factor in file.weights(tensor).tolist()]
+
+
+def _llama3(file: GgufFile, theta: float, factors: list[float], rotated: int) -> dict[str, Any]:
+    """The scaling of Llama 3: files hold its factors, and not what they are computed from."""
+    factor = float(f"{max(factors):.6g}")  # computed in float32
+    if not np.allclose(factors, _llama3_factors(factor, theta, rotated), rtol=1e-4):
+        _refuse(file, f"the factors of its rotary embedding ({_ROTARY_FACTORS}) are not Llama 3's")
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
 
 
 def _llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray[Any, Any]:
@@ -296,56 +362,94 @@ def _llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray[An
 
 
 def _weights(
-    file: GgufFile,
-    tensors: Mapping[str, tuple[GgufFile, GgufTensor]],
-    config: dict[str, Any],
+    file: GgufFile, tensors: Mapping[str, tuple[GgufFile, GgufTensor]], config: DecoderConfig
 ) -> list[_Found]:
     """The tensors of the model, which the files hold and no others."""
-    if config["num_hidden_layers"] > len(tensors):
-        _refuse(file, f"it has {len(tensors)} tensors, too few for its number of layers")
     expected = _layout(config)
     if missing := sorted(expected.keys() - tensors):
         _refuse(file, f"tensor {missing[0]!r} is missing; get the whole file again")
-    if unknown := sorted(tensors.keys() - expected - {_ROTARY_FACTORS}):
+    factors = {_ROTARY_FACTORS, _SHORT_FACTORS, _LONG_FACTORS}
+    if unknown := sorted(tensors.keys() - expected - factors):
         _refuse(file, f"tensor {unknown[0]!r:.80} belongs to a feature that is not implemented")
     for name, weight in expected.items():
         if (shape := tensors[name][1].shape) != weight.shape:
             _refuse(file, f"tensor {name!r} has shape {shape}, not {weight.shape}")
-    return [(*tensors[name], expected[name]) for name in tensors if name in expected]
+    named = ((*tensors[name], expected[name]) for name in tensors if name in expected)
+    return [part for found in named for part in _apart(*found)]
 
 
-def _layout(config: dict[str, Any]) -> dict[str, _Weight]:
+def _apart(file: GgufFile, tensor: GgufTensor, weight: _Weight) -> Iterator[_Found]:
+    """The matrices of single experts, which lie one behind the other; others as they are."""
+    if "{expert}" not in weight.name:
+        yield file, tensor, weight
+        return
+    count, *shape = tensor.shape
+    num_bytes = tensor.num_bytes // count
+    for expert in range(count):
+        part = replace(tensor, shape=tuple(shape), start=tensor.start + expert * num_bytes)
+        yield file, part, replace(weight, name=weight.name.format(expert=expert))
+
+
+def _layout(config: DecoderConfig) -> dict[str, _Weight]:
     """All tensors of a model of this config, by their names in GGUF."""
-    hidden, inner, vocab = (
-        config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
-    )
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    query, key_value = heads * config["head_dim"], kv_heads * config["head_dim"]
-    shapes = {
-        "attn_norm": (hidden,),
-        "ffn_norm": (hidden,),
-        "attn_q": (query, hidden),
-        "attn_k": (key_value, hidden),
-        "attn_v": (key_value, hidden),
-        "attn_output": (hidden, query),
-        "ffn_down": (hidden, inner),
-        "ffn_gate": (inner, hidden),
-        "ffn_up": (inner, hidden),
+    hidden, vocab = config.hidden_size, config.vocab_size
+    found = {
+        "token_embd.weight": _Weight("model.embed_tokens.weight", (vocab, hidden)),
+        "output_norm.weight": _Weight(
+            "model.norm.weight", (hidden,), added=config.family.norm_offset
+        ),
     }
-    reordered = {"attn_q": heads, "attn_k": kv_heads}
-    top = {
-        name: _Weight(ours, (hidden,) if name == "output_norm.weight" else (vocab, hidden))
-        for name, ours in _TOP_NAMES.items()
+    if not config.tie_word_embeddings:
+        found["output.weight"] = _Weight("lm_head.weight", (vocab, hidden))
+    of_layer = _norms(config) | _matrices(config)
+    for layer in range(config.num_hidden_layers):
+        for name, weight in of_layer.items():
+            ours = f"model.layers.{layer}.{weight.name}"
+            found[f"blk.{layer}.{name}"] = replace(weight, name=ours)
+    return found
+
+
+def _norms(config: DecoderConfig) -> dict[str, _Weight]:
+    """Of a layer."""
+    names, offset = vars(config.family.names), config.family.norm_offset
+    sizes = dict.fromkeys(GGUF_NORMS, config.hidden_size)
+    sizes |= zip(("query_norm", "key_norm"), config.head_norm_sizes, strict=False)
+    return {
+        f"{theirs}.weight": _Weight(f"{names[norm]}.weight", (sizes[norm],), added=offset)
+        for norm, theirs in GGUF_NORMS.items()
+        if names[norm] is not None
     }
-    if config["tie_word_embeddings"]:
-        del top["output.weight"]
-    return top | {
-        f"blk.{layer}.{part}.weight": _Weight(
-            f"model.layers.{layer}.{ours}.weight", shapes[part], reordered.get(part, 0)
-        )
-        for layer in range(config["num_hidden_layers"])
-        for part, ours in _LAYER_NAMES.items()
-    }
+
+
+def _matrices(config: DecoderConfig) -> dict[str, _Weight]:
+    """Of a layer, with the biases that some have; those of all experts are one tensor."""
+    names, hidden, inner = config.family.names, config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    rows = [heads * config.head_dim, *(kv_heads * config.head_dim,) * 2]
+    is_paired = config.family.gguf is not None and config.family.gguf.is_paired
+    ordered = [heads, kv_heads, 0] if is_paired else [0, 0, 0]
+    found: dict[str, _Weight] = {}
+    qkv = ["attn_q", "attn_k", "attn_v"]
+    if len(names.qkv) == 1:
+        qkv, rows, ordered = ["attn_qkv"], [sum(rows)], [0]
+    for theirs, ours, count, order in zip(qkv, names.qkv, rows, ordered, strict=True):
+        found[f"{theirs}.weight"] = _Weight(f"{ours}.weight", (count, hidden), order)
+        if config.attention_bias:
+            found[f"{theirs}.bias"] = _Weight(f"{ours}.bias", (count,), order)
+    output = (hidden, heads * config.head_dim)
+    found["attn_output.weight"] = _Weight(f"{names.output}.weight", output)
+    if config.output_bias:
+        found["attn_output.bias"] = _Weight(f"{names.output}.bias", (hidden,))
+    experts = () if config.experts is None else (config.experts.count,)
+    end = "_exps" if experts else ""
+    if experts:
+        found["ffn_gate_inp.weight"] = _Weight(f"{names.router}.weight", (*experts, hidden))
+    upper = ("ffn_gate", "ffn_up") if len(names.gate_up) > 1 else ("ffn_up",)
+    shape = (*experts, 2 * inner // len(upper), hidden)
+    for theirs, ours in zip(upper, names.gate_up, strict=True):
+        found[f"{theirs}{end}.weight"] = _Weight(f"{ours}.weight", shape)
+    found[f"ffn_down{end}.weight"] = _Weight(f"{names.down}.weight", (*experts, hidden, inner))
+    return found
 
 
 def _write_weights(weights: Sequence[_Found], into: Path, progress: Progress) -> None:
@@ -354,7 +458,7 @@ def _write_weights(weights: Sequence[_Found], into: Path, progress: Progress) ->
     names: dict[str, str] = {}
     num_bytes = 0
     for done, (tensor, weight, blocks) in enumerate(_rows(weights), start=1):
-        floats = _floats(tensor.kind, blocks).reshape(tensor.shape)
+        floats = _floats(tensor.kind, blocks, weight.added).reshape(tensor.shape)
         if tensors and num_bytes + floats.nbytes > _MOST_BYTES:
             name = f"model-{len(set(names.values())) + 1:05}.safetensors"
             names |= dict.fromkeys(tensors, name)
@@ -382,11 +486,11 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     path.chmod(path.with_name("config.json").stat().st_mode)
 
 
-def _floats(kind: Kind, blocks: Bytes) -> torch.Tensor:
+def _floats(kind: Kind, blocks: Bytes, added: float) -> torch.Tensor:
     """Numbers in the narrowest type that says the same; bfloat16 of quantised ones."""
     import torch
 
-    exact = torch.from_numpy(np.array(kind.dequantise(blocks)))
+    exact = torch.from_numpy(np.array(kind.dequantise(blocks))) - added
     rounded = exact.bfloat16()
     if kind.unpack is not None or torch.equal(rounded.float(), exact):
         return rounded

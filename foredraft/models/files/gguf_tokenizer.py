@@ -18,7 +18,7 @@ from foredraft.core.errors import ModelLoadError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from foredraft.models.files.schema import GgufFields
+    from foredraft.models.files.schema import GgufTokenizerFields
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Types of tokens, as llama.cpp numbers them."""
@@ -29,9 +29,20 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The same with a capital letter beginning a word, and with what follows an apostrophe joined to it.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NORMALISED = ("qwen2", "olmo")
+"""Tokenizers that bring letters and their accents together first (NFC)."""
 
 
-def write_tokenizer(gguf: Path, fields: GgufFields, into: Path) -> None:
+def write_tokenizer(
+    gguf: Path, fields: GgufTokenizerFields, context_length: int, into: Path
+) -> None:
     """Write ``tokenizer.json``, its settings and the chat template.
 
     Raises:
@@ -53,7 +64,7 @@ def write_tokenizer(gguf: Path, fields: GgufFields, into: Path) -> None:
         # GPT2Tokenizer would put its own pre-tokenizer in place of the one in tokenizer.json.
         "tokenizer_class": "PreTrainedTokenizerFast",
         **named,
-        "model_max_length": fields.context_length,
+        "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
     }
     content = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
@@ -62,7 +73,7 @@ def write_tokenizer(gguf: Path, fields: GgufFields, into: Path) -> None:
         (into / "chat_template.jinja").write_text(fields.chat_template, encoding="utf-8")
 
 
-def _check(gguf: Path, fields: GgufFields) -> None:
+def _check(gguf: Path, fields: GgufTokenizerFields) -> None:
     is_split = fields.tokenizer_model == "gpt2"
     if is_split and fields.pre_tokenizer not in _PRE_TOKENIZERS:
         raise ModelLoadError(
@@ -88,7 +99,7 @@ def _check(gguf: Path, fields: GgufFields) -> None:
             )
 
 
-def _rebuilt(fields: GgufFields) -> Tokenizer:
+def _rebuilt(fields: GgufTokenizerFields) -> Tokenizer:
     from tokenizers import AddedToken, processors
 
     tokenizer = _of_scores(fields) if fields.tokenizer_model == "llama" else _of_merges(fields)
@@ -109,7 +120,7 @@ def _rebuilt(fields: GgufFields) -> Tokenizer:
     return tokenizer
 
 
-def _of_merges(fields: GgufFields) -> Tokenizer:
+def _of_merges(fields: GgufTokenizerFields) -> Tokenizer:
     """Of the kind "gpt2": bytes as letters, merged by rank."""
     from tokenizers import Tokenizer, decoders, models, processors
 
@@ -121,14 +132,14 @@ def _of_merges(fields: GgufFields) -> Tokenizer:
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[fields.pre_tokenizer]()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.decoder = decoders.ByteLevel()
-    if fields.pre_tokenizer == "qwen2":
+    if fields.pre_tokenizer in _NORMALISED:
         from tokenizers.normalizers import NFC
 
         tokenizer.normalizer = NFC()
     return tokenizer
 
 
-def _of_scores(fields: GgufFields) -> Tokenizer:
+def _of_scores(fields: GgufTokenizerFields) -> Tokenizer:
     """Of the kind "llama": characters, merged by the scores of what they become.
 
     Characters that are no tokens become bytes. A space is put before each stretch of text between
@@ -156,7 +167,9 @@ def _of_scores(fields: GgufFields) -> Tokenizer:
     return tokenizer
 
 
-def _merges_by_score(fields: GgufFields, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+def _merges_by_score(
+    fields: GgufTokenizerFields, vocabulary: dict[str, int]
+) -> list[tuple[str, str]]:
     """Every pair of tokens that makes a token, the likeliest first."""
     usual = (_NORMAL, _USER_DEFINED)
     found = [
@@ -175,7 +188,7 @@ def _pair(merge: str) -> tuple[str, str]:
     return first, second
 
 
-def _adds_bos(fields: GgufFields) -> bool:
+def _adds_bos(fields: GgufTokenizerFields) -> bool:
     """Whether texts begin with a start token; llama.cpp's default where the file does not say."""
     if fields.add_bos is not None:
         return fields.add_bos
@@ -196,20 +209,24 @@ def _gpt2() -> Any:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
 
 
-def _words(digits: str) -> Callable[[], Any]:
+def _split_at(pattern: str) -> Callable[[], Any]:
     def pre_tokenizer() -> Any:
         from tokenizers import Regex, pre_tokenizers
 
-        split = pre_tokenizers.Split(Regex(_WORDS % digits), behavior="isolated")
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([split, to_bytes])
 
     return pre_tokenizer
 
 
+_TRIPLES = _split_at(_WORDS % "{1,3}")
 _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
-    "smollm": _digits_first,
-    "gpt-2": _gpt2,
-    "llama-bpe": _words("{1,3}"),
-    "qwen2": _words(""),
+    **dict.fromkeys(("smollm", "refact"), _digits_first),
+    **dict.fromkeys(("gpt-2", "olmo"), _gpt2),
+    **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe"), _TRIPLES),
+    "qwen2": _split_at(_WORDS % ""),
+    "gpt-4o": _split_at(_CASED_WORDS),
 }
+"""By the name of a splitting. Granite has "refact", OLMoE "olmo", OLMo 2 and Phi-4 "dbrx", SmolLM3
+"smaug-bpe", Phi-4-mini "gpt-4o"."""

@@ -49,13 +49,20 @@ def read_fields(path: Path, schema: type[Fields]) -> Fields:
     return parse_fields(path, read_json(path), schema)
 
 
-def parse_fields(path: Path, content: Mapping[str, Any], schema: type[Fields]) -> Fields:
-    """The fields of what was read from ``path``; see `read_fields`."""
+def parse_fields(
+    path: Path, content: Mapping[str, Any], schema: type[Fields], prefix: str = ""
+) -> Fields:
+    """The fields of what was read from ``path``; see `read_fields`.
+
+    Args:
+        prefix: of the keys of all fields.
+    """
+    found = {key.removeprefix(prefix): content[key] for key in content if key.startswith(prefix)}
     try:
-        return schema.model_validate(content, strict=True)
+        return schema.model_validate(found, strict=True)
     except ValidationError as error:
         # The same field fails once for each type that it may have.
-        problems = {str(found["loc"][:1]): _problem(found) for found in error.errors()}
+        problems = {str(one["loc"][:1]): _problem(one, prefix) for one in error.errors()}
     shown = list(problems.values())
     more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     raise ModelLoadError(
@@ -64,8 +71,8 @@ def parse_fields(path: Path, content: Mapping[str, Any], schema: type[Fields]) -
     )
 
 
-def _problem(found: Any) -> str:
-    field = ".".join(map(str, found["loc"]))
+def _problem(found: Any, prefix: str) -> str:
+    field = prefix + ".".join(map(str, found["loc"])) if found["loc"] else ""
     if found["type"] == "missing":
         return f"it does not give {field!r}"
     reason = found["msg"].removeprefix("Value error, ").replace("Input should", "it should")

@@ -15,7 +15,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from foredraft.system.paths import cache_root
 LEAST_BYTES = 32 << 20
 """Of a model's weight files: smaller models are made ready faster than they are kept."""
 _MOST_BYTES = 2 << 30
-"""Of one piece: for larger ones the disk space costs more than the wait."""
+"""Of a piece that is read from the model's own files almost as fast."""
 _FREE_SHARE = 4
 """A piece is kept only where so many times its size is free."""
 _LINE = 64
@@ -44,6 +44,7 @@ _READERS = 2
 _BLOCK_BYTES = 64 << 10
 _DTYPES = {str(dtype): dtype for dtype in (torch.bfloat16, torch.float32, torch.uint8)}
 _LOG = logging.getLogger("foredraft")
+Sums = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,16 @@ class KeptFiles:
             _LOG.info("%s is made anew: what was kept is damaged (%s)", name, error)
             return None
 
-    def keep(self, name: str, recipe: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a piece. Where that fails, the next start makes it again."""
+    def keep(
+        self, name: str, recipe: str, tensors: Mapping[str, Tensor], takes_long: bool = True
+    ) -> None:
+        """Write a piece. Where that fails, the next start makes it again.
+
+        Args:
+            takes_long: making it takes longer than reading it; others are kept up to 2 GB.
+        """
         size = sum(_whole_lines(_num_bytes(tensor)) for tensor in tensors.values())
-        if self.folder is not None and size <= _MOST_BYTES:
+        if self.folder is not None and (takes_long or size <= _MOST_BYTES):
             path = self.folder / name
             _try_to_keep(name, partial(_write_tensors, path, recipe, tensors), size)
 
@@ -185,7 +192,7 @@ def _write_tensors(path: Path, recipe: str, tensors: Mapping[str, Tensor]) -> No
                 file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
                 file.write(bytes(-file.tell() % _LINE))
             size = file.tell()
-        _, sums = _read_whole(unfinished, size)
+        sums = _hash_of(_sums_of_file(unfinished))
     content = {"recipe": recipe, "bytes": size, "sums": sums, "tensors": index}
     _write_json(path.with_suffix(".index"), content)
 
@@ -218,10 +225,7 @@ def _read_tensors(path: Path, recipe: str) -> dict[str, Tensor] | None:
 
 
 def _read_whole(path: Path, size: int) -> tuple[mmap.mmap, str]:
-    """The file in memory that begins at a huge page, and a hash of the sums of its blocks.
-
-    The hash finds what happens to files (zeroed pages, flipped bits), not what is contrived.
-    """
+    """The file in memory that begins at a huge page, and a hash of the sums of its blocks."""
     room = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
     memory = mmap.mmap(-1, room + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -233,9 +237,29 @@ def _read_whole(path: Path, size: int) -> tuple[mmap.mmap, str]:
         starts = range(0, size, _READ_BYTES)
         pieces = [place[start : start + _READ_BYTES] for start in starts]
         list(readers.map(partial(_read_piece, file.fileno()), pieces, starts))
-    blocks = np.frombuffer(memory, np.uint64, room // 8, first).reshape(-1, _BLOCK_BYTES // 8)
-    sums = blocks.sum(axis=1, dtype=np.uint64)
-    return memory, hashlib.sha256(sums.tobytes()).hexdigest()
+    return memory, _hash_of([_sums(np.frombuffer(memory, np.uint8, room, first))])
+
+
+def _sums_of_file(path: Path) -> Iterator[Sums]:
+    """Of its blocks, some at a time: the weights are in memory already, once."""
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            yield _sums(np.frombuffer(piece + bytes(-len(piece) % _BLOCK_BYTES), np.uint8))
+
+
+def _sums(content: np.ndarray[Any, np.dtype[np.uint8]]) -> Sums:
+    """Of whole blocks."""
+    blocks = content.view(np.uint64).reshape(-1, _BLOCK_BYTES // 8)
+    sums: Sums = blocks.sum(axis=1, dtype=np.uint64)
+    return sums
+
+
+def _hash_of(sums: Iterable[Sums]) -> str:
+    """It finds what happens to files (zeroed pages, flipped bits), not what is contrived."""
+    found = hashlib.sha256()
+    for some in sums:
+        found.update(some.tobytes())
+    return found.hexdigest()
 
 
 def _read_piece(file: int, piece: memoryview, start: int) -> None:

@@ -53,11 +53,13 @@ class GgufPlace:
         kind: its format.
         start: its first byte.
         heads: of queries and keys, whose rows llama.cpp orders in its own way; 0: others.
+        added: what the file's numbers are larger by, as weights of Gemma's norms are by 1.
     """
 
     kind: Kind
     start: int
     heads: int
+    added: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -204,11 +206,15 @@ def _gguf_tensors(directory: Path) -> dict[str, StoredTensor]:
     for name, tensor in fields.tensors.items():
         shape, kind = tuple(tensor.shape), BY_NAME.get(tensor.kind)
         size = sizes.get(tensor.file, 0)
-        if kind is None or shape[-1] % kind.block_weights or (tensor.heads and shape[0] % 2):
+        if (
+            kind is None
+            or shape[-1] % kind.block_weights
+            or (tensor.heads and shape[0] % (2 * tensor.heads))
+        ):
             raise _damaged(index, f"tensor {name!r:.80} is {tensor.kind!r:.80} of shape {shape}")
         if tensor.start + prod(shape) // kind.block_weights * kind.block_bytes > size:
             raise _damaged(directory / tensor.file, f"tensor {name!r:.80} lies beyond its end")
-        place = GgufPlace(kind, tensor.start, tensor.heads)
+        place = GgufPlace(kind, tensor.start, tensor.heads, tensor.added)
         found[name] = StoredTensor(directory / tensor.file, kind.name, shape, place)
     return found
 

@@ -244,6 +244,7 @@ class GgufTensorFields(_Schema):
     shape: Annotated[list[Count], Field(min_length=1, max_length=4)]
     start: Annotated[int, Field(ge=0)]
     heads: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    added: Multiplier = 0.0
 
 
 class GgufIndexFields(_Schema):
@@ -258,23 +259,45 @@ def _said(key: str, default: Any = ...) -> Any:
 
 
 class GgufFields(_Schema):
-    """Metadata of a GGUF file with a model of the family llama."""
+    """What a GGUF file says of its model, without the architecture that keys begin with.
 
-    block_count: Count = _said("llama.block_count")
-    context_length: Count = _said("llama.context_length")
-    embedding_length: Count = _said("llama.embedding_length")
-    feed_forward_length: Count = _said("llama.feed_forward_length")
-    head_count: Count = _said("llama.attention.head_count")
-    head_count_kv: Count | None = _said("llama.attention.head_count_kv", None)
-    key_length: Count | None = _said("llama.attention.key_length", None)
-    value_length: Count | None = _said("llama.attention.value_length", None)
-    rms_norm_eps: Epsilon = _said("llama.attention.layer_norm_rms_epsilon")
-    rope_dimension_count: Count | None = _said("llama.rope.dimension_count", None)
-    rope_theta: Theta = _said("llama.rope.freq_base", 10000.0)
-    scaling_type: Literal["none", "linear"] = _said("llama.rope.scaling.type", "none")
-    scaling_factor: Factor = _said("llama.rope.scaling.factor", 1.0)
-    expert_count: Literal[0] = _said("llama.expert_count", 0)
-    expert_used_count: Literal[0] = _said("llama.expert_used_count", 0)
+    What single families say beyond this: `foredraft.models.families.Gguf`.
+
+    Attributes:
+        scaling_type: of rotary embedding; without a factor linear scaling changes nothing.
+        attention_factor: of longrope, what cosines and sines are multiplied with.
+    """
+
+    block_count: Count
+    context_length: Count
+    embedding_length: Count
+    feed_forward_length: Count
+    head_count: Count = _said("attention.head_count")
+    head_count_kv: Count | None = _said("attention.head_count_kv", None)
+    key_length: Count | None = _said("attention.key_length", None)
+    value_length: Count | None = _said("attention.value_length", None)
+    rms_norm_eps: Epsilon = _said("attention.layer_norm_rms_epsilon")
+    rope_dimension_count: Count | None = _said("rope.dimension_count", None)
+    rope_theta: Theta = _said("rope.freq_base", 10000.0)
+    scaling_type: Literal["none", "linear", "yarn", "longrope"] = _said(
+        "rope.scaling.type", "linear"
+    )
+    scaling_factor: Factor = _said("rope.scaling.factor", 1.0)
+    original_context: Count | None = _said("rope.scaling.original_context_length", None)
+    attention_factor: Factor | None = _said("rope.scaling.attn_factor", None)
+    beta_fast: Factor | None = _said("rope.scaling.yarn_beta_fast", None)
+    beta_slow: Factor | None = _said("rope.scaling.yarn_beta_slow", None)
+    expert_count: Annotated[int, Field(ge=0, le=2**16)] = 0
+    is_causal: Literal[True] = _said("attention.causal", True)
+
+    @classmethod
+    def keys(cls) -> set[str]:
+        """What is read of the metadata."""
+        return {str(field.validation_alias or name) for name, field in cls.model_fields.items()}
+
+
+class GgufTokenizerFields(_Schema):
+    """The tokenizer of a GGUF file."""
 
     tokenizer_model: Literal["gpt2", "llama"] = _said("tokenizer.ggml.model")
     pre_tokenizer: str = _said("tokenizer.ggml.pre", "default")
@@ -297,11 +320,6 @@ class GgufFields(_Schema):
     add_bos: bool | None = _said("tokenizer.ggml.add_bos_token", None)
     add_eos: Literal[False] = _said("tokenizer.ggml.add_eos_token", False)
     chat_template: str | None = _said("tokenizer.chat_template", None)
-
-    @classmethod
-    def keys(cls) -> set[str]:
-        """What is read of the metadata."""
-        return {str(field.validation_alias) for field in cls.model_fields.values()}
 
     def end_ids(self) -> list[int]:
         """What ends a reply: the end of a text, of a turn, or of a message."""

@@ -35,6 +35,11 @@ def obtain_gguf(scratch: Path, progress: Progress) -> Path:
     return gguf
 
 
+def is_its_file(gguf: Path) -> bool:
+    """Whether a GGUF file is the one that the model comes as. Its bytes are read if its size is."""
+    return gguf.stat().st_size == GGUF_BYTES and sha256_of(gguf) == GGUF_SHA256
+
+
 def convert(gguf: Path, into: Path, progress: Progress) -> None:
     """Write config, tokenizer and bf16 safetensors into the directory ``into``.
 

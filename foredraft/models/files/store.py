@@ -2,8 +2,8 @@
 
 A name is one of: a built-in model, a directory, a GGUF file, a hub id ("org/name"). The built-in
 model is converted once into foredraft's cache; of a GGUF file the cache holds a description, and
-its weights stay where they are. Models of the hub stay in the hub's own cache, which other programs
-share.
+its weights stay where they are. The built-in model's own file is the built-in model: one model has
+one text. Models of the hub stay in the hub's own cache, which other programs share.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def resolve_model(
     *,
     revision: str | None = None,
     as_safetensors: bool = False,
+    as_stored: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """The directory of a model, which is obtained first if need be.
@@ -55,6 +56,7 @@ def resolve_model(
             hub id.
         revision: branch, tag or commit of a hub id.
         as_safetensors: convert the weights of a GGUF file for those who read nothing else.
+        as_stored: leave the weights of any GGUF file as they are, the built-in model's too.
         progress: told about downloads and conversions.
 
     Raises:
@@ -78,6 +80,8 @@ def resolve_model(
     gguf = _gguf_of(directory)
     if gguf is None:
         return directory
+    if not as_stored and smollm2.is_its_file(gguf):
+        return _converted(_built_in(smollm2.NAME, gguf), progress)
     return _converted((_whole_gguf if as_safetensors else _of_gguf)(gguf), progress)
 
 
@@ -164,12 +168,13 @@ class _Conversion:
     write: Callable[[Path, Path, Progress], None]
 
 
-def _built_in(name: str) -> _Conversion:
+def _built_in(name: str, file: Path | None = None) -> _Conversion:
+    """Of its file, which is downloaded where it is not there."""
     if name == flan_t5.NAME:
         return _Conversion(name, flan_t5.RECIPE, lambda: _NEEDED_BYTES, flan_t5.write)
 
     def write(into: Path, download: Path, progress: Progress) -> None:
-        gguf = smollm2.obtain_gguf(download, progress)
+        gguf = file or smollm2.obtain_gguf(download, progress)
         smollm2.convert(gguf, into, progress)
 
     return _Conversion(name, smollm2.RECIPE, lambda: _NEEDED_BYTES, write)

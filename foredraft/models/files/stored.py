@@ -36,7 +36,7 @@ def read_tensor(stored: StoredTensor, name: str) -> Tensor:
         some = kind.dequantise(blocks[first : first + _ROWS_AT_ONCE])
         rows = whole[first : first + _ROWS_AT_ONCE]
         rows.copy_(torch.from_numpy(np.array(some)).view(rows.shape))
-    return whole
+    return whole - stored.gguf.added if stored.gguf.added else whole
 
 
 def read_rows(stored: StoredTensor, name: str, indices_R: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.gguf_blocks import Bytes, Kind
 from foredraft.models.files.safety import Checkpoint, StoredTensor
 from foredraft.models.files.stored import read_blocks
+from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.packed import (
     CHUNK_INPUTS,
     GROUP_ROWS,
@@ -47,11 +48,17 @@ FORMS: Mapping[str, type[QuantisedMatrix]] = {
 """The packed form of each format of GGUF files."""
 
 
-def why_not_as_stored(checkpoint: Checkpoint) -> str | None:
+def why_not_as_stored(checkpoint: Checkpoint, config: DecoderConfig) -> str | None:
     """Why the weights of a checkpoint cannot be kept as they come; None: they can."""
+    names = config.family.names
     for name, tensor in checkpoint.tensors.items():
-        if len(tensor.shape) == 2 and not tensor.is_quantised:
+        is_router = names.router is not None and name.endswith(f".{names.router}.weight")
+        if len(tensor.shape) == 2 and not (tensor.is_quantised or is_router):
             return f"{name} is stored as {tensor.dtype}, and only formats of few bits are kept"
+    for index in range(config.num_hidden_layers if config.experts else 0):
+        parts = [f"model.layers.{index}.{name}.weight".format(expert=0) for name in names.gate_up]
+        if len({FORMS[checkpoint.tensors[part].dtype] for part in parts}) > 1:
+            return f"the experts of layer {index} have gates and inputs in formats of their own"
     for layer in _attention_formats(checkpoint).values():
         rows = {part: tensor.shape[0] for part, tensor in layer.items()}
         formats = {FORMS[tensor.dtype] for tensor in layer.values()}
@@ -73,19 +80,19 @@ def _attention_formats(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTens
 
 
 def bytes_as_stored(tensors: Iterable[StoredTensor]) -> int:
-    """Of weights in memory, vectors in float32."""
+    """Of weights in memory; what is not quantised is float32."""
     return int(sum(prod(one.shape) * _bytes_per_weight(one) for one in tensors))
 
 
 def _bytes_per_weight(tensor: StoredTensor) -> float:
-    return 4.0 if len(tensor.shape) == 1 else FORMS[tensor.dtype].bytes_per_weight
+    return FORMS[tensor.dtype].bytes_per_weight if tensor.is_quantised else 4.0
 
 
 def formats_of(checkpoint: Checkpoint) -> list[str]:
     """The formats of the matrices, the one of most weights first."""
     counts: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
-        if len(tensor.shape) == 2:
+        if len(tensor.shape) == 2 and tensor.dtype != "F32":
             counts[tensor.dtype] = counts.get(tensor.dtype, 0) + prod(tensor.shape)
     return sorted(counts, key=lambda name: -counts[name])
 

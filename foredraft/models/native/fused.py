@@ -461,8 +461,9 @@ def _check(config: DecoderConfig, weights: DecoderWeights) -> None:
         raise ConfigError(f"the fused decoder runs on cpu, and the weights are on {weights.device}")
     if weights.dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"the fused decoder takes bfloat16 or float32, not {weights.dtype}")
+    routers = {id(layer.router_XE) for layer in weights.layers}  # their type does not matter
     for tensor in weights.matrices():
-        if tensor.dtype not in (weights.dtype, torch.uint8):
+        if tensor.dtype not in (weights.dtype, torch.uint8) and id(tensor) not in routers:
             raise ConfigError(
                 f"the fused decoder takes weights of one dtype, not {tensor.dtype} beside "
                 f"{weights.dtype}"

@@ -215,7 +215,7 @@ def load_weights(
     reader = _Reader(checkpoint, dtype, device, bits, progress or SilentProgress())
     weights = replace(_assemble(reader, config), states_dtype=states_dtype)
     reader.raise_problems()
-    kept.keep(name, recipe, reader.stored)
+    kept.keep(name, recipe, reader.stored, takes_long=bits is not None)
     return weights
 
 

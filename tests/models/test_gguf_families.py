@@ -1,0 +1,206 @@
+"""GGUF files of each family: the numbers, logits and text of the same checkpoint as safetensors.
+
+The files are written with the names of the format's own package, so that our names are compared
+with others. The checkpoints beside them hold what the files hold, dequantised.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import struct
+import tempfile
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.gguf import FAMILIES as WRITTEN
+from benchmarks.gguf import QUANTISATIONS, write_gguf
+from benchmarks.gguf_models import MODELS, save_tiny
+from benchmarks.quality import measure_quality
+from foredraft.core.errors import ModelLoadError
+from foredraft.core.params import SamplingParams
+from foredraft.core.tree import TokenTree
+from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.load import load_target, plan_models
+from foredraft.models.base import ScoreRow
+from foredraft.models.families import FAMILIES
+from foredraft.models.files import gguf as reader
+from foredraft.models.files.gguf_checkpoint import _write_description
+from foredraft.models.native.target import NativeTarget
+from foredraft.options import LoadOptions
+from tests.conformance.harness import plain
+from tests.models.test_gguf import EDGES, mutated
+
+KEPT = [name for name in QUANTISATIONS if name.startswith("q")]
+PROMPTS = ([3, 1, 4, 1, 5], [7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 200, 100, 50, 25])
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache() -> Iterator[None]:
+    try:
+        load_library()
+    except KernelUnavailable as reason:
+        pytest.skip(f"no fused kernel: {reason}")
+    from foredraft.kernels.build import _directories
+
+    kernels = _directories()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOREDRAFT_CACHE", f"{_scratch().name}/cache")
+        patch.setattr("foredraft.kernels.build._directories", lambda: kernels)
+        yield
+    _files.cache_clear()
+
+
+@functools.cache
+def _scratch() -> Any:
+    return tempfile.TemporaryDirectory(prefix="foredraft-gguf-families-")
+
+
+@functools.cache
+def _files(family: str, kind: str) -> tuple[Path, Path]:
+    """A GGUF file, and a directory with the same numbers in float32."""
+    folder = Path(_scratch().name) / f"{family}-{kind}"
+    original, same, path = folder / "original", folder / "same", folder / "model.gguf"
+    save_tiny(original, family)
+    written: dict[str, Any] = {}
+    write_gguf(original, path, kind, written)
+    same.mkdir()
+    for file in original.glob("*.json"):
+        (same / file.name).write_bytes(file.read_bytes())
+    tensors = {name: torch.from_numpy(numbers).contiguous() for name, numbers in written.items()}
+    save_file(tensors, same / "model.safetensors", metadata={"format": "pt"})
+    return path, same
+
+
+def _target(model: Path, **options: Any) -> NativeTarget:
+    asked = LoadOptions(model=str(model), drafter="none", dtype="float32", **options)
+    plan, _ = plan_models(asked)
+    target = load_target(plan)
+    assert isinstance(target, NativeTarget)
+    return target
+
+
+def _logits(target: NativeTarget) -> torch.Tensor:
+    """Of each token of a text."""
+    tokens = torch.randint(0, 299, (48,), generator=torch.Generator().manual_seed(3)).tolist()
+    slot = target.cache.allocate()
+    [scores] = target.score([ScoreRow(slot, tokens[:1], TokenTree.chain(tokens[1:]))])
+    return scores.logits_NV
+
+
+def _check_same(family: str, kind: str) -> None:
+    """Dequantised, the file gives the checkpoint's logits and text."""
+    path, same = _files(family, kind)
+    found, expected = _target(path), _target(same)
+    assert found.config.model_type == expected.config.model_type
+    assert torch.allclose(_logits(found), _logits(expected), rtol=0, atol=1e-4)
+    assert plain(found, PROMPTS, GREEDY) == plain(expected, PROMPTS, GREEDY)
+
+
+def _check_kept(family: str, kind: str) -> None:
+    """As it comes, the file differs by what activations of 16 bits cost."""
+    path, same = _files(family, kind)
+    plan, _ = plan_models(LoadOptions(model=str(path), drafter="none"))
+    assert plan.weights == "file"
+    quality = measure_quality(
+        _target(same),
+        _target(path, weights="file"),
+        [torch.randint(0, 299, (96,), generator=torch.Generator().manual_seed(3)).tolist()],
+    )
+    assert quality.mean_kl < 1e-6
+    assert quality.top1_agreement == 1
+
+
+@pytest.mark.parametrize("number", range(len(MODELS)), ids=list(MODELS))
+def test_a_file_computes_what_the_checkpoint_computes(number: int) -> None:
+    """One format each; all of them together: `test_each_family_in_each_format`."""
+    family = list(MODELS)[number]
+    kind = KEPT[number % len(KEPT)]
+    _check_same(family, kind)
+    _check_kept(family, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", QUANTISATIONS)
+@pytest.mark.parametrize("family", MODELS)
+def test_each_family_in_each_format(family: str, kind: str) -> None:
+    _check_same(family, kind)
+    if kind in KEPT:
+        _check_kept(family, kind)
+
+
+def test_each_family_of_such_files_is_here() -> None:
+    known = {name for name, family in FAMILIES.items() if family.gguf is not None}
+    assert known == set(WRITTEN)
+    assert known == {model_type for model_type, _ in MODELS.values()}
+
+
+# ------------------------------------------------------------------------------------ changed files
+
+MOST_BYTES = 4 << 20
+"""Traced while a file of some 15 kB of metadata is described."""
+
+
+def _check_changed(model: str, count: int, patch: pytest.MonkeyPatch) -> None:
+    """Each file is described or refused in a sentence, and takes little memory."""
+    valid = _files(model, "q8_0")[0].read_bytes()
+    file = reader.GgufFile(_files(model, "q8_0")[0])
+    header = min(tensor.start for tensor in file.tensors.values())
+    keys = [key.encode() for key in file.metadata if key.startswith(_architecture(file))]
+    draw, num_refused = random.Random(model), 0
+    tracemalloc.start()
+    for _ in range(count):
+        content = mutated(draw, valid, header)
+        if draw.random() < 0.5:
+            content = _with_another_number(draw, valid, draw.choice(keys))
+        patch.setattr(reader, "_mapped", lambda path, found=content: found)
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        reason = _reason_of_refusal()
+        assert tracemalloc.get_traced_memory()[1] - before < MOST_BYTES + len(content)
+        assert len(reason.encode()) < 1000
+        num_refused += bool(reason)
+    tracemalloc.stop()
+    assert count / 10 < num_refused < count
+
+
+def _architecture(file: reader.GgufFile) -> str:
+    return f"{file.metadata['general.architecture']}."
+
+
+def _with_another_number(draw: random.Random, valid: bytes, key: bytes) -> bytes:
+    """Four bytes of what stands behind a key: its type, or a part of its value."""
+    place = valid.index(key) + len(key) + draw.choice([0, 4, 4, 4, 8])
+    number = draw.choice([*EDGES, 0x7F800000, 0x7FC00000, 0x3F800000, draw.randrange(2**32)])
+    return valid[:place] + struct.pack("<I", number % 2**32) + valid[place + 4 :]
+
+
+def _reason_of_refusal() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _write_description([reader.GgufFile(Path("changed.gguf"))], Path(folder))
+        except ModelLoadError as refused:
+            return str(refused)
+    return ""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_changed_files_are_described_or_refused(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _check_changed(model, 30, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_ten_thousand_changed_files_are_described_or_refused(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _check_changed(model, 10_000, monkeypatch)
