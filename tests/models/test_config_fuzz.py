@@ -80,44 +80,23 @@ CHANGES = st.one_of(
 
 @pytest.fixture(scope="module", params=MODELS)
 def good(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp(request.param), MODELS[request.param]())
-
-
-@pytest.fixture(scope="module", params=NATIVE_CONFIGS)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp(request.param), NATIVE_CONFIGS[request.param]())
-
-
-def saved(directory: Path, config: PretrainedConfig) -> Path:
-    save_checkpoint(directory, config)
+    directory = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(directory, MODELS[request.param]())
     (directory / "good.json").write_text((directory / "config.json").read_text())
     hf_logging.set_verbosity_error()
     return directory
 
 
-LISTS = st.lists(st.tuples(st.integers(0, 60), CHANGES), min_size=1, max_size=3)
-UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-
-
-@settings(max_examples=150, suppress_health_check=UNCHECKED)
-@given(changes=LISTS, backend=st.sampled_from(["auto", "auto", "hf"]))
+@settings(
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 60), CHANGES), min_size=1, max_size=3),
+    backend=st.sampled_from(["auto", "auto", "hf"]),
+)
 @example(changes=[(0, replaced(0))], backend="auto")
 def test_any_config_gives_a_model_or_a_reason(
-    good: Path, changes: list[tuple[int, Change]], backend: str
-) -> None:
-    check_gives_a_model_or_a_reason(good, changes, backend)
-
-
-@pytest.mark.slow
-@settings(max_examples=500, suppress_health_check=UNCHECKED)
-@given(changes=LISTS)
-def test_any_config_of_each_family_gives_a_model_or_a_reason(
-    family: Path, changes: list[tuple[int, Change]]
-) -> None:
-    check_gives_a_model_or_a_reason(family, changes, "native")
-
-
-def check_gives_a_model_or_a_reason(
     good: Path, changes: list[tuple[int, Change]], backend: str
 ) -> None:
     config = json.loads((good / "good.json").read_text())

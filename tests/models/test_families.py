@@ -361,19 +361,22 @@ def test_five_hundred_mutated_configs_are_right_or_refused(family: str, tmp_path
 
 def table() -> str:
     """The rows of docs/reference/families.md: what the tests above prove."""
-    lines = ["| models | `model_type` | runs | weights | drafters |", "|---|---|---|---|---|"]
+    lines = ["| models | `model_type` | runs | weights | GGUF | drafters |"]
+    lines.append("|---|---|---|---|---|---|")
     formats = ", ".join(f"`{name}`" for name in FORMATS)
     drafters = ", ".join(f"`{name}`" for name in DRAFTERS)
     for model_type, (people, _) in ROWS.items():
-        lines.append(f"| {people} | `{model_type}` | natively | {formats} | {drafters} |")
+        gguf = FAMILIES[model_type].gguf
+        file = f"`{gguf.architecture}`" if gguf else "no"
+        lines.append(f"| {people} | `{model_type}` | natively | {formats} | {file} | {drafters} |")
     of_two = ", ".join(f"`{name}`" for name in encoder_decoders.DRAFTERS)
     kinds = ", ".join(f"`{name}`" for name in encoder_decoders.CONFIGS)
     lines.append(
         f"| T5, BART, Marian ([encoder-decoders](../start/encoder-decoder.md)) | {kinds} | "
-        f"through transformers | `float32`, `bf16` | {of_two} |"
+        f"through transformers | `float32`, `bf16` | no | {of_two} |"
     )
     lines.append(
-        "| others | any | through transformers | `float32`, `bf16` | those that need no native "
+        "| others | any | through transformers | `float32`, `bf16` | no | those that need no native "
         "target |"
     )
     return "\n".join(lines)

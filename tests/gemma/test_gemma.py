@@ -1,0 +1,70 @@
+"""A second real model: the text of llama.cpp, and drafts between two vocabularies.
+
+``make test-gemma`` fetches it, and says where it lies; without that nothing is tested here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.against_llama_cpp import compare
+from foredraft import LLM, SamplingParams
+from foredraft.models.files.store import BUILT_IN, resolve_model
+from foredraft.models.text.tokenizer import Tokenizer
+
+FILE = Path(os.environ.get("FOREDRAFT_GEMMA", ""))
+PROMPTS = (
+    "The ferry crosses the river twice a day. In the morning it carries",
+    "def add(first, second):\n    return first",
+    "Seven is a prime number, and eight is",
+)
+TEXTS = (
+    "  two  spaces\n\n\nlines\t tab",
+    "naïve café 東京 🙂🙂 Straße ½ ２３ é́ العربية",
+    "<start_of_turn>user\nHi<end_of_turn>\n",
+    "x=1;\n    return y  # 12345 67.89",
+    "a" * 50,
+)
+pytestmark = [
+    pytest.mark.skipif(not FILE.is_file(), reason="FOREDRAFT_GEMMA names no file"),
+    pytest.mark.real_model,
+]
+
+
+def test_texts_become_the_tokens_of_llama_cpp() -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    theirs = llama_cpp.Llama(str(FILE), vocab_only=True, verbose=False)
+    ours = Tokenizer(resolve_model(FILE))
+    for text in (*TEXTS, *PROMPTS):
+        expected = theirs.tokenize(text.encode(), add_bos=True, special=True)
+        assert ours.encode(text) == expected
+        assert ours.decode(expected[1:], skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_is_that_of_llama_cpp(prompt: str) -> None:
+    pytest.importorskip("llama_cpp")
+    found = compare(FILE, Tokenizer(resolve_model(FILE)).encode(prompt), 48, FILE.name)
+    assert found.is_equal, found.line
+    assert found.difference < 0.1
+
+
+@pytest.mark.parametrize(
+    "names", [(FILE, BUILT_IN[0]), (BUILT_IN[0], FILE)], ids=["target", "draft"]
+)
+def test_drafts_of_another_vocabulary_change_no_text(names: tuple[str, str]) -> None:
+    """Gemma drafts for SmolLM2, and SmolLM2 for Gemma."""
+    target, draft = map(str, names)
+    params = [SamplingParams(max_tokens=32, temperature=heat, seed=3) for heat in (0.0, 0.7)]
+    plain = LLM.load(target, drafter="none")
+    drafted = LLM.load(target, drafter="cross_tokenizer", draft_model=draft)
+    num_accepted = 0
+    for one in params:
+        results = drafted.generate(list(PROMPTS), one)
+        expected = plain.generate(list(PROMPTS), one)
+        assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+        num_accepted += sum(result.stats.accepted for result in results)
+    assert num_accepted > 0
