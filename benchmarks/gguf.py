@@ -66,7 +66,7 @@ def write_gguf(
     arch = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
     writer = gguf.GGUFWriter(str(path), gguf.MODEL_ARCH_NAMES[arch])
     raw = json.loads((directory / "config.json").read_text())
-    _write_settings(writer, config, raw)
+    write_settings(writer, config, raw)
     _write_vocabulary(writer, directory, config)
     for name, factors in _rotary_factors(raw, config).items():
         writer.add_tensor(name, np.array(factors, np.float32))
@@ -97,7 +97,7 @@ def _write_tensor(
     is_matrix = values.ndim > 1 and "ffn_gate_inp" not in theirs
     kind = gguf.GGMLQuantizationType[quantisation.upper() if is_matrix else "F32"]
     added = np.float32(config.family.norm_offset if is_norm else 0)
-    rows = _quantised(values + added, kind)
+    rows = quantised(values + added, kind)
     if written is not None:
         numbers = gguf.dequantize(rows, kind).reshape(values.shape) - added
         named = [(name.replace("{expert}", f"{i}"), one) for i, one in enumerate(numbers)]
@@ -106,14 +106,16 @@ def _write_tensor(
     writer.add_tensor(theirs, _paired_rows(rows, heads) if heads else rows, raw_dtype=kind)
 
 
-def _quantised(values: Any, kind: Any) -> Any:
+def quantised(values: Any, kind: Any) -> Any:
+    """Rows as a file stores them, of a type of the format's own package."""
     import gguf
 
     nested = NESTED.get(kind.name)
     return nested(values) if nested else gguf.quantize(values, kind)
 
 
-def _write_settings(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -> None:
+def write_settings(writer: Any, config: DecoderConfig, raw: Mapping[str, Any]) -> None:
+    """All that is no vocabulary; ``raw`` is the checkpoint's ``config.json``."""
     writer.add_context_length(raw["max_position_embeddings"])
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -47,6 +47,7 @@ def shapes() -> dict[str, Shape]:
         "smollm2-135m": Shape(576, 1536, 30, 9, 3, 64, 49152, True),
         "smollm2-1.7b": Shape(2048, 8192, 24, 32, 32, 64, 49152, True),
         "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128256, True),
+        "llama-3b": Shape(3072, 8192, 28, 24, 8, 128, 128256, True),
         "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256, False),
         "moe-1b": Shape(1024, 512, 16, 16, 4, 64, 32000, False, Experts(32, 4, True)),
         "olmoe-7b": Shape(2048, 1024, 16, 16, 16, 128, 50304, False, Experts(64, 8, False)),

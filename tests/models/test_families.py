@@ -376,8 +376,8 @@ def table() -> str:
         f"through transformers | `float32`, `bf16` | no | {of_two} |"
     )
     lines.append(
-        "| others | any | through transformers | `float32`, `bf16` | no | those that need no native "
-        "target |"
+        "| others | any | through transformers | `float32`, `bf16` | no | those that need no "
+        "native target |"
     )
     return "\n".join(lines)
 
