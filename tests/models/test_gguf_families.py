@@ -168,7 +168,7 @@ def _check_changed(model: str, count: int, patch: pytest.MonkeyPatch) -> None:
         assert len(reason.encode()) < 1000
         num_refused += bool(reason)
     tracemalloc.stop()
-    assert count / 10 < num_refused < count
+    assert 0 < num_refused < count
 
 
 def _architecture(file: reader.GgufFile) -> str:
@@ -195,7 +195,7 @@ def _reason_of_refusal() -> str:
 def test_changed_files_are_described_or_refused(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _check_changed(model, 30, monkeypatch)
+    _check_changed(model, 10, monkeypatch)
 
 
 @pytest.mark.slow
