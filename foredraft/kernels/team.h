@@ -5,6 +5,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <cfenv>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -77,8 +78,10 @@ class Team {
   bool run(int size, const Work& work) {
     if (!grow(size - 1)) return false;
     Barrier barrier(size);
+    std::fenv_t arithmetic;
+    std::fegetenv(&arithmetic);
     const Job job{[](const void* what, Member me) { (*static_cast<const Work*>(what))(me); }, &work,
-                  &barrier, size};
+                  &barrier, size, &arithmetic};
     for (int i = 1; i < size; ++i) helpers_[size_t(i - 1)]->begin(&job, i);
     work(Member{barrier, 0, size});
     for (int i = 1; i < size; ++i) helpers_[size_t(i - 1)]->join();
@@ -91,6 +94,7 @@ class Team {
     const void* work;
     Barrier* barrier;
     int size;
+    const std::fenv_t* arithmetic;  // the caller's: whether denormals are flushed, how sums are rounded
   };
 
   class Helper {
@@ -105,6 +109,7 @@ class Team {
     void serve() {
       for (uint32_t count = 0;; ++count) {
         begun_.await(count);
+        std::fesetenv(job_->arithmetic);
         job_->call(job_->work, Member{*job_->barrier, index_, job_->size});
         done_.tell(count + 1);
       }

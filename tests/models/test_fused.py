@@ -412,6 +412,22 @@ def test_a_broken_value_reaches_the_logits(checkpoints: dict[str, Path]) -> None
     assert step(target, slot, text(9)).isnan().any()
 
 
+def test_all_threads_compute_with_the_caller_s_arithmetic(checkpoints: dict[str, Path]) -> None:
+    """Also where it was changed after they had started."""
+    found = []
+    for num_threads in (2, 1):
+        target = fused(checkpoints["llama"], torch.float32, num_threads)
+        target.weights.embedding_VE[:] = 1e-40
+        step(target, target.cache.allocate(), text(3))
+        torch.set_flush_denormal(True)
+        try:
+            found.append(step(target, target.cache.allocate(), text(3)))
+        finally:
+            torch.set_flush_denormal(False)
+    assert torch.equal(*found)
+    assert not found[0].any()
+
+
 def test_a_broken_activation_reaches_the_logits_of_int8_weights(
     checkpoints: dict[str, Path],
 ) -> None:
