@@ -11,6 +11,7 @@ from benchmarks.contexts import contexts
 from benchmarks.drafters import drafters
 from benchmarks.grammar import grammar
 from benchmarks.memory import memory
+from benchmarks.plan_error import plan_error
 from benchmarks.prefix import prefix
 from benchmarks.priors import priors
 from benchmarks.prompts import prompts
@@ -41,7 +42,7 @@ def _alone(context: typer.Context) -> None:
 
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster),
-    *(prefix, contexts, grammar, quality, gguf, memory, priors, revisions, report),
+    *(prefix, contexts, grammar, quality, gguf, memory, priors, revisions, plan_error, report),
 )
 for command in COMMANDS:
     app.command()(command)

@@ -1,6 +1,6 @@
 """llama.cpp as a server would use it: many sequences in one batch, by its low-level interface.
 
-It takes part in the turns of `benchmarks.serving`: the same prompts, the same number of
+It takes part in the turns of `foredraft.bench.load`: the same prompts, the same number of
 requests in flight, greedy, from the same weights. Prompts are read in batches of their own, as many
 tokens at once as the context's batch holds; then each decode is one token of every sequence. What
 picks the likeliest token is numpy's argmax, which is at least as fast as its samplers.
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.llama_cpp import open_llama
-from benchmarks.serving import Finished, Load, Served, ServedStep
+from foredraft.bench.load import Finished, Load, Served, ServedStep
 
 _BATCH = 512
 
@@ -36,7 +36,7 @@ class _Sequence:
 
 
 class LlamaBatchServer:
-    """See the module docstring and `benchmarks.serving.Server`.
+    """See the module docstring and `foredraft.bench.load.Server`.
 
     Args:
         directory: our checkpoint.
@@ -84,8 +84,9 @@ class LlamaBatchServer:
                 self._decode_all()
             wall_s = time.perf_counter() - began
             self.served.seconds += wall_s
+            wall_ms = 1e3 * wall_s
             self.served.steps.append(
-                ServedStep(1e3 * wall_s, 0.0, 1e3 * wall_s, committed, 0, committed, not read)
+                ServedStep(wall_ms, 0.0, wall_ms, wall_ms, committed, 0, committed, not read)
             )
             self._finish()
         return bool(self._running or self._waiting)

@@ -14,7 +14,8 @@ import typer
 from benchmarks.llama_batch import LlamaBatchServer
 from benchmarks.peers import peer_names
 from benchmarks.random_model import load_llm
-from benchmarks.serving import Load, OurServer, Served, Server, ServingFigure, figure, serve
+from benchmarks.serving import ServingFigure, figure
+from foredraft.bench.load import Load, OurServer, Served, Server, serve
 from foredraft.bench.prompts import repeated_prompts
 from foredraft.bench.report import Report, Table, check_outputs
 from foredraft.bench.step import Size, TargetStepper

@@ -37,6 +37,7 @@ LAYERS = {
     "bench": 10,
     "audit": 11,
     "cluster": 11,
+    "plan": 11,
     "cli": 12,
 }
 """A module imports from its own layer and the ones below."""

@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
-from itertools import count, cycle, islice
+from itertools import cycle, islice
+from math import ceil
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from foredraft.audit.plain import Difference, Margins, PlainTarget, difference_o
 from foredraft.audit.report import AuditReport
 from foredraft.audit.statistics import RARE, Drafted, LawTests, share_below
 from foredraft.bench.prompts import encoded_prompts
+from foredraft.cache.blocks import in_blocks
 from foredraft.core.errors import CapabilityError, ConfigError, ForedraftError
 from foredraft.core.grammar import Grammar
 from foredraft.core.params import SamplingParams
@@ -28,15 +30,22 @@ from foredraft.core.tree import ROOT
 from foredraft.drafters import drafter_spec
 from foredraft.drafters.base import Drafter
 from foredraft.engine.engine import Engine
+from foredraft.engine.places import HEADROOM
 from foredraft.engine.request import GenerationResult
+from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.llm import LLM
 from foredraft.models.base import LowBitTarget
 from foredraft.models.files.progress import Progress, SilentProgress
 
-_MOST_DRAFTED = 4
-"""Nodes a step where nobody says how many: enough for each depth to be seen often."""
-_TEXTS_AT_ONCE = 16
+_MOST_DRAFTED = 3
+"""Nodes a step where nobody says how many: enough for each depth to be seen often. Drafts that do
+not hold cost time, and no test sees more for them."""
+_TEXTS_AT_ONCE, _FEWEST_TEXTS = 16, 4
 _BITS_TEXTS, _BITS_TOKENS = 6, 48
+_SHORT_PROMPTS = 0.4
+"""Share of the prompts, the shortest ones, for texts that have to read theirs anew each time."""
+_LONGER, _PREEMPTED_TEXTS = 32, 3
+"""Tokens of a reply beyond those that the engine finds room for before it begins."""
 _FAULT_TEXTS, _FAULT_TOKENS = (4, 4, 8, 16, 32, 64), 64
 """Texts of each look for a planted fault; it ends when one has found it."""
 _PARAMETER_TEXTS, _PARAMETER_TOKENS = 2, 24
@@ -45,6 +54,7 @@ _SEED_STEP = 1_000_003
 """Between the seeds of two texts."""
 
 Ids = Sequence[int]
+Texts = list[tuple[int, ...]]
 
 
 @dataclass
@@ -90,7 +100,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Served:
+class AuditedReply:
     """A finished request."""
 
     prompt: tuple[int, ...]
@@ -136,6 +146,8 @@ class OwnAudit:
             self.prompts = [tuple(token % vocab for token in ids) for ids in self.prompts]
         if not self.prompts:
             raise ConfigError(f"no prompt leaves room for {self.tokens} tokens")
+        self.short_prompts = sorted(self.prompts, key=len)
+        del self.short_prompts[max(2, round(_SHORT_PROMPTS * len(self.prompts))) :]
         self.tolerance, self._plain = 0.0, PlainTarget(llm.target)
 
     def report(self) -> AuditReport:
@@ -180,23 +192,20 @@ class OwnAudit:
             return Level("bits", Finding.NOT_ASKED, said)
         prompts = self.prompts[:_BITS_TEXTS]
         self._progress.stage("Comparing bits")
-        runs: dict[str, list[tuple[int, ...]]] = {}
+        ways, compared = list[str](), 0
+        evidence: list[dict[str, Any]] = []
         notes: list[str] = []
-        for number, (name, texts) in enumerate(self._ways(prompts, notes)):
-            runs[name] = texts
-            self._progress.advance((number + 1) / 8)
-        plain = runs["plain, one at a time"]
-        evidence = [
-            found
-            for name, texts in runs.items()
-            for index, (due, served) in enumerate(zip(plain, texts, strict=True))
-            if (found := _first_difference(name, index, due, served)) is not None
-        ]
-        compared = sum(map(len, plain)) * (len(runs) - 1)
-        figures = {"ways": [*runs], "tokens_compared": compared, "texts_differing": len(evidence)}
+        for name, texts, plain in self._ways(prompts, notes):
+            ways.append(name)
+            compared += sum(map(len, plain))
+            pairs = enumerate(zip(plain, texts, strict=True))
+            found = [_first_difference(name, index, due, served) for index, (due, served) in pairs]
+            evidence += filter(None, found)
+            self._progress.advance(len(ways) / 7)
+        figures = {"ways": ways, "tokens_compared": compared, "texts_differing": len(evidence)}
         if not evidence:
             said = (
-                f"{compared} tokens in {len(runs)} ways, none differs: "
+                f"{compared} tokens in {len(ways)} ways, none differs: "
                 f"fewer than {share_below(compared, 0.95):.1e} of all tokens do"
             )
             return Level("bits", Finding.SAME_BITS, "; ".join([said, *notes]), figures)
@@ -206,44 +215,45 @@ class OwnAudit:
         said += "; bits are not promised here, so the margins decide"
         return Level("bits", Finding.NEAR_TIES, said, figures, evidence)
 
-    def _ways(
-        self, prompts: Sequence[Ids], notes: list[str]
-    ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    def _ways(self, prompts: Sequence[Ids], notes: list[str]) -> Iterator[tuple[str, Texts, Texts]]:
+        """Name of each way, its texts, and those of plain decoding, one at a time."""
         params = self.params.of_length(min(_BITS_TOKENS, self.tokens))
         plain, drafted = self._view(None), self._view(self._num_drafts)
         as_asked = self._view(self.llm.options.num_draft_tokens or -1, prefix_caching=True)
-        alone = [self._texts(plain, [p], params, index) for index, p in enumerate(prompts)]
-        yield "plain, one at a time", [text for texts in alone for text in texts]
-        yield "plain, together", self._texts(plain, prompts, params)
-        yield "drafted, together", self._texts(drafted, prompts, params)
-        alone = [self._texts(drafted, [p], params, index) for index, p in enumerate(prompts)]
-        yield "drafted, one at a time", [text for texts in alone for text in texts]
-        yield "drafted as asked for, prefixes kept", self._texts(as_asked, prompts, params)
-        yield "drafted as asked for, prefixes found", self._texts(as_asked, prompts, params)
-        yield from self._small_ways(prompts, params, notes)
-
-    def _small_ways(
-        self, prompts: Sequence[Ids], params: SamplingParams, notes: list[str]
-    ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-        """In tiny chunks, and with too little memory for all at once: on a cache apart."""
+        due = self._one_by_one(plain, prompts, params)
+        yield "plain, together", self._texts(plain, prompts, params), due
+        yield "drafted, together", self._texts(drafted, prompts, params), due
+        yield "drafted, one at a time", self._one_by_one(drafted, prompts, params), due
+        for prefixes in ("kept", "found"):
+            texts = self._texts(as_asked, prompts, params)
+            yield f"drafted as asked for, prefixes {prefixes}", texts, due
         if not self.llm.target.capabilities.low_bit or self._drafter is not None:
             notes.append("chunks and preemption were not tried: this target has no cache apart")
             return
-        longest = max(map(len, prompts)) + params.max_tokens
-        needed = sum(map(len, prompts)) + len(prompts) * params.max_tokens
-        target = cast(LowBitTarget, self.llm.target).apart(max(2 * longest, needed // 2))
-        options = replace(self._load_options(self._num_drafts), max_step_tokens=_TINY_CHUNK)
-        seen = Seen()
         try:
-            small = LLM(
-                *(target, self.llm.tokenizer, options), plan=self.llm.plan, cost=None, trace=seen
-            )
+            chunked, _ = self._apart(prompts, params.max_tokens, _TINY_CHUNK)
+            yield "drafted, in chunks", self._texts(chunked, prompts, params), due
+            # The engine finds room for the beginning of a reply before it begins, so only longer
+            # replies are ever in each other's way.
+            params = replace(params.of_length(HEADROOM + _LONGER), ignore_eos=True)
+            prompts = self.short_prompts[:_PREEMPTED_TEXTS]
+            small, seen = self._apart(prompts, HEADROOM, MAX_STEP_TOKENS)
+            due = self._one_by_one(plain, prompts, params)
+            yield "drafted, preempted", self._texts(small, prompts, params), due
         except (CapabilityError, ConfigError) as error:
             notes.append(f"chunks and preemption were not tried: {error}")
             return
-        yield "drafted, in chunks and preempted", self._texts(small, prompts, params)
         if not seen.num_preempted:
             notes.append("nothing was preempted")
+
+    def _apart(self, prompts: Sequence[Ids], tokens: int, max_step_tokens: int) -> tuple[LLM, Seen]:
+        """On a cache apart, with just the room for so many tokens behind each of the prompts."""
+        needed = sum(in_blocks(len(prompt) + tokens) for prompt in prompts)
+        target = cast(LowBitTarget, self.llm.target).apart(needed)
+        options = self._load_options(self._num_drafts)
+        options, seen = replace(options, max_step_tokens=max_step_tokens), Seen()
+        llm = LLM(target, self.llm.tokenizer, options, plan=self.llm.plan, cost=None, trace=seen)
+        return llm, seen
 
     @property
     def _promises_bits(self) -> bool:
@@ -258,9 +268,12 @@ class OwnAudit:
         self._progress.stage("Looking at drafted replies")
         seen, margins, law = Seen(), Margins(self.tolerance), LawTests(self.seed)
         view = self._view(self._num_drafts, seen, self.llm.options.prefix_caching)
-        num_texts = 0
-        for start in count(0, _TEXTS_AT_ONCE):
-            replies = self._replies(view, start, _TEXTS_AT_ONCE, self.tokens)
+        num_texts, share = 0, 0.0
+        while True:
+            number = _TEXTS_AT_ONCE
+            if num_texts >= self.options.texts and share > 0.0:  # no more than are missing
+                number = min(number, max(_FEWEST_TEXTS, ceil(num_texts / share) - num_texts))
+            replies = self._replies(view, num_texts, number, self.tokens)
             self._look(replies, seen, margins, law)
             num_texts += len(replies)
             share = self._share_done(margins, law)
@@ -298,7 +311,7 @@ class OwnAudit:
         return 4.0 * noise / (self.params.temperature or 1.0)
 
     def _look(
-        self, replies: Iterable[Served], seen: Seen, margins: Margins, law: LawTests | None
+        self, replies: Iterable[AuditedReply], seen: Seen, margins: Margins, law: LawTests | None
     ) -> None:
         """Score replies again, and take in what is seen."""
         for each in replies:
@@ -309,7 +322,7 @@ class OwnAudit:
 
     def look_at(
         self,
-        reply: Served,
+        reply: AuditedReply,
         params: SamplingParams,
         margins: Margins,
         law: LawTests | None = None,
@@ -405,7 +418,8 @@ class OwnAudit:
         base = SamplingParams(temperature=temperature, coupling=self.params.coupling)
         for number, (name, changed) in enumerate(settings.items()):
             params, margins = replace(base, **changed), Margins(self.tolerance)
-            for reply in self._replies(view, 0, _PARAMETER_TEXTS, _PARAMETER_TOKENS, params):
+            texts, tokens, prompts = _PARAMETER_TEXTS, _PARAMETER_TOKENS, self.short_prompts
+            for reply in self._replies(view, 0, texts, tokens, params, prompts):
                 own = replace(params, seed=reply.result.seed)
                 self.look_at(reply, own, margins, law, seen)
             counts = {key: getattr(margins, key) for key in ("tokens", "near_ties", "structural")}
@@ -451,7 +465,7 @@ class OwnAudit:
         first, most = 0, min(_FAULT_TOKENS, self.tokens)
         for number in _FAULT_TEXTS:
             with planted(fault, view.policy, self.llm.target.cache):
-                replies = self._replies(view, first, number, most)
+                replies = self._replies(view, first, number, most, prompts=self.short_prompts)
             first += number
             self._look(replies, seen, margins, law)
             if margins.structural:
@@ -512,16 +526,28 @@ class OwnAudit:
         number: int,
         max_tokens: int,
         params: SamplingParams | None = None,
-    ) -> list[Served]:
-        """Replies number ``first`` and following, each with a seed of its own."""
-        prompts = list(islice(cycle(self.prompts), first, first + number))
+        prompts: Sequence[tuple[int, ...]] = (),
+    ) -> list[AuditedReply]:
+        """Replies number ``first`` and following, each with a seed of its own.
+
+        Args:
+            prompts: that are taken in turns; all of them where none is given.
+        """
+        prompts = list(islice(cycle(prompts or self.prompts), first, first + number))
         params = (params or self.params).of_length(max_tokens)
         results = self._run(view, prompts, params, first)
-        return [Served(tuple(p), result) for p, result in zip(prompts, results, strict=True)]
+        return [AuditedReply(tuple(p), result) for p, result in zip(prompts, results, strict=True)]
+
+    def _one_by_one(self, view: LLM, prompts: Sequence[Ids], params: SamplingParams) -> Texts:
+        return [
+            text
+            for index, prompt in enumerate(prompts)
+            for text in self._texts(view, [prompt], params, index)
+        ]
 
     def _texts(
         self, view: LLM, prompts: Sequence[Ids], params: SamplingParams, first: int = 0
-    ) -> list[tuple[int, ...]]:
+    ) -> Texts:
         return [result.token_ids for result in self._run(view, prompts, params, first)]
 
     def _run(

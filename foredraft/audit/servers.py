@@ -24,7 +24,7 @@ import numpy as np
 from foredraft.audit.levels import Finding, Level
 from foredraft.audit.options import AuditOptions, ServerOptions
 from foredraft.audit.report import AuditReport
-from foredraft.audit.statistics import Drafted, LawTests, share_below
+from foredraft.audit.statistics import Drafted, LawTests, share_below, two_sample_p
 from foredraft.bench.prompts import load_prompts
 from foredraft.core.errors import ConfigError, ForedraftError
 from foredraft.core.params import SamplingParams
@@ -35,6 +35,10 @@ _NUM_LIKELY, _OPENAI_LIKELY = 20, 5
 """Log probabilities that are asked for at each place, and where a server refuses so many."""
 _OTHER_SEED = 1 << 32
 """Between the seeds of a reply and its probes: what a probe names must not depend on the reply."""
+_BLIND_REPLIES = 5
+"""Replies without a word of their tokens after which a server is not asked for more."""
+_TEXTS_A_SIDE, _TOKENS_A_TEXT = 40, 12
+"""To each prompt, where whole texts are all there is."""
 _LEAST_TOLERANCE = 0.05
 """Nats: gaps below it are near-ties on any server that is not exact to the bit."""
 
@@ -330,14 +334,48 @@ class ServerAudit:
             name, p = min(tests.p_values().items(), key=lambda item: item[1])
             said = f"{tests.count} tokens do not fit the plain law ({name}: p = {p:.1e})"
             return Level("law", Finding.DIFFERENT, said, figures)
-        if blind:
-            return Level("law", Finding.INCONCLUSIVE, "the server gives no log probabilities")
+        if blind or not tests.count:
+            return self._whole_texts()
         found = tests.detectable(options.alpha, options.power)
         said = (
             f"{tests.count} tokens fit the plain law; a shift of {found:.1%} would have been seen"
         )
         finding = Finding.SAME_LAW if found <= options.detect else Finding.INCONCLUSIVE
         return Level("law", finding, said, {**figures, "detectable_shift": found})
+
+    def _whole_texts(self) -> Level:
+        """Where a server says nothing of its tokens: its texts beside those of the plain one."""
+        said = "the server gives no log probabilities"
+        if not isinstance(self._plain, Endpoint) or self._plain is self._endpoint:
+            said += "; with --plain-endpoint the texts of both can be compared"
+            return Level("law", Finding.INCONCLUSIVE, said)
+        left = self._server.max_requests - self._num_requests
+        number = min(_TEXTS_A_SIDE, left // (2 * len(self._prompts)))
+        samples = [self._two_samples(prompt, number) for prompt in self._prompts if number > 1]
+        samples = [each for each in samples if len(each[0]) > 1]
+        p = two_sample_p(samples, round(10.0 / self._options.alpha))
+        figures = {"texts": sum(len(first) for first, _ in samples), "p_values": {"texts": p}}
+        if p <= self._options.alpha:
+            said = f"{figures['texts']} texts are not drawn as the plain endpoint's (p = {p:.1e})"
+            return Level("law", Finding.DIFFERENT, said, figures)
+        said += f"; {figures['texts']} texts fit those of the plain endpoint, by a coarse test"
+        return Level("law", Finding.INCONCLUSIVE, said, figures)
+
+    def _two_samples(self, prompt: str, number: int) -> tuple[list[str], list[str]]:
+        """So many short texts of each endpoint, fewer where the time is over."""
+        plain = self._plain
+        assert isinstance(plain, Endpoint)
+        texts: tuple[list[str], list[str]] = [], []
+        for index in range(number):
+            if time.monotonic() > self._ends_at:
+                break
+            for side, (endpoint, found) in enumerate(
+                zip((self._endpoint, plain), texts, strict=True)
+            ):
+                seed = self._server.seed + index + side * _OTHER_SEED
+                asked = {"max_tokens": _TOKENS_A_TEXT, "temperature": 1.0, "seed": seed}
+                found.append(str(endpoint.complete(prompt, **asked)["text"]))
+        return texts
 
     @property
     def _num_requests(self) -> int:
@@ -347,7 +385,7 @@ class ServerAudit:
     def _probed(self, share: float, **sampling: Any) -> Iterator[tuple[Place, Probe]]:
         """Places of replies with their probes, until a share of the requests is spent."""
         most = int(self._server.max_requests * share)
-        first = self._num_requests
+        first, num_blind = self._num_requests, 0
         for number in range(most):
             prompt = self._prompts[number % len(self._prompts)]
             seed = self._server.seed + number
@@ -355,6 +393,9 @@ class ServerAudit:
             places = self._endpoint.served(prompt, max_tokens=length, seed=seed, **sampling)
             if not places:
                 self._not_audited += 1
+                num_blind += 1
+                if num_blind == number + 1 == _BLIND_REPLIES:
+                    return  # it never says what its tokens are
             for place in places:
                 if self._num_requests >= most or time.monotonic() > self._ends_at:
                     return

@@ -246,6 +246,31 @@ def _both(probability: float) -> Array:
     return np.array([probability, max(0.0, 1.0 - probability)])
 
 
+def two_sample_p(samples: Sequence[tuple[Sequence[str], Sequence[str]]], rounds: int) -> float:
+    """Whether two samples of texts to each of some prompts were drawn alike: the p-value.
+
+    The texts' mean distance in a kernel that counts equal characters at equal places, against the
+    same with the samples' labels exchanged (Gao et al., "Model equality testing", 2025). It sees
+    coarse differences alone.
+
+    Args:
+        samples: of each prompt.
+        rounds: exchanges; no p-value is below one in so many.
+    """
+    drawn = np.random.default_rng(0)
+    seen, exchanged_R = 0.0, np.zeros(rounds)
+    for first, second in samples:
+        texts = [*first, *second]
+        longest = max(map(len, texts), default=0) or 1
+        places = np.array([[*map(ord, text.ljust(longest, "\0"))] for text in texts])
+        kernel = (places[:, None] == places[None]).mean(2)
+        signs = np.array([1.0 / len(first)] * len(first) + [-1.0 / len(second)] * len(second))
+        seen += float(signs @ kernel @ signs)
+        signs_RN = drawn.permuted(np.tile(signs, (rounds, 1)), axis=1)
+        exchanged_R += ((signs_RN @ kernel) * signs_RN).sum(1)
+    return float(1 + (exchanged_R >= seen - 1e-12).sum()) / (1 + rounds)
+
+
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     """p-values that hold for all tests together (Holm, 1979)."""
     corrected: dict[str, float] = {}

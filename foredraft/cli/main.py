@@ -79,6 +79,10 @@ COMMANDS = {
         "audit:audit",
         "Find out whether speculation is lossless here: this model, drafter and parameters.",
     ),
+    "plan": Command(
+        "plan:plan",
+        "What would speculation bring: each drafter under each load, and what to run.",
+    ),
     "trace": Command("trace:app", "Look at what a run did, step by step."),
 }
 

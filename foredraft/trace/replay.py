@@ -48,7 +48,7 @@ class StepCost:
         found = [
             (len(step.rows[0].draft.tokens), step.times.total_ms)
             for step in steps
-            if len(step.rows) == 1 and _decodes(step.rows[0])
+            if len(step.rows) == 1 and is_decoding(step.rows[0])
         ]
         if not found:
             raise ConfigError("the trace has no step that decoded one request alone")
@@ -93,8 +93,8 @@ class Outcome:
 
 def replay(steps: Sequence[TracedStep], num_draft_tokens: int, cost: StepCost) -> Outcome:
     """The same text with at most ``num_draft_tokens`` nodes a step."""
-    rows = [row for step in steps for row in step.rows if _decodes(row)]
-    done = [piece for row in rows for piece in _pieces(row, num_draft_tokens)]
+    rows = [row for step in steps for row in step.rows if is_decoding(row)]
+    done = [piece for row in rows for piece in pieces(row, num_draft_tokens)]
     return Outcome(
         num_draft_tokens=num_draft_tokens,
         steps=len(done),
@@ -220,7 +220,7 @@ def stretches(
         sizes: numbers of draft tokens to try.
     """
     found, taken, last = list[Stretch](), list[TracedStep](), 0
-    decoding = [step for step in steps if _decodes(step.rows[0])]
+    decoding = [step for step in steps if is_decoding(step.rows[0])]
     for number, step in enumerate(decoding, start=1):
         taken.append(step)
         count = sum(len(each.rows[0].committed) for each in taken)
@@ -251,11 +251,11 @@ def _stretch(
     )
 
 
-def _decodes(row: TracedRow) -> bool:
+def is_decoding(row: TracedRow) -> bool:
     return row.num_read == 1 and bool(row.committed)
 
 
-def _pieces(row: TracedRow, num_draft_tokens: int) -> Iterator[tuple[int, int]]:
+def pieces(row: TracedRow, num_draft_tokens: int) -> Iterator[tuple[int, int]]:
     """(nodes, committed) of the steps that would have brought what one step brought."""
     parent, at = -1, 0
     while at < len(row.committed):

@@ -1,0 +1,125 @@
+"""``plan-error``: predictions of `foredraft plan` beside what runs, over prompts and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Annotated, Any
+
+from foredraft.bench.prompts import encoded_prompts
+from foredraft.bench.report import Report, Table, check_outputs
+from foredraft.cli import options as o
+from foredraft.cli.display import progress_bar
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.llm import LLM
+from foredraft.options import LoadOptions
+from foredraft.plan.record import PLAIN, Work, num_requests, record
+from foredraft.plan.report import CHECK_ROUNDS, MachinePlan, check
+
+_COLUMNS = {
+    "set": "{set}",
+    "at once": "{load:d}",
+    "setting": "{flags}",
+    "predicted": "{predicted:.2f}x",
+    "90 % of": "{band}",
+    "measured": "{measured:.2f}x",
+    "error": "{error:+.1%}",
+    "chosen": "{chosen}",
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What is planned and then run.
+
+    Attributes:
+        sets: categories of the prompts, with commas; each is planned by itself.
+        loads: requests at once, with commas.
+        drafters: names with commas.
+        limit: at most this many prompts of a set.
+        temperature: of sampling.
+        max_tokens: of a reply.
+    """
+
+    sets: str = "chat,summarise,edit"
+    loads: str = "1,2,4,8"
+    drafters: str = "auto,suffix,blend,self_draft"
+    limit: int = 8
+    temperature: float = 0.0
+    max_tokens: int = 64
+
+
+@o.with_options
+def plan_error(
+    load: Annotated[
+        LoadOptions, o.loading(drafter="auto", drafter_options={}, prefix_caching=False)
+    ],
+    compared: Compared,
+    prompts: o.Prompts = None,
+    json_file: o.JsonFile = None,
+) -> None:
+    """Every drafter's predicted gain beside the measured one, by set of prompts and load.
+
+    The chosen setting is compared with the best of those that were measured.
+    """
+    check_outputs(json_file)
+    loads = sorted({*o.numbers("--loads", compared.loads, int, low=1)})
+    llm = o.load_llm(replace(load, max_batch_size=max(loads)))
+    works = dict(_works(llm, prompts, compared))
+    names = o.names(compared.drafters)
+    total = sum(num_requests(work, loads, 1 + len(names)) for work in works.values())
+    rows: list[dict[str, Any]] = []
+    with progress_bar((1 + CHECK_ROUNDS) * total) as advance:
+        for name, work in works.items():
+            rows += _rows(llm, name, work, names, loads, advance)
+    chosen = [row for row in rows if row["chosen"]]
+    facts = {
+        "median_error": median(abs(row["error"]) for row in rows),
+        "median_error_of_chosen": median(abs(row["error"]) for row in chosen),
+        "most_lost_by_choice": max(row["lost"] for row in chosen),
+        "median_lost_by_choice": median(row["lost"] for row in chosen),
+    }
+    lines = [f"{name.replace('_', ' ')}: {value:.1%}" for name, value in facts.items()]
+    Report([Table("rows", rows, _COLUMNS)], facts, lines).give(json_file)
+
+
+def _works(llm: LLM, path: str | None, compared: Compared) -> Iterator[tuple[str, Work]]:
+    """The prompts of each set."""
+    params = SamplingParams.of(
+        max_tokens=compared.max_tokens, temperature=compared.temperature, seed=0
+    )
+    room = llm.target.max_context - params.max_tokens
+    known = [(p.category, ids) for p, ids in encoded_prompts(llm, path) if len(ids) <= room]
+    for name in o.names(compared.sets):
+        found = [ids for category, ids in known if category == name][: compared.limit]
+        if not found:
+            raise ConfigError(f"--sets {name!r} is no category; there are {sorted({*dict(known)})}")
+        yield name, Work(found, params)
+
+
+def _rows(
+    llm: LLM,
+    name: str,
+    work: Work,
+    drafters: Sequence[str],
+    loads: Sequence[int],
+    advance: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """All loads of a set: planned and run at once, so that the machine is the same."""
+    rows = []
+    for load in loads:
+        plan = MachinePlan.of("here", record(llm, drafters, work, [load], advance))
+        choice, outlooks = plan.choice(load), plan.outlooks[load]
+        checks = check(llm, outlooks, work, advance)
+        best = max([1.0, *(one.measured for one in checks)])
+        for one in checks:
+            is_chosen = one.outlook is choice
+            chosen = {"chosen": "*" if is_chosen else "", "lost": best / one.measured - 1.0}
+            rows.append({"set": name} | one.as_dict() | chosen)
+        if choice.setting.drafter == PLAIN:
+            plain = dict.fromkeys(("predicted", "measured"), 1.0) | {"error": 0.0, "band": ""}
+            chosen = {"flags": choice.setting.flags, "chosen": "*", "lost": best - 1.0}
+            rows.append({"set": name, "load": load} | plain | chosen)
+    return rows

@@ -1,0 +1,212 @@
+"""Many requests at once, by several contenders on one loaded model, in short turns.
+
+Each contender has an engine of its own and keeps so many requests in flight: where one ends, the
+next begins. They take turns of some steps, and a contender's clock stands still while others run.
+So whatever the machine does in a minute it does to all of them, and differences of a hundredth can
+be told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from foredraft.core.params import SamplingParams
+from foredraft.core.record import StepRecord
+from foredraft.llm import LLM
+
+TURN_S = 0.12
+"""Of its own time that a contender gets before the next one."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of every contender.
+
+    Attributes:
+        prompts: token ids of each request.
+        params: of all of them; request number n adds n to the seed.
+        concurrency: requests in flight.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    concurrency: int
+
+    def params_of(self, number: int) -> SamplingParams:
+        return replace(self.params, seed=(self.params.seed or 0) + number)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One request; seconds are of its contender's clock, from when it was handed in."""
+
+    number: int
+    token_ids: tuple[int, ...]
+    first_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class ServedStep:
+    """Milliseconds of one step and what it did.
+
+    Attributes:
+        wall_ms: all of it, as its caller sees it.
+        draft_ms: in the drafter, proposing and observing.
+        score_ms: in the target's forward.
+        kernel_ms: of the target's forward in compiled code, where the decoder says so.
+        num_rows: requests that took part.
+        is_decoding: no prompt was read.
+    """
+
+    wall_ms: float
+    draft_ms: float
+    score_ms: float
+    kernel_ms: float
+    num_rows: int
+    drafted: int
+    committed: int
+    is_decoding: bool
+
+    @property
+    def python_ms(self) -> float:
+        """Neither in the drafter nor in the target's kernel."""
+        return self.wall_ms - self.draft_ms - self.kernel_ms
+
+    @property
+    def rest_ms(self) -> float:
+        """Neither in the drafter nor in the target: verification, commits, the engine's own."""
+        return self.wall_ms - self.draft_ms - self.score_ms
+
+
+@dataclass
+class Served:
+    """What a contender has done with a load so far."""
+
+    seconds: float = 0.0
+    finished: list[Finished] = field(default_factory=list)
+    steps: list[ServedStep] = field(default_factory=list)
+
+
+class Server(Protocol):
+    """Something that serves loads, a turn at a time."""
+
+    @property
+    def name(self) -> str: ...
+
+    def begin(self, load: Load) -> None:
+        """Take on a load; the one before is over."""
+        ...
+
+    def turn(self, seconds: float) -> bool:
+        """Serve for about so long; whether there is more to do."""
+        ...
+
+    @property
+    def served(self) -> Served: ...
+
+
+class OurServer:
+    """foredraft with one drafter, on a target that others share.
+
+    Args:
+        new_llm: makes it for a number of requests in flight, given what is told of its steps.
+    """
+
+    def __init__(self, name: str, new_llm: Callable[[int, Callable[[StepRecord], None]], LLM]):
+        self.name = name
+        self._new_llm = new_llm
+        self.served = Served()
+
+    def begin(self, load: Load) -> None:
+        self.served, self._load = Served(), load
+        self._records: list[tuple[StepRecord, float]] = []
+        self.llm = self._new_llm(load.concurrency, self._note)
+        decoder = getattr(self.llm.target, "decoder", None)
+        self._phases = getattr(decoder, "phase_seconds", dict)
+        self._waiting = deque(enumerate(load.prompts))
+        self._started: dict[int, tuple[int, float]] = {}
+        self._first: dict[int, float] = {}
+
+    def turn(self, seconds: float) -> bool:
+        until = self.served.seconds + seconds
+        while self.served.seconds < until and (self._started or self._waiting):
+            self._hand_in()
+            self._step()
+        return bool(self._started or self._waiting)
+
+    def _hand_in(self) -> None:
+        while self._waiting and len(self._started) < self._load.concurrency:
+            number, prompt = self._waiting.popleft()
+            params, options = self._load.params_of(number), self.llm.request_options()
+            request_id = self.llm.engine.submit(prompt, params, options)
+            self._started[request_id] = (number, self.served.seconds)
+
+    def _step(self) -> None:
+        self._records.clear()
+        began = time.perf_counter()
+        events = self.llm.engine.step(self.llm.policy)
+        wall_s = time.perf_counter() - began
+        self.served.seconds += wall_s
+        self.served.steps.append(_as_step(self._records, 1e3 * wall_s))
+        for event in events:
+            number, started = self._started[event.request_id]
+            taken = self.served.seconds - started
+            if event.token_ids:
+                self._first.setdefault(event.request_id, taken)
+            if event.result is None:
+                continue
+            if event.result.error:
+                raise RuntimeError(f"{self.name}: {event.result.error}")
+            first = self._first.get(event.request_id, taken)
+            done = Finished(number, tuple(event.result.token_ids), first, taken)
+            self.served.finished.append(done)
+            del self._started[event.request_id]
+
+    def _note(self, record: StepRecord) -> None:
+        self._records.append((record, 1e3 * sum(self._phases().values())))
+
+
+def _as_step(records: Sequence[tuple[StepRecord, float]], wall_ms: float) -> ServedStep:
+    rows = [row for record, _ in records for row in record.rows]
+    return ServedStep(
+        wall_ms=wall_ms,
+        draft_ms=sum(r.times.draft_ms + r.times.learn_ms for r, _ in records),
+        score_ms=sum(r.times.score_ms for r, _ in records),
+        kernel_ms=sum(kernel_ms for _, kernel_ms in records),
+        num_rows=len(rows),
+        drafted=sum(len(row.proposal.tree) for row in rows),
+        committed=sum(len(row.committed) for row in rows),
+        is_decoding=all(record.is_decoding for record, _ in records),
+    )
+
+
+def serve(
+    contenders: Sequence[Server],
+    load: Load,
+    advance: Callable[[str], None],
+    beside: Callable[[], None] = lambda: None,
+) -> None:
+    """One load, by all contenders in turns; afterwards each has it in ``served``.
+
+    Args:
+        advance: told of each request that has ended.
+        beside: called once a round of turns.
+    """
+    for contender in contenders:
+        contender.begin(load)
+    busy, ended = [*contenders], dict.fromkeys((c.name for c in contenders), 0)
+    while busy:
+        beside()
+        for contender in [*busy]:
+            if not contender.turn(TURN_S):
+                busy.remove(contender)
+            finished = len(contender.served.finished)
+            for _ in range(finished - ended[contender.name]):
+                advance(f"{load.concurrency} at once: {contender.name}")
+            ended[contender.name] = finished
+        busy = busy[1:] + busy[:1]

@@ -1,0 +1,164 @@
+"""`foredraft plan`: what would speculation bring me?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foredraft.cli import options as o
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.options import LoadOptions
+from foredraft.system.timing_lock import measuring
+
+if TYPE_CHECKING:
+    from foredraft.core.cost import CostModel
+    from foredraft.llm import LLM
+    from foredraft.plan.report import Check, MachinePlan
+
+_USUAL = ("blend", "ngram", "self_draft", "suffix")
+_SAMPLED = o.Derived(
+    "Sampling",
+    defaults={"max_tokens": 48, "seed": 0},
+    without=("n", "grammar", "prediction", "logprobs", "prompt_logprobs", "stop"),
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is planned for.
+
+    Attributes:
+        prompts: JSON lines with id, category and turns; a few built-in ones otherwise.
+        limit: at most this many prompts in all.
+        from_trace: a trace to take drafts from, instead of running prompts.
+        loads: requests at once, with commas.
+        drafters: names with commas, or all; auto and a few that suit most texts otherwise.
+        machines: another machine, by what `foredraft bench step --json FILE` measured there; may be
+            repeated.
+        check: run what is recommended, and show what was predicted beside what was measured.
+    """
+
+    prompts: str | None = None
+    limit: int | None = None
+    from_trace: Path | None = None
+    loads: str = "1,4,16"
+    drafters: str | None = None
+    machines: Sequence[str] = ()
+    check: bool = False
+
+
+@o.with_options
+def plan(
+    load: Annotated[
+        LoadOptions, o.loading(drafter="auto", drafter_options={}, prefix_caching=False)
+    ],
+    params: Annotated[SamplingParams, _SAMPLED],
+    planned: Annotated[Planned, o.Derived("Plan")],
+    json_file: o.JsonFile = None,
+) -> None:
+    """What would speculation bring: each drafter under each load, and what to run.
+
+    Drafters draft for some prompts, all in turns, and their steps are priced by the controller's
+    model of costs: this machine's, and others'. See docs/operate/plan.md.
+
+    Examples:
+
+        foredraft plan
+
+        foredraft plan --prompts mine.jsonl --loads 1,8 --temperature 0.7 --check
+
+        foredraft plan --machine server.json --machine laptop.json
+    """
+    from foredraft.bench.report import check_outputs
+    from foredraft.plan.report import machine_cost, plan_report
+
+    check_outputs(json_file)
+    loads = sorted({*o.numbers("--loads", planned.loads, int, low=1)})
+    machines = {Path(name).stem: machine_cost(Path(name)) for name in planned.machines}
+    if planned.from_trace is not None and planned.check:
+        raise ConfigError("a trace holds no prompts, so nothing can be run: leave --check out")
+    _named(planned.drafters)  # says what is wrong before the model is loaded
+    llm = o.load_llm(replace(load, max_batch_size=max(loads)))
+    if planned.from_trace is not None:
+        plans = _of_trace(llm, planned.from_trace, loads, machines)
+        checks: list[Check] = []
+    else:
+        with measuring(lambda text: typer.echo(text, err=True)):
+            plans, checks = _of_prompts(llm, params, planned, loads, machines)
+    about = f"{load.model} at temperature {params.temperature:g}"
+    plan_report(plans, checks, about).give(json_file)
+
+
+def _of_trace(
+    llm: LLM, path: Path, loads: Sequence[int], machines: Mapping[str, CostModel]
+) -> list[MachinePlan]:
+    from foredraft.plan.record import Recorded, recorded_trace
+    from foredraft.plan.report import MachinePlan
+    from foredraft.trace.files import read_trace
+
+    plain, drafted = recorded_trace(read_trace(path))
+    assert llm.cost is not None
+    return [
+        MachinePlan.of(name, dict.fromkeys(loads, Recorded(plain, [drafted], cost)))
+        for name, cost in {"here": llm.cost, **machines}.items()
+    ]
+
+
+def _of_prompts(
+    llm: LLM,
+    params: SamplingParams,
+    planned: Planned,
+    loads: Sequence[int],
+    machines: Mapping[str, CostModel],
+) -> tuple[list[MachinePlan], list[Check]]:
+    from foredraft.cli.display import progress_bar
+    from foredraft.plan.record import AUTO, Work, num_requests, record
+    from foredraft.plan.report import MachinePlan, check, num_check_requests
+
+    names = _named(planned.drafters) or _usable(llm, planned.drafters)
+    elsewhere = [name for name in names if name != AUTO]  # it learns what this machine takes
+    work = Work.of(llm, planned.prompts, planned.limit, params)
+    total = num_requests(work, loads, 1 + len(names))
+    total += len(machines) * num_requests(work, loads, 1 + len(elsewhere))
+    with progress_bar(total) as advance:
+        plans = [MachinePlan.of("here", record(llm, names, work, loads, advance))]
+        for name, cost in machines.items():
+            recorded = record(llm, elsewhere, work, loads, advance, cost)
+            plans.append(MachinePlan.of(name, recorded))
+    if not planned.check:
+        return plans, []
+    choices = [[plans[0].choice(load)] for load in loads]
+    with progress_bar(sum(num_check_requests(work, each) for each in choices)) as advance:
+        return plans, [one for each in choices for one in check(llm, each, work, advance)]
+
+
+def _named(wanted: str | None) -> list[str] | None:
+    """The drafters that are named; None: those that can draft are to be found.
+
+    Raises:
+        ConfigError: one is not known.
+    """
+    from foredraft.drafters import drafter_key, drafter_spec
+    from foredraft.plan.record import AUTO, PLAIN
+
+    if wanted in (None, "all"):
+        return None
+    names = [AUTO if name == AUTO else drafter_key(name) for name in o.names(wanted)]
+    for name in names:
+        if name != AUTO:
+            drafter_spec(name)  # raises with the nearest name when it is unknown
+    return [name for name in names if name != PLAIN]
+
+
+def _usable(llm: LLM, wanted: str | None) -> list[str]:
+    """Those that can draft here: a few that suit most texts, or all."""
+    from foredraft.drafters import ready_drafters
+    from foredraft.plan.record import AUTO, PLAIN
+
+    ready = [name for name in ready_drafters(llm.target) if name != PLAIN]
+    return [AUTO, *(name for name in ready if wanted == "all" or name in _USUAL)]

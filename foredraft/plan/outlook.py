@@ -1,0 +1,277 @@
+"""What a drafter would bring under a load: recorded drafts, priced by a model of costs.
+
+The model of costs is the controller's (`foredraft.core.cost`), and so are the drafters' times
+(`foredraft.control.times`). How often drafts hold is taken from what was recorded: with fewer nodes
+a step the same text comes in other steps, and `foredraft.trace.replay` says in which. The tokens a
+step are those that the controller's slots come to at that number of nodes
+(`foredraft.control.acceptance`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from foredraft.core.cost import CostModel
+from foredraft.plan.record import Recording, Setting
+from foredraft.trace.format import TracedRow
+from foredraft.trace.replay import pieces
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of nodes to weigh."""
+_DRAWS, _BAND = 400, (5.0, 95.0)
+"""Of prompts, with replacement; the percentiles between which 90 % of what they come to lie."""
+_MOST_LOAD = 256
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """One row's part of a step.
+
+    Attributes:
+        context: tokens in the cache before it.
+        nodes: drafted.
+        committed: tokens, or how many are expected.
+        is_cut: its draft is what was left of a recorded one, and more would have been drafted.
+    """
+
+    context: int
+    nodes: int
+    committed: float
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a setting is expected to do under a load. Times are milliseconds.
+
+    Attributes:
+        setting: drafter and nodes; with "none" nothing is drafted.
+        load: requests at once.
+        nodes: drafted by a row in a step, on average.
+        committed: tokens a step of a row.
+        rates: the share of steps in which the draft held to depth 1, 2, …
+        gain: tokens by time over plain decoding.
+        low, high: between which 90 % of bootstraps over prompts have it.
+        step_ms: of a full batch.
+        token_ms: from a request's token to its next, on average.
+        first_ms: until the first token of a request that joins the others.
+        requests_per_s: that can be served, of replies as long as those recorded.
+        holds: share of drafted tokens that hold.
+        break_even: what that share would have to be for drafting to pay nothing; None: nothing is
+            drafted.
+    """
+
+    setting: Setting
+    load: int
+    nodes: float
+    committed: float
+    rates: tuple[float, ...]
+    gain: float
+    low: float
+    high: float
+    step_ms: float
+    token_ms: float
+    first_ms: float
+    requests_per_s: float
+    holds: float
+    break_even: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        setting = {"drafter": self.setting.drafter, "flags": self.setting.flags,
+                   "num_draft_tokens": self.setting.num_draft_tokens}  # fmt: skip
+        return setting | {name: value for name, value in vars(self).items() if name != "setting"}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What steps take on one machine.
+
+    Attributes:
+        forward: of the target.
+        plain: what plain decoding did, for the rest of a step; None: not recorded.
+    """
+
+    forward: CostModel
+    plain: Recording | None = None
+
+    def plain_ms(self, contexts: Sequence[int], recording: Recording) -> float:
+        """A step of these rows without drafts."""
+        rest = (self.plain or recording).step_rest_ms(len(contexts))
+        return self.forward.ms([(1, context) for context in contexts]) + rest
+
+
+def best_outlook(recording: Recording, load: int, costs: Costs) -> Outlook:
+    """The outlook with the number of nodes that brings the most; of those recorded, at most."""
+    most = recording.most_nodes
+    if most is None:
+        return outlook(recording, load, costs, None)
+    sizes = {size for size in _SIZES if size < most} | {most}
+    found = [outlook(recording, load, costs, size) for size in sorted(sizes)]
+    return max(found, key=lambda each: each.gain)
+
+
+def outlook(recording: Recording, load: int, costs: Costs, most_nodes: int | None) -> Outlook:
+    """What a drafter with at most so many nodes does under a load.
+
+    Args:
+        most_nodes: None: as many as were recorded.
+    """
+    replies = [list(_pieces(reply, most_nodes)) for reply in recording.replies]
+    if most_nodes:
+        replies = _completed(replies, most_nodes)
+    flat = [(number, piece) for number, reply in enumerate(replies) for piece in reply]
+    # By prompt: tokens, their time, and what they would have taken without drafts.
+    totals_P3 = np.zeros((max(recording.prompts) + 1, 3))
+    steps_ms = 0.0
+    for group, count in _groups(flat, load):
+        shares, plain_ms = _shares([piece for _, piece in group], recording, costs)
+        steps_ms += sum(shares[:count])
+        for (number, piece), ms in zip(group[:count], shares, strict=False):
+            plain = piece.committed * plain_ms / load
+            totals_P3[recording.prompts[number]] += piece.committed, ms, plain
+    tokens, ms, plain = totals_P3.sum(0).tolist()
+    parts = [piece for _, piece in flat]
+    nodes, committed = _mean([p.nodes for p in parts]), _mean([p.committed for p in parts])
+    low, high = _band(totals_P3)
+    step_ms, plain_step_ms = load * steps_ms / len(flat), load * plain / tokens
+    token_ms, reply = step_ms / committed, tokens / len(replies)
+    read_ms = _reading_ms(recording, costs, parts, load)
+    most = round(max(piece.committed for piece in parts))
+    return Outlook(
+        Setting(recording.drafter, most_nodes if recording.most_nodes else None),
+        load,
+        nodes,
+        committed,
+        tuple(_mean([p.committed > depth for p in parts]) for depth in range(1, most)),
+        plain / ms,
+        low,
+        high,
+        step_ms,
+        token_ms,
+        step_ms / 2 + read_ms,  # the step that is under way when a request comes
+        1e3 * load / (reply * token_ms + load * max(0.0, read_ms - step_ms)),
+        (committed - 1.0) / nodes if nodes else 0.0,
+        (step_ms / plain_step_ms - 1.0) / nodes if nodes else None,
+    )
+
+
+def most_load(recordings: Sequence[Recording], costs: Sequence[Costs]) -> int:
+    """The most requests at once at which one drafter pays; 0: it never does.
+
+    Args:
+        recordings: of the drafter, each under another load, ascending; so ``costs``.
+    """
+    recorded = [each.load for each in recordings]
+
+    def pays(load: int) -> bool:
+        near = max((i for i, each in enumerate(recorded) if each <= load), default=0)
+        return best_outlook(recordings[near], load, costs[near]).gain > 1.0
+
+    tried = sorted({1 << power for power in range(_MOST_LOAD.bit_length())} | {*recorded} - {0})
+    best, fails = 0, _MOST_LOAD + 1
+    for load in tried:
+        if pays(load):
+            best, fails = load, _MOST_LOAD + 1
+            continue
+        fails = min(fails, load)
+        if load >= max(recorded):
+            break
+    while best and fails - best > 1 and fails <= _MOST_LOAD:
+        middle = (best + fails) // 2
+        best, fails = (middle, fails) if pays(middle) else (best, middle)
+    return best
+
+
+def _pieces(reply: Sequence[TracedRow], most_nodes: int | None) -> Iterator[RowPart]:
+    """The steps of a reply, had at most so many nodes been drafted in each."""
+    for row in reply:
+        drafted = len(row.draft.tokens)
+        most = drafted if most_nodes is None else most_nodes
+        context = row.position - 1
+        for place, (nodes, committed) in enumerate(pieces(row, most)):
+            is_cut = place > 0 and nodes < most and drafted >= row.budget
+            yield RowPart(context, nodes, committed, is_cut)
+            context += committed
+
+
+def _completed(replies: Sequence[Sequence[RowPart]], most_nodes: int) -> list[list[RowPart]]:
+    """The steps, those with what was left of a draft as if it had gone on as drafts usually do.
+
+    Else drafts would seem to end early just where all of them held.
+    """
+    whole = [piece for reply in replies for piece in reply if not piece.is_cut]
+    held = [0.0] * (most_nodes + 1)  # the share that holds at a depth, of those that came there
+    for depth in range(1, most_nodes + 1):
+        there = [p for p in whole if p.nodes >= depth and p.committed >= depth]
+        held[depth] = _mean([p.committed > depth for p in there])
+
+    def completed(piece: RowPart) -> RowPart:
+        if not piece.is_cut:
+            return piece
+        more, chance = 0.0, float(piece.committed > piece.nodes)
+        for depth in range(piece.nodes + 1, most_nodes + 1):
+            chance *= held[depth]
+            more += chance
+        return replace(piece, nodes=most_nodes, committed=piece.committed + more)
+
+    return [[*map(completed, reply)] for reply in replies]
+
+
+def _groups(
+    flat: Sequence[tuple[int, RowPart]], load: int
+) -> Iterator[tuple[list[tuple[int, RowPart]], int]]:
+    """Batches of so many rows, drawn from all steps; how many of the last one's count."""
+    order = [*flat]
+    random.Random(0).shuffle(order)
+    for start in range(0, len(order), load):
+        group = order[start : start + load]
+        filled = [*group, *(order[i % len(order)] for i in range(load - len(group)))]
+        yield filled, len(group)
+
+
+def _shares(
+    rows: Sequence[RowPart], recording: Recording, costs: Costs
+) -> tuple[list[float], float]:
+    """Each row's share of a step's time, and what the step takes without drafts.
+
+    Rows share alike, but for what drafted nodes add to the forward: by their number.
+    """
+    load, contexts = len(rows), [row.context for row in rows]
+    forward = costs.forward.ms([(1 + row.nodes, row.context) for row in rows])
+    bare = costs.forward.ms([(1, context) for context in contexts])
+    num_nodes, deepest = sum(row.nodes for row in rows), max(row.nodes for row in rows)
+    beside = recording.draft_ms(load, deepest) + recording.step_rest_ms(load)
+    node_ms = (forward - bare) / num_nodes if num_nodes else 0.0
+    shares = [(bare + beside) / load + row.nodes * node_ms for row in rows]
+    return shares, costs.plain_ms(contexts, recording)
+
+
+def _reading_ms(recording: Recording, costs: Costs, parts: Sequence[RowPart], load: int) -> float:
+    """A step that reads a prompt while the other rows go on."""
+    prompt = round(_mean(recording.prompt_tokens))
+    nodes, context = (
+        round(_mean([p.nodes for p in parts])),
+        round(_mean([p.context for p in parts])),
+    )
+    others = [(1 + nodes, context)] * (load - 1)
+    beside = recording.draft_ms(load, nodes) + recording.step_rest_ms(load)
+    return costs.forward.ms([(prompt, prompt // 2), *others]) + beside
+
+
+def _band(totals_P3: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Of the gain, by drawing prompts with replacement."""
+    seen_P3 = totals_P3[totals_P3[:, 0] > 0]
+    drawn = np.random.default_rng(0).integers(len(seen_P3), size=(_DRAWS, len(seen_P3)))
+    sums = seen_P3[drawn].sum(1)
+    low, high = np.percentile(sums[:, 2] / sums[:, 1], _BAND)
+    return float(low), float(high)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,221 @@
+"""Outlooks as tables and sentences: what to run, until when it pays, and whether that came true."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft.bench.report import Report, Table
+from foredraft.core.cost import CostModel
+from foredraft.core.errors import ConfigError
+from foredraft.llm import LLM
+from foredraft.plan.outlook import Costs, Outlook, best_outlook, most_load, outlook
+from foredraft.plan.record import AUTO, PLAIN, Recorded, Setting, Work, measured_rates
+
+_BETTER = 1.02
+"""How much more a setting has to bring than "auto" to be recommended instead of it."""
+CHECK_ROUNDS = 2
+"""Runs of what is checked."""
+_OTHER_SEEDS = 1_000_003
+"""Between the seeds of what is recorded and of what is checked."""
+_COLUMNS = {
+    "at once": "{load:d}",
+    "setting": "{flags}",
+    "nodes": "{nodes:.1f}",
+    "tokens a step": "{committed:.2f}",
+    "gain": "{gain:.2f}x",
+    "90 % of": "{band}",
+    "ms a token": "{token_ms:.1f}",
+    "first token": "{first_ms:.0f} ms",
+    "requests/s": "{requests_per_s:.2f}",
+    "hold": "{holds:.0%}",
+    "break-even": "{break_even:.0%}",
+}
+_CHECK_COLUMNS = {
+    "at once": "{load:d}",
+    "setting": "{flags}",
+    "predicted": "{predicted:.2f}x",
+    "90 % of": "{band}",
+    "measured": "{measured:.2f}x",
+    "error": "{error:+.1%}",
+}
+
+
+@dataclass(frozen=True)
+class MachinePlan:
+    """What all drafters would bring on one machine.
+
+    Attributes:
+        machine: its name.
+        outlooks: by load; plain decoding comes first.
+        most_loads: by drafter, the most requests at once at which it pays; 0: never.
+    """
+
+    machine: str
+    outlooks: Mapping[int, Sequence[Outlook]]
+    most_loads: Mapping[str, int]
+
+    @classmethod
+    def of(cls, machine: str, recorded: Mapping[int, Recorded]) -> MachinePlan:
+        """The best number of nodes of each drafter under each load.
+
+        Args:
+            recorded: by load, ascending.
+        """
+        found: dict[int, Sequence[Outlook]] = {}
+        costs = [Costs(each.cost, each.plain) for each in recorded.values()]
+        for (load, each), cost in zip(recorded.items(), costs, strict=True):
+            bare = outlook(each.plain, load, cost, 0)
+            found[load] = [bare, *(best_outlook(one, load, cost) for one in each.drafters)]
+        by_drafter = zip(*(each.drafters for each in recorded.values()), strict=True)
+        most = {
+            same[0].drafter: most_load(same, costs)
+            for same in by_drafter
+            if same[0].drafter != AUTO
+        }
+        return cls(machine, found, most)
+
+    def choice(self, load: int) -> Outlook:
+        """What to run under a load: "auto" where nothing is clearly better than it."""
+        best = max(self.outlooks[load], key=lambda each: each.gain)
+        for each in self.outlooks[load]:
+            if each.setting.drafter == AUTO and best.gain < _BETTER * each.gain:
+                return each
+        return best
+
+    @property
+    def lines(self) -> list[str]:
+        """What to run and until when it pays, in sentences."""
+        said = []
+        for load in self.outlooks:
+            choice = self.choice(load)
+            if choice.setting.drafter == PLAIN:
+                said.append(f"{load} at once: nothing pays; --drafter none")
+            else:
+                said.append(f"{load} at once: {choice.setting.flags}  ({choice.gain:.2f}x)")
+        for name, most in self.most_loads.items():
+            if not most:
+                said.append(f"{name} does not pay under any load")
+            else:
+                said.append(f"{name} pays up to {most} at once")
+        return said
+
+    def table(self) -> Table:
+        """One row for each drafter and load."""
+        rows = [_shown(each) for found in self.outlooks.values() for each in found]
+        return Table("", rows, _COLUMNS, self.machine)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "machine": self.machine,
+            "outlooks": [each.as_dict() for found in self.outlooks.values() for each in found],
+            "choices": {str(load): self.choice(load).setting.flags for load in self.outlooks},
+            "most_loads": dict(self.most_loads),
+        }
+
+
+def _shown(each: Outlook) -> dict[str, Any]:
+    is_plain = each.setting.drafter == PLAIN
+    band = None if is_plain else f"{each.low:.2f}-{each.high:.2f}x"
+    return each.as_dict() | {"band": band, "holds": None if is_plain else each.holds}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A setting that was run.
+
+    Attributes:
+        outlook: what was expected of it.
+        measured: its speed over that of plain decoding.
+    """
+
+    outlook: Outlook
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Of what was expected, as a share."""
+        return self.outlook.gain / self.measured - 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """A row of the table, and of the file."""
+        each = self.outlook
+        return {
+            "load": each.load,
+            "flags": each.setting.flags,
+            "predicted": each.gain,
+            "band": f"{each.low:.2f}-{each.high:.2f}x",
+            "measured": self.measured,
+            "error": self.error,
+        }
+
+
+def check(
+    llm: LLM,
+    outlooks: Sequence[Outlook],
+    work: Work,
+    advance: Callable[[str], None],
+) -> list[Check]:
+    """Run some settings of one load beside plain decoding, in turns.
+
+    At temperatures above 0 their texts are others than those recorded.
+    """
+    drafting = [each for each in outlooks if each.setting.drafter != PLAIN]
+    if not drafting:
+        return []
+    settings = [Setting(PLAIN), *(each.setting for each in drafting)]
+    load = work.with_seeds_from(_OTHER_SEEDS).under(drafting[0].load)
+    rates = measured_rates(llm, settings, load, CHECK_ROUNDS, advance)
+    return [Check(each, rates[each.setting] / rates[settings[0]]) for each in drafting]
+
+
+def num_check_requests(work: Work, outlooks: Sequence[Outlook]) -> int:
+    """How often ``advance`` will be called for outlooks of one load."""
+    drafting = sum(each.setting.drafter != PLAIN for each in outlooks)
+    if not drafting:
+        return 0
+    return CHECK_ROUNDS * (1 + drafting) * len(work.under(outlooks[0].load).prompts)
+
+
+def plan_report(plans: Sequence[MachinePlan], checks: Sequence[Check], about: str) -> Report:
+    """Tables and lines of all machines."""
+    rows = [each.as_dict() for each in checks]
+    tables = [plan.table() for plan in plans]
+    if rows:
+        tables.append(Table("checks", rows, _CHECK_COLUMNS, "predicted and measured"))
+    several = len(plans) > 1
+    lines = [
+        f"{plan.machine}: {line}" if several else line for plan in plans for line in plan.lines
+    ]
+    facts = {"about": about, "plans": [plan.as_dict() for plan in plans]}
+    return Report(tables, facts, lines)
+
+
+def machine_cost(path: Path) -> CostModel:
+    """The costs in a file of ``foredraft bench step --json``.
+
+    Raises:
+        ConfigError: it is no such file, or holds too little.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        context = int(str(found["context"]).split(",")[0])
+        points = {
+            int(figure["rows"]) * int(figure["tokens"]): float(figure["median_ms"])
+            for figure in found["figures"]
+            if figure["name"] in ("target", f"target at {context}") and "median_ms" in figure
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--machine {path} is no file of `foredraft bench step --json`: {error!r}"
+        ) from error
+    if len(points) < 2 or 1 not in points:
+        raise ConfigError(
+            f"--machine {path} holds the times of {sorted(points)} tokens; it takes those of 1 and "
+            "of several, as `foredraft bench step --json FILE` measures them"
+        )
+    return CostModel(tuple(sorted(points.items())), context=context)

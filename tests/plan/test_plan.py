@@ -1,0 +1,294 @@
+"""Plans: what they say of steps is arithmetic on what was recorded, and what runs come to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from foredraft.cli.main import app
+from foredraft.control.acceptance import SlotCounts
+from foredraft.core.cost import CostModel
+from foredraft.core.errors import ConfigError
+from foredraft.core.params import SamplingParams
+from foredraft.core.record import RowStep, StepRecord, StepTimes
+from foredraft.llm import LLM
+from foredraft.models.table import TableModel
+from foredraft.options import LoadOptions
+from foredraft.plan.outlook import Costs, Outlook, best_outlook, most_load, outlook
+from foredraft.plan.record import (
+    PLAIN,
+    Recording,
+    Runner,
+    Setting,
+    Work,
+    cost_of_steps,
+    num_requests,
+    record,
+    recorded_trace,
+)
+from foredraft.plan.report import MachinePlan, check, machine_cost, plan_report
+from foredraft.trace.files import Trace
+from foredraft.trace.format import Committed, TracedDraft, TracedRow, TracedRun, TracedStep
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+
+FREE_TO_FOUR = CostModel(((1, 10.0), (2, 10.0), (3, 10.0), (4, 10.0), (8, 20.0), (16, 40.0)))
+"""Up to four tokens cost what one costs; then each is dear."""
+
+
+def row(position: int, drafted: int, accepted: int, request: int = 0) -> TracedRow:
+    """A step of a chain of ``drafted`` nodes, of which the first ``accepted`` held."""
+    committed = tuple(
+        Committed(token=1, text="", by="draft" if i < accepted else "correction")
+        for i in range(accepted + 1)
+    )
+    draft = TracedDraft(tokens=(1,) * drafted, parents=tuple(range(-1, drafted - 1)))
+    return TracedRow(
+        request_id=request,
+        position=position,
+        num_read=1,
+        budget=drafted,
+        draft=draft,
+        kind="bonus" if accepted == drafted else "correction",
+        path=tuple(range(accepted)),
+        committed=committed,
+        num_accepted=accepted,
+        finish_reason=None,
+    )
+
+
+def recording(replies: Sequence[Sequence[int]], drafted: int = 3, load: int = 1) -> Recording:
+    """Replies as numbers of accepted tokens, step by step."""
+    found = Recording("chain", load, drafted)
+    for number, accepted in enumerate(replies):
+        position, rows = 11, []
+        for held in accepted:
+            rows.append(row(position, drafted, held, number))
+            position += held + 1
+        found.replies.append(rows)
+        found.prompts.append(number)
+        found.prompt_tokens.append(10)
+    return found
+
+
+def test_a_step_is_priced_by_its_nodes_and_what_it_committed() -> None:
+    found = outlook(recording([[3, 0, 1], [2, 2]]), 1, Costs(FREE_TO_FOUR), 3)
+    assert found.nodes == 3.0
+    assert found.committed == (4 + 1 + 2 + 3 + 3) / 5
+    assert found.gain == pytest.approx(found.committed)  # four tokens cost what one costs
+    assert found.rates == (4 / 5, 3 / 5, 1 / 5)
+    assert found.committed == pytest.approx(1.0 + sum(found.rates))
+    assert found.token_ms == pytest.approx(10.0 / found.committed, rel=0.05)
+    assert found.holds == pytest.approx(8 / 15)
+    assert found.break_even == pytest.approx(0.0, abs=0.01)
+    assert found.low <= found.gain <= found.high
+
+
+def test_bands_are_those_of_prompts() -> None:
+    alike = outlook(recording([[1, 1]] * 6), 1, Costs(FREE_TO_FOUR), 3)
+    assert alike.low == pytest.approx(alike.high)
+    unlike = outlook(recording([[3] * 9, [0] * 9] * 3), 1, Costs(FREE_TO_FOUR), 3)
+    assert unlike.high - unlike.low > 0.5
+
+
+def test_fewer_nodes_bring_the_same_text_in_more_steps() -> None:
+    found = outlook(recording([[3, 3]]), 1, Costs(FREE_TO_FOUR), 1)
+    assert (found.nodes, found.committed) == (1.0, 2.0)
+
+
+def test_nodes_that_batches_make_dear_are_left_out() -> None:
+    often = recording([[3, 0, 2, 0, 1, 0]] * 4)
+    alone = best_outlook(often, 1, Costs(FREE_TO_FOUR))
+    many = best_outlook(often, 4, Costs(FREE_TO_FOUR))
+    assert alone.gain > 1.3
+    assert many.gain < 1.0
+    assert many.nodes < alone.nodes
+
+
+def test_the_load_at_which_it_stops_paying_is_where_the_cost_says() -> None:
+    """Two rows fit four tokens with a node each; with three, tokens are dear."""
+    often = recording([[1, 0, 1, 1, 0, 1]] * 4, drafted=1)
+    costs = Costs(FREE_TO_FOUR)
+    most = most_load([often], [costs])
+    assert most >= 2
+    assert best_outlook(often, most, costs).gain > 1.0
+    assert best_outlook(often, most + 1, costs).gain <= 1.0
+    assert most_load([recording([[0, 0]] * 4)], [costs]) == 0
+
+
+def test_drafting_forwards_count_by_their_number() -> None:
+    slow = replace(recording([[3, 3, 0]] * 3), takes_rounds=True)
+    for _ in range(4):
+        slow.note(StepTimes(6.0, 10.0, 0.0, 0.0), [(True, 3)])
+    slow.rest_ms.append(1.0)
+    found = outlook(slow, 1, Costs(FREE_TO_FOUR), 3)
+    assert found.step_ms == pytest.approx(10.0 + 3 * 2.0 + 1.0, rel=0.05)
+    assert outlook(slow, 1, Costs(FREE_TO_FOUR), 1).step_ms == pytest.approx(13.0, rel=0.05)
+
+
+def test_costs_follow_the_steps_that_were_run() -> None:
+    steps = [
+        StepRecord((RowStep(0, 50, num_tokens),), StepTimes(0.0, ms, 0.0, 0.0))
+        for num_tokens, ms in [(1, 10.0), (2, 10.5), (8, 20.0), (64, 160.0)]
+        for ms in (ms, ms, 9 * ms, ms, 0.9 * ms)
+    ]
+    cost = cost_of_steps(steps, None)
+    assert [round(cost.ms([(n, 0)]), 1) for n in (1, 2, 8, 64)] == [10.0, 10.5, 20.0, 160.0]
+    slower = [StepRecord((RowStep(0, 50, 4),), StepTimes(0.0, 50.0, 0.0, 0.0))] * 5
+    times = [cost_of_steps([*steps, *slower], None).ms([(n, 0)]) for n in (1, 2, 4, 8, 64)]
+    assert times == sorted(times)
+
+
+# ------------------------------------------------------------------------------------ real engines
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    target = TableModel.random(12, 5, order=1, sharpness=5.0)
+    return LLM(target, None, LoadOptions(drafter="ngram", max_batch_size=4))
+
+
+@pytest.fixture(scope="module")
+def work(llm: LLM) -> Work:
+    prompts = [[(3 * i + j) % 12 for j in range(8)] for i in range(6)]
+    return Work(prompts, SamplingParams(max_tokens=40, temperature=0.6, seed=4))
+
+
+def ran(llm: LLM, work: Work, setting: Setting, load: int = 1) -> Runner:
+    runner = Runner(llm, setting)
+    runner.begin(work.under(load))
+    while runner.turn(60.0):
+        pass
+    return runner
+
+
+def test_what_is_said_of_fewer_nodes_is_what_runs_with_fewer_do(llm: LLM, work: Work) -> None:
+    """And what the controller's slots come to."""
+    prompts = [[(3 * i + j) % 12 for j in range(8)] for i in range(12)]
+    work = Work(prompts, replace(work.params, max_tokens=120))
+    many = ran(llm, work, Setting("ngram", 8)).recording(12)
+    for number in (1, 2, 4, 8):
+        runner = ran(llm, work, Setting("ngram", number))
+        few, costs = runner.recording(12), Costs(FREE_TO_FOUR)
+        said, seen = outlook(many, 1, costs, number), outlook(few, 1, costs, number)
+        assert said.committed == pytest.approx(seen.committed, rel=0.06)
+        assert said.gain == pytest.approx(seen.gain, rel=0.06)
+        slots = SlotCounts(1.0)
+        steps: list[StepRecord] = [step for step in runner.records if step.is_decoding]
+        for step in steps:
+            slots.note(step.rows[0])
+        accepted = slots.counts[2].sum() / len(steps)
+        assert seen.committed == pytest.approx(1.0 + accepted, rel=0.03)
+
+
+def test_recordings_hold_every_request_under_every_load(llm: LLM, work: Work) -> None:
+    told: list[str] = []
+    found = record(llm, ["suffix", "auto"], work, [1, 3], told.append)
+    assert len(told) == num_requests(work, [1, 3], 3)
+    for load, recorded in found.items():
+        plain, others = recorded.plain, recorded.drafters
+        assert (plain.drafter, plain.load) == (PLAIN, load)
+        assert [each.drafter for each in others] == ["suffix", "auto"]
+        num = len(work.under(load).prompts)
+        assert all(len(each.replies) == num for each in (plain, *others))
+        tokens = [sum(len(r.committed) for r in reply) for reply in plain.replies]
+        assert tokens == [sum(len(r.committed) for r in reply) for reply in others[0].replies]
+    plan = MachinePlan.of("here", found)
+    checks = check(llm, [plan.outlooks[3][1]], work, told.append)
+    report = plan_report([plan], checks, "a table").as_dict()
+    assert [row["measured"] > 0 for row in report["checks"]] == [True]
+    json.dumps(report)
+
+
+def settled(gains: dict[str, float]) -> MachinePlan:
+    """A plan in which each drafter gains so much."""
+    base = outlook(recording([[1]]), 1, Costs(FREE_TO_FOUR), 1)
+    found: list[Outlook] = [
+        replace(base, setting=Setting(name), gain=gain) for name, gain in gains.items()
+    ]
+    return MachinePlan("here", {1: found}, {})
+
+
+@pytest.mark.parametrize(
+    ("gains", "chosen"),
+    [
+        ({"none": 1.0, "suffix": 1.3, "auto": 1.29}, "--drafter auto"),
+        ({"none": 1.0, "suffix": 1.4, "auto": 1.29}, "--drafter suffix"),
+        ({"none": 1.0, "self_draft": 0.9}, "--drafter none"),
+    ],
+)
+def test_auto_is_chosen_unless_something_is_clearly_better(
+    gains: dict[str, float], chosen: str
+) -> None:
+    assert settled(gains).choice(1).setting.flags == chosen
+
+
+def test_a_trace_is_planned_from_as_from_prompts() -> None:
+    steps = []
+    for number, held in enumerate([2, 0, 3, 1]):
+        rows = (row(11 + 4 * number, 3, held),)
+        times = StepTimes(1.0, 10.0, 0.5, 0.5)
+        steps.append(TracedStep(step=number, at_ms=0.0, times=times, num_waiting=0, rows=rows))
+    run = TracedRun(foredraft="1", started="now", drafter="suffix")
+    plain, drafted = recorded_trace(Trace(run, tuple(steps)))
+    assert outlook(plain, 1, Costs(FREE_TO_FOUR), 0).committed == 1.0
+    found = outlook(drafted, 1, Costs(FREE_TO_FOUR, plain), 3)
+    assert found.committed == 2.5
+    assert found.step_ms == pytest.approx(10.0 + 1.0 + 0.5 + 0.5)
+    with pytest.raises(ConfigError, match="nothing was drafted"):
+        recorded_trace(Trace(run, ()))
+
+
+def test_another_machine_is_its_step_times(tmp_path: Path) -> None:
+    file = tmp_path / "server.json"
+    figures = [
+        {"name": "target", "rows": 1, "tokens": n, "median_ms": 5.0 + n, "min_ms": 4.0 + n}
+        for n in (1, 2, 4, 8, 16)
+    ]
+    other = {"name": "suffix (draft)", "rows": 1, "tokens": 4, "median_ms": 0.1}
+    file.write_text(json.dumps({"context": 256, "figures": [*figures, other]}))
+    assert machine_cost(file).ms([(4, 0)]) == pytest.approx(9.0, rel=0.01)
+    for wrong in ("{}", "no json", json.dumps({"context": 256, "figures": [other]})):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match="--machine"):
+            machine_cost(file)
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--drafters", "sufix"), "suffix"),
+        (("--loads", "0"), "counts start at 1"),
+        (("--machine", "/no/such/file.json"), "/no/such/file.json"),
+        (("--json", "/no/such/place/plan.json"), "no folder"),
+        (("--from-trace", "run.jsonl", "--check"), "holds no prompts"),
+    ],
+)
+def test_what_cannot_be_used_is_said_at_once(options: tuple[str, ...], says: str) -> None:
+    error = CliRunner().invoke(app, ["plan", *options]).exception
+    assert isinstance(error, ConfigError)
+    assert says in str(error)
+
+
+def test_the_command_prints_a_table_what_to_run_and_what_came_true(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    directory, file = tmp_path_factory.mktemp("plan") / "tiny", tmp_path / "plan.json"
+    save_checkpoint(directory, NATIVE_CONFIGS["llama-tied"]())
+    options = ("--model", str(directory), "--dtype", "float32", "--max-tokens", "12")
+    asked = ("--loads", "1,2", "--limit", "2", "--drafters", "auto,ngram", "--check")
+    result = CliRunner().invoke(app, ["plan", *options, *asked, "--json", str(file)])
+    assert result.exit_code == 0, result.exception
+    assert "2 at once: " in result.stdout
+    assert "--drafter" in result.stdout
+    found = json.loads(file.read_text())
+    (plan,) = found["plans"]
+    assert len(plan["outlooks"]) == 2 * 3
+    assert {*plan["choices"]} == {"1", "2"}
