@@ -8,7 +8,7 @@ import logging
 import secrets
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Self
@@ -204,7 +204,10 @@ class RemoteEngine:
         ]
         stream = RemoteReplies([reply.number for reply in replies])
         for reply in replies:
-            stream.run(asyncio.create_task(self._run(reply, stream.put)))
+            # Ray takes the id of a call from the context, and its router holds calls apart by their
+            # ids: those of one HTTP request need contexts of their own.
+            bringing = self._run(reply, stream.put)
+            stream.run(asyncio.create_task(bringing, context=Context()))
         try:
             async with asyncio.timeout(self._patience):
                 await asyncio.gather(*(reply.accepted for reply in replies))
@@ -263,10 +266,13 @@ class RemoteEngine:
                     raise QueueFullError("too many requests wait: try again later") from error
             except DeploymentUnavailableError as error:
                 raise EngineStoppedError(f"no engine can be reached: {error}") from error
-            except _LOST as error:
+            except (*_LOST, asyncio.CancelledError) as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # by who reads it
+                    raise
                 num_lost = 1 if len(reply.events) > num_events else num_lost + 1
                 if num_lost > _MOST_LOST:
-                    raise
+                    raise EngineStoppedError(f"{num_lost} replicas were lost: {error}") from error
                 self._fail_overs.resumed.inc()
                 _log.warning("a replica is lost; its reply goes on elsewhere: %s", error)
             await asyncio.sleep(_PAUSE * num_lost)

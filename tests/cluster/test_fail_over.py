@@ -88,7 +88,9 @@ def ask(client: httpx.Client, path: str, body: dict[str, Any], stream: bool) -> 
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     assert not any("error" in event for event in events)
-    assert (lines[-1] == "[DONE]") or events[-1]["type"] in ("message_stop", "response.completed")
+    assert (lines[-1] == "[DONE]") or events[-1]["type"] in (
+        *("message_stop", "response.completed", "response.incomplete"),
+    )
     texts: dict[Any, str] = {}
     ends, logprobs = {}, []
     for event in events:

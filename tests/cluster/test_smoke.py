@@ -45,6 +45,10 @@ def test_a_killed_engine_costs_no_reply(served: Served) -> None:
         served.kill_after(5)
         assert streamed_text(client) == expected
         assert not served.death.exists()
+        two = BODY | {"n": 2}
+        answers = [each.post("/v1/chat/completions", json=two) for each in (client, served.single)]
+        texts = [[c["message"]["content"] for c in a.json()["choices"]] for a in answers]
+        assert texts[0] == texts[1]
         refused = client.post("/v1/chat/completions", json=BODY | {"max_tokens": -1})
         assert refused.status_code == 400
     assert served.metric("foredraft:resumed_total") == 1
