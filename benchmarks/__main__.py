@@ -12,7 +12,7 @@ from benchmarks.drafters import drafters
 from benchmarks.grammar import grammar
 from benchmarks.memory import memory
 from benchmarks.plan_error import plan_error
-from benchmarks.prefix import prefix
+from benchmarks.prefix import prefix, prefix_hits
 from benchmarks.priors import priors
 from benchmarks.prompts import prompts
 from benchmarks.quality import quality
@@ -30,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_TIMES_NOTHING = ("report", "quality", "gguf", "priors", "serve-load")
+_TIMES_NOTHING = ("report", "quality", "gguf", "priors", "serve-load", "prefix-hits")
 
 
 @app.callback()
@@ -42,7 +42,8 @@ def _alone(context: typer.Context) -> None:
 
 COMMANDS = (
     *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster),
-    *(prefix, contexts, grammar, quality, gguf, memory, priors, revisions, plan_error, report),
+    *(prefix, prefix_hits, contexts, grammar, quality, gguf, memory, priors, revisions),
+    *(plan_error, report),
 )
 for command in COMMANDS:
     app.command()(command)

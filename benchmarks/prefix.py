@@ -1,22 +1,23 @@
-"""How much sooner a request starts whose text begins as an earlier one's did."""
+"""What a cached beginning saves, and that drafts change nothing of what is found in the cache."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
 
 from benchmarks.random_model import load_llm
-from foredraft.bench.report import Report, check_outputs
+from foredraft.bench.report import Report, Table, check_outputs
 from foredraft.cli import options as o
 from foredraft.cli.bench import Rounds
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
+from foredraft.models.text.prompts import Message
 from foredraft.options import LoadOptions
 
 _OWN_TOKENS = 20
@@ -86,6 +87,80 @@ def _first_token(llm: LLM, prompt: list[int]) -> tuple[float, tuple[int, ...], i
 
 def _tokens(llm: LLM, dice: random.Random, count: int) -> list[int]:
     return [dice.randrange(5, llm.target.vocab_size) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Prompt tokens of a conversation, and how many of them were found in the cache.
+
+    Attributes:
+        drafted: draft tokens that its replies took.
+    """
+
+    speculation: str
+    prompt_tokens: int
+    cached_tokens: int
+    drafted: int
+
+    @property
+    def share(self) -> float:
+        return self.cached_tokens / self.prompt_tokens
+
+
+_TURNS = (
+    "Name three things that a lighthouse keeper does every evening.",
+    "Say it again, as a numbered list.",
+    "Rewrite the list in the past tense.",
+    "Which of them was the hardest? Quote it and explain.",
+    "Now repeat the whole list once more, unchanged.",
+)
+
+
+def conversation_hits(llm: LLM, speculation: str, params: SamplingParams) -> Hits:
+    """Hold a conversation of several turns, from an empty cache of prefixes."""
+    llm.engine.prefixes.clear()
+    asked = replace(params, speculation=speculation)
+    messages: list[Message] = []
+    prompt_tokens = cached_tokens = drafted = 0
+    for text in _TURNS:
+        messages.append({"role": "user", "content": text})
+        reply = llm.chat(messages, asked)
+        messages.append({"role": "assistant", "content": reply.text})
+        prompt_tokens += reply.num_prompt_tokens
+        cached_tokens += reply.num_cached_tokens
+        drafted += reply.stats.drafted
+    return Hits(speculation, prompt_tokens, cached_tokens, drafted)
+
+
+@o.with_options
+def prefix_hits(
+    load: Annotated[LoadOptions, o.loading()],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each reply.")] = 96,
+    json_file: o.JsonFile = None,
+) -> None:
+    """Prefix-cache hits of a conversation, with drafts and without: they must be the same.
+
+    The exit status is 1 if they are not.
+    """
+    check_outputs(json_file)
+    llm = load_llm(load, None)
+    rows = []
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=max_tokens)
+        for speculation in ("off", "auto"):
+            hits = conversation_hits(llm, speculation, params)
+            rows.append({"temperature": temperature, **vars(hits), "share": hits.share})
+    columns = {
+        "temperature": "{temperature:.1f}",
+        "drafts": "{speculation}",
+        "drafted": "{drafted:d}",
+        "prompt tokens": "{prompt_tokens:d}",
+        "cached": "{cached_tokens:d}",
+        "share": "{share:.1%}",
+    }
+    Report([Table("hits", rows, columns)]).give(json_file)
+    if any(off["share"] != on["share"] for off, on in zip(rows[::2], rows[1::2], strict=True)):
+        raise typer.Exit(1)
 
 
 @o.with_options

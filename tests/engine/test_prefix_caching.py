@@ -69,6 +69,31 @@ def test_texts_are_the_same_with_the_cache_without_it_and_under_pressure(
     assert max_tokens is None or usage.total <= max_tokens
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "token_recycling"])
+def test_drafts_cost_no_hits(drafter: str, temperature: float) -> None:
+    """A conversation finds as much of itself in the cache with drafts as without."""
+
+    def hits(speculation: str) -> tuple[list[int], int]:
+        """Of each turn the tokens found; and how many were drafted in all."""
+        llm = LLM(blocked(None), None, LoadOptions(drafter=drafter, num_draft_tokens=4))
+        params = SamplingParams.of(
+            temperature=temperature, seed=5, max_tokens=23, speculation=speculation
+        )
+        text, found, drafted = [1, 2, 3, 1, 2, 3], list[int](), 0
+        for turn in range(8):
+            [reply] = llm.generate([text], params)
+            text = [*text, *reply.token_ids, 4, turn % 10, 5]
+            found.append(reply.num_cached_tokens)
+            drafted += reply.stats.drafted
+        return found, drafted
+
+    (plainly, _), (with_drafts, drafted) = hits("off"), hits("auto")
+    assert with_drafts == plainly
+    assert sum(plainly) > 400
+    assert drafted > 20, "there was something that could cost hits"
+
+
 def test_switched_off_every_prompt_is_read() -> None:
     target = blocked(None)
     engine = new_engine(target, prefix_caching=False)

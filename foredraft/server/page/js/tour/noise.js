@@ -54,7 +54,7 @@ export function noise() {
   const it = part({
     title: "The model rolls dice. Which word will it write?",
     ask: [h("p", {}, "How bold a text is, is set by its ", h("em", {}, "temperature"), ": at 0 the model always writes the likeliest token; above, chance has a say. Here are the real probabilities p, at temperature 0.8, of what may follow ", h("b", {}, `“${BEGIN} …”`)),
-      h("p", {}, "With seed 8, the next word is:"), choiceAt],
+      h("p", {}, "Its dice are set by a number, the ", h("em", {}, "seed"), ". With seed 8 the next word is:"), choiceAt],
     figure: [figure, names],
     ready,
     answer: async (show, signal, isGuessed) => {

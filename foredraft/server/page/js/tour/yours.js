@@ -22,7 +22,7 @@ export function yours() {
       const text = prompt.value.trim() || "Name the months of the year and the number of days that each has.";
       prompt.value = text;
       const made = new MadeText({ label: "Your text; arrow keys choose a token, Enter asks why" });
-      const lines = h("p", { class: "note", role: "status" }, "Both lanes are running, in turns …");
+      const lines = h("p", { class: "note", role: "status" }, "Both are running, in turns …");
       figure.replaceChildren(made.element, lines);
       const lanes = await collect({ messages: user(text), lanes: [{ drafter: "none" }, {}], max_tokens: MOST }, signal, (event) => {
         if (event.lane === 0) { recordPlain(event); return null; }
