@@ -153,7 +153,8 @@ def custom_generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: as
             ``generate`` hands them over. ``input_ids`` are int64 [B, T].
-        drafter: a registered drafter; "auto" is "draft_model" with a draft model, else "suffix".
+        drafter: a registered drafter; "auto" is "draft_model" with a draft model, "prediction" of
+            the source for encoder-decoders, else "suffix".
         draft_model: a smaller transformers model of the same vocabulary; of an encoder-decoder
             another one, or a model without an encoder, which reads the source first.
         num_draft_tokens: most nodes to draft a step; None takes the drafter's own default.

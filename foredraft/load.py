@@ -295,7 +295,10 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
 
 
 _AUTO = ("blend", "suffix")
-"""What "auto" means without a draft model: the first that can draft for the target."""
+"""What "auto" means without a draft model: the first that can draft for the target.
+
+Encoder-decoders have another one: many of their texts repeat the source.
+"""
 
 
 FOR_PREDICTIONS = "prediction"
@@ -303,7 +306,13 @@ FOR_PREDICTIONS = "prediction"
 
 
 def _without_draft_model(target: Target | ModelPlan | None) -> str:
+    if target is not None and _has_encoder(target):
+        return FOR_PREDICTIONS  # of the source
     return next(name for name in _AUTO if _comes_with(drafter_spec(name).trained, target))
+
+
+def _has_encoder(target: Target | ModelPlan) -> bool:
+    return target.encoder if isinstance(target, ModelPlan) else target.capabilities.encoder
 
 
 def _comes_with(kind: str | None, target: Target | ModelPlan | None) -> bool:

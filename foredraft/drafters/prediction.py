@@ -197,7 +197,7 @@ def _build(context: DrafterContext) -> Drafter:
         """The ids of the request's prediction; without one, those of its source or prompt."""
         text = row.params.prediction
         if text is None:
-            return row.tokens if row.source is None else row.source.token_ids
+            return (row.source.token_ids if row.source else ()) or row.tokens
         if tokenizer is None:
             raise ConfigError(
                 "a prediction is text and this engine has no tokenizer; leave the prediction out"

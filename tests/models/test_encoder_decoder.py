@@ -391,7 +391,10 @@ SENTENCES = (
 )
 
 
-@pytest.mark.parametrize(("name", "most"), [("prediction", 0.4), ("suffix", 0.6), ("ngram", 0.75)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("auto", 0.4), ("prediction", 0.4), ("suffix", 0.6), ("ngram", 0.75)],
+)
 def test_copying_from_the_source_saves_steps(name: str, most: float) -> None:
     """Aggressive decoding: a correction is read off the source but for what it changes."""
     for source in SENTENCES:
@@ -435,7 +438,7 @@ def test_a_checkpoint_loads_and_says_how_it_runs(loaded: LLM) -> None:
     assert plan is not None
     assert (plan.backend, plan.encoder, plan.max_context) == ("hf", True, NO_LIMIT)
     assert plan.cache_bytes_per_token == 2 * 2 * 32 * 4  # of the decoder's two layers
-    assert loaded.drafter_name == "suffix"
+    assert loaded.drafter_name == "prediction"
     texts = ["The ferry crosses the river.", "A draft."]
     results = loaded.generate(texts, GREEDY)
     for text, result in zip(texts, results, strict=True):
