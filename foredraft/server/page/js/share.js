@@ -26,7 +26,7 @@ function save(blob) {
 
 const isSame = ({ plain, fast }) => plain.sha256 === fast.sha256;
 const headline = ({ speedup }) => (speedup >= 1.005 ? `${number(speedup, 2)}× as fast` : `${number(speedup, 2)}× the speed`);
-const where = () => { const info = getInfo(); return info ? `${info.model}, ${info.number_format}, on ${info.cpu}` : ""; };
+const where = () => { const info = getInfo(); return info ? [info.model, info.number_format, `on ${info.cpu}`].filter(Boolean).join(", ") : ""; };
 
 function words(race) {
   return `${headline(race)}: ${number(race.fast.tokens_per_s, 1)} against ${number(race.plain.tokens_per_s, 1)} tokens a second. ${isSame(race) ? "The same text, byte for byte" : "The texts differ"}. ${where()}.`;
