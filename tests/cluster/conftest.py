@@ -90,6 +90,7 @@ def serving(
     from foredraft.cluster.deploy import ClusterOptions, application
 
     port, death = free_port(), directory / "death"
+    serve.shutdown()  # another may listen elsewhere
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     settings = ServerSettings(
         request_timeout=120, served_model_names=("tiny",), max_waiting=max_waiting

@@ -47,7 +47,7 @@ _CHANGING = {
 
 @pytest.fixture(scope="module")
 def machines(tokenizer_directory: Path) -> Iterator[Any]:
-    """Two machines on one: a head for gates, and engines on both."""
+    """A machine with room for two engines; ``new_node`` adds another like it."""
     ray = pytest.importorskip("ray", reason="clusters need foredraft[ray]")
     from ray.cluster_utils import Cluster
 
@@ -56,7 +56,6 @@ def machines(tokenizer_directory: Path) -> Iterator[Any]:
             patch.setenv(name, value)
         node = {"num_cpus": 1, "object_store_memory": 80 << 20}
         cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-        cluster.add_node(**node)
         ray.init(address=cluster.address, log_to_driver=False)
         cluster.new_node = lambda: cluster.add_node(**node)
         try:
@@ -140,13 +139,14 @@ def together(served: Served, number: int) -> list[Any]:
 
 
 def test_a_machine_goes_away(served: Served, machines: Any) -> None:
-    node = machines.list_all_nodes()[-1]
+    node = machines.new_node()
+    served.scale(3)  # more than fit on the head, where the gate is
     timer = threading.Timer(0.6, lambda: machines.remove_node(node, allow_graceful=False))
     timer.start()
     for found, expected in together(served, 6):
         assert found == expected
     timer.join()
-    machines.new_node()
+    served.scale(2)
     assert served.metric("foredraft:lost_total") == 0
 
 
@@ -165,8 +165,21 @@ def test_random_deaths(served: Served) -> None:
     assert served.metric("foredraft:lost_total") == lost
 
 
+def test_requests_of_a_session_meet_in_one_engine(served: Served) -> None:
+    """Their prefix is cached there: a chat that grows reads its new part alone."""
+    long = "the ferry and the sea " * 30
+    with served.client() as client:
+        usages = []
+        for turn in range(3):
+            body = CHAT | {"messages": [{"role": "user", "content": long + "and " * turn * 9}]}
+            usages.append(client.post("/v1/chat/completions", json=body).json()["usage"])
+    for usage in usages[1:]:
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0.7 * usage["prompt_tokens"]
+
+
 def test_fewer_engines_end_their_replies_first(served: Served) -> None:
-    """Scaling down waits for replies: nothing is resumed, nothing is lost."""
+    """Deploying anew with fewer of them waits for replies: nothing is resumed or lost."""
     resumed = served.metric("foredraft:resumed_total")
     replies: list[Any] = []
     worker = threading.Thread(target=lambda: replies.extend(together(served, 6)))
@@ -177,7 +190,7 @@ def test_fewer_engines_end_their_replies_first(served: Served) -> None:
     assert len(replies) == 6
     for found, expected in replies:
         assert found == expected
-    assert served.metric("foredraft:resumed_total") == resumed
+    assert served.metric("foredraft:resumed_total") in (0, resumed)  # of a new gate, or the old one
 
 
 def test_a_full_queue_is_429(machines: Any, tokenizer_directory: Path) -> None:
@@ -223,16 +236,3 @@ def test_a_gate_dies(machines: Any, tokenizer_directory: Path) -> None:
                 return client.post("/v1/chat/completions", json=CHAT).status_code == 200
 
         wait_until(serves)
-
-
-def test_requests_of_a_session_meet_in_one_engine(served: Served) -> None:
-    """Their prefix is cached there: a chat that grows reads its new part alone."""
-    long = "the ferry and the sea " * 30
-    with served.client() as client:
-        usages = []
-        for turn in range(3):
-            body = CHAT | {"messages": [{"role": "user", "content": long + "and " * turn * 9}]}
-            usages.append(client.post("/v1/chat/completions", json=body).json()["usage"])
-    for usage in usages[1:]:
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        assert cached > 0.7 * usage["prompt_tokens"]
