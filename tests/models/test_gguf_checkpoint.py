@@ -352,6 +352,10 @@ CHANGES: dict[str, tuple[Mapping[str, Any], str]] = {
     "no factors": ({"llama.rope.scaling.type": "longrope"}, r"'longrope' with the tensors \[\]"),
     "no experts": ({"llama.expert_count": 8}, r"'blk\.0\.ffn_down_exps\.weight' is missing"),
     "many experts": ({"llama.expert_count": 2**31}, "llama.expert_count is 2147483648"),
+    "lists for numbers": (
+        {"llama.expert_count": Typed(ARRAY, [2, 3], 4)},
+        "llama.expert_count is array",
+    ),
     "a gating": (
         {"llama.expert_count": 8, "llama.expert_gating_func": 2},
         "'llama.expert_gating_func' asks for",

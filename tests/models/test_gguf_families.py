@@ -35,6 +35,7 @@ from foredraft.models.files.gguf_checkpoint import _write_description
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
 from tests.conformance.harness import plain
+from tests.models.gguf_files import ARRAY, Typed, entry
 from tests.models.test_gguf import EDGES, mutated
 
 KEPT = [name for name in QUANTISATIONS if name.startswith("q")]
@@ -48,12 +49,12 @@ def _cache() -> Iterator[None]:
         load_library()
     except KernelUnavailable as reason:
         pytest.skip(f"no fused kernel: {reason}")
-    from foredraft.kernels.build import _directories
+    from foredraft.kernels.build import directories
 
-    kernels = _directories()
+    kernels = directories()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOREDRAFT_CACHE", f"{_scratch().name}/cache")
-        patch.setattr("foredraft.kernels.build._directories", lambda: kernels)
+        patch.setattr("foredraft.kernels.build.directories", lambda: kernels)
         yield
     _files.cache_clear()
 
@@ -189,6 +190,46 @@ def _reason_of_refusal() -> str:
         except ModelLoadError as refused:
             return str(refused)
     return ""
+
+
+WRONG: dict[str, tuple[str, Typed | int | float, str]] = {
+    "gemma3": ("attention.sliding_window", Typed(ARRAY, [7, 8], 4), "sliding_window is"),
+    "gemma2": ("final_logit_softcapping", float("nan"), "final_logit_softcapping is nan"),
+    "granite": ("rope.scaling.finetuned", Typed(7, False), "finetuned' asks for"),
+    "mixtral": ("expert_gating_func", Typed(ARRAY, [1, 1], 4), "gating_func' asks for"),
+    "qwen3-moe": ("expert_used_count", 7, "7 experts a token of 6"),
+    "phi3": ("rope.scaling.type", "yarn", "rotary scaling 'yarn' with the tensors"),
+    "olmo2": ("attention.sliding_window", 64, "sliding_window' asks for"),
+}
+"""By model: a key, what it says, and the refusal."""
+
+
+@pytest.mark.parametrize("model", WRONG)
+def test_what_a_family_says_wrongly_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, value, message = WRONG[model]
+    valid = _files(model, "q8_0")[0].read_bytes()
+    file = reader.GgufFile(_files(model, "q8_0")[0])
+    content = with_value(valid, file, f"{_architecture(file)}{key}", value)
+    monkeypatch.setattr(reader, "_mapped", lambda path: content)
+    assert message in _reason_of_refusal()
+
+
+def with_value(valid: bytes, file: reader.GgufFile, key: str, value: Any) -> bytes:
+    """The file with a value put in, or in place of what it has; its tensors stay aligned."""
+    start = 4 + 4 + 8
+    count = len(file.metadata)
+    old = b""
+    if key in file.metadata:
+        found = file.metadata[key]
+        old = entry(key, found if isinstance(found, int | float | str) else Typed(0, 0))
+        assert old in valid
+        count -= 1
+    body = valid.replace(old, b"", 1) if old else valid
+    header = body[:start] + struct.pack("<Q", count + 1) + entry(key, value) + body[start + 8 :]
+    tensors = min(tensor.start for tensor in file.tensors.values())
+    moved = len(entry(key, value)) - len(old)
+    at = tensors + moved
+    return header[:at] + bytes(-moved % 32) + header[at:]
 
 
 @pytest.mark.parametrize("model", MODELS)

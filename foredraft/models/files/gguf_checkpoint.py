@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -216,13 +217,17 @@ def _family(file: GgufFile) -> tuple[Family, GgufFields]:
     """The family of a file's model, and what it says of it, when all of this is known."""
     architecture = file.metadata.get(_ARCHITECTURE)
     prefix = f"{architecture}."
-    family = family_of_gguf(architecture, bool(file.metadata.get(prefix + _EXPERTS, 0)))
+    num_experts = file.metadata.get(prefix + _EXPERTS, 0)
+    is_dense = type(num_experts) is int and num_experts == 0
+    family = family_of_gguf(architecture, not is_dense)
     if family is None or family.gguf is None:
         _refuse(file, f"models of the family {architecture!r:.80} are not read from GGUF files yet")
     only = {prefix + key: value for key, value in family.gguf.only.items()}
     known = GgufFields.keys() | _SAY_NOTHING | {*family.gguf.keys.values()}
     for key, value in file.metadata.items():
-        is_known = key.removeprefix(prefix) in known if key not in only else value == only[key]
+        is_known = key.removeprefix(prefix) in known
+        if key in only:
+            is_known = type(value) is type(only[key]) and value == only[key]
         if key.startswith(prefix) and not is_known:
             _refuse(file, f"what {key!r:.80} asks for is not implemented for GGUF files")
     return family, parse_fields(file.path, file.metadata, GgufFields, prefix)
@@ -263,7 +268,9 @@ def _config(
         **_scaling(file, fields, rotated, tensors),
     }
     if is_part:
-        config["partial_rotary_factor"] = rotated / head_dim
+        share = rotated / head_dim  # of which whoever reads it takes the whole part
+        is_below = int(head_dim * share) < rotated
+        config["partial_rotary_factor"] = math.nextafter(share, 1) if is_below else share
     if fields.original_context and "original_max_position_embeddings" in family.reads:
         config["original_max_position_embeddings"] = fields.original_context
     if family.gguf and family.gguf.wide_size:
@@ -286,9 +293,9 @@ def _said_by_family(
             found[name] = _shortest(value)
         elif isinstance(value, np.ndarray) and name == "sliding_window_pattern":
             kinds = ("full_attention", "sliding_attention")
-            found["layer_types"] = [kinds[bool(is_local)] for is_local in value]
+            found["layer_types"] = [kinds[bool(is_local)] for is_local in value[: len(tensors)]]
         elif value is not None:
-            found[name] = value or None  # no window, no experts
+            found[name] = None if type(value) is int and value == 0 else value
     if "attention_bias" in family.reads:
         found["attention_bias"] = "blk.0.attn_q.bias" in tensors
     return found
@@ -309,23 +316,21 @@ def _scaling(
     kinds = [name for name in (_ROTARY_FACTORS, _SHORT_FACTORS, _LONG_FACTORS) if name in tensors]
     factors = {name: _factors(*tensors[name], rotated) for name in kinds}
     found: dict[str, Any] = {"rope_type": fields.scaling_type, "factor": fields.scaling_factor}
-    if kinds == [_SHORT_FACTORS, _LONG_FACTORS]:
+    is_plain = fields.scaling_type == "none" or (
+        fields.scaling_type == "linear" and fields.scaling_factor == 1
+    )
+    is_long = is_plain or fields.scaling_type == "longrope"
+    if kinds == [_SHORT_FACTORS, _LONG_FACTORS] and is_long:
         short, long = factors.values()
         found = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
         found["attention_factor"] = fields.attention_factor
-    elif kinds == [_ROTARY_FACTORS] and (fields.scaling_type, fields.scaling_factor) == (
-        "linear",
-        1,
-    ):
+    elif kinds == [_ROTARY_FACTORS] and is_plain:
         found = _llama3(file, fields.rope_theta, factors[_ROTARY_FACTORS], rotated)
     elif kinds or fields.scaling_type == "longrope":
         _refuse(
             file, f"rotary scaling {fields.scaling_type!r} with the tensors {kinds} is not read"
         )
-    elif fields.scaling_type == "none" or (fields.scaling_type, fields.scaling_factor) == (
-        "linear",
-        1,
-    ):
+    elif is_plain:
         return {}
     elif fields.scaling_type == "yarn":
         found |= {"beta_fast": fields.beta_fast, "beta_slow": fields.beta_slow}
