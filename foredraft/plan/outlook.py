@@ -25,7 +25,8 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of nodes to weigh."""
 _DRAWS, _BAND = 400, (5.0, 95.0)
 """Of prompts, with replacement; the percentiles between which 90 % of what they come to lie."""
-_MOST_LOAD = 256
+_BEYOND = 4
+"""How many times the largest load that was run others are told from it."""
 
 
 @dataclass(frozen=True)
@@ -168,21 +169,22 @@ def most_load(recordings: Sequence[Recording], costs: Sequence[Costs]) -> int:
         recordings: of the drafter, each under another load, ascending; so ``costs``.
     """
     recorded = [each.load for each in recordings]
+    largest = _BEYOND * max(1, *recorded)
 
     def pays(load: int) -> bool:
         near = max((i for i, each in enumerate(recorded) if each <= load), default=0)
         return best_outlook(recordings[near], load, costs[near]).gain > 1.0
 
-    tried = sorted({1 << power for power in range(_MOST_LOAD.bit_length())} | {*recorded} - {0})
-    best, fails = 0, _MOST_LOAD + 1
+    tried = sorted({1 << power for power in range(largest.bit_length())} | {*recorded} - {0})
+    best, fails = 0, largest + 1
     for load in tried:
         if pays(load):
-            best, fails = load, _MOST_LOAD + 1
+            best, fails = load, largest + 1
             continue
         fails = min(fails, load)
         if load >= max(recorded):
             break
-    while best and fails - best > 1 and fails <= _MOST_LOAD:
+    while best and fails - best > 1 and fails <= largest:
         middle = (best + fails) // 2
         best, fails = (middle, fails) if pays(middle) else (best, middle)
     return best

@@ -23,7 +23,8 @@ _OTHER_SEEDS = 1_000_003
 """Between the seeds of what is recorded and of what is checked."""
 _COLUMNS = {
     "at once": "{load:d}",
-    "setting": "{flags}",
+    "drafter": "{drafter}",
+    "of": "{num_draft_tokens:d}",
     "nodes": "{nodes:.1f}",
     "tokens a step": "{committed:.2f}",
     "gain": "{gain:.2f}x",
