@@ -46,8 +46,9 @@ wheel: $(VENV)/.torch
 # Two processes; tests/conftest.py gives each one thread. Each begins with one half of the tests, as
 # those of one file share models, and in the end takes some of what the other has left.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+TEST_OPTIONS ?=
 test: $(VENV)/.installed-dev example
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" $(TEST_OPTIONS)
 
 test-page: $(VENV)/.installed-dev
 	$(PIP) --quiet --editable '.[test-page]'
@@ -55,7 +56,7 @@ test-page: $(VENV)/.installed-dev
 
 # Clusters on this machine whose engines are killed; FOREDRAFT_KILLS=200 for the longer run.
 test-cluster: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 0 tests/cluster
+	$(BIN)/python -m pytest -n 0 tests/cluster $(TEST_OPTIONS)
 
 test-all: $(VENV)/.installed-dev example
 	$(PYTEST)
