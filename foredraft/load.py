@@ -21,7 +21,7 @@ from foredraft.core.cost import CostModel
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.drafters import check_options, drafter_key, drafter_spec, needs_draft_model
 from foredraft.drafters.heads.store import shipped_head, shipped_head_of_files
-from foredraft.kernels.build import KernelUnavailable, load_library
+from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus
 from foredraft.models.base import Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
@@ -494,9 +494,13 @@ def _native_decoder(device: str, kernel_problem: str | None, exact: bool) -> str
 
 
 def _kernel_problem() -> str | None:
-    """Why the fused CPU kernel cannot run here, or None. Compiles it on first use."""
+    """Why the fused CPU kernel cannot run here, or None. Compiles it on first use.
+
+    And what draws, and what runs heads: nothing is compiled while somebody waits for a token.
+    """
     try:
-        load_library()
+        for name in LIBRARIES:
+            load_library(name)
     except KernelUnavailable as reason:
         return str(reason)
     return None

@@ -13,6 +13,7 @@ import transformers
 import foredraft.load
 from foredraft import LLM, SamplingParams
 from foredraft.core.errors import ConfigError, ModelLoadError, VocabularyMismatchError
+from foredraft.kernels.build import LIBRARIES
 from foredraft.load import load_models, load_target, plan_models, plan_native
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import (
@@ -171,3 +172,10 @@ def test_a_sliding_window_cuts_no_prompt(tmp_path: Path) -> None:
     assert llm.plan.backend == "native"
     assert llm.target.max_context == config.max_position_embeddings
     assert len(llm.generate([[5] * 200], SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def test_nothing_is_compiled_once_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(foredraft.load, "load_library", made.append)
+    assert foredraft.load._kernel_problem() is None
+    assert made == [*LIBRARIES]
