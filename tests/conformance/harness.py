@@ -225,6 +225,8 @@ def set_up(name: str, kind: Kind, target: Target | None = None) -> Setup:
     options = {option: saved_head(built, name)} if option and not comes_along else {}
     if option == "table":
         options = {"head": saved_head(built), "table": saved_table()}
+    if built == "self_draft":  # by itself it takes what is faster, which varies on a tiny model
+        options = {"bits": 4}
     context = DrafterContext(target, draft_model, options, tokenizer=codec, draft_tokenizer=codec)
     return Setup(target, build_drafter(built, context), draft_model)
 
