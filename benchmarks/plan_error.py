@@ -16,18 +16,9 @@ from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions
 from foredraft.plan.record import PLAIN, Work, num_requests, record
-from foredraft.plan.report import CHECK_ROUNDS, MachinePlan, check
+from foredraft.plan.report import CHECK_COLUMNS, CHECK_ROUNDS, MachinePlan, check
 
-_COLUMNS = {
-    "set": "{set}",
-    "at once": "{load:d}",
-    "setting": "{flags}",
-    "predicted": "{predicted:.2f}x",
-    "90 % of": "{band}",
-    "measured": "{measured:.2f}x",
-    "error": "{error:+.1%}",
-    "chosen": "{chosen}",
-}
+_COLUMNS = {"set": "{set}"} | CHECK_COLUMNS | {"chosen": "{chosen}"}
 
 
 @dataclass(frozen=True)

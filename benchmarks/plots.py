@@ -48,12 +48,7 @@ def plot_lines(rows: Sequence[Summary], path: str) -> None:
                   if (row.contender, row.temperature) == (name, temperature)]  # fmt: skip
         axis.plot(*zip(*points, strict=True), marker="o", label=f"{name}, T={temperature:g}")
     axis.set_xscale("log", base=2)
-    axis.set_xlabel("tokens read before")
-    axis.set_ylabel("tokens a second, decoding")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _save_lines(figure, axis, "tokens read before", "tokens a second, decoding", path)
 
 
 def plot_steps(figures: Sequence[StepFigure], floor_ms: Mapping[int, float], path: str) -> None:
@@ -66,9 +61,13 @@ def plot_steps(figures: Sequence[StepFigure], floor_ms: Mapping[int, float], pat
                   if f.name == name and f.size.rows == 1]  # fmt: skip
         axis.plot(*zip(*points, strict=True), marker="o", label=name)
     axis.plot(list(floor_ms), list(floor_ms.values()), color="black", linestyle="--", label="floor")
-    axis.set_xlabel("tokens in one forward")
-    axis.set_ylabel("ms")
+    _save_lines(figure, axis, "tokens in one forward", "ms", path)
+
+
+def _save_lines(figure: Any, axis: Any, x_label: str, y_label: str, path: str) -> None:
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
     axis.set_ylim(bottom=0)
     axis.legend(fontsize="small")
     figure.savefig(path, dpi=150)
-    plt.close(figure)
+    pyplot().close(figure)

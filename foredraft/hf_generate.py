@@ -180,26 +180,20 @@ def custom_generate(
     _refuse_unimplemented(generation_config, model_kwargs, has_encoder)
     num_begun = input_ids.shape[1] if has_encoder else None
     params, bans = _read_processors(logits_processor, generation_config.do_sample, num_begun)
-    sources: Sequence[Source | None]
-    if has_encoder:
-        prompts, sources = input_ids.tolist(), _sources(source_ids, model_kwargs)
-    else:
-        if source_ids is not None:
-            raise _not_implemented("source_ids for a model without an encoder")
-        prompts, sources = _unpadded(input_ids, model_kwargs), [None] * len(input_ids)
+    requests = _requests(input_ids, source_ids, has_encoder, model_kwargs)
     if draft_model is not None and has_encoder and source_ids is None:
         raise ConfigError(
             "a draft model has to read the source, too; pass its input_ids once more as source_ids"
         )
     llm = LLM(
         # Like generate itself, go on past the context that the config promises.
-        _target(model, max_length, prompts[0], bans),
+        _target(model, max_length, requests[0][0], bans),
         None,
         LoadOptions(
             drafter=drafter,
             num_draft_tokens=num_draft_tokens,
             drafter_options=drafter_options or {},
-            max_batch_size=len(prompts),
+            max_batch_size=len(requests),
         ),
         draft=None if draft_model is None else DraftModel(_target(draft_model)),
     )
@@ -209,12 +203,22 @@ def custom_generate(
         stop_token_ids=eos_token_ids,
         coupling=coupling,
     )
-    requests = [*zip(prompts, sources, strict=True)]
     results = _run(llm, requests, params, _Output(token_streamer, input_ids))
     sequences = _padded(input_ids, results, generation_config)
     if not generation_config.return_dict_in_generate:
         return sequences
     return SpeculativeOutput(sequences=sequences, speculation=[r.stats for r in results])
+
+
+def _requests(
+    input_ids: Tensor, source_ids: Tensor | None, has_encoder: bool, model_kwargs: Mapping[str, Any]
+) -> list[tuple[list[int], Source | None]]:
+    """What each row goes on from, and an encoder-decoder's source beside it."""
+    if has_encoder:
+        return [*zip(input_ids.tolist(), _sources(source_ids, model_kwargs), strict=True)]
+    if source_ids is not None:
+        raise _not_implemented("source_ids for a model without an encoder")
+    return [(prompt, None) for prompt in _unpadded(input_ids, model_kwargs)]
 
 
 def _target(

@@ -35,7 +35,7 @@ _COLUMNS = {
     "hold": "{holds:.0%}",
     "break-even": "{break_even:.0%}",
 }
-_CHECK_COLUMNS = {
+CHECK_COLUMNS = {
     "at once": "{load:d}",
     "setting": "{flags}",
     "predicted": "{predicted:.2f}x",
@@ -187,7 +187,7 @@ def plan_report(plans: Sequence[MachinePlan], checks: Sequence[Check], about: st
     rows = [each.as_dict() for each in checks]
     tables = [plan.table() for plan in plans]
     if rows:
-        tables.append(Table("checks", rows, _CHECK_COLUMNS, "predicted and measured"))
+        tables.append(Table("checks", rows, CHECK_COLUMNS, "predicted and measured"))
     several = len(plans) > 1
     lines = [
         f"{plan.machine}: {line}" if several else line for plan in plans for line in plan.lines

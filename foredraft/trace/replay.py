@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -158,13 +159,12 @@ class Replay:
         cost: of a step.
         recorded: the most draft tokens that were allowed.
         settings: the whole trace with other numbers of them, and as recorded.
-        stretches: by request, of the steps that it had for itself.
     """
 
+    trace: Trace
     cost: StepCost
     recorded: int
     settings: tuple[Outcome, ...]
-    stretches: Mapping[int, tuple[Stretch, ...]]
 
     @classmethod
     def of(cls, trace: Trace, num_draft_tokens: int | None = None) -> Replay:
@@ -180,12 +180,13 @@ class Replay:
         recorded = max((row.budget for step in trace.steps for row in step.rows), default=0)
         asked = set() if num_draft_tokens is None else {num_draft_tokens}
         sizes = sorted({size for size in SIZES if size < recorded} | {recorded} | asked)
-        return cls(
-            cost,
-            recorded,
-            tuple(replay(trace.steps, size, cost) for size in sizes),
-            {each: tuple(_stretches_of(trace, each, cost)) for each in trace.request_ids},
-        )
+        settings = tuple(replay(trace.steps, size, cost) for size in sizes)
+        return cls(trace, cost, recorded, settings)
+
+    @cached_property
+    def stretches(self) -> Mapping[int, Sequence[Stretch]]:
+        """By request, of the steps that it had for itself."""
+        return {each: _stretches_of(self.trace, each, self.cost) for each in self.trace.request_ids}
 
     def slowest(self, request_id: int) -> list[Stretch]:
         """The slowest stretches of a request that would have been faster with other drafts."""

@@ -61,15 +61,14 @@ class _Shortened:
 
     def __init__(self, cache: KVCache, starts: Mapping[int, int]) -> None:
         self.store, size = cache.store, cache.block_size
-        blocks = {
-            slot: (start - _NEAR) // size - 1 if start >= _LONG else 0
-            for slot, start in starts.items()
-        }
-        self.num_left_out = {slot: count * size for slot, count in blocks.items()}
-        self._tables = {
-            slot: cache.table(slot)[:1] + cache.table(slot)[1 + count :]
-            for slot, count in blocks.items()
-        }
+        self.num_left_out: dict[int, int] = {}
+        self._tables: dict[int, array[int]] = {}
+        for slot, start in starts.items():
+            table, num_blocks = cache.table(slot), 0
+            if start >= _LONG:
+                num_blocks = (start - _NEAR) // size - 1
+                table = table[:1] + table[1 + num_blocks :]
+            self.num_left_out[slot], self._tables[slot] = num_blocks * size, table
 
     def table(self, slot: int) -> array[int]:
         return self._tables[slot]
@@ -114,12 +113,14 @@ class NativeLowBitCopy:
     def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
         plan = plan_forward(rows, starts)
         announce(plan, self._cache)
-        slots = [row.slot for row in rows]
-        near = _Shortened(self._cache, dict(zip(slots, starts, strict=True)))
-        if any(near.num_left_out.values()):  # tokens keep their positions
+        cache: Entries = self._cache
+        if max(starts) >= _LONG:
+            slots = [row.slot for row in rows]
+            cache = short = _Shortened(self._cache, dict(zip(slots, starts, strict=True)))
             there = [
-                start - near.num_left_out[slot] for slot, start in zip(slots, starts, strict=True)
+                start - short.num_left_out[slot] for slot, start in zip(slots, starts, strict=True)
             ]
+            # Tokens keep their positions.
             plan = replace(plan_forward(rows, there), positions=plan.positions)
         wanted = [
             Wanted(place, row.draw.seed, row.draw.position + ahead, row.draw.scale)
@@ -127,7 +128,7 @@ class NativeLowBitCopy:
             if row.draw is not None
             for ahead, place in enumerate(heads)
         ]
-        scores = scored(self._decoder, plan, near, wanted)
+        scores = scored(self._decoder, plan, cache, wanted)
         if scores.draws is None:
             return scores
         drawn = dict(zip([each.row for each in wanted], scores.draws, strict=True))
