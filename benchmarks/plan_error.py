@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -32,6 +35,8 @@ class Compared:
         limit: at most this many prompts of a set.
         temperature: of sampling.
         max_tokens: of a reply.
+        minutes: after which no further load of a set is begun. The same command goes on from what
+            is in the file of --json.
     """
 
     sets: str = "chat,summarise,edit"
@@ -40,6 +45,7 @@ class Compared:
     limit: int = 8
     temperature: float = 0.0
     max_tokens: int = 64
+    minutes: float | None = None
 
 
 @o.with_options
@@ -57,23 +63,57 @@ def plan_error(
     """
     check_outputs(json_file)
     loads = sorted({*o.numbers("--loads", compared.loads, int, low=1)})
+    began, rows = time.monotonic(), _rows_of(json_file, compared)
     llm = o.load_llm(replace(load, max_batch_size=max(loads)))
-    works = dict(_works(llm, prompts, compared))
-    names = o.names(compared.drafters)
-    total = sum(num_requests(work, loads, 1 + len(names)) for work in works.values())
-    rows: list[dict[str, Any]] = []
+    works, names = dict(_works(llm, prompts, compared)), o.names(compared.drafters)
+    known = {(row["set"], row["load"]) for row in rows}
+    left = [(name, load) for name in works for load in loads if (name, load) not in known]
+    total = sum(num_requests(works[name], [load], 1 + len(names)) for name, load in left)
     with progress_bar((1 + CHECK_ROUNDS) * total) as advance:
-        for name, work in works.items():
-            rows += _rows(llm, name, work, names, loads, advance)
+        for name, number in left:
+            if compared.minutes and time.monotonic() - began > 60.0 * compared.minutes:
+                break
+            rows += _rows(llm, name, works[name], names, number, advance)
+            _report(rows, compared).give(json_file)
+
+
+def _rows_of(json_file: str | None, compared: Compared) -> list[dict[str, Any]]:
+    """What was measured before.
+
+    Raises:
+        ConfigError: with other settings, or the file is none of these.
+    """
+    if json_file is None or not Path(json_file).exists():
+        return []
+    try:
+        found = json.loads(Path(json_file).read_text())
+        rows: list[dict[str, Any]] = found["rows"]
+        settings = found["settings"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{json_file} is no file of plan-error: {error!r}") from error
+    if settings != _settings(compared):
+        raise ConfigError(f"{json_file} was measured with {settings}: name another file")
+    return rows
+
+
+def _settings(compared: Compared) -> dict[str, Any]:
+    """What all rows of a file share."""
+    kept = asdict(compared)
+    return {name: kept[name] for name in ("drafters", "limit", "temperature", "max_tokens")}
+
+
+def _report(rows: Sequence[dict[str, Any]], compared: Compared) -> Report:
+    """All rows, and how far apart they are."""
     chosen = [row for row in rows if row["chosen"]]
-    facts = {
+    facts: dict[str, Any] = {
         "median_error": median(abs(row["error"]) for row in rows),
         "median_error_of_chosen": median(abs(row["error"]) for row in chosen),
         "most_lost_by_choice": max(row["lost"] for row in chosen),
         "median_lost_by_choice": median(row["lost"] for row in chosen),
     }
     lines = [f"{name.replace('_', ' ')}: {value:.1%}" for name, value in facts.items()]
-    Report([Table("rows", rows, _COLUMNS)], facts, lines).give(json_file)
+    facts["settings"] = _settings(compared)
+    return Report([Table("rows", rows, _COLUMNS)], facts, lines)
 
 
 def _works(llm: LLM, path: str | None, compared: Compared) -> Iterator[tuple[str, Work]]:
@@ -95,22 +135,21 @@ def _rows(
     name: str,
     work: Work,
     drafters: Sequence[str],
-    loads: Sequence[int],
+    load: int,
     advance: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """All loads of a set: planned and run at once, so that the machine is the same."""
+    """One load of a set: planned and run at once, so that the machine is the same."""
+    plan = MachinePlan.of("here", record(llm, drafters, work, [load], advance))
+    choice, outlooks = plan.choice(load), plan.outlooks[load]
+    checks = check(llm, outlooks, work, advance)
+    best = max([1.0, *(one.measured for one in checks)])
     rows = []
-    for load in loads:
-        plan = MachinePlan.of("here", record(llm, drafters, work, [load], advance))
-        choice, outlooks = plan.choice(load), plan.outlooks[load]
-        checks = check(llm, outlooks, work, advance)
-        best = max([1.0, *(one.measured for one in checks)])
-        for one in checks:
-            is_chosen = one.outlook is choice
-            chosen = {"chosen": "*" if is_chosen else "", "lost": best / one.measured - 1.0}
-            rows.append({"set": name} | one.as_dict() | chosen)
-        if choice.setting.drafter == PLAIN:
-            plain = dict.fromkeys(("predicted", "measured"), 1.0) | {"error": 0.0, "band": ""}
-            chosen = {"flags": choice.setting.flags, "chosen": "*", "lost": best - 1.0}
-            rows.append({"set": name, "load": load} | plain | chosen)
+    for one in checks:
+        is_chosen = one.outlook is choice
+        chosen = {"chosen": "*" if is_chosen else "", "lost": best / one.measured - 1.0}
+        rows.append({"set": name} | one.as_dict() | chosen)
+    if choice.setting.drafter == PLAIN:
+        plain = dict.fromkeys(("predicted", "measured"), 1.0) | {"error": 0.0, "band": ""}
+        chosen = {"flags": choice.setting.flags, "chosen": "*", "lost": best - 1.0}
+        rows.append({"set": name, "load": load} | plain | chosen)
     return rows
