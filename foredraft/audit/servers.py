@@ -13,7 +13,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +33,15 @@ from foredraft.models.files.progress import Progress, SilentProgress
 
 _NUM_LIKELY, _OPENAI_LIKELY = 20, 5
 """Log probabilities that are asked for at each place, and where a server refuses so many."""
+_WHOLE_LAW = {"min_p": 0.0, "repeat_penalty": 1.0, "repetition_penalty": 1.0}
+_WAYS_TO_ASK: tuple[Mapping[str, Any], ...] = tuple(
+    {"logprobs": number, **whole}
+    for number in (_NUM_LIKELY, _OPENAI_LIKELY)
+    for whole in ({"top_k": 0, **_WHOLE_LAW}, {"top_k": -1, **_WHOLE_LAW}, {})
+)
+"""Many servers cut laws unless they are told not to, and log probabilities are of the whole law.
+How to tell them differs, and some refuse what they do not know: the first that is answered."""
+_REFUSED = (400, 422)
 _OTHER_SEED = 1 << 32
 """Between the seeds of a reply and its probes: what a probe names must not depend on the reply."""
 _BLIND_REPLIES = 5
@@ -117,7 +126,7 @@ class Endpoint:
     model: str | None = None
     requests: int = 0
     kept: list[dict[str, Any]] = field(default_factory=list)
-    _num_likely: int = _NUM_LIKELY
+    _ways: Sequence[Mapping[str, Any]] = _WAYS_TO_ASK
 
     @property
     def name(self) -> str:
@@ -130,15 +139,16 @@ class Endpoint:
         Raises:
             ForedraftError: the server does not answer as it should.
         """
-        body = {"prompt": prompt, "logprobs": self._num_likely, **options}
         if self.model:
-            body["model"] = self.model
-        self.requests += 1
+            options["model"] = self.model
         try:
-            reply = self.http.post("/v1/completions", json=body)
-            if reply.status_code == 400 and self._num_likely > _OPENAI_LIKELY:
-                self._num_likely = body["logprobs"] = _OPENAI_LIKELY
+            for place, way in enumerate(self._ways):
+                body = {"prompt": prompt, **way, **options}
+                self.requests += 1
                 reply = self.http.post("/v1/completions", json=body)
+                if reply.status_code not in _REFUSED:
+                    self._ways = self._ways[place : place + 1]
+                    break
             reply.raise_for_status()
             answer: dict[str, Any] = reply.json()
             choice: dict[str, Any] = answer["choices"][0]

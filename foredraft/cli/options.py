@@ -73,6 +73,22 @@ class Derived:
     build: Callable[[Mapping[str, Any]], Any] | None = None
 
 
+def parse_count(text: str) -> int:
+    """``20M`` and the like.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    factors = {"k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
+    number, factor = text.lower(), 1
+    if number[-1:] in factors:
+        number, factor = number[:-1], factors[number[-1]]
+    try:
+        return int(float(number) * factor)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{text!r} is no number of tokens; write 500k or 20M") from None
+
+
 def loading(*, only: Sequence[str] | None = None, **fixed: Any) -> Derived:
     """How commands show `LoadOptions`.
 

@@ -18,6 +18,7 @@ from foredraft.system.timing_lock import measuring
 if TYPE_CHECKING:
     from foredraft.core.cost import CostModel
     from foredraft.llm import LLM
+    from foredraft.plan.record import Work
     from foredraft.plan.report import Check, MachinePlan
 
 _USUAL = ("blend", "ngram", "self_draft", "suffix")
@@ -41,6 +42,9 @@ class Planned:
         machines: another machine, by what `foredraft bench step --json FILE` measured there; may be
             repeated.
         check: run what is recommended, and show what was predicted beside what was measured.
+        head: folder of `foredraft train`: would training it for longer pay?
+        train_hours: of training beyond what that head has had, with commas.
+        tokens_per_day: that are generated in all, such as 5M, to tell in how many days it does.
     """
 
     prompts: str | None = None
@@ -50,6 +54,9 @@ class Planned:
     drafters: str | None = None
     machines: Sequence[str] = ()
     check: bool = False
+    head: Path | None = None
+    train_hours: str = "1,8"
+    tokens_per_day: int | None = None
 
 
 @o.with_options
@@ -58,7 +65,7 @@ def plan(
         LoadOptions, o.loading(drafter="auto", drafter_options={}, prefix_caching=False)
     ],
     params: Annotated[SamplingParams, _SAMPLED],
-    planned: Annotated[Planned, o.Derived("Plan")],
+    planned: Annotated[Planned, o.Derived("Plan", parsers={"tokens_per_day": o.parse_count})],
     json_file: o.JsonFile = None,
 ) -> None:
     """What would speculation bring: each drafter under each load, and what to run.
@@ -75,23 +82,31 @@ def plan(
         foredraft plan --machine server.json --machine laptop.json
     """
     from foredraft.bench.report import check_outputs
+    from foredraft.plan.record import Work
     from foredraft.plan.report import machine_cost, plan_report
+    from foredraft.plan.training import LearningCurve
 
     check_outputs(json_file)
     loads = sorted({*o.numbers("--loads", planned.loads, int, low=1)})
     machines = {Path(name).stem: machine_cost(Path(name)) for name in planned.machines}
-    if planned.from_trace is not None and planned.check:
-        raise ConfigError("a trace holds no prompts, so nothing can be run: leave --check out")
+    if planned.from_trace is not None and (planned.check or planned.head):
+        raise ConfigError(
+            "a trace holds no prompts, so nothing can be run: leave --check and --head out"
+        )
+    hours = o.numbers("--train-hours", planned.train_hours, float, low=0.0)
+    curve = None if planned.head is None else LearningCurve.of(planned.head, params.temperature)
     _named(planned.drafters)  # says what is wrong before the model is loaded
     llm = o.load_llm(replace(load, max_batch_size=max(loads)))
     if planned.from_trace is not None:
         plans = _of_trace(llm, planned.from_trace, loads, machines)
         checks: list[Check] = []
     else:
+        work = Work.of(llm, planned.prompts, planned.limit, params)
         with measuring(lambda text: typer.echo(text, err=True)):
-            plans, checks = _of_prompts(llm, params, planned, loads, machines)
+            plans, checks = _of_prompts(llm, work, planned, loads, machines)
     about = f"{load.model} at temperature {params.temperature:g}"
-    plan_report(plans, checks, about).give(json_file)
+    training = [] if curve is None else plans[0].training(curve, hours)
+    plan_report(plans, checks, about, training, planned.tokens_per_day).give(json_file)
 
 
 def _of_trace(
@@ -111,22 +126,25 @@ def _of_trace(
 
 def _of_prompts(
     llm: LLM,
-    params: SamplingParams,
+    work: Work,
     planned: Planned,
     loads: Sequence[int],
     machines: Mapping[str, CostModel],
 ) -> tuple[list[MachinePlan], list[Check]]:
     from foredraft.cli.display import progress_bar
-    from foredraft.plan.record import AUTO, Work, num_requests, record
+    from foredraft.drafters.heads.store import read_info
+    from foredraft.plan.record import AUTO, num_requests, record
     from foredraft.plan.report import MachinePlan, check, num_check_requests
 
     names = _named(planned.drafters) or _usable(llm, planned.drafters)
     elsewhere = [name for name in names if name != AUTO]  # it learns what this machine takes
-    work = Work.of(llm, planned.prompts, planned.limit, params)
-    total = num_requests(work, loads, 1 + len(names))
+    path = planned.head
+    head = None if path is None else (read_info(path).kind, str(path))
+    total = num_requests(work, loads, 1 + len(names) + (head is not None))
     total += len(machines) * num_requests(work, loads, 1 + len(elsewhere))
     with progress_bar(total) as advance:
-        plans = [MachinePlan.of("here", record(llm, names, work, loads, advance))]
+        recorded = record(llm, names, work, loads, advance, head=head)
+        plans = [MachinePlan.of("here", recorded)]
         for name, cost in machines.items():
             recorded = record(llm, elsewhere, work, loads, advance, cost)
             plans.append(MachinePlan.of(name, recorded))

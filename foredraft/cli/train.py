@@ -54,22 +54,6 @@ def _group() -> None:
     """Train a drafter for a model of your own."""
 
 
-def parse_count(text: str) -> int:
-    """``20M`` and the like.
-
-    Raises:
-        ConfigError: it is no number.
-    """
-    factors = {"k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
-    number, factor = text.lower(), 1
-    if number[-1:] in factors:
-        number, factor = number[:-1], factors[number[-1]]
-    try:
-        return int(float(number) * factor)
-    except (ValueError, OverflowError):
-        raise ConfigError(f"{text!r} is no number of tokens; write 500k or 20M") from None
-
-
 @dataclass(frozen=True)
 class DataOptions:
     """The text to learn from.
@@ -101,20 +85,20 @@ Target = Annotated[
         fixed={"drafter": "none", "max_batch_size": _WRITTEN_AT_ONCE, "calibrate": False},
     ),
 ]
-_TEXT = o.Derived("Text", names={"data": "--data"}, parsers={"text_tokens": parse_count})
+_TEXT = o.Derived("Text", names={"data": "--data"}, parsers={"text_tokens": o.parse_count})
 _RATES = o.Derived("Training", names={"matrices": "--lr", "tables": "--table-lr"},
                    only=("matrices", "tables"))  # fmt: skip
 _TRAINING = o.Derived(
     "Training",
     without=("clip", "held_out_texts", "save_s"),
-    parsers={"tokens": parse_count},
+    parsers={"tokens": o.parse_count},
 )
 _WRITING = o.Derived(
     "Text",
     without=("passes", "shard", "max_prompt_tokens"),
     names={"temperatures": "--temperature"},
     parsers={
-        "tokens": parse_count,
+        "tokens": o.parse_count,
         "temperatures": lambda text: tuple(o.numbers("--temperature", text, float)),
     },
 )

@@ -84,7 +84,7 @@ class Outlook:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        setting = {"drafter": self.setting.drafter, "flags": self.setting.flags,
+        setting = {"drafter": self.setting.name, "flags": self.setting.flags,
                    "num_draft_tokens": self.setting.num_draft_tokens}  # fmt: skip
         return setting | {name: value for name, value in vars(self).items() if name != "setting"}
 
@@ -145,7 +145,7 @@ def outlook(recording: Recording, load: int, costs: Costs, most_nodes: int | Non
     read_ms = _reading_ms(recording, costs, parts, load)
     most = round(max(piece.committed for piece in parts))
     return Outlook(
-        Setting(recording.drafter, most_nodes if recording.most_nodes else None),
+        recording.setting(most_nodes),
         load,
         nodes,
         committed,

@@ -6,6 +6,7 @@ machine, and of the load. So runs are kept without the machine's part, which is 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,50 @@ _LEAST_REQUESTS = 1.5
 """For each request at once: fewer would be mostly beginnings and ends."""
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What is run: a drafter, and how many nodes it is asked for.
+
+    Attributes:
+        drafter: its name; "auto" and "none" among them.
+        num_draft_tokens: a step; None: the controller chooses.
+        head: the folder of a trained head.
+    """
+
+    drafter: str
+    num_draft_tokens: int | None = None
+    head: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of what drafts."""
+        return self.head or self.drafter
+
+    @property
+    def flags(self) -> str:
+        """As options of all commands."""
+        name = f"--drafter {self.drafter.replace('_', '-')}"
+        if self.head is not None:
+            name += f" --drafter-option head={shlex.quote(self.head)}"
+        number = self.num_draft_tokens
+        return name if number is None else f"{name} --num-draft-tokens {number}"
+
+    def options(self, loaded: LoadOptions) -> LoadOptions:
+        """Those of a view on a loaded model."""
+        number = self.num_draft_tokens
+        model = loaded.draft_model
+        if self.drafter in (AUTO, PLAIN) or drafter_spec(self.drafter).draft_model == "none":
+            model = None
+        return replace(
+            *(loaded,),
+            drafter=self.drafter,
+            draft_model=model,
+            num_draft_tokens=number,
+            drafter_options={} if self.head is None else {"head": self.head},
+            prefix_caching=False,  # each request has to read its prompt
+        )
+
+
 @dataclass
 class Recording:
     """What one drafter did.
@@ -49,6 +94,7 @@ class Recording:
         times: of the drafter.
         rest_ms: of each step by its rows, beside drafter and forward.
         prompt_tokens: of each request.
+        head: the folder of the trained head that drafted, where one was named.
     """
 
     drafter: str
@@ -60,6 +106,11 @@ class Recording:
     times: DraftTimes = field(default_factory=DraftTimes)
     rest_ms: list[float] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
+    head: str | None = None
+
+    def setting(self, most_nodes: int | None) -> Setting:
+        """The same with at most so many nodes; with those that the controller chose, if it did."""
+        return Setting(self.drafter, most_nodes if self.most_nodes else None, self.head)
 
     def note(self, times: StepTimes, rows: Sequence[tuple[bool, int]]) -> None:
         """Take in what the drafter took in a step that read no prompt.
@@ -108,41 +159,6 @@ def recorded_trace(trace: Trace) -> tuple[Recording, Recording]:
     found.prompt_tokens = [reply[0].position - 1 for reply in found.replies]
     bare = replace(found, drafter=PLAIN, most_nodes=0, times=DraftTimes())
     return bare, found
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is run: a drafter, and how many nodes it is asked for.
-
-    Attributes:
-        drafter: its name; "auto" and "none" among them.
-        num_draft_tokens: a step; None: the controller chooses.
-    """
-
-    drafter: str
-    num_draft_tokens: int | None = None
-
-    @property
-    def flags(self) -> str:
-        """As options of all commands."""
-        name = f"--drafter {self.drafter.replace('_', '-')}"
-        number = self.num_draft_tokens
-        return name if number is None else f"{name} --num-draft-tokens {number}"
-
-    def options(self, loaded: LoadOptions) -> LoadOptions:
-        """Those of a view on a loaded model."""
-        number = self.num_draft_tokens
-        model = loaded.draft_model
-        if self.drafter in (AUTO, PLAIN) or drafter_spec(self.drafter).draft_model == "none":
-            model = None
-        return replace(
-            *(loaded,),
-            drafter=self.drafter,
-            draft_model=model,
-            num_draft_tokens=number,
-            drafter_options=loaded.drafter_options if loaded.drafter == self.drafter else {},
-            prefix_caching=False,  # each request has to read its prompt
-        )
 
 
 @dataclass(frozen=True)
@@ -222,6 +238,7 @@ class Runner(OurServer):
             self._load.concurrency,
             self.setting.num_draft_tokens,
             len(drafters) == 1 and all(each.traits.round_share is not None for each in drafters),
+            head=self.setting.head,
         )
         rows = dict[int, list[TracedRow]]()
 
@@ -276,6 +293,7 @@ def record(
     loads: Sequence[int],
     advance: Callable[[str], None],
     elsewhere: CostModel | None = None,
+    head: tuple[str, str] | None = None,
 ) -> dict[int, Recorded]:
     """What each drafter does under each load, beside plain decoding.
 
@@ -284,8 +302,11 @@ def record(
     Args:
         advance: told of each request that has ended.
         elsewhere: costs of another machine, by which nodes are weighed, and which count.
+        head: kind and folder of a trained head that is recorded besides.
     """
     settings = [Setting(PLAIN), *_recorded_settings(llm, drafters)]
+    if head is not None:
+        settings += [replace(each, head=head[1]) for each in _recorded_settings(llm, head[:1])]
     runners = [Runner(llm, setting, elsewhere) for setting in settings]
     attention = llm.cost.attention if llm.cost else None
     found: dict[int, Recorded] = {}

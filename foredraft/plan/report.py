@@ -14,6 +14,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.llm import LLM
 from foredraft.plan.outlook import Costs, Outlook, best_outlook, most_load, outlook
 from foredraft.plan.record import AUTO, PLAIN, Recorded, Setting, Work, measured_rates
+from foredraft.plan.training import LearningCurve, Payback, paybacks
 
 _BETTER = 1.02
 """How much more a setting has to bring than "auto" to be recommended instead of it."""
@@ -73,7 +74,7 @@ class MachinePlan:
             found[load] = [bare, *(best_outlook(one, load, cost) for one in each.drafters)]
         by_drafter = zip(*(each.drafters for each in recorded.values()), strict=True)
         most = {
-            same[0].drafter: most_load(same, costs)
+            same[0].setting(None).name: most_load(same, costs)
             for same in by_drafter
             if same[0].drafter != AUTO
         }
@@ -103,6 +104,14 @@ class MachinePlan:
             else:
                 said.append(f"{name} pays up to {most} at once")
         return said
+
+    def training(self, curve: LearningCurve, hours: Sequence[float]) -> list[Payback]:
+        """What training its head for some hours more would bring, under each load."""
+        found = list[Payback]()
+        for load, outlooks in self.outlooks.items():
+            (head,) = (each for each in outlooks if each.setting.head is not None)
+            found += paybacks(curve, head, self.choice(load), hours)
+        return found
 
     def table(self) -> Table:
         """One row for each drafter and load."""
@@ -182,8 +191,14 @@ def num_check_requests(work: Work, outlooks: Sequence[Outlook]) -> int:
     return CHECK_ROUNDS * (1 + drafting) * len(work.under(outlooks[0].load).prompts)
 
 
-def plan_report(plans: Sequence[MachinePlan], checks: Sequence[Check], about: str) -> Report:
-    """Tables and lines of all machines."""
+def plan_report(
+    plans: Sequence[MachinePlan],
+    checks: Sequence[Check],
+    about: str,
+    training: Sequence[Payback] = (),
+    tokens_per_day: float | None = None,
+) -> Report:
+    """Tables and lines of all machines, and whether training a head for longer pays here."""
     rows = [each.as_dict() for each in checks]
     tables = [plan.table() for plan in plans]
     if rows:
@@ -192,7 +207,9 @@ def plan_report(plans: Sequence[MachinePlan], checks: Sequence[Check], about: st
     lines = [
         f"{plan.machine}: {line}" if several else line for plan in plans for line in plan.lines
     ]
+    lines += [each.said(tokens_per_day) for each in training]
     facts = {"about": about, "plans": [plan.as_dict() for plan in plans]}
+    facts["training"] = [vars(each) for each in training]
     return Report(tables, facts, lines)
 
 

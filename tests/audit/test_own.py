@@ -15,11 +15,14 @@ from foredraft.audit.own import OwnAudit
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
+from foredraft.engine.request import Request
+from foredraft.engine.scheduler import Scheduler
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.options import LoadOptions
 from tests.audit.marks import few_now
 from tests.exactness.drafting import SHAPES, Chosen, Draft, Drawn, TableDrafter
+from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
 
 VOCAB, SHARPNESS = 30, 6.0
 SMALL = AuditOptions(texts=4, detect=0.08, time_limit=600.0)
@@ -106,6 +109,26 @@ def test_an_engine_with_a_fault_is_different(name: str, tmp_path: Path) -> None:
     assert "tamper" not in report.sentence
     report.write(str(tmp_path / "audit.json"), str(tmp_path / "audit.md"))
     assert (tmp_path / "audit.md").read_text().startswith(f"# {report.sentence}")
+
+
+def test_a_difference_that_only_preemption_makes_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "tiny", NATIVE_CONFIGS["llama-tied"]())
+    llm = LLM.load(str(tmp_path / "tiny"), drafter="ngram", max_batch_size=16)
+    assert OwnAudit(llm, SEEDED).bits().verdict == Finding.SAME_BITS
+    preempt, preempted = Scheduler.preempt, []
+
+    def forgets_its_seed(scheduler: Scheduler, request: Request) -> None:
+        preempt(scheduler, request)
+        request.seed += 1
+        preempted.append(request)
+
+    monkeypatch.setattr(Scheduler, "preempt", forgets_its_seed)
+    level = OwnAudit(llm, SEEDED).bits()
+    assert preempted
+    assert level.verdict == Finding.DIFFERENT
+    assert {row["way"] for row in level.evidence} == {"drafted, preempted"}
 
 
 def test_requests_with_a_least_length_are_audited_at_shorter_ones_too() -> None:

@@ -24,7 +24,9 @@ from foredraft.audit.levels import (
 )
 from foredraft.audit.options import AuditOptions, ServerOptions
 from foredraft.audit.servers import Endpoint, Plain, Reference, ServerAudit, connect
+from foredraft.bench.prompts import load_prompts
 from foredraft.core.errors import ConfigError, ForedraftError
+from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
 from foredraft.models.text.tokenizer import Tokenizer
@@ -47,7 +49,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def new_llm(tokenizer: Tokenizer, **options: Any) -> LLM:
-    """A model of signs, whose next one depends on the last two, with a drafter that copies."""
+    """A model of signs, with a drafter that copies.
+
+    What follows depends on the last sign, behind some of them on the last two. So about half of the
+    drawn drafts hold, and most of the greedy ones, and a wrong entry of the cache shows.
+    """
     signs = [tokenizer.encode(sign, add_special_tokens=False)[0] for sign in SIGNS]
 
     @functools.cache
@@ -55,17 +61,27 @@ def new_llm(tokenizer: Tokenizer, **options: Any) -> LLM:
         drawn = random.Random(repr(last))
         weights = [0.0] * VOCAB_SIZE
         for sign in drawn.sample(signs, 6):
-            weights[sign] = drawn.expovariate(1.0) ** 2 + 0.02
+            weights[sign] = drawn.expovariate(1.0) ** 3 + 0.02
         return [weight / sum(weights) for weight in weights]
 
-    target = TableModel(VOCAB_SIZE, lambda context: law(context[-2:]))
-    asked = {"drafter": "suffix", "num_draft_tokens": 4, "prefix_caching": False} | options
+    def next_law(context: tuple[int, ...]) -> list[float]:
+        return law(context[-2:] if context[-1] in signs[:2] else context[-1:])
+
+    target = TableModel(VOCAB_SIZE, next_law)
+    asked = {"drafter": "suffix", "num_draft_tokens": 3, "prefix_caching": False} | options
     return LLM(target, tokenizer, LoadOptions(**asked))
 
 
 @contextmanager
 def served(tokenizer: Tokenizer, fault: Fault | None = None, **options: Any) -> Iterator[Endpoint]:
-    """A server of this model, with a fault if one is named."""
+    """A server of this model, with a fault if one is named.
+
+    How to plant a fault: write a function in the place of `foredraft.core.verify.verify`,
+    ``rule(proposal, laws, choices) -> Verdict`` (see `foredraft.audit.faults` for eight of them and
+    for what ``laws`` and ``choices`` offer), and name it in a ``Fault(name, said, rule=...)``. All
+    requests of the server then commit what the rule says. Other faults can be made around this
+    function, by changing ``llm`` before it is served.
+    """
     with ExitStack() as stack:
         llm = new_llm(tokenizer, **options)
         if fault is not None:
@@ -87,6 +103,16 @@ def test_an_honest_server_is_found_to_be_one(tokenizer: Tokenizer, tmp_path: Pat
     assert all(level.figures["not_audited"] <= 5 for level in report.levels)
     answers = [json.loads(line) for line in kept.read_text().splitlines()]
     assert len(answers) == report.settings["requests"] <= SERVER.max_requests
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_drafter_of_these_tests_is_neither_useless_nor_perfect(
+    tokenizer: Tokenizer, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=SERVER.reply_tokens, seed=1)
+    prompts = [prompt.text for prompt in load_prompts(None)]
+    stats = [result.stats for result in new_llm(tokenizer).generate(prompts, params)]
+    assert 0.4 < sum(s.accepted for s in stats) / sum(s.drafted for s in stats) < 0.9
 
 
 @pytest.mark.parametrize("fault", few_now(FAULTS, FAULTS[:1]))

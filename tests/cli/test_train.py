@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from foredraft.cli.main import app
-from foredraft.cli.train import EngineWriter, parse_count
+from foredraft.cli.options import parse_count
+from foredraft.cli.train import EngineWriter
 from foredraft.core.errors import ConfigError
 from foredraft.drafters.heads.store import SHIPPED
 from foredraft.drafters.registry import head_kinds

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -32,9 +34,13 @@ from foredraft.plan.record import (
     recorded_trace,
 )
 from foredraft.plan.report import MachinePlan, check, machine_cost, plan_report
+from foredraft.plan.training import LearningCurve, paybacks
 from foredraft.trace.files import Trace
 from foredraft.trace.format import Committed, TracedDraft, TracedRow, TracedRun, TracedStep
+from foredraft.train.curves import read_curves
+from foredraft.train.texts import write_shard
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.train.helpers import some_texts
 
 FREE_TO_FOUR = CostModel(((1, 10.0), (2, 10.0), (3, 10.0), (4, 10.0), (8, 20.0), (16, 40.0)))
 """Up to four tokens cost what one costs; then each is dear."""
@@ -258,6 +264,82 @@ def test_another_machine_is_its_step_times(tmp_path: Path) -> None:
             machine_cost(file)
 
 
+# --------------------------------------------------------------------------------- training a head
+
+
+def learnt(limit: float, slope: float, power: float, noise: float = 0.0) -> LearningCurve:
+    """A head that has learnt from 200,000 tokens by a law, 2,000 tokens a second."""
+    dice = random.Random(0)
+    points = [
+        (n, limit - slope * n**-power + dice.gauss(0.0, noise))
+        for n in range(10_000, 200_001, 10_000)
+    ]
+    return LearningCurve("eagle", np.array(points), 3, 2_000.0)
+
+
+def test_a_curve_goes_on_as_it_went() -> None:
+    true = 2.6 - 25.0 * 4e6**-0.3
+    told, low, high = learnt(2.6, 25.0, 0.3).after(4e6)
+    assert told == pytest.approx(true, abs=0.02)
+    assert high - low < 0.05
+    told, low, high = learnt(2.6, 25.0, 0.3, noise=0.01).after(4e6)
+    assert low <= true <= high
+    assert 0.02 < high - low < 1.5
+    flat = learnt(1.8, 0.0, 0.3, noise=0.01)
+    assert flat.after(4e6)[0] == pytest.approx(1.8, abs=0.05)
+    assert flat.after(4e6)[0] >= flat.committed  # the best that was kept
+    assert learnt(9.0, 60.0, 0.2).after(1e9)[0] == 4.0  # a chain of three
+
+
+def test_training_is_paid_back_after_the_tokens_whose_time_it_saves() -> None:
+    base = outlook(recording([[2, 1, 1, 2, 0]] * 3), 1, Costs(FREE_TO_FOUR), 3)
+    curve = learnt(2.6, 25.0, 0.3)
+    choice = replace(base, setting=Setting("auto"), gain=1.1 * base.gain)
+    hour, day = paybacks(curve, base, choice, [1.0, 24.0])
+    assert day.gain > hour.gain > hour.now == base.gain
+    plain_ms = base.gain * base.step_ms / base.committed
+    saved_ms = plain_ms / choice.gain - plain_ms / hour.gain
+    assert hour.tokens is not None
+    assert hour.tokens * saved_ms == pytest.approx(3.6e6)
+    assert "paid back after" in hour.said(None)
+    assert f"{hour.tokens / 1e6:.1f} days" in hour.said(1e6)
+    (never,) = paybacks(curve, base, replace(choice, gain=4.0), [1.0])
+    assert never.tokens is None
+    assert "never paid back: --drafter auto" in never.said(1e6)
+
+
+def test_the_command_tells_when_training_is_paid_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    model, head, file = tmp_path / "tiny", tmp_path / "head", tmp_path / "plan.json"
+    save_checkpoint(model, NATIVE_CONFIGS["llama-tied"]())
+    write_shard(tmp_path / "texts", some_texts())
+    small = ("--batch-tokens", "512", "--sequence", "64", "--depth", "2", "--output-rows", "64")
+    train = ("hidden_head", "--target", str(model), "--data", str(tmp_path / "texts"))
+    asked = ("train", *train, *small, "--tokens", "1k", "--out", str(head))
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    common = ("plan", "--model", str(model), "--max-tokens", "12", "--limit", "2", "--loads", "1")
+    options = (*common, "--drafters", "ngram", "--head", str(head), "--json", str(file))
+    assert isinstance(CliRunner().invoke(app, options).exception, ConfigError)  # too few points
+    (line, *_) = [line for line in read_curves(curves_of(head)) if "score" in line]
+    lines = [
+        json.dumps(line | {"tokens": n, "seconds": n / 1e3, "committed_greedy": 2.0 - n**-0.3})
+        for n in range(1_000, 8_000, 1_000)
+    ]
+    curves_of(head).write_text("\n".join(lines))
+    result = CliRunner().invoke(app, [*options, "--train-hours", "1,8"])
+    assert result.exit_code == 0, result.exception
+    found = json.loads(file.read_text())
+    assert [each["hours"] for each in found["training"]] == [1.0, 8.0]
+    assert f"head={head}" in {row["flags"].split()[-3] for row in found["plans"][0]["outlooks"][2:]}
+    assert "h more of training hidden_head" in result.stdout
+
+
+def curves_of(head: Path) -> Path:
+    return head / "training" / "curves.jsonl"
+
+
 # ------------------------------------------------------------------------------------- the command
 
 
@@ -269,6 +351,8 @@ def test_another_machine_is_its_step_times(tmp_path: Path) -> None:
         (("--machine", "/no/such/file.json"), "/no/such/file.json"),
         (("--json", "/no/such/place/plan.json"), "no folder"),
         (("--from-trace", "run.jsonl", "--check"), "holds no prompts"),
+        (("--head", "/no/such/head"), "head.json"),
+        (("--tokens-per-day", "many"), "no number"),
     ],
 )
 def test_what_cannot_be_used_is_said_at_once(options: tuple[str, ...], says: str) -> None:
