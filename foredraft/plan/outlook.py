@@ -103,8 +103,9 @@ class Costs:
 
     def plain_ms(self, contexts: Sequence[int], recording: Recording) -> float:
         """A step of these rows without drafts."""
-        rest = (self.plain or recording).step_rest_ms(len(contexts))
-        return self.forward.ms([(1, context) for context in contexts]) + rest
+        plain = self.plain or recording
+        forward = self.forward.ms([(1, context) for context in contexts])
+        return plain.pace * (forward + plain.step_rest_ms(len(contexts)))
 
 
 def best_outlook(recording: Recording, load: int, costs: Costs) -> Outlook:
@@ -250,7 +251,7 @@ def _shares(
     num_nodes, deepest = sum(row.nodes for row in rows), max(row.nodes for row in rows)
     beside = recording.draft_ms(load, deepest) + recording.step_rest_ms(load)
     node_ms = (forward - bare) / num_nodes if num_nodes else 0.0
-    shares = [(bare + beside) / load + row.nodes * node_ms for row in rows]
+    shares = [recording.pace * ((bare + beside) / load + row.nodes * node_ms) for row in rows]
     return shares, costs.plain_ms(contexts, recording)
 
 

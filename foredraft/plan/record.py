@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from math import log2
-from statistics import median
+from statistics import mean, median
 
-from foredraft.bench.load import Load, OurServer, serve
+from foredraft.bench.load import Load, OurServer, ServedStep, serve
 from foredraft.bench.prompts import encoded_prompts
 from foredraft.control.times import DraftTimes
 from foredraft.core.cost import Attention, CostModel
@@ -95,6 +95,7 @@ class Recording:
         rest_ms: of each step by its rows, beside drafter and forward.
         prompt_tokens: of each request.
         head: the folder of the trained head that drafted, where one was named.
+        pace: what its steps took, over what the models of costs say that they take.
     """
 
     drafter: str
@@ -107,6 +108,7 @@ class Recording:
     rest_ms: list[float] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
     head: str | None = None
+    pace: float = 1.0
 
     def setting(self, most_nodes: int | None) -> Setting:
         """The same with at most so many nodes; with those that the controller chose, if it did."""
@@ -133,6 +135,13 @@ class Recording:
     def step_rest_ms(self, num_rows: int) -> float:
         """What a step of so many rows takes beside drafter and forward."""
         return num_rows * median(self.rest_ms) if self.rest_ms else 0.0
+
+    def step_ms(self, step: StepRecord, cost: CostModel) -> float:
+        """What a step would take by the models of costs."""
+        rows = step.rows
+        deepest = max(len(row.proposal.tree) for row in rows)
+        beside = self.draft_ms(len(rows), deepest) + self.step_rest_ms(len(rows))
+        return cost.ms(step.sizes) + beside
 
 
 def recorded_trace(trace: Trace) -> tuple[Recording, Recording]:
@@ -252,9 +261,7 @@ class Runner(OurServer):
             if record.is_decoding:
                 asked = [(row.budget > 0, len(row.proposal.tree)) for row in record.rows]
                 found.note(record.times, asked)
-        decoding = [step for step in self.served.steps if step.is_decoding and step.num_rows]
-        full = [step for step in decoding if step.num_rows == self._load.concurrency] or decoding
-        found.rest_ms = [step.rest_ms / step.num_rows for step in full]
+        found.rest_ms = [step.rest_ms / step.num_rows for step in self._full]
         for number, reply in enumerate(rows.values()):
             if decoded := [row for row in reply if is_decoding(row)]:
                 found.replies.append(decoded)
@@ -262,13 +269,29 @@ class Runner(OurServer):
                 found.prompt_tokens.append(decoded[0].position - 1)
         return found
 
+    def pace(self, recording: Recording, cost: CostModel) -> float:
+        """See `Recording`: of the whole, so that what was run comes out as it was.
+
+        Models follow the machine from step to step and forget, or take the median of what they saw;
+        either may be some hundredths off in all steps of a run.
+        """
+        steps = [record for record in self.records if record.is_decoding]
+        full = [each for each in steps if len(each.rows) == self._load.concurrency] or steps
+        said = [recording.step_ms(record, cost) for record in full]
+        took = [step.wall_ms for step in self._full]
+        return mean(took) / mean(said) if said and took else 1.0
+
     @property
     def tokens_per_s(self) -> float:
         """In steps that read no prompt and were full."""
-        steps = [step for step in self.served.steps if step.is_decoding]
-        full = [step for step in steps if step.num_rows == self._load.concurrency] or steps
-        wall_ms = sum(step.wall_ms for step in full)
-        return 1e3 * sum(step.committed for step in full) / wall_ms if wall_ms else 0.0
+        wall_ms = sum(step.wall_ms for step in self._full)
+        return 1e3 * sum(step.committed for step in self._full) / wall_ms if wall_ms else 0.0
+
+    @property
+    def _full(self) -> list[ServedStep]:
+        """Steps that read no prompt, with as many rows as were to be; any number if none had."""
+        steps = [step for step in self.served.steps if step.is_decoding and step.num_rows]
+        return [step for step in steps if step.num_rows == self._load.concurrency] or steps
 
 
 @dataclass(frozen=True)
@@ -315,6 +338,9 @@ def record(
         plain, *others = (runner.recording(len(work.prompts)) for runner in runners)
         steps = [step for runner in runners for step in runner.records]
         cost = elsewhere or cost_of_steps(steps, attention)
+        if elsewhere is None:
+            for runner, each in zip(runners, [plain, *others], strict=True):
+                each.pace = runner.pace(each, cost)
         found[load] = Recorded(plain, others, cost)
     return found
 

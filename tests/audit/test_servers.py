@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -195,6 +196,33 @@ def test_texts_of_servers_that_say_nothing_of_tokens_are_compared_as_they_are() 
     alone = audit(mute(fair)).law()
     assert alone.verdict == Finding.INCONCLUSIVE
     assert "--plain-endpoint" in alone.said
+
+
+def cutting(all_of_them: int | None) -> Endpoint:
+    """A server that draws from the two likeliest tokens unless its own ``top_k`` says otherwise.
+
+    It refuses every other ``top_k``, or with None all of them, and says the whole law.
+    """
+    law = {"a": 0.5, "b": 0.3, "c": 0.2}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked = json.loads(request.content)
+        if "top_k" in asked and asked["top_k"] != all_of_them:
+            return httpx.Response(422, json={"error": "top_k"})
+        drawn = random.Random(f"{asked['seed']} {asked['prompt']}")
+        letters = [*law][: None if "top_k" in asked else 2]
+        tokens = drawn.choices(letters, [law[letter] for letter in letters], k=asked["max_tokens"])
+        likely = [{letter: math.log(p) for letter, p in law.items()}] * len(tokens)
+        said = {"tokens": tokens, "top_logprobs": likely}
+        return httpx.Response(200, json={"choices": [{"text": "".join(tokens), "logprobs": said}]})
+
+    return Endpoint(httpx.Client(base_url="http://test", transport=httpx.MockTransport(answer)))
+
+
+@pytest.mark.parametrize("all_of_them", [0, -1])
+def test_servers_are_told_not_to_cut_the_law(all_of_them: int) -> None:
+    assert audit(cutting(all_of_them), max_requests=2_000).law().verdict == Finding.SAME_LAW
+    assert audit(cutting(None), max_requests=2_000).law().verdict == Finding.DIFFERENT
 
 
 @pytest.mark.parametrize(

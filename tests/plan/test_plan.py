@@ -311,16 +311,18 @@ def test_training_is_paid_back_after_the_tokens_whose_time_it_saves() -> None:
 def test_the_command_tells_when_training_is_paid_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     model, head, file = tmp_path / "tiny", tmp_path / "head", tmp_path / "plan.json"
     save_checkpoint(model, NATIVE_CONFIGS["llama-tied"]())
     write_shard(tmp_path / "texts", some_texts())
+    training = ("hidden_head", "--target", str(model), "--data", str(tmp_path / "texts"))
     small = ("--batch-tokens", "512", "--sequence", "64", "--depth", "2", "--output-rows", "64")
-    train = ("hidden_head", "--target", str(model), "--data", str(tmp_path / "texts"))
-    asked = ("train", *train, *small, "--tokens", "1k", "--out", str(head))
-    assert CliRunner().invoke(app, asked).exit_code == 0
-    common = ("plan", "--model", str(model), "--max-tokens", "12", "--limit", "2", "--loads", "1")
-    options = (*common, "--drafters", "ngram", "--head", str(head), "--json", str(file))
+    with monkeypatch.context() as patched:
+        patched.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))  # of what is captured
+        asked = ("train", *training, *small, "--tokens", "1k", "--out", str(head))
+        assert CliRunner().invoke(app, asked).exit_code == 0
+    common = ("plan", "--model", str(model), "--dtype", "float32", "--max-tokens", "12")
+    few = ("--limit", "2", "--loads", "1", "--drafters", "ngram")
+    options = (*common, *few, "--head", str(head), "--json", str(file))
     assert isinstance(CliRunner().invoke(app, options).exception, ConfigError)  # too few points
     (line, *_) = [line for line in read_curves(curves_of(head)) if "score" in line]
     lines = [
