@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from foredraft.cli import options as o
+from foredraft.core.errors import ConfigError
 from foredraft.options import LoadOptions
 from foredraft.system.extras import EXTRAS, install_command
 
@@ -28,10 +29,19 @@ def doctor(
     tokens: Annotated[
         int, typer.Option(min=1, help="Predict memory for this many tokens of prompt and reply.")
     ] = 1024,
+    server: Annotated[
+        str | None,
+        typer.Option(help="Also ask a server that runs, such as http://127.0.0.1:8000."),
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
-    """Print the resolved plan: device, dtype, kernels, memory, and what is missing."""
+    """Print the resolved plan: device, dtype, kernels, memory, and what is missing.
+
+    Of a server: the drafters that stay below what was measured when they were made.
+    """
     report = examine(load, tokens)
+    if server is not None:
+        report["below_promise"] = below_promise(server)
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -74,6 +84,29 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
         ],
         "models": {role: _model_report(plan, options, tokens) for role, plan in plans.items()},
     }
+
+
+def below_promise(server: str) -> list[dict[str, Any]]:
+    """Drafters of a server whose first token is right less often than when they were made.
+
+    Raises:
+        ConfigError: no server of ours answers there.
+    """
+    import httpx
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        answer = httpx.get(f"{server.rstrip('/')}/metrics").raise_for_status()
+        families = [*text_string_to_metric_families(answer.text)]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise ConfigError(f"--server {server} does not say its metrics: {error!r}") from error
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for family in families:
+        for sample in family.samples:
+            if {"drafter", "noise"} <= sample.labels.keys():
+                row = found.setdefault((sample.labels["drafter"], sample.labels["noise"]), {})
+                row |= sample.labels | {sample.name.partition(":")[2]: sample.value}
+    return [row for row in found.values() if row.get("drafter_below_promise")]
 
 
 def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[str, Any]:
@@ -123,6 +156,8 @@ def _in_4_bits(plan: ModelPlan, options: LoadOptions) -> dict[str, Any] | None:
 
 
 def _show(console: Console, report: dict[str, Any]) -> None:
+    from foredraft.control.acceptance import LIKELY_CAUSES
+
     machine = report["machine"]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
@@ -146,6 +181,14 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     console.print()
     for note in notes:
         console.print(f"missing: {note}", style="yellow", markup=False)
+    for each in report.get("below_promise", ()):
+        line = (
+            f"drafter {each['drafter']}: its first token is right in "
+            f"{each['drafter_first_token_acceptance']:.0%} of drafts ({each['noise']}), and "
+            f"{each['drafter_promised_acceptance']:.0%} were measured when it was made; likely "
+            f"causes: {LIKELY_CAUSES}"
+        )
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
     for each in report["optional"]:
         line = f"not installed: {each['package']}, for {each['for']}: {each['install']}"
         console.print(line, markup=False, soft_wrap=True)

@@ -133,6 +133,10 @@ _BELOW, _DEVIATIONS = 0.1, 4.0
 """A promise is not kept where so much is missing, and so many standard deviations of the count."""
 
 
+LIKELY_CAUSES = "another chat template, other weights or another language than then"
+"""Why a drafter would do worse than when it was made."""
+
+
 @dataclass(frozen=True)
 class Promise:
     """How often a drafter's first token is right, beside what was measured when it was made.

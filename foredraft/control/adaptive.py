@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foredraft.control.acceptance import Acceptance, Hope, Lessons, Promise
+from foredraft.control.acceptance import LIKELY_CAUSES, Acceptance, Hope, Lessons, Promise
 from foredraft.control.base import Allowance, Row
 from foredraft.control.ledger import Ledger
 from foredraft.control.planner import TRIAL_STEPS, Plan, Planner
@@ -202,8 +202,9 @@ class AdaptiveBudget:
                 _log.warning(
                     "drafter %s: its first token is right in %.0f %% of drafts (%s), and %.0f %% "
                     "were measured when it was made. Texts stay right and come slower. Likely "
-                    "causes: another chat template, other weights or another language than then",
+                    "causes: %s",
                     *(promise.drafter, 100 * promise.seen, promise.noise, 100 * promise.promised),
+                    LIKELY_CAUSES,
                 )
 
     def _allowance(self, row: Row, plan: Plan) -> Allowance:

@@ -96,6 +96,11 @@ class Metrics:
             "How often it was when the drafter was made.",
             *("drafter", "noise"),
         )
+        self._below = self._gauge(
+            "drafter_below_promise",
+            "1 where the one stays below the other by more than chance.",
+            *("drafter", "noise"),
+        )
         self._cost: CostModel | None = None
         self._controller: AdaptiveBudget | None = None
 
@@ -135,6 +140,7 @@ class Metrics:
             of = promise.drafter, promise.noise
             self._seen.labels(*of).set(promise.seen)
             self._promised.labels(*of).set(promise.promised)
+            self._below.labels(*of).set(promise.is_broken)
         return generate_latest(self._registry)
 
     def add_step(self, record: StepRecord) -> None:
