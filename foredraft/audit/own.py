@@ -419,7 +419,8 @@ class OwnAudit:
         for number, (name, changed) in enumerate(settings.items()):
             params, margins = replace(base, **changed), Margins(self.tolerance)
             texts, tokens, prompts = _PARAMETER_TEXTS, _PARAMETER_TOKENS, self.short_prompts
-            for reply in self._replies(view, 0, texts, tokens, params, prompts):
+            first = number * texts  # no two settings may draw with the same noise
+            for reply in self._replies(view, first, texts, tokens, params, prompts):
                 own = replace(params, seed=reply.result.seed)
                 self.look_at(reply, own, margins, law, seen)
             counts = {key: getattr(margins, key) for key in ("tokens", "near_ties", "structural")}

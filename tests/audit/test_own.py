@@ -11,7 +11,7 @@ import pytest
 from foredraft.audit.faults import FAULTS, Fault, planted
 from foredraft.audit.levels import EXIT_DIFFERENT, EXIT_INCONCLUSIVE, EXIT_SAME, Finding
 from foredraft.audit.options import AuditOptions
-from foredraft.audit.own import OwnAudit
+from foredraft.audit.own import AuditedReply, OwnAudit
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters.base import Drafter
@@ -129,6 +129,24 @@ def test_a_difference_that_only_preemption_makes_is_found(
     assert preempted
     assert level.verdict == Finding.DIFFERENT
     assert {row["way"] for row in level.evidence} == {"drafted, preempted"}
+
+
+def test_no_two_texts_of_a_test_are_drawn_with_the_same_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is added up has to be independent: else a sound engine would seem to differ."""
+    audit, seeds, look_at = new_audit(SEEDED, Chosen(CHAIN)), list[int](), OwnAudit.look_at
+
+    def noted(self: OwnAudit, reply: AuditedReply, *rest: Any) -> None:
+        seeds.append(reply.result.seed)
+        look_at(self, reply, *rest)
+
+    monkeypatch.setattr(OwnAudit, "look_at", noted)
+    assert audit.parameters().verdict == Finding.SAME_BITS
+    assert len(seeds) == len({*seeds}) > 20
+    seeds.clear()
+    audit.margins_and_law()
+    assert len(seeds) == len({*seeds}) >= 4
 
 
 def test_requests_with_a_least_length_are_audited_at_shorter_ones_too() -> None:
