@@ -93,7 +93,7 @@ def plan(
         raise ConfigError(
             "a trace holds no prompts, so nothing can be run: leave --check and --head out"
         )
-    hours = o.numbers("--train-hours", planned.train_hours, float, low=0.0)
+    hours = o.numbers("--train-hours", planned.train_hours, float, low=0)
     curve = None if planned.head is None else LearningCurve.of(planned.head, params.temperature)
     _named(planned.drafters)  # says what is wrong before the model is loaded
     llm = o.load_llm(replace(load, max_batch_size=max(loads)))

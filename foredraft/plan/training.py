@@ -156,14 +156,22 @@ def paybacks(
     """
     for number in hours:
         told = curve.after(curve.tokens + 3600.0 * number * curve.tokens_per_s)
-        gains = [_gain(head, curve, committed) for committed in told]
+        gain, low, high = (_gain(head, curve, committed) for committed in told)
         # Milliseconds that the machine takes for a token of any request.
         plain_ms = head.gain * head.step_ms / (head.load * head.committed)
-        saved_ms = plain_ms / choice.gain - plain_ms / gains[0]
+        saved_ms = plain_ms / choice.gain - plain_ms / gain
         tokens = 3.6e6 * number / saved_ms if saved_ms > 0.0 else None
         yield Payback(
-            *(curve.kind, head.load, number, head.gain, *gains),
-            *(choice.setting.flags, choice.gain, tokens),
+            curve.kind,
+            head.load,
+            number,
+            now=head.gain,
+            gain=gain,
+            low=low,
+            high=high,
+            instead=choice.setting.flags,
+            instead_gain=choice.gain,
+            tokens=tokens,
         )
 
 
