@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from benchmarks.random_files import write_random
 from foredraft.bench.report import Report, check_outputs
 from foredraft.cli import options as o
 from foredraft.core.errors import ForedraftError
 from foredraft.core.params import SamplingParams
-from foredraft.load import ModelPlan
-from foredraft.models.files.safety import StoredTensor
+from foredraft.load import ModelPlan, plan_models
 from foredraft.options import LoadOptions
 
 _CHILD = "from benchmarks.memory import report_peak; report_peak()"
@@ -30,10 +31,11 @@ class MemoryFigure:
     """Bytes above an otherwise equal process that has loaded no model.
 
     Attributes:
-        predicted: weights and cache, as `doctor` says.
+        predicted: weights, cache and work memory, as `doctor` says.
         measured: at the peak of loading and generating.
         steady: at the end.
         largest_tensor: of the model's files.
+        file_bytes: of its weights in them.
         load_s: seconds that loading took.
     """
 
@@ -41,20 +43,32 @@ class MemoryFigure:
     measured: int
     steady: int
     largest_tensor: int
+    file_bytes: int
     load_s: float
 
     @property
-    def ratio(self) -> float:
-        return self.measured / self.predicted
+    def row(self) -> dict[str, Any]:
+        """Of a table."""
+        return {
+            "predicted_mb": self.predicted / 1e6,
+            "peak_mb": self.measured / 1e6,
+            "largest_tensor_mb": self.largest_tensor / 1e6,
+            "peak_over_predicted_and_tensor": self.measured
+            / (self.predicted + self.largest_tensor),
+            "steady_mb": self.steady / 1e6,
+            "steady_over_predicted": self.steady / self.predicted,
+            "load_s": self.load_s,
+            "file_mb_per_s": self.file_bytes / 1e6 / self.load_s,
+        }
 
     @property
     def line(self) -> str:
+        row = self.row
         return (
-            f"predicted {self.predicted / 1e6:.1f} MB, peak {self.measured / 1e6:.1f} MB "
-            f"({self.ratio:.2f}x; with the largest tensor "
-            f"{self.measured / (self.predicted + self.largest_tensor):.2f}x), in the end "
-            f"{self.steady / 1e6:.1f} MB ({self.steady / self.predicted:.2f}x), loaded in "
-            f"{self.load_s:.1f} s"
+            f"predicted {row['predicted_mb']:.1f} MB; peak {row['peak_mb']:.1f} MB "
+            f"({row['peak_over_predicted_and_tensor']:.3f}x of that with the largest tensor), in "
+            f"the end {row['steady_mb']:.1f} MB ({row['steady_over_predicted']:.3f}x), loaded in "
+            f"{self.load_s:.1f} s ({row['file_mb_per_s']:.0f} MB/s of the file)"
         )
 
 
@@ -75,19 +89,13 @@ def measure_memory(options: LoadOptions, plan: ModelPlan, tokens: int) -> Memory
         last = child.stderr.strip().splitlines()[-1:]
         raise ForedraftError(f"the measuring process failed: {' '.join(last)}")
     tensors = plan.checkpoint.tensors.values() if plan.checkpoint else ()
+    sizes = [tensor.num_bytes for tensor in tensors]
     return MemoryFigure(
-        predicted=plan.weight_bytes + plan.cache_bytes(tokens),
-        largest_tensor=max(map(_num_bytes, tensors), default=0),
+        predicted=plan.memory_bytes(tokens),
+        largest_tensor=max(sizes, default=0),
+        file_bytes=sum(sizes),
         **json.loads(child.stdout),
     )
-
-
-def _num_bytes(tensor: StoredTensor) -> int:
-    """In its file."""
-    count = math.prod(tensor.shape)
-    if tensor.gguf is not None:
-        return count // tensor.gguf.kind.block_weights * tensor.gguf.kind.block_bytes
-    return count * {"F64": 8, "F32": 4}.get(tensor.dtype, 2)
 
 
 def report_peak() -> None:
@@ -149,7 +157,11 @@ def memory(
         str | None, typer.Option(help="A made-up model of this shape in place of --model.")
     ] = None,
     kind: Annotated[
-        str, typer.Option(help="What its file is: safetensors, or a format of GGUF files.")
+        str,
+        typer.Option(
+            help="What its file is, several with commas: safetensors, or a format of GGUF files; "
+            "behind a colon the form of --weights."
+        ),
     ] = "safetensors",
     json_file: o.JsonFile = None,
 ) -> None:
@@ -157,16 +169,28 @@ def memory(
 
     Twice: as the model's files are read for the first time, and as what was kept of them is.
     """
-    from benchmarks.random_files import write_random
-    from foredraft.load import plan_models
-
     check_outputs(json_file)
+    rows, lines = list[dict[str, Any]](), list[str]()
+    for each in o.names(kind) if shape else [""]:
+        file, _, form = each.partition(":")
+        weights = form or load.weights
+        with made_up(shape, file, replace(load, weights=weights)) as options:
+            plan, _ = plan_models(options)
+            for start in ("first", "second"):
+                figure = measure_memory(options, plan, tokens)
+                name = {"model": shape or plan.name, "file": file or "its own", "start": start}
+                rows.append(name | {"numbers": plan.number_format} | figure.row)
+                lines.append(
+                    f"{', '.join(rows[-1][key] for key in (*name, 'numbers'))}: {figure.line}"
+                )
+    Report(facts={"tokens": tokens, "figures": rows}, lines=lines).give(json_file)
+
+
+@contextmanager
+def made_up(shape: str | None, file: str, load: LoadOptions) -> Iterator[LoadOptions]:
+    """Options for a made-up model that is there meanwhile; without a shape as they are."""
+    if shape is None:
+        yield load
+        return
     with tempfile.TemporaryDirectory() as folder:
-        if shape is not None:
-            load = replace(load, model=str(write_random(Path(folder), shape, kind)))
-        plan, _ = plan_models(load)
-        figures = [measure_memory(load, plan, tokens) for _ in range(2)]
-    name = f"{shape or plan.name}, {plan.number_format}, {tokens} tokens"
-    lines = [f"{name}: {figure.line}" for figure in figures]
-    facts = {"tokens": tokens, "starts": [asdict(figure) for figure in figures]}
-    Report(facts=facts, lines=lines).give(json_file)
+        yield replace(load, model=str(write_random(Path(folder), shape, file)))

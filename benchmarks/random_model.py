@@ -94,7 +94,8 @@ def random_llm(name: str, options: LoadOptions) -> LLM:
     assert not isinstance(plan.packed_bits, str)  # there is no file
     weights = random_weights(config, getattr(torch, plan.dtype), plan.device, plan.packed_bits)
     decoder = native_decoder(plan.decoder, options.threads)
-    target = NativeTarget(config, weights, decoder, plan.max_context)
+    cache_dtype = getattr(torch, plan.cache_dtype)
+    target = NativeTarget(config, weights, decoder, plan.max_context, cache_dtype=cache_dtype)
     return LLM(target, None, options, plan=plan)
 
 

@@ -28,12 +28,14 @@ class Ways:
     Attributes:
         isa: instruction sets with commas, or all that this machine runs.
         formats: several of --weights, with commas: each is loaded and timed.
+        caches: several of --cache-dtype likewise.
         against: other engines with commas.
         random_weights: instead of a model this shape with random weights, for timing only.
     """
 
     isa: str | None = None
     formats: str | None = None
+    caches: str | None = None
     against: str | None = None
     random_weights: str | None = None
 
@@ -70,7 +72,8 @@ def step(
         )
     load = replace(load, max_batch_size=max(size.rows for size in sizes))
     variants = load_variants(
-        load, lambda each: load_llm(each, ways.random_weights), ways.isa, o.names(ways.formats)
+        *(load, lambda each: load_llm(each, ways.random_weights), ways.isa, o.names(ways.formats)),
+        caches=o.names(ways.caches),
     )
     llms = {variant.name: variant.llm for variant in variants}
     steppers = own_steppers(llms, contexts, sizes)

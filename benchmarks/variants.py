@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.instructions import available, switched_to
@@ -51,8 +52,9 @@ def load_variants(
     isa: str | None = None,
     formats: Sequence[str] = (),
     threads: Sequence[int | None] = (),
+    caches: Sequence[str] = (),
 ) -> list[Variant]:
-    """Every instruction set with every format of weights and number of threads.
+    """Every instruction set with every format of weights and cache and number of threads.
 
     Args:
         options: what they have in common.
@@ -60,15 +62,21 @@ def load_variants(
         isa: see `instruction_names`.
         formats: as ``weights`` of the options; none: theirs.
         threads: likewise.
+        caches: likewise as ``cache_dtype``.
     """
     found: list[Variant] = []
-    for name in instruction_names(isa):
-        for weights in formats or [options.weights]:
-            for count in threads or [options.threads]:
-                asked = replace(options, weights=weights, threads=count)
-                with switched_to(name) if name else nullcontext():
-                    llm = load(asked)
-                parts = [name, weights if formats else None]
-                parts += [f"{count or 'own'} threads"] if threads else []
-                found.append(Variant(" ".join(filter(None, parts)) or "target", llm))
+    ways = product(
+        instruction_names(isa),
+        formats or [options.weights],
+        caches or [options.cache_dtype],
+        threads or [options.threads],
+    )
+    for name, weights, cache, count in ways:
+        asked = replace(options, weights=weights, cache_dtype=cache, threads=count)
+        with switched_to(name) if name else nullcontext():
+            llm = load(asked)
+        parts = [name, weights if formats else None]
+        parts += [f"{cache} cache"] if caches else []
+        parts += [f"{count or 'own'} threads"] if threads else []
+        found.append(Variant(" ".join(filter(None, parts)) or "target", llm))
     return found

@@ -21,6 +21,7 @@ from foredraft.core.cost import CostModel
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.drafters import check_options, drafter_key, drafter_spec, needs_draft_model
 from foredraft.drafters.heads.store import shipped_head, shipped_head_of_files
+from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus
 from foredraft.models.base import Target
@@ -54,7 +55,8 @@ class ModelPlan:
     Attributes:
         checkpoint: what is loaded; None for weights that are made up.
         decoder: "fused", "graphed", "fixed-shape", "eager" or "transformers".
-        dtype: of activations and cache.
+        dtype: of activations.
+        cache_dtype: of keys and values: "int8", or the same as ``dtype``.
         weights: the form of the linear layers and the head: "int8", "int4" (a head of 8 bits),
             "file" (as a GGUF file has them, the embeddings too), or the same as ``dtype``.
         tiles: whether bfloat16 weights are multiplied on tiles (AMX), for which they are laid out
@@ -63,6 +65,7 @@ class ModelPlan:
         read_bytes: weights that a forward reads: all but an embedding table of its own.
         num_parameters: weights that each token is multiplied with.
         cache_bytes_per_token: keys and values of one token, in bytes.
+        work_bytes: what a forward of the most tokens works in; 0: not known.
         notes: what is missing for a faster plan, and how to get it.
         cache_memory: bytes that the cache may take; None: a share of the memory there is.
         formats: of the matrices in a GGUF file, the one of most weights first; none: of others.
@@ -75,6 +78,7 @@ class ModelPlan:
     decoder: str
     device: str
     dtype: str
+    cache_dtype: str
     weights: str
     weight_bytes: int
     read_bytes: int
@@ -86,6 +90,7 @@ class ModelPlan:
     cache_memory: int | None = None
     formats: tuple[str, ...] = ()
     encoder: bool = False
+    work_bytes: int = 0
 
     @property
     def directory(self) -> Path:
@@ -110,11 +115,14 @@ class ModelPlan:
     @property
     def number_format(self) -> str:
         """For people: what the numbers are."""
+        cache = "" if self.cache_dtype == self.dtype else f", {self.cache_dtype} cache"
         if self.tiles:
-            return f"{self.dtype} on tiles"
+            return f"{self.dtype} on tiles{cache}"
         if self.weights == _AS_STORED:
-            return f"{self.dtype}, {' and '.join(self.formats)} weights as the file has them"
-        return self.dtype if self.weights == self.dtype else f"{self.dtype}, {self.weights} weights"
+            formats = " and ".join(self.formats)
+            return f"{self.dtype}, {formats} weights as the file has them{cache}"
+        weights = "" if self.weights == self.dtype else f", {self.weights} weights"
+        return f"{self.dtype}{weights}{cache}"
 
     @cached_property
     def kept(self) -> KeptFiles:
@@ -126,6 +134,10 @@ class ModelPlan:
     def cache_bytes(self, num_tokens: int) -> int:
         """Keys and values of one row of ``num_tokens``, as the cache allocates them."""
         return self.cache_bytes_per_token * in_blocks(num_tokens)
+
+    def memory_bytes(self, num_tokens: int) -> int:
+        """Of weights, one row of ``num_tokens``, and work."""
+        return self.weight_bytes + self.cache_bytes(num_tokens) + self.work_bytes
 
 
 @dataclass(frozen=True)
@@ -253,6 +265,7 @@ def load_target(
         cache_memory=memory,
         kept=plan.kept,
         progress=progress,
+        cache_dtype=getattr(torch, plan.cache_dtype),
     )
     if plan.decoder == "fixed-shape":
         probe(target)
@@ -414,6 +427,8 @@ def plan_native(
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
     if options.weights in _BITS and kernel_problem:
         raise _no_packed(options.weights, kernel_problem)
+    if options.cache_dtype == "int8" and kernel_problem:
+        raise _no_int8_cache(kernel_problem)
     dtype, notes = _asked_dtype(options), []
     if device == "cpu" and kernel_problem:
         notes.append(f"no fused CPU kernel: {kernel_problem}")
@@ -433,6 +448,7 @@ def plan_native(
             notes.append(f"the file's own formats are not kept: {problem}")
         else:
             weights = _AS_STORED
+    cache_dtype = dtype if options.cache_dtype == "auto" else options.cache_dtype
     tiles = kernel_problem is None and weights == "bfloat16" and config.fits_tiles and has_tiles()
     bits = _TILES if tiles else _BITS.get(weights)
     if bits == AS_STORED:
@@ -447,17 +463,30 @@ def plan_native(
         decoder=_native_decoder(device, kernel_problem, options.exact),
         device=device,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         weights=weights,
         weight_bytes=in_memory,
         read_bytes=read,
         num_parameters=config.num_read_parameters,
-        cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, dtype)),
+        cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, cache_dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
         tiles=tiles,
         notes=tuple(notes),
         formats=tuple(formats_of(checkpoint)) if checkpoint and is_gguf else (),
+        work_bytes=0 if kernel_problem else _work_bytes(config, options, dtype, bits),
     )
+
+
+def _work_bytes(config: DecoderConfig, options: LoadOptions, dtype: str, bits: Bits) -> int:
+    """Of the largest step that reads one text."""
+    from foredraft.models.native.fused import work_bytes
+    from foredraft.models.native.interface import FORM_PACKED, FORM_PLAIN, FORM_TILED
+
+    longest = min(options.max_context or config.max_context, config.max_context)
+    num_tokens = min(options.max_step_tokens or MAX_STEP_TOKENS, longest)
+    forms: dict[Bits, int] = {None: FORM_PLAIN, _TILES: FORM_TILED}
+    return work_bytes(config, dtype == "bfloat16", forms.get(bits, FORM_PACKED), num_tokens)
 
 
 def _leaves_weights(options: LoadOptions, kernel_problem: str | None) -> bool:
@@ -477,6 +506,13 @@ def _no_packed(weights: str, reason: str) -> ConfigError:
     return ConfigError(
         f"weights {weights!r} are there where they are faster: on CPU with the fused kernel "
         f"({reason}); leave weights out"
+    )
+
+
+def _no_int8_cache(reason: str) -> ConfigError:
+    return ConfigError(
+        f"cache_dtype 'int8' is there on CPU with the fused kernel ({reason}); leave cache_dtype "
+        "out"
     )
 
 
@@ -527,6 +563,8 @@ def _plan_hf(
         raise needs_extra(what, "hf", problem) from None
     if options.weights in _BITS:
         raise _no_packed(options.weights, f"{name!r} runs through transformers")
+    if options.cache_dtype == "int8":
+        raise _no_int8_cache(f"{name!r} runs through transformers")
     sizes = read_sizes(checkpoint)
     dtype = _asked_dtype(options)
     if dtype == "auto":
@@ -546,6 +584,7 @@ def _plan_hf(
         decoder="transformers",
         device=device,
         dtype=dtype,
+        cache_dtype=dtype,
         weights=dtype,
         weight_bytes=num_bytes,
         read_bytes=num_bytes,

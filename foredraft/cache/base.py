@@ -25,8 +25,13 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
 
+    def entry_size(self, dtype: torch.dtype) -> int:
+        """Numbers of an entry of one head: int8 ones lie behind a float32, their scale."""
+        in_front = torch.float32.itemsize if dtype == torch.int8 else 0
+        return in_front + self.head_dim
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.entry_size(dtype) * dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ class Entries(Protocol):
 class BlockStore:
     """Keys and values [N + 1, L, H, B, D], grown on demand; the last block is nobody's.
 
+    Entries of int8 are [4 + D]: a float32 in front is the scale of their numbers. Only the fused
+    kernel reads and writes those.
+
     On CPU memory is handed out by the system page by page as it is written, so room for all blocks
     that there may ever be costs nothing and no block ever moves. Elsewhere the store doubles.
 
@@ -72,15 +75,18 @@ class BlockStore:
         touched = num_made if self.device.type == "cpu" else self.num_blocks
         return min(touched, self.num_blocks) * self.block_bytes
 
-    def check_fits(self, shape: KVShape, dtype: torch.dtype) -> None:
+    def check_fits(self, shape: KVShape, *dtypes: torch.dtype) -> None:
         """Refuse to serve a model that would write something else than there is room for.
+
+        Args:
+            dtypes: those that it can write.
 
         Raises:
             ConfigError: the store has another shape or dtype.
         """
-        if (self.shape, self.dtype) != (shape, dtype):
+        if self.shape != shape or self.dtype not in dtypes:
             raise ConfigError(
-                f"a model with {dtype} entries of {shape} cannot use a cache of {self.dtype} "
+                f"a model with {dtypes[0]} entries of {shape} cannot use a cache of {self.dtype} "
                 f"entries of {self.shape}: make it of the model's own"
             )
 
@@ -117,7 +123,7 @@ class BlockStore:
         """Zero some blocks."""
         at = torch.tensor(blocks, device=self.device)
         for store in (self.keys, self.values):
-            store.index_fill_(0, at, 0.0)
+            store.index_fill_(0, at, 0)
 
     def clear_entries(self, table: Sequence[int], entries: range) -> None:
         """Zero some entries of a slot in all layers."""
@@ -126,7 +132,7 @@ class BlockStore:
             block, first = table[start // size], start % size
             count = min(size - first, entries.stop - start)
             for store in (self.keys, self.values):
-                store[block, :, :, first : first + count] = 0.0
+                store[block, :, :, first : first + count] = 0
             start += count
 
     def move(self, table: Sequence[int], sources: Sequence[int], first: int) -> None:
@@ -188,7 +194,7 @@ class BlockStore:
 
     def _empty(self, count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         layers, heads = self.shape.num_layers, self.shape.num_kv_heads
-        shape = (count + 1, layers, heads, self.block_size, self.shape.head_dim)
+        shape = (count + 1, layers, heads, self.block_size, self.shape.entry_size(dtype))
         num_numbers = torch.Size(shape).numel()
         if torch.device(device).type == "cpu" and num_numbers:
             return _reserved(num_numbers * dtype.itemsize).view(dtype).view(shape)

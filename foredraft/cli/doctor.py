@@ -111,7 +111,6 @@ def below_promise(server: str) -> list[dict[str, Any]]:
 
 def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[str, Any]:
     length = min(tokens, plan.max_context)
-    cache_bytes = plan.cache_bytes(length)
     return {
         "name": plan.name,
         "directory": str(plan.directory),
@@ -121,6 +120,7 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
         "kernels": plan.decoder,
         "device": plan.device,
         "dtype": plan.dtype,
+        "cache_dtype": plan.cache_dtype,
         "weights": plan.weights,
         "number_format": plan.number_format,
         "exact": plan.is_exact,
@@ -129,8 +129,9 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
         "read_bytes": plan.read_bytes,
         "most_tokens_per_s": _most_tokens_per_s(plan),
         "in_4_bits": _in_4_bits(plan, options),
-        "cache_bytes": cache_bytes,
-        "total_bytes": plan.weight_bytes + cache_bytes,
+        "cache_bytes": plan.cache_bytes(length),
+        "work_bytes": plan.work_bytes,
+        "total_bytes": plan.memory_bytes(length),
         "notes": list(plan.notes),
     }
 
@@ -210,8 +211,12 @@ def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:
         ("a step", _step(model)),
         ("speed", _speed(model)),
         ("self-draft", _self_draft(model)),
-        ("KV cache", f"{_megabytes(model['cache_bytes'])} at {tokens} tokens"),
-        ("memory", f"{_megabytes(model['total_bytes'])} for weights and cache"),
+        (
+            "KV cache",
+            f"{_megabytes(model['cache_bytes'])} at {tokens} tokens, {model['cache_dtype']}",
+        ),
+        ("work memory", f"{_megabytes(model['work_bytes'])} for the longest step"),
+        ("memory", f"{_megabytes(model['total_bytes'])} for all of these"),
     ]
 
 

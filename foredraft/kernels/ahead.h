@@ -13,14 +13,14 @@ namespace foredraft {
 // Keys and values are pulled into the second cache a few lines at a time: all at once they would take
 // every buffer for misses, and hold up what is computed. They come in turn, as memory gives two streams
 // faster than one.
-template <class Weight>
+template <class Number>
 class Ahead {
  public:
   // At most three pieces, one after the other.
-  void add(const Entries<const Weight>& keys, const Entries<const Weight>& values, Range entries) {
+  void add(const Entries<const Number>& keys, const Entries<const Number>& values, Range entries) {
     const int64_t count = entries.end - entries.begin;
     if (count <= 0) return;
-    run_lines_ = ceil_div(kRunEntries * keys.D * int64_t(sizeof(Weight)), kLine);
+    run_lines_ = ceil_div(kRunEntries * keys.stride * int64_t(sizeof(Number)), kLine);
     num_runs_ += ceil_div(count, kRunEntries);
     pieces_[num_pieces_++] = {keys, values, entries};
   }
@@ -44,7 +44,7 @@ class Ahead {
   static constexpr int64_t kLine = 64;
 
   struct Piece {
-    Entries<const Weight> keys, values;
+    Entries<const Number> keys, values;
     Range entries;
   };
 

@@ -27,8 +27,8 @@ inline CacheLayer<Type> cache_layer(const ForedraftModel& model, const Foredraft
           forward.head_stride, model.head_dim, __builtin_ctzll(uint64_t(forward.block_entries))};
 }
 
-// From rotated keys and raw queries to attended rows in lane order.
-template <class Weight, class Form>
+// From rotated keys and raw queries to attended rows in lane order. `Number` is the type of entries.
+template <class Weight, class Form, class Number>
 class AttentionPhase {
  public:
   AttentionPhase(const ForedraftModel& model, const ForedraftForward& forward,
@@ -47,7 +47,8 @@ class AttentionPhase {
   }
 
  private:
-  using Attention = AttentionOf<Weight, Form>;
+  using Attention = std::conditional_t<std::is_same_v<Number, Weight>, AttentionOf<Weight, Form>,
+                                       FloatAttention<Number>>;
 
   const ForedraftModel& model_;
   const ForedraftForward& forward_;
@@ -78,13 +79,13 @@ class AttentionPhase {
     attention.begin();
   }
 
-  Entries<const Weight> entries(void* store, const AttentionPlan::Tile& tile) const {
-    return cache_layer<const Weight>(model_, forward_, store, index_)
+  Entries<const Number> entries(void* store, const AttentionPlan::Tile& tile) const {
+    return cache_layer<const Number>(model_, forward_, store, index_)
         .entries(forward_.tables[tile.tokens.begin], tile.kv_head);
   }
 
   // Has the entries of a piece's chunk fetched. Behind a whole one, the rest goes with it.
-  void add_chunk(const AttentionPlan::Piece& piece, int64_t chunk, Ahead<Weight>& ahead) const {
+  void add_chunk(const AttentionPlan::Piece& piece, int64_t chunk, Ahead<Number>& ahead) const {
     const AttentionPlan::Tile& tile = *piece.tile;
     if (chunk < piece.chunks.end)
       ahead.add(entries(forward_.keys, tile), entries(forward_.values, tile),
@@ -94,9 +95,9 @@ class AttentionPhase {
   // What is fetched while a chunk is computed: the next one, and with a piece's last whole one the
   // beginning of the following piece. What is behind that is done too soon to fetch anything. The first
   // one of all is fetched a little ahead of what is computed of it.
-  Ahead<Weight> ahead_of(const AttentionPlan::Piece& piece, int64_t chunk,
+  Ahead<Number> ahead_of(const AttentionPlan::Piece& piece, int64_t chunk,
                          const AttentionPlan::Piece* following) const {
-    Ahead<Weight> ahead;
+    Ahead<Number> ahead;
     if (&piece == plan_.pieces(me_.index).data() && chunk == piece.chunks.begin)
       add_chunk(piece, chunk, ahead);
     add_chunk(piece, chunk + 1, ahead);
@@ -118,7 +119,7 @@ class AttentionPhase {
     const AttentionScratch<Attention> scratch(work_.attention + me_.index * work_.attention_size,
                                               M, D);
     put_queries(tile.tokens, tile.kv_head, scratch.arithmetic);
-    const AttentionTile<Weight, Attention> attention{
+    const AttentionTile<Number, Attention> attention{
         entries(forward_.keys, tile), entries(forward_.values, tile), D, G,
         &visible_[size_t(tile.tokens.begin)], T, scratch.arithmetic,
         float(model_.attention_cap) * kLog2E};
@@ -169,18 +170,18 @@ class AttentionPhase {
     }
   }
 
-  // Normalises what query m of a tile attended. Both sides are in lane order, where heads are
-  // whole pairs.
+  // Normalises what query m of a tile attended. Both sides are in one lane order, where heads are
+  // whole pairs and entries of the type that weights have.
   void put_attended(const AttentionPlan::Tile& tile, int64_t m, const Attended& all) const {
     float* out = work_.attended + (tile.tokens.begin + m / G) * padded(H * D);
     const int64_t offset = (tile.kv_head * G + m % G) * D;
     const float* values = all.values + m * attended_width(D);
     const float factor = 1.0f / all.sum[m];
-    if (offset % kPair == 0 && D % kPair == 0) {
+    if (std::is_same_v<Number, Weight> && offset % kPair == 0 && D % kPair == 0) {
       for (int64_t d = 0; d < D; ++d) out[offset + d] = values[d] * factor;
     } else {
       for (int64_t d = 0; d < D; ++d)
-        out[lane_order<Weight>(offset + d)] = values[lane_order<Weight>(d)] * factor;
+        out[lane_order<Weight>(offset + d)] = values[lane_order<Number>(d)] * factor;
     }
   }
 };

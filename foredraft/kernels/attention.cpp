@@ -20,12 +20,13 @@ extern "C" {
 struct ForedraftAttention {
   int64_t num_tokens, group, head_dim, block_entries;
   int64_t window;               // 0: all is seen
+  int64_t int8_entries;
   double cap;                   // of scores; 0: none
   const int32_t* table;         // blocks of the slot
   const int32_t* prefixes;      // [T]
   const int32_t* extra_starts;  // [T + 1] into extras
   const int32_t* extras;
-  const void* keys;             // [blocks, B, D] bfloat16
+  const void* keys;             // [blocks, B, D] bfloat16, or [blocks, B, 4 + D] int8
   const void* values;
   const float* queries;         // [M, D], scaled
   float* out;                   // [M, D]
@@ -35,7 +36,7 @@ struct ForedraftAttention {
 
 namespace {
 
-template <class Arithmetic>
+template <class Number, class Arithmetic>
 void attend(const ForedraftAttention& a) {
   const int64_t T = a.num_tokens, G = a.group, M = T * G, D = a.head_dim;
   std::vector<Visible> visible;
@@ -53,13 +54,15 @@ void attend(const ForedraftAttention& a) {
   const TileSession session(QueryBlocks(M).shape());
   scratch.arithmetic.begin();
   const auto entries = [&](const void* store) {
-    return Entries<const bf16>{static_cast<const bf16*>(store), a.table, a.block_entries * D, D,
-                               __builtin_ctzll(uint64_t(a.block_entries))};
+    const int shift = __builtin_ctzll(uint64_t(a.block_entries));
+    const int64_t head_stride = a.block_entries * (D + kInFront<Number>);
+    return CacheLayer<const Number>{static_cast<const Number*>(store), head_stride, 0, D, shift}
+        .entries(a.table, 0);
   };
-  AttentionTile<bf16, Arithmetic> tile{
+  AttentionTile<Number, Arithmetic> tile{
       entries(a.keys), entries(a.values), D, G, visible.data(), T, scratch.arithmetic, float(a.cap)};
   for (int64_t begin = 0; begin < ranks; begin += kChunk) {
-    Ahead<bf16> next;
+    Ahead<Number> next;
     next.add(tile.keys, tile.values, {begin + kChunk, std::min(begin + 2 * kChunk, ranks)});
     tile.attend_chunk(begin, next, begin ? scratch.chunk : scratch.all);
     for (int64_t m = 0; begin && m < M; ++m) {
@@ -71,7 +74,7 @@ void attend(const ForedraftAttention& a) {
   for (int64_t m = 0; m < M; ++m)
     for (int64_t d = 0; d < D; ++d)
       a.out[m * D + d] =
-          scratch.all.values[m * attended_width(D) + lane_order<bf16>(d)] / scratch.all.sum[m];
+          scratch.all.values[m * attended_width(D) + lane_order<Number>(d)] / scratch.all.sum[m];
 }
 
 }  // namespace
@@ -81,11 +84,18 @@ extern "C" {
 __attribute__((visibility("default")))
 int64_t foredraft_has_tiles() { return tiles_allowed(); }
 
-// On tiles, which must be there, or in float32.
+// Writes an int8 entry of D numbers, and the four bytes before them.
+__attribute__((visibility("default")))
+void foredraft_put_int8_entry(const float* numbers, int64_t head_dim, int8_t* entry) {
+  put_entry(numbers, head_dim, entry);
+}
+
+// On tiles, which must be there, or in float32; over int8 in float32.
 __attribute__((visibility("default")))
 void foredraft_attend(const ForedraftAttention* attention, int64_t on_tiles) {
-  if (on_tiles) attend<TileAttention>(*attention);
-  else attend<FloatAttention<bf16>>(*attention);
+  if (attention->int8_entries) attend<int8_t, FloatAttention<int8_t>>(*attention);
+  else if (on_tiles) attend<bf16, TileAttention>(*attention);
+  else attend<bf16, FloatAttention<bf16>>(*attention);
 }
 
 }  // extern "C"

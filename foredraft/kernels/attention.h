@@ -40,9 +40,9 @@ struct AttentionScratch {
 };
 
 // Some tokens of a row at the query heads that share a key-value head.
-template <class Weight, class Arithmetic>
+template <class Number, class Arithmetic>
 struct AttentionTile {
-  Entries<const Weight> keys, values;
+  Entries<const Number> keys, values;
   int64_t D, group;        // G
   const Visible* visible;  // [T]
   int64_t num_tokens;      // T
@@ -57,7 +57,7 @@ struct AttentionTile {
   }
 
   // What all queries attended in the ranks [begin, begin + kChunk). Meanwhile what is next is fetched.
-  void attend_chunk(int64_t begin, Ahead<Weight> next, const Attended& out) const {
+  void attend_chunk(int64_t begin, Ahead<Number> next, const Attended& out) const {
     const Extents here = extents(begin);
     next.share_out(arithmetic.num_pauses(here.longest, here.shared));
     const auto between = [&]() INLINE { next.pull(); };

@@ -31,25 +31,52 @@ static_assert(kChunk % kRunEntries == 0 && kRunEntries % kPair == 0, "blocks wit
 
 // ---- scores -------------------------------------------------------------------------------------
 
-// A vector of words of the transposed keys: one dimension of float keys, two of bfloat16 ones.
-inline void put_dimensions(Ints words, int64_t word, float* out, const float*) {
+// A vector of words of the transposed keys: one dimension of float keys, two of bfloat16 ones, four
+// of int8 ones, which are multiplied with the scales of their entries.
+inline void put_dimensions(Ints words, int64_t word, Vec, float* out, const float*) {
   store(out + word * kPair, (Vec)words);
 }
 
-inline void put_dimensions(Ints words, int64_t word, float* out, const bf16*) {
+inline void put_dimensions(Ints words, int64_t word, Vec scales, float* out, const int8_t*) {
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const Ints numbers = words << (24 - 8 * i) >> 24;
+    store(out + (4 * word + i) * kPair, __builtin_convertvector(numbers, Vec) * scales);
+  }
+}
+
+inline void put_dimensions(Ints words, int64_t word, Vec, float* out, const bf16*) {
   store(out + 2 * word * kPair, (Vec)((Bits)words << 16));
   store(out + (2 * word + 1) * kPair, (Vec)((Bits)words & 0xffff0000u));
 }
 
-// The keys of kPair entries by dimensions: [D, kPair entries]. Calls between() for each vector of them.
-template <class Weight, class Between>
-inline void transpose_pair(const Weight* keys, int64_t D, int64_t count, float* out,
-                           const Between& between) {
-  transpose_keys(keys, D, D, kPair, count, [&](Ints words, int64_t word, int64_t first) INLINE {
-    if (word == 0) between();
-    put_dimensions(words, word, out + first, keys);
-  });
+// The scales of kLanes entries, of which `count` are there.
+template <class Number>
+inline Vec scales_of(const Number* entries, int64_t stride, int64_t count) {
+  Vec scales{};
+  if constexpr (kIsScaled<Number>)
+    for (int64_t i = 0; i < std::min<int64_t>(kLanes, count); ++i)
+      scales[i] = scale_of(entries + i * stride);
+  return scales;
 }
+
+// The keys of kPair entries by dimensions: [transposed_rows(D), kPair entries]. Calls between() for each
+// vector of them.
+template <class Number, class Between>
+inline void transpose_pair(const Number* keys, int64_t stride, int64_t D, int64_t count, float* out,
+                           const Between& between) {
+  Vec scales{};
+  const auto put = [&](Ints words, int64_t word, int64_t first) INLINE {
+    if (word == 0) {
+      between();
+      scales = scales_of(keys + first * stride, stride, count - first);
+    }
+    put_dimensions(words, word, scales, out + first, keys);
+  };
+  transpose_keys(keys, stride, D, kPair, count, put);
+}
+
+// Whole words of them.
+inline int64_t transposed_rows(int64_t D) { return ceil_div(D, 4) * 4; }
 
 // Scores of Q queries at kPair entries, whose keys are transposed: the even dimensions summed up in
 // their order plus the odd ones. Not inlined: the sums need all registers.
@@ -100,10 +127,17 @@ inline void in_query_blocks(int64_t count, const Block& block) {
   }
 }
 
-// A pair of vectors as floats in lane order.
-inline void convert_pair(const float* source, float* out) { std::copy(source, source + kPair, out); }
+// A pair of vectors as floats in lane order, multiplied with their scale where they have one.
+inline void convert_pair(const float* source, Vec, float* out) {
+  std::copy(source, source + kPair, out);
+}
 
-inline void convert_pair(const bf16* source, float* out) {
+inline void convert_pair(const int8_t* source, Vec scale, float* out) {
+  store(out, load_first(source) * scale);
+  store(out + kLanes, load_second(source) * scale);
+}
+
+inline void convert_pair(const bf16* source, Vec, float* out) {
   Bits words;
   std::memcpy(&words, source, sizeof words);
   store(out, (Vec)(words << 16));
@@ -124,9 +158,13 @@ __attribute__((noinline)) void weigh_values(const Source& values, Range range, i
   for (int64_t begin = range.begin; begin < range.end;) {
     const int64_t end = std::min(range.end, begin / kRunEntries * kRunEntries + kRunEntries);
     const auto* value = values.at(begin) + d;
-    for (; begin < end; ++begin, ++weight, value += values.D) {
+    using Number = std::remove_pointer_t<decltype(value)>;
+    for (; begin < end; ++begin, ++weight, value += values.stride) {
+      [[maybe_unused]] Vec scale;
+      if constexpr (kIsScaled<Number>) scale = broadcast(scale_of(value - d));
       UNROLL for (int p = 0; p < P; ++p) {
         Vec first = load_first(value + p * kPair), second = load_second(value + p * kPair);
+        if constexpr (kIsScaled<Number>) first *= scale, second *= scale;
         keep_in_register(first), keep_in_register(second);
         if (kVectorRegisters == 16) asm("" : "+r"(weight));  // read them again: registers are short
         UNROLL for (int q = 0; q < Q; ++q) {
@@ -158,7 +196,7 @@ inline void weigh_all_values(const Source& values, Range range, int64_t D,
 // ---- both ---------------------------------------------------------------------------------------
 
 // The arithmetic of attention.h. Ranks are added one by one.
-template <class Weight>
+template <class Number>
 class FloatAttention {
  public:
   static constexpr int64_t kScored = kPair;  // entries that are scored together
@@ -169,7 +207,7 @@ class FloatAttention {
   float* scores;   // [M, kScoreStride], then weights
 
   static int64_t size(int64_t M, int64_t D) {
-    return M * (padded(D) + kScoreStride) + D * kPair + panel_rows(D) * padded(D);
+    return M * (padded(D) + kScoreStride) + transposed_rows(D) * kPair + panel_rows(D) * padded(D);
   }
 
   FloatAttention(float* memory, int64_t M, int64_t D)
@@ -178,7 +216,7 @@ class FloatAttention {
         M_(M),
         D_(D),
         transposed_(scores + M * kScoreStride),
-        panel_(transposed_ + D * kPair) {}
+        panel_(transposed_ + transposed_rows(D) * kPair) {}
 
   // The queries are there.
   void begin() const {}
@@ -192,10 +230,11 @@ class FloatAttention {
   // Scores of all queries at entries that lie behind one another, into columns from `column` on.
   // What is behind their last one is nobody's. Now and then between() is called.
   template <class Between>
-  void score(const Entries<const Weight>& keys, Range range, int64_t column,
+  void score(const Entries<const Number>& keys, Range range, int64_t column,
              const Between& between) const {
     for (; range.begin < range.end; range.begin += kScored, column += kScored) {
-      transpose_pair(keys.at(range.begin), D_, range.end - range.begin, transposed_, between);
+      transpose_pair(keys.at(range.begin), keys.stride, D_, range.end - range.begin, transposed_,
+                     between);
       in_query_blocks(M_, [&](auto block, int64_t first) {
         score_block<block>(transposed_, D_, queries + first * padded(D_), padded(D_),
                            scores + first * kScoreStride + column, kScoreStride);
@@ -219,7 +258,7 @@ class FloatAttention {
   // where it was added for everybody; the rest is for weigh_rest.
   // Few queries read the values as they are; for more they are converted once.
   template <class Between>
-  int64_t weigh_shared(const Entries<const Weight>& values, Range range, int64_t first,
+  int64_t weigh_shared(const Entries<const Number>& values, Range range, int64_t first,
                        int64_t common, const Attended& out, const Between& between) const {
     const auto value = [&](int64_t column) { return values.at(range.begin + column); };
     for (; first < common; first += weighed_at_once()) {
@@ -244,7 +283,7 @@ class FloatAttention {
 
  private:
   const int64_t M_, D_;
-  float* const transposed_;  // [D, kPair]
+  float* const transposed_;  // [transposed_rows(D), kPair]
   float* const panel_;       // converted values [rows, padded D]
 
   bool reads_values_as_they_are() const { return M_ <= 6 && D_ % kPair == 0; }
@@ -269,14 +308,15 @@ class FloatAttention {
   }
 
   // An entry's values as floats in lane order, into a row of the panel.
-  void convert(const Weight* value, int64_t row) const {
+  void convert(const Number* value, int64_t row) const {
     float* out = panel_ + row * padded(D_);
+    const Vec scale = broadcast(scales_of(value, 0, 1)[0]);
     int64_t d = 0;
-    for (; d + kPair <= D_; d += kPair) convert_pair(value + d, out + d);
+    for (; d + kPair <= D_; d += kPair) convert_pair(value + d, scale, out + d);
     if (d == D_) return;
-    Weight rest[kPair] = {};
+    Number rest[kPair] = {};
     std::copy(value + d, value + D_, rest);
-    convert_pair(rest, out + d);
+    convert_pair(rest, scale, out + d);
   }
 
   // Adds weighted entries; the weights of the first are in this column.

@@ -89,7 +89,7 @@ struct ForedraftForward {
   const int32_t* extras;        // entries seen beyond the prefix, ascending per token
   const int32_t* wanted;        // [N]
   const ForedraftRow* rows;
-  void* keys;                   // [blocks, L, H/G, B, D]
+  void* keys;                   // [blocks, L, H/G, B, D], of int8 [., ., ., ., 4 + D]
   void* values;
   int64_t block_entries;        // B: a power of two, a multiple of kRunEntries (entries.h)
   int64_t block_stride, layer_stride, head_stride;  // in elements
@@ -103,6 +103,7 @@ struct ForedraftForward {
   int64_t num_draws;
   ForedraftDraw* draws;         // from logits of this forward
   int64_t rounds_taps;          // to the type of the embeddings; float32 if 0
+  int64_t int8_entries;         // the cache holds int8 with a scale (entries.h); 0: numbers as is_bf16 says
 };
 
 }  // extern "C"

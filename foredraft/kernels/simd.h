@@ -237,7 +237,7 @@ inline void load_columns(const void* source, int64_t stride, Ints (&columns)[kLa
 // kPair weights as two vectors. A bfloat16 is the upper half of a float, so of each 32-bit word the
 // low half is shifted up and the high half stays where it is: the first vector holds the even
 // elements, the second the odd ones. Activations are stored in that order (`lane_order`), which
-// costs nothing per weight. Elements of float weights stay in place.
+// costs nothing per weight. Those of other types stay in place.
 inline Vec load_first(const bf16* source) {
   Bits words;
   std::memcpy(&words, source, sizeof words);
@@ -256,7 +256,16 @@ inline Vec load_second(const bf16* source) {
 
 inline Vec load_first(const float* source) { return load(source); }
 
+inline Vec load_first(const int8_t* source) {
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  std::memcpy(&bytes, source, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Vec);
+}
+
 inline Vec load_second(const float* source) { return load(source + kLanes); }
+
+inline Vec load_second(const int8_t* source) { return load_first(source + kLanes); }
 
 // Where element i of an activation row is stored for weights of this type.
 template <class Weight>
@@ -264,6 +273,11 @@ inline int64_t lane_order(int64_t i);
 
 template <>
 inline int64_t lane_order<float>(int64_t i) {
+  return i;
+}
+
+template <>
+inline int64_t lane_order<int8_t>(int64_t i) {
   return i;
 }
 

@@ -44,8 +44,8 @@
 
 namespace foredraft {
 
-// One thread's view of a forward. `Weight` is the type of embeddings and cache, `Form` that of the
-// other matrices; see products.h.
+// One thread's view of a forward. `Weight` is the type of embeddings, and of a cache that is not of
+// int8; `Form` that of the other matrices, see products.h.
 template <class Weight, class Form>
 class Worker {
  public:
@@ -278,15 +278,26 @@ class Worker {
       work_.rotate(model_, layer, token, x);
       store = forward_.keys;
     }
-    Weight* target = cache_layer<Weight>(model_, forward_, store, index)
-                         .entries(forward_.tables[token], kv_head % model_.num_kv_heads)
-                         .at(forward_.entries[token]);
-    for (int64_t i = 0; i < D; ++i) from_float(x[i], target[i]);
+    with_entries([&](auto number) {
+      const auto layer = cache_layer<decltype(number)>(model_, forward_, store, index);
+      put_entry(x, D, layer.entries(forward_.tables[token], kv_head % model_.num_kv_heads)
+                          .at(forward_.entries[token]));
+    });
+  }
+
+  // Calls work(a number of the type that cache entries are of).
+  template <class Work>
+  void with_entries(const Work& work) const {
+    if (forward_.int8_entries) work(int8_t{});
+    else work(Weight{});
   }
 
   void attend(int64_t index, const ForedraftLayer& layer) {
     const View& view = views_[size_t(layer.view)];
-    AttentionPhase<Weight, Form>{model_, forward_, work_, view, me_, index, layer}.run();
+    with_entries([&](auto number) {
+      AttentionPhase<Weight, Form, decltype(number)>{model_, forward_, work_, view, me_, index, layer}
+          .run();
+    });
     if constexpr (Form::kAttendsOnTiles) session_.resume();
   }
 

@@ -21,6 +21,7 @@ constexpr int64_t kFewTokens = 32;   // up to here each thread prepares its inpu
 template <class Weight, class Form>
 struct Workspace {
   using Scratch = AttentionScratch<AttentionOf<Weight, Form>>;
+  using FloatScratch = AttentionScratch<FloatAttention<int8_t>>;  // over entries of int8
 
   int64_t size = 0;  // floats
 
@@ -56,7 +57,9 @@ struct Workspace {
     normed_size = whole_lines(std::max(T, num_wanted) * padded(E)) + kApart;
     const int64_t most_inputs = std::max({E, H * D, model.feed_forward});
     prepared_size = whole_lines(Form::prepared_size(T, most_inputs)) + kApart;
-    attention_size = whole_lines(Scratch::size(tile_queries, D)) + kApart;
+    attention_size =
+        whole_lines(std::max(Scratch::size(tile_queries, D), FloatScratch::size(tile_queries, D))) +
+        kApart;
     kept_chunk_size = whole_lines(Attended::size(tile_queries, D));
     const int64_t panel = panel_rows(Form::rows({}, E), T);
     const int64_t panels = std::max<int64_t>(1, kScratch / T / panel);

@@ -115,7 +115,9 @@ def test_doctor_prints_the_plan(run: Run) -> None:
     report = json.loads(run("doctor", "--json", "--tokens", "100").stdout)
     target = report["models"]["target"]
     assert target["dtype"] == "float32"
-    assert target["total_bytes"] == target["weight_bytes"] + target["cache_bytes"]
+    parts = [target[f"{part}_bytes"] for part in ("weight", "cache", "work")]
+    assert all(parts[:2])
+    assert target["total_bytes"] == sum(parts)
     shown = run("doctor").stdout
     assert "target: name" in shown
     assert "MB" in shown

@@ -84,7 +84,9 @@ TARGET_TABLE = TableModel.random(6, seed=1, sharpness=1.5)
 OTHER_TABLE = TableModel.random(6, seed=2, sharpness=1.5)
 
 
-def native_kind(decoder: str, dtype: torch.dtype = torch.float32) -> Kind:
+def native_kind(
+    decoder: str, dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None
+) -> Kind:
     """A tiny random llama; ``decoder`` is "eager" or "fused". Skips where it cannot run."""
     from foredraft.models.native.config import read_config
     from foredraft.models.native.eager import EagerDecoder
@@ -95,9 +97,10 @@ def native_kind(decoder: str, dtype: torch.dtype = torch.float32) -> Kind:
         factory = fused_decoder()
 
     def new(noise: float) -> Target:
-        return NativeTarget(read_config(checkpoint(noise)), native_weights(noise, dtype), factory)
+        parts = read_config(checkpoint(noise)), native_weights(noise, dtype), factory
+        return NativeTarget(*parts, cache_dtype=cache_dtype)
 
-    return Kind(f"{decoder}-{dtype}", lambda: new(0.0), lambda: new(0.01), _tokenizer)
+    return Kind(f"{decoder}-{dtype}-{cache_dtype}", lambda: new(0.0), lambda: new(0.01), _tokenizer)
 
 
 @functools.cache
@@ -164,6 +167,7 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "native-eager": lambda: native_kind("eager"),
     "native-fused-bf16": lambda: native_kind("fused", torch.bfloat16),
     "hf": hf_kind,
+    "native-fused-int8-cache": lambda: native_kind("fused", torch.bfloat16, torch.int8),
 }
 
 

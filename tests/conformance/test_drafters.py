@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from foredraft.control.fixed import FixedBudget
 from foredraft.core.params import SamplingParams
@@ -56,13 +57,19 @@ def is_slow(kind: str, temperature: float, coupling: str) -> bool:
     return temperature == 0.0 and (coupling == "drawn" or kind not in OFTEN)
 
 
+def with_marks(kind: str, *case: object, slow: bool = False) -> ParameterSet:
+    """A case of a test; a cache of int8 differs in nothing that a drafter sees."""
+    marks = pytest.mark.slow if slow or kind == "native-fused-int8-cache" else ()
+    return pytest.param(kind, *case, marks=marks)
+
+
 KINDS_AND_SAMPLINGS = [
-    pytest.param(*case, marks=pytest.mark.slow if is_slow(*case) else ())
+    with_marks(*case, slow=is_slow(*case))
     for case in itertools.product(KINDS, (0.0, 1.0), ("seeded", "drawn"))
 ]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[with_marks(kind) for kind in KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

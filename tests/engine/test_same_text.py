@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,26 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_target(directory: Path, kind: str, num_blocks: int | None = None) -> NativeTarget:
-    """The fused kernel in bfloat16, or the eager decoder in float32; memory for so many blocks."""
-    if kind == "fused":
+    """The eager decoder in float32, or the fused kernel in bfloat16, perhaps with an int8 cache.
+
+    Memory for so many blocks.
+    """
+    if kind != "eager":
         try:
             load_library()
         except KernelUnavailable as error:
             pytest.skip(str(error))
-    new_decoder = FusedDecoder if kind == "fused" else EagerDecoder
-    dtype = torch.bfloat16 if kind == "fused" else torch.float32
-    target = NativeTarget.load(directory, dtype, new_decoder=new_decoder)
+    load = partial(
+        NativeTarget.load,
+        directory,
+        torch.float32 if kind == "eager" else torch.bfloat16,
+        new_decoder=EagerDecoder if kind == "eager" else FusedDecoder,
+        cache_dtype=torch.int8 if kind == "int8 cache" else None,
+    )
+    target = load()
     if num_blocks is None:
         return target
-    memory = num_blocks * target.cache.store.block_bytes
-    return NativeTarget.load(directory, dtype, new_decoder=new_decoder, cache_memory=memory)
+    return load(cache_memory=num_blocks * target.cache.store.block_bytes)
 
 
 def new_engine(target: NativeTarget, **options: Any) -> Engine:
@@ -51,7 +59,7 @@ def new_engine(target: NativeTarget, **options: Any) -> Engine:
     return engine_of(target, NgramDrafter(min_ngram_size=1), budget, **options)
 
 
-@pytest.mark.parametrize("kind", ["eager", "fused"])
+@pytest.mark.parametrize("kind", ["eager", "fused", "int8 cache"])
 def test_the_same_seed_gives_the_same_text(directory: Path, kind: str) -> None:
     target = new_target(directory, kind)
     alone = [generate(new_engine(target), [p], PARAMS)[0].token_ids for p in PROMPTS]

@@ -28,6 +28,7 @@ struct Model {
   ForedraftForm form;
   ForedraftFormat format = kInt8, head = kInt8;
   bool is_mixed = false;  // values in a format of their own, packed embeddings
+  bool int8_entries = false;
 };
 
 struct Sizes {
@@ -42,9 +43,11 @@ enum Kind { kLlama, kWindows, kPostNorms, kExperts };
 class MadeUp {
  public:
   ForedraftModel model{};
-  const int64_t element;  // bytes of a number in embeddings and cache
+  const int64_t element;  // bytes of a number in embeddings
+  const bool int8_entries;
 
-  MadeUp(const Model& made, const Sizes& sizes, Kind kind) : element(made.is_bf16 ? 2 : 4) {
+  MadeUp(const Model& made, const Sizes& sizes, Kind kind)
+      : element(made.is_bf16 ? 2 : 4), int8_entries(made.int8_entries) {
     const int64_t E = sizes.hidden, F = sizes.feed_forward, D = sizes.head_dim;
     const int64_t H = sizes.num_heads, kv_heads = sizes.num_kv_heads;
     model.is_bf16 = made.is_bf16, model.form = made.form, model.norm_eps = 1e-5;
@@ -200,7 +203,7 @@ class Cache {
   explicit Cache(const MadeUp& made)
       : made_(made), block_stride_(MadeUp::kLayers * layer_stride()) {
     for (auto* half : {&keys_, &values_})  // what was never written is NaN
-      half->assign(size_t(2 * kBlocks * block_stride_ * made.element), 0xff);
+      half->assign(size_t(2 * kBlocks * block_stride_ * (made.int8_entries ? 1 : made.element)), 0xff);
     for (int32_t i = 0; i < 2 * kBlocks; ++i) tables_[i % 2].push_back((i * 7 + 3) % (2 * kBlocks));
   }
 
@@ -242,8 +245,9 @@ class Cache {
         T, N, int64_t(rows.size()), most, ids.data(), positions.data(), entries.data(),
         tables.data(), prefixes.data(), extra_starts.data(), extras.data(), wanted.data(),
         spans.data(), keys_.data(), values_.data(), kBlockEntries, block_stride_, layer_stride(),
-        kBlockEntries * made_.model.head_dim, logits.data(), layers.begin, layers.end,
-        layers.hidden, taps, workspace.data(), threads, seconds, N, draws.data(), 0};
+        head_stride(), logits.data(), layers.begin, layers.end,
+        layers.hidden, taps, workspace.data(), threads, seconds, N, draws.data(), 0,
+        made_.int8_entries};
     if (foredraft_forward(&made_.model, &forward) != kDone) std::abort();
     for (const ForedraftDraw& found : draws) {
       ForedraftDraw alone = found;
@@ -261,9 +265,11 @@ class Cache {
   std::vector<uint8_t> keys_, values_;
   Numbers tables_[2];
 
-  int64_t layer_stride() const {
-    return made_.model.num_kv_heads * kBlockEntries * made_.model.head_dim;
+  int64_t head_stride() const {
+    return kBlockEntries * (made_.model.head_dim + (made_.int8_entries ? kInFront<int8_t> : 0));
   }
+
+  int64_t layer_stride() const { return made_.model.num_kv_heads * head_stride(); }
 };
 
 // Tokens [begin, end) of a text.
@@ -404,8 +410,13 @@ int main(int, char** arguments) {
       {"bfloat16 int8", true, kFormPacked},
       {"bfloat16 int4", true, kFormPacked, kInt4},
       {"bfloat16 with minima", true, kFormPacked, kInt8WithMinima, kNested8},
-      {"bfloat16 mixed", true, kFormPacked, kNested4, kNested8WithMinima, true}};
-  if (kTiles && tiles_allowed()) models.push_back({"bfloat16 tiles", true, kFormTiled});
+      {"bfloat16 mixed", true, kFormPacked, kNested4, kNested8WithMinima, true},
+      {"bfloat16 over int8", true, kFormPlain, kInt8, kInt8, false, true},
+      {"bfloat16 int4 over int8", true, kFormPacked, kInt4, kInt8, false, true}};
+  if (kTiles && tiles_allowed()) {
+    models.push_back({"bfloat16 tiles", true, kFormTiled});
+    models.push_back({"bfloat16 tiles over int8", true, kFormTiled, kInt8, kInt8, false, true});
+  }
   const Sizes even{64, 96, 4, 2, 16, 70}, awkward{45, 70, 5, 1, 10, 51};
   const std::pair<Kind, Sizes> kinds[]{
       {kLlama, even}, {kLlama, awkward}, {kWindows, awkward}, {kPostNorms, even}, {kExperts, awkward}};

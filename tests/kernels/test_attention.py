@@ -77,7 +77,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "group", "head_dim", "block_entries")),
-        ("window", c_int64),
+        *((name, c_int64) for name in ("window", "int8_entries")),
         ("cap", c_double),
         *((name, c_void_p) for name in ("table", "prefixes", "extra_starts", "extras")),
         *((name, c_void_p) for name in ("keys", "values", "queries", "out")),
@@ -90,6 +90,8 @@ def library(instructions: InstructionSet) -> ctypes.CDLL:
     loaded.foredraft_attend.argtypes = [c_void_p, c_int64]
     loaded.foredraft_attend.restype = None
     loaded.foredraft_has_tiles.restype = c_int64
+    loaded.foredraft_put_int8_entry.argtypes = [c_void_p, c_int64, c_void_p]
+    loaded.foredraft_put_int8_entry.restype = None
     return loaded
 
 
@@ -97,19 +99,43 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Slot:
-    """Keys and values of 768 entries, in blocks that lie in disorder."""
+def int8_entries(x: Tensor, instructions: InstructionSet) -> Tensor:
+    """Entries [..., 4 + D] of numbers [..., D]."""
+    entries = torch.empty(*x.shape[:-1], 4 + x.shape[-1], dtype=torch.int8)
+    for numbers, entry in zip(x.flatten(0, -2), entries.flatten(0, -2), strict=True):
+        library(instructions).foredraft_put_int8_entry(
+            numbers.data_ptr(), len(numbers), entry[4:].data_ptr()
+        )
+    return entries
 
-    def __init__(self, head_dim: int) -> None:
+
+def read_int8(entries: Tensor) -> Tensor:
+    """The numbers [N, D] in float64 that entries [N, 4 + D] stand for."""
+    return entries[:, 4:].double() * entries[:, :4].clone().view(torch.float32).double()
+
+
+class Slot:
+    """Keys and values of 768 entries, in blocks that lie in disorder.
+
+    Args:
+        in_int8: the instructions that write the entries as int8; None: they are bfloat16.
+    """
+
+    def __init__(self, head_dim: int, in_int8: InstructionSet | None = None) -> None:
         num_blocks = 12
-        self.head_dim = head_dim
+        self.head_dim, self.in_int8 = head_dim, in_int8 is not None
         self.table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).int()
         shape = (num_blocks, BLOCK, head_dim)
         self.keys, self.values = (noise(*shape, seed=i).bfloat16() for i in (1, 2))
+        if in_int8:
+            self.keys, self.values = (
+                int8_entries(x.float(), in_int8) for x in (self.keys, self.values)
+            )
 
     def of_entries(self, store: Tensor) -> Tensor:
-        """[N, D], in the order of entries."""
-        return store[self.table.long()].view(-1, self.head_dim)
+        """[N, D] as float64, in the order of entries."""
+        entries = store[self.table.long()].flatten(0, 1)
+        return read_int8(entries) if self.in_int8 else entries.double()
 
     def attend(
         self,
@@ -131,8 +157,8 @@ class Slot:
             for listed in ([token.prefix for token in tokens], starts, extras)
         ]
         tensors = [self.table, *numbers, self.keys, self.values, q_TGD, out_TGD]
-        sizes = (len(tokens), q_TGD.shape[1], self.head_dim, BLOCK, window, cap * LOG2_E)
-        layer = Layer(*sizes, *(tensor.data_ptr() for tensor in tensors))
+        sizes = (len(tokens), q_TGD.shape[1], self.head_dim, BLOCK, window, int(self.in_int8))
+        layer = Layer(*sizes, cap * LOG2_E, *(tensor.data_ptr() for tensor in tensors))
         library(instructions).foredraft_attend(ctypes.byref(layer), int(tiles))
         return out_TGD
 
@@ -140,7 +166,7 @@ class Slot:
         self, tokens: Sequence[Token], q_TGD: Tensor, window: int = 0, cap: float = 0.0
     ) -> Tensor:
         """The same in float64."""
-        keys, values = (self.of_entries(s).double() for s in (self.keys, self.values))
+        keys, values = (self.of_entries(s) for s in (self.keys, self.values))
         rows = []
         for token, q_GD in zip(tokens, q_TGD.double(), strict=True):
             seen = token.seen[-window:]
@@ -177,6 +203,43 @@ def test_a_token_attends_to_what_it_sees_and_in_company_with_the_same_bits(
 
 
 IN_FLOATS = [PLAIN, next(iter(HERE.values())), *([HERE["avx2"]] if "avx2" in HERE else [])]
+INT8_SHAPES = [*SHAPES, (2, 6), (1, 128)]
+
+
+@pytest.mark.parametrize("shape", INT8_SHAPES, ids=str)
+def test_an_int8_entry_is_within_half_a_step_and_says_so_in_the_same_bits(
+    shape: tuple[int, int],
+) -> None:
+    x = noise(40, shape[1]) * torch.logspace(-4, 4, 40)[:, None]
+    x[0], x[1] = 0.0, x[1] / 3e34  # nothing, and too little for a scale
+    x[2, 1], x[3, 0], x[4, -1] = math.nan, math.inf, -math.inf
+    found = [int8_entries(x, instructions) for instructions in IN_FLOATS]
+    assert all(torch.equal(each, found[0]) for each in found)
+    numbers = read_int8(found[0])
+    assert numbers[2:5].isnan().all()
+    assert not numbers[:2].any()
+    size = x[5:].abs().amax(1, keepdim=True).double()
+    assert ((numbers[5:] - x[5:].double()).abs() <= size / 254 * (1 + 1e-6)).all()
+    assert (found[0][5:, 4:].abs().amax(1) == 127).all()
+
+
+@pytest.mark.parametrize("instructions", IN_FLOATS, ids=lambda one: one.name)
+@pytest.mark.parametrize("shape", INT8_SHAPES, ids=str)
+@pytest.mark.parametrize("name", TOKENS)
+def test_int8_entries_give_the_same_bits_alone_and_in_company(
+    name: str, shape: tuple[int, int], instructions: InstructionSet
+) -> None:
+    slot, tokens = Slot(shape[1], in_int8=instructions), TOKENS[name]
+    q_TGD = queries(len(tokens), *shape)
+    together = slot.attend(instructions, tokens, q_TGD, tiles=False)
+    expected = slot.reference(tokens, q_TGD)
+    assert (together - expected).abs().max() < 2.0**-14 * expected.abs().max()
+    for i, token in enumerate(tokens):
+        alone = slot.attend(instructions, [token], q_TGD[i : i + 1], tiles=False)
+        assert torch.equal(alone[0], together[i])
+    for first, end in ((0, 2), (1, len(tokens)), (2, 5)):
+        some = slot.attend(instructions, tokens[first:end], q_TGD[first:end], tiles=False)
+        assert torch.equal(some, together[first:end])
 
 
 @pytest.mark.parametrize("instructions", IN_FLOATS, ids=lambda one: one.name)

@@ -9,9 +9,11 @@ class RecordedProgress:
     def __init__(self) -> None:
         self.stages: list[str] = []
         self.fractions: list[float] = []
+        self.details: list[str] = []
 
     def stage(self, text: str) -> None:
         self.stages.append(text)
 
-    def advance(self, fraction: float) -> None:
+    def advance(self, fraction: float, detail: str = "") -> None:
         self.fractions.append(fraction)
+        self.details.append(detail)

@@ -46,6 +46,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 TILES = 16
 FORMATS = [*((dtype, bits) for dtype in DTYPES for bits in (None, 8, 4)), (torch.bfloat16, TILES)]
 """Dtype of cache and weights, and how many bits the matrices among these have instead."""
+INT8_CACHES = [
+    ("llama", torch.bfloat16, 8, torch.int8),
+    ("awkward-sizes", torch.float32, None, torch.int8),
+]
+"""Of a model: the same, and the dtype of the cache."""
 
 
 def _awkward_sizes() -> PretrainedConfig:
@@ -93,29 +98,38 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def fused(
-    directory: Path, dtype: torch.dtype, num_threads: int = 1, bits: int | None = None
+    directory: Path,
+    dtype: torch.dtype,
+    num_threads: int = 1,
+    bits: int | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> NativeTarget:
     if bits == TILES and not has_tiles():
         pytest.skip("no tiles here")
     if bits == TILES and not read_config(directory).fits_tiles:
         pytest.skip("attention on tiles knows no windows and no caps")
     decoder = partial(FusedDecoder, num_threads=num_threads)
-    return NativeTarget.load(directory, dtype, new_decoder=decoder, bits=bits)
+    return NativeTarget.load(
+        directory, dtype, new_decoder=decoder, bits=bits, cache_dtype=cache_dtype
+    )
 
 
 class Alone:
     """The plainest way to score: one thread, one row, one token a forward."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, bits: int | None) -> None:
-        self._directory, self._dtype, self._bits = directory, dtype, bits
-        self._target = fused(directory, dtype, bits=bits)
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        bits: int | None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.with_threads = partial(fused, directory, dtype, bits=bits, cache_dtype=cache_dtype)
+        """The same model, to be fed in some other way."""
+        self._target = self.with_threads(1)
         self._slot = self._target.cache.allocate()
         self._tokens: list[int] = []
         self._logits: list[Tensor] = []
-
-    def with_threads(self, num_threads: int) -> NativeTarget:
-        """The same model, to be fed in some other way."""
-        return fused(self._directory, self._dtype, num_threads, self._bits)
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Logits [T, V] after each token. What the last call had in common is not read again."""
@@ -130,10 +144,13 @@ class Alone:
         return torch.cat(self._logits)
 
 
-@pytest.fixture(scope="module", params=[(n, *f) for n in FEW_CONFIGS for f in FORMATS], ids=str)
+IN_COMPANY = [*((name, *form) for name in FEW_CONFIGS for form in FORMATS), *INT8_CACHES]
+
+
+@pytest.fixture(scope="module", params=IN_COMPANY, ids=str)
 def alone(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Alone:
-    name, dtype, bits = request.param
-    return Alone(checkpoints[name], dtype, bits)
+    name, *form = request.param
+    return Alone(checkpoints[name], *form)
 
 
 def step(
@@ -191,6 +208,27 @@ def test_logits_equal_the_eager_decoder_on_the_same_weights(
     eager = NativeTarget(config, rounded_weights(checkpoints[name], dtype))
     tolerance = 1e-4 if dtype == torch.float32 else BFLOAT16_TOLERANCE
     assert difference(name, dtype, target, eager) < tolerance
+
+
+@pytest.mark.parametrize("name", FEW_CONFIGS)
+def test_an_int8_cache_holds_the_same_entries_rounded(
+    name: str, checkpoints: dict[str, Path]
+) -> None:
+    exact = fused(checkpoints[name], torch.float32)
+    rounded = fused(checkpoints[name], torch.float32, 2, cache_dtype=torch.int8)
+    assert rounded.cache.store.block_bytes < 0.6 * exact.cache.store.block_bytes
+    # Steps of 1/127 of the largest number, where bfloat16 has steps of 1/256 of each.
+    assert 0 < largest_difference(exact, rounded) < 2 * BFLOAT16_TOLERANCE
+    layer, num_entries = 0, 40  # the first layer's depend on no other entries
+    for numbers, entries in (
+        (exact.cache.store.keys, rounded.cache.store.keys),
+        (exact.cache.store.values, rounded.cache.store.values),
+    ):
+        numbers_HTD, entries_HTN = (x[0, layer, :, :num_entries] for x in (numbers, entries))
+        scales_HT1 = entries_HTN[..., :4].clone().view(torch.float32)
+        off = (entries_HTN[..., 4:] * scales_HT1 - numbers_HTD).abs()
+        assert (off <= scales_HT1 * (0.5 + 1e-5)).all()
+        assert torch.allclose(numbers_HTD.abs().amax(-1, keepdim=True) / 127, scales_HT1)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

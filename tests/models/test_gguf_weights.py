@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -158,9 +159,13 @@ def test_weights_are_kept_as_they_were_packed(tmp_path: Path) -> None:
         assert isinstance(weights.layers[0].qkv_weight, StackedMatrix)
         assert len(tensors_of(weights.layers[0].qkv_weight)) == 3
         assert weights.dtype == torch.bfloat16
-        loads.append(progress.fractions)
-    assert loads[0][-1] == 1.0
-    assert loads[1] == []
+        loads.append(progress)
+    assert loads[0].fractions == sorted(loads[0].fractions)
+    assert loads[0].fractions[-1] == 1.0
+    size = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    assert re.fullmatch(r"(\S+) of \1 MB, \d+ MB/s, 0 s left", loads[0].details[-1])
+    assert f"of {size / 1e6:.0f} MB" in loads[0].details[0]
+    assert loads[1].fractions == []
 
 
 def test_the_cache_holds_no_weights_of_a_file(tmp_path: Path) -> None:

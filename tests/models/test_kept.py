@@ -53,6 +53,32 @@ def test_tensors_come_back_as_they_were(kept: KeptFiles) -> None:
         assert found[name].data_ptr() % 64 == 0
 
 
+@pytest.mark.slow
+def test_a_piece_beyond_what_32_bits_count_comes_back_as_it_was(kept: KeptFiles) -> None:
+    """3 GB of weights: places in the file and the memory need more than 32 bits."""
+    marks = {0: 1, 2**31 - 1: 2, 2**31 + 5: 3, 3 * 2**30 - 1: 4}
+    large = torch.zeros(3 * 2**30, dtype=torch.uint8)
+    for place, mark in marks.items():
+        large[place] = mark
+    kept.keep("piece", "recipe", {"large": large, "behind": TENSORS["a"]})
+    found = kept.tensors("piece", "recipe")
+    assert found is not None
+    assert found["large"].shape == large.shape
+    assert {place: int(found["large"][place]) for place in marks} == marks
+    assert torch.count_nonzero(found["large"]) == len(marks)
+    assert torch.equal(found["behind"], TENSORS["a"])
+
+
+def test_a_large_piece_is_kept_if_making_it_takes_long(
+    kept: KeptFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foredraft.models.files.kept._MOST_BYTES", 100_000)
+    kept.keep("piece", "recipe", TENSORS, takes_long=False)
+    assert kept.tensors("piece", "recipe") is None
+    kept.keep("piece", "recipe", TENSORS)
+    assert kept.tensors("piece", "recipe") is not None
+
+
 def test_another_recipe_is_not_found(kept: KeptFiles) -> None:
     kept.keep("piece", "recipe", TENSORS)
     assert kept.tensors("piece", "other") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 
@@ -11,8 +12,8 @@ class Progress(Protocol):
     def stage(self, text: str) -> None:
         """A new piece of work begins; ``text`` names it in a few words."""
 
-    def advance(self, fraction: float) -> None:
-        """The share of the current stage that is done, 0 to 1."""
+    def advance(self, fraction: float, detail: str = "") -> None:
+        """The share of the current stage that is done, 0 to 1, and what is to be said beside it."""
 
 
 class SilentProgress:
@@ -21,5 +22,28 @@ class SilentProgress:
     def stage(self, text: str) -> None:
         pass
 
-    def advance(self, fraction: float) -> None:
+    def advance(self, fraction: float, detail: str = "") -> None:
         pass
+
+
+class Pace:
+    """Says how many bytes are done, at which rate, and when all will be.
+
+    Args:
+        progress: is told.
+        num_bytes: of all.
+    """
+
+    def __init__(self, progress: Progress, num_bytes: int) -> None:
+        self._progress, self._total = progress, max(num_bytes, 1)
+        self._done, self._started = 0, time.perf_counter()
+
+    def add(self, num_bytes: int) -> None:
+        """So many more are done."""
+        self._done += num_bytes
+        rate = self._done / max(time.perf_counter() - self._started, 1e-3)
+        left = f", {(self._total - self._done) / rate:.0f} s left" if rate else ""
+        self._progress.advance(
+            self._done / self._total,
+            f"{self._done / 1e6:.0f} of {self._total / 1e6:.0f} MB, {rate / 1e6:.0f} MB/s{left}",
+        )

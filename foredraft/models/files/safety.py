@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -80,6 +81,14 @@ class StoredTensor:
     def is_quantised(self) -> bool:
         """Whether it is stored as integers with scales."""
         return self.gguf is not None and self.gguf.kind.unpack is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """In its file."""
+        count = math.prod(self.shape)
+        if self.gguf is not None:
+            return count // self.gguf.kind.block_weights * self.gguf.kind.block_bytes
+        return count * _BITS[self.dtype] // 8
 
 
 class Checkpoint:

@@ -243,7 +243,7 @@ class FusedDecoder:
         return self._workspace.data_ptr()
 
     def _check_plan(self, plan: ForwardPlan, cache: Entries) -> None:
-        cache.store.check_fits(self._config.kv_shape, self._weights.dtype)
+        cache.store.check_fits(self._config.kv_shape, self._weights.dtype, torch.int8)
         if not 0 <= min(plan.token_ids) <= max(plan.token_ids) < self._config.vocab_size:
             raise IndexError(
                 f"token ids {min(plan.token_ids)} to {max(plan.token_ids)} do not fit a "
@@ -265,12 +265,8 @@ class FusedDecoder:
         for row, rope in zip(speeds, config.ropes, strict=True):
             row[: rope.size // 2] = rope.inverse_frequencies()
         return interface.Model(
-            hidden=config.hidden_size,
-            feed_forward=config.intermediate_size,
+            **_sizes(config),
             num_layers=len(weights.layers),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
             vocab=self._num_outputs,
             is_bf16=weights.dtype == torch.bfloat16,
             form=self._form(),
@@ -289,11 +285,8 @@ class FusedDecoder:
             windows=self._address(torch.tensor(self._windows)),
             norms_all_heads=config.family.head_norms == "all",
             activation=interface.ACTIVATIONS[config.activation],
-            num_experts=experts.count if experts else 0,
-            chosen_experts=experts.per_token if experts else 0,
             normalises_chances=experts is not None and experts.normalised,
             query_scale=config.query_scale or 0.0,
-            attention_cap=config.attention_cap or 0.0,
             logits_cap=config.logits_cap or 0.0,
             logits_scale=config.logits_scale,
             embedding_scale=config.embedding_scale,
@@ -383,6 +376,46 @@ class FusedDecoder:
         return self._kept[-1].data_ptr()
 
 
+def work_bytes(config: DecoderConfig, is_bf16: bool, form: int, num_tokens: int) -> int:
+    """Work memory of a forward that reads so many tokens of one text.
+
+    Args:
+        is_bf16: whether the cache, and matrices that are no packed ones, are bfloat16.
+        form: a ``ForedraftForm``.
+    """
+    size = load_library().foredraft_workspace_size
+    size.argtypes, size.restype = [POINTER(interface.Model), *[c_int64] * 4], c_int64
+    windows, names = (0, *config.windows), config.family.names
+    layer = interface.Layer(attention_post_norm=1 if names.attention_post_norm else None)
+    model = interface.Model(
+        **_sizes(config),
+        num_layers=1,
+        layers=POINTER(interface.Layer)(layer),
+        is_bf16=is_bf16,
+        form=form,
+        num_ropes=len(config.ropes),
+        num_views=len(windows),
+        windows=ctypes.cast((c_int64 * len(windows))(*windows), c_void_p),
+    )
+    num_threads = min(torch.get_num_threads(), available_cpus())
+    floats: int = size(model, num_tokens, 1, num_tokens, num_threads)
+    return floats * torch.float32.itemsize
+
+
+def _sizes(config: DecoderConfig) -> dict[str, int | float]:
+    """What work memory depends on."""
+    return {
+        "hidden": config.hidden_size,
+        "feed_forward": config.intermediate_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "num_experts": config.experts.count if config.experts else 0,
+        "chosen_experts": config.experts.per_token if config.experts else 0,
+        "attention_cap": config.attention_cap or 0.0,
+    }
+
+
 def has_tiles() -> bool:
     """Whether the kernels chosen here multiply bfloat16 weights on tiles (`TiledMatrix`)."""
     try:
@@ -436,6 +469,7 @@ def _point_to_entries(described: interface.Forward, plan: ForwardPlan, cache: En
     keys, values = cache.store.keys, cache.store.values
     described.keys, described.values = keys.data_ptr(), values.data_ptr()
     described.block_entries = cache.store.block_size
+    described.int8_entries = keys.dtype == torch.int8
     described.block_stride, described.layer_stride, described.head_stride, _, _ = keys.stride()
 
 

@@ -88,5 +88,5 @@ class Forward(ctypes.Structure):
         ("phase_seconds", POINTER(c_double)),
         ("num_draws", c_int64),
         ("draws", POINTER(DrawRow)),
-        ("rounds_taps", c_int64),
+        *((name, c_int64) for name in ("rounds_taps", "int8_entries")),
     ]

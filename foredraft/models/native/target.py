@@ -42,6 +42,7 @@ class NativeTarget:
             `KVCache`). Views of some layers share it.
         kept: what is kept of the model between processes.
         checkpoint: what the weights were read from; None: they are made up, or a part of others.
+        cache_dtype: of keys and values, torch.int8 for the fused decoder; None: as the weights.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class NativeTarget:
         cache_memory: CacheMemory | int | None = None,
         kept: KeptFiles = NOTHING_KEPT,
         checkpoint: Checkpoint | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.config, self.weights = config, weights
         self._kept = kept
@@ -61,7 +63,11 @@ class NativeTarget:
         self.vocab_size = config.vocab_size
         self.max_context = min(max_context or config.max_context, config.max_context)
         self.cache = KVCache(
-            config.kv_shape, weights.dtype, weights.device, self.max_context, cache_memory
+            config.kv_shape,
+            cache_dtype or weights.dtype,
+            weights.device,
+            self.max_context,
+            cache_memory,
         )
         self._copies = Copies(config, weights, new_decoder, self.cache, kept, checkpoint)
         self.capabilities = Capabilities(
@@ -88,6 +94,7 @@ class NativeTarget:
         cache_memory: CacheMemory | int | None = None,
         kept: KeptFiles | None = None,
         progress: Progress | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> NativeTarget:
         """Load a checkpoint; with ``bits``, weights are quantised (see `load_weights`).
 
@@ -95,6 +102,7 @@ class NativeTarget:
             source: the checkpoint; a directory is checked first.
             kept: what is kept of it between processes; None: what `KeptFiles.of` finds, on CPU.
             progress: told how much of the weights is laid out.
+            cache_dtype: see `NativeTarget`.
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged or of another kind.
@@ -105,7 +113,10 @@ class NativeTarget:
             on_cpu = torch.device(device).type == "cpu"
             kept = KeptFiles.of(checkpoint) if on_cpu else NOTHING_KEPT
         weights = load_weights(checkpoint, config, dtype, device, bits, kept, progress)
-        return cls(config, weights, new_decoder, max_context, cache_memory, kept, checkpoint)
+        return cls(
+            *(config, weights, new_decoder, max_context, cache_memory, kept, checkpoint),
+            cache_dtype=cache_dtype,
+        )
 
     # Not inference_mode: its tensors could not be compacted or used in place outside of it.
     @torch.no_grad()
@@ -149,8 +160,11 @@ class NativeTarget:
         return self._copies.copy(bits)
 
     def apart(self, num_tokens: int) -> NativeTarget:
-        memory = in_blocks(num_tokens) * self.config.kv_shape.bytes_per_token(self.weights.dtype)
-        return NativeTarget(self.config, self.weights, self._new_decoder, num_tokens, memory)
+        dtype = self.cache.store.dtype
+        memory = in_blocks(num_tokens) * self.config.kv_shape.bytes_per_token(dtype)
+        return NativeTarget(
+            *(self.config, self.weights, self._new_decoder, num_tokens, memory), cache_dtype=dtype
+        )
 
     def tune_copy(
         self, texts: Sequence[Sequence[int]], advance: Callable[[str], None]
@@ -197,4 +211,7 @@ class NativeTarget:
 
     def _view(self, weights: DecoderWeights) -> NativeTarget:
         config = replace(self.config, num_hidden_layers=len(weights.layers))
-        return NativeTarget(config, weights, self._new_decoder, self.max_context, self.cache.memory)
+        return NativeTarget(
+            *(config, weights, self._new_decoder, self.max_context, self.cache.memory),
+            cache_dtype=self.cache.store.dtype,
+        )

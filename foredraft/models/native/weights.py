@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
-from foredraft.models.files.progress import Progress, SilentProgress
+from foredraft.models.files.progress import Pace, Progress, SilentProgress
 from foredraft.models.files.safety import FLOATS, Checkpoint
 from foredraft.models.files.stored import read_tensor
 from foredraft.models.native import as_stored, packed
@@ -398,7 +398,8 @@ class _Reader:
     ) -> None:
         self._checkpoint, self._device, self._bits = checkpoint, device, bits
         self._dtype = torch.float32 if bits == AS_STORED else dtype
-        self._progress = progress or SilentProgress()
+        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+        self._pace, self._bytes_at_hand = Pace(progress or SilentProgress(), num_bytes), 0
         self._shelf = Shelf()
         self._problems: list[str] = []
         self.taken: set[str] = set()
@@ -427,8 +428,10 @@ class _Reader:
     def _are_there(self, parts: Sequence[tuple[str, int]], *columns: int) -> bool:
         problems = [self._problem(name, (rows, *columns)) for name, rows in parts]
         self._problems += filter(None, problems)
-        self.taken |= {name for name, _ in parts}
-        self._progress.advance(len(self.taken) / len(self._checkpoint.tensors))
+        self._pace.add(self._bytes_at_hand)
+        found = {name for name, _ in parts if name in self._checkpoint.tensors} - self.taken
+        self._bytes_at_hand = sum(self._checkpoint.tensors[name].num_bytes for name in found)
+        self.taken |= found
         return not any(problems)
 
     def take_table(self, name: str, *shape: int) -> Matrix:
@@ -515,6 +518,7 @@ class _Reader:
                 return
 
     def raise_problems(self) -> None:
+        self._pace.add(self._bytes_at_hand)
         if self._problems:
             shown = "; ".join(self._problems[:3])
             more = f" and {len(self._problems) - 3} more" if len(self._problems) > 3 else ""
