@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from benchmarks.affinity import affinity
 from benchmarks.against_llama_cpp import gguf
 from benchmarks.busy import busy
 from benchmarks.cluster import cluster
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_TIMES_NOTHING = ("report", "quality", "gguf", "priors", "serve-load", "prefix-hits")
+_TIMES_NOTHING = ("report", "quality", "gguf", "priors", "serve-load", "prefix-hits", "affinity")
 
 
 @app.callback()
@@ -41,7 +42,7 @@ def _alone(context: typer.Context) -> None:
 
 
 COMMANDS = (
-    *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster),
+    *(drafters, step, prompts, busy, serve_sim, serve_load, serve_stream, cluster, affinity),
     *(prefix, prefix_hits, contexts, grammar, quality, gguf, memory, priors, revisions),
     *(plan_error, report),
 )

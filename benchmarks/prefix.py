@@ -107,7 +107,7 @@ class Hits:
         return self.cached_tokens / self.prompt_tokens
 
 
-_TURNS = (
+TURNS = (
     "Name three things that a lighthouse keeper does every evening.",
     "Say it again, as a numbered list.",
     "Rewrite the list in the past tense.",
@@ -122,7 +122,7 @@ def conversation_hits(llm: LLM, speculation: str, params: SamplingParams) -> Hit
     asked = replace(params, speculation=speculation)
     messages: list[Message] = []
     prompt_tokens = cached_tokens = drafted = 0
-    for text in _TURNS:
+    for text in TURNS:
         messages.append({"role": "user", "content": text})
         reply = llm.chat(messages, asked)
         messages.append({"role": "assistant", "content": reply.text})

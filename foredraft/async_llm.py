@@ -264,11 +264,13 @@ class AsyncLLM:
         *,
         tenant: str | None = None,
         priority: int = 0,
+        session: str | None = None,
     ) -> EventStream:
         """Submit several requests, or none of them; raises as `open`.
 
         Args:
             asked: prompts, each with its parameters.
+            session: without effect: there is one engine (see `ServedEngine.open_all`).
         """
         options = replace(self.llm.request_options(tenant, priority), policy=None)
         return await self._open(asked, options)

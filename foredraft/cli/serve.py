@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-import signal
 import ssl
 import sys
 import threading
@@ -116,16 +116,9 @@ def _serve_cluster(
     asked: cluster.ClusterAsked, load: LoadOptions, settings: ServerSettings
 ) -> None:
     """Serve from a cluster until Ctrl-C or SIGTERM."""
-    ended = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    try:
-        with asked.serving(load, settings):
-            say(f"Serving {load.model} at {settings.address(settings.port)}/v1", stderr=True)
-            ended.wait()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with contextlib.suppress(KeyboardInterrupt), asked.serving(load, settings):
+        say(f"Serving {load.model} at {settings.address(settings.port)}/v1", stderr=True)
+        threading.Event().wait()
 
 
 def _run(load: LoadModel, settings: ServerSettings) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -183,25 +185,30 @@ def load_llm(options: LoadOptions) -> LLM:
 def running(
     application: Application, address: str | None, settings: ServerSettings | None
 ) -> Iterator[DeploymentHandle]:
-    """An application on a cluster, until it is left.
+    """An application on a cluster, until it is left. Called by the main thread.
+
+    SIGTERM then ends the process in order, as Ctrl-C does. Ray would print its stack.
 
     Args:
         address: of a cluster that runs, as `ray.init` takes it; None: one of this machine alone,
             that ends with this.
         settings: where gates listen; None: it has none.
     """
+    before = signal.getsignal(signal.SIGTERM)
     if address is None:
         ray.init("local", include_dashboard=False, object_store_memory=_STORE, log_to_driver=False)
     else:
         ray.init(address, log_to_driver=False)
-    if settings is None:
-        serve.start(proxy_location="Disabled")
-    else:
-        serve.start(proxy_location="EveryNode", http_options=_http(settings))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
+        if settings is None:
+            serve.start(proxy_location="Disabled")
+        else:
+            serve.start(proxy_location="EveryNode", http_options=_http(settings))
         route = None if settings is None else "/"
         yield serve.run(application, name=_NAME, route_prefix=route)
     finally:
+        signal.signal(signal.SIGTERM, before)
         if address is None:
             serve.shutdown()
         else:  # others may use it

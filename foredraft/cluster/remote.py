@@ -50,13 +50,13 @@ class Sessions:
         await self._app(scope, receive, send)
 
 
-def affinity_key(prompt: Sequence[int], tenant: str | None) -> str:
+def affinity_key(prompt: Sequence[int], tenant: str | None, session: str | None = None) -> str:
     """Equal for requests that should meet in one replica, where what they share is cached.
 
-    That is the session which the client names; else the beginning of the prompt, which a chat keeps
-    as it grows.
+    That is the session which the client names, by a header or as ``session``; else the beginning of
+    the prompt, which a chat keeps as it grows.
     """
-    session = _SESSION.get()
+    session = _SESSION.get() or session
     text = array("q", prompt[:_KEY_TOKENS]).tobytes() if session is None else session.encode()
     return blake2b((tenant or "").encode() + b"\0" + text, digest_size=16).hexdigest()
 
@@ -195,12 +195,13 @@ class RemoteEngine:
         *,
         tenant: str | None = None,
         priority: int = 0,
+        session: str | None = None,
     ) -> RemoteReplies:
         """Submit several requests, or none of them; see `ServedEngine.open_all`."""
         replies = [
             reply
             for prompt, params in asked
-            for reply in self._replies(prompt, params, tenant, priority)
+            for reply in self._replies(prompt, params, tenant, priority, session)
         ]
         stream = RemoteReplies([reply.number for reply in replies])
         for reply in replies:
@@ -223,11 +224,17 @@ class RemoteEngine:
         """Nothing of its own is to be closed: whoever reads a reply ends it."""
 
     def _replies(
-        self, prompt: Sequence[int], params: SamplingParams, tenant: str | None, priority: int
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tenant: str | None,
+        priority: int,
+        session: str | None,
     ) -> list[_Reply]:
         if params.seed is None:  # a replica that goes on must draw as the one before
             params = replace(params, seed=secrets.randbits(SEED_BITS))
-        key, numbers = affinity_key(prompt, tenant), [next(self._ids) for _ in range(params.n)]
+        key = affinity_key(prompt, tenant, session)
+        numbers = [next(self._ids) for _ in range(params.n)]
         loop = asyncio.get_running_loop()
         return [
             _Reply(

@@ -12,7 +12,13 @@ from typing import cast
 
 from foredraft.cache.prefix import PrefixCache
 from foredraft.core.cost import CostModel
-from foredraft.core.errors import CacheFullError, ConfigError, PromptError, nearest
+from foredraft.core.errors import (
+    CacheFullError,
+    ConfigError,
+    EngineStoppedError,
+    PromptError,
+    nearest,
+)
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 from foredraft.core.rng import SEED_BITS
@@ -398,6 +404,8 @@ class Engine:
             record = self._stepper.step(batch)
         except CacheFullError as error:
             self._run(self._with_room(batch, error))
+        except EngineStoppedError:  # the target's: no row will ever fare better
+            raise
         except Exception as error:
             if len(batch) == 1:
                 batch[0].request.fail(error)

@@ -208,6 +208,7 @@ class ServerContext:
         params: SamplingParams,
         tenant: str | None,
         priority: int = 0,
+        session: str | None = None,
         *,
         scores_only: bool = False,
     ) -> AsyncIterator[Generation]:
@@ -218,7 +219,7 @@ class ServerContext:
             QueueFullError, PromptError, ConfigError: as `ServedEngine.open_all`.
         """
         generation = await Generation.open(
-            *(self.engine, prompts, params, tenant, priority), scores_only=scores_only
+            *(self.engine, prompts, params, tenant, priority, session), scores_only=scores_only
         )
         try:
             async with self.under_way(generation):

@@ -77,11 +77,14 @@ class ServedEngine(Protocol):
         *,
         tenant: str | None = None,
         priority: int = 0,
+        session: str | None = None,
     ) -> ServedReplies:
         """Submit several requests, or none of them.
 
         Args:
             asked: prompts, each with its parameters.
+            session: where there are several engines, requests of one session share one, and so
+                what it has cached of them.
 
         Raises:
             QueueFullError: too many requests are waiting.

@@ -73,6 +73,7 @@ class Generation:
         params: SamplingParams,
         tenant: str | None,
         priority: int,
+        session: str | None = None,
         *,
         scores_only: bool = False,
     ) -> Generation:
@@ -90,7 +91,7 @@ class Generation:
             _scoring(engine.llm, prompt, params) if scores_only else (prompt, params)
             for prompt in prompts
         ]
-        stream = await engine.open_all(asked, tenant=tenant, priority=priority)
+        stream = await engine.open_all(asked, tenant=tenant, priority=priority, session=session)
         return cls(stream, [len(prompt) for prompt in prompts], params.n)
 
     def pace(self) -> None:

@@ -26,6 +26,8 @@ _OF_A_MESSAGE = (
     *("reasoning", "reasoning_content"),
 )
 """Fields of a message that chat templates are given. Clients send others."""
+_OPENING = 1024
+"""Characters of a conversation's beginning that tell which engine has it cached."""
 _END = 8
 """Tokens at the end of a prompt that may open the thoughts of a reply."""
 
@@ -41,6 +43,7 @@ class GenerationRequest:
         params: of every reply; ``n`` replies to each prompt.
         tenant: whose request it is.
         priority: requests of higher numbers go first.
+        session: see `ServedEngine.open_all`.
         names: by sampling parameter the field that it came from.
         prediction: the text that the reply is expected to repeat; None: none is named.
         tools: that a reply may call.
@@ -56,6 +59,7 @@ class GenerationRequest:
     params: SamplingParams
     tenant: str | None
     priority: int
+    session: str | None
     names: Mapping[str, str] = field(default_factory=dict)
     prediction: ExpectedText | None = None
     tools: ToolUse = NO_TOOLS
@@ -82,7 +86,7 @@ class GenerationRequest:
             stack.enter_context(in_words_of(self.names))  # only the engine compiles a grammar
             generation = await stack.enter_async_context(
                 context.generation(
-                    *(self.prompts, self.params, self.tenant, self.priority),
+                    *(self.prompts, self.params, self.tenant, self.priority, self.session),
                     scores_only=self.scores_only,
                 )
             )
@@ -147,7 +151,8 @@ async def read_conversation(
     params, names = await asyncio.to_thread(body.sampling, tools.grammar)  # may name many ids
     _check_replies(1, params.n, context)
     with in_words_of({"messages": body.conversation_field}):
-        prompt = await encode_conversation(context, body.chat_messages(), tools)
+        messages = body.chat_messages()
+        prompt = await encode_conversation(context, messages, tools)
     end = context.tokenizer.decode(prompt[-_END:], skip_special_tokens=False)
     in_thoughts = context.thinks and opens_thoughts(end)
     if in_thoughts and params.grammar is not None:
@@ -159,6 +164,7 @@ async def read_conversation(
         params,
         context.tenant(key_id, body.cache_salt),
         _priority(context, body),
+        body.prompt_cache_key or _opening(messages),
         names,
         await _prediction(context, params),
         tools,
@@ -166,6 +172,16 @@ async def read_conversation(
         in_thoughts,
         is_paced=_is_paced(body),
     )
+
+
+def _opening(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What a conversation keeps as it grows, in short: its messages up to the first of a user."""
+    opening = ""
+    for message in messages:
+        opening += f"{message.get('role')}: {message.get('content')!s:.{_OPENING}}\n"
+        if message.get("role") == "user" or len(opening) > _OPENING:
+            break
+    return opening[:_OPENING]
 
 
 async def encode_conversation(
@@ -216,6 +232,7 @@ async def read_prompts(
         params,
         context.tenant(key_id, body.cache_salt),
         _priority(context, body),
+        body.prompt_cache_key,
         names,
         await _prediction(context, params),
         is_paced=_is_paced(body),

@@ -154,6 +154,7 @@ class SamplingFields(RequestBody):
     speculation: str | None = None
     max_draft_tokens: Annotated[int, Field(ge=0)] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    prompt_cache_key: str | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
     def sampling(self, forced: Grammar | None = None) -> tuple[SamplingParams, dict[str, str]]:
@@ -186,7 +187,6 @@ class OpenAIFields(SamplingFields):
     user: Ignored = None
     metadata: Ignored = None
     safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     service_tier: Ignored = None
     reasoning_effort: Ignored = None
