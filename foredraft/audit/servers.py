@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,6 +49,11 @@ _BLIND_REPLIES = 5
 """Replies without a word of their tokens after which a server is not asked for more."""
 _TEXTS_A_SIDE, _TOKENS_A_TEXT = 40, 12
 """To each prompt, where whole texts are all there is."""
+_END = ""
+"""The end of a reply, as a token. Servers say it or not, and name it as they like."""
+_UNSEEN = re.compile(r"<[^<>]*>|\[[A-Z]+\]|.*\ufffd.*|", re.DOTALL)
+"""Names of tokens that come as no text of their own: the end, other special ones, parts of a
+character."""
 _LEAST_TOLERANCE = 0.05
 """Nats: gaps below it are near-ties on any server that is not exact to the bit."""
 
@@ -57,7 +63,7 @@ class Place:
     """A token of a served reply.
 
     Attributes:
-        token: its text.
+        token: its text; empty where the reply ends.
         before: the whole text before it.
         num_before: tokens of that text, by the server's own count; None: it counts none.
         likely: its law there as the reply said it: log probabilities by text.
@@ -77,12 +83,18 @@ class Probe:
     """The plain law at a place.
 
     Attributes:
-        token: the one token that came.
+        token: the one token that came; empty where the reply ends.
         likely: log probabilities by text; empty where the server gives none.
     """
 
     token: str
     likely: dict[str, float]
+
+    def gap(self, token: str) -> float:
+        """How far another token is behind the best one, at least, in nats."""
+        unseen = [p for name, p in self.likely.items() if _UNSEEN.fullmatch(name)]
+        at_most = min(self.likely.values()) if token else max(unseen or self.likely.values())
+        return self.likely[self.best] - self.likely.get(token, at_most)
 
     @property
     def best(self) -> str:
@@ -161,10 +173,16 @@ class Endpoint:
         """A reply, token by token; none where the server does not say what its tokens are."""
         choice = self.complete(prompt, **options)
         found = choice.get("logprobs") or {}
-        tokens: list[str] = found.get("tokens") or []
-        likely = found.get("top_logprobs") or [{}] * len(tokens)
+        tokens: list[str] = [*(found.get("tokens") or ())]
+        likely = [*(found.get("top_logprobs") or ())]
+        if _is_end(choice):
+            if "".join(tokens) == choice["text"]:
+                tokens.append(_END)
+            else:
+                tokens[-1:] = [_END]
         if "".join(tokens) != choice["text"]:
             return []
+        likely += [{}] * (len(tokens) - len(likely))
         places: list[Place] = []
         before, follows, count = prompt, dict[tuple[str, ...], str](), choice["num_prompt"]
         for index, (token, near) in enumerate(zip(tokens, likely, strict=True)):
@@ -184,7 +202,7 @@ class Endpoint:
         found = choice.get("logprobs") or {}
         (token,) = found.get("tokens") or [choice["text"]]
         (near,) = found.get("top_logprobs") or [{}]
-        return Probe(token, near or {})
+        return Probe(_END if _is_end(choice) else token, near or {})
 
 
 @dataclass
@@ -216,7 +234,8 @@ class Reference:
         assert result.logprobs is not None
         found = result.logprobs[0]
         texts = {tokenizer.token_text(token): logprob for token, logprob in found.top}
-        return Probe(tokenizer.token_text(found.token), texts)
+        is_end = result.finish_reason == "stop"
+        return Probe(_END if is_end else tokenizer.token_text(found.token), texts)
 
 
 class ServerAudit:
@@ -287,9 +306,7 @@ class ServerAudit:
             elif not probe.likely:
                 blind += 1
             else:
-                least = min(probe.likely.values())
-                gap = probe.likely[probe.best] - probe.likely.get(place.token, least)
-                gaps.append((gap, place, probe))
+                gaps.append((probe.gap(place.token), place, probe))
         tolerance = max(_LEAST_TOLERANCE, 4.0 * float(np.quantile(noise, 0.9)))
         structural = [each for each in gaps if each[0] > tolerance]
         figures = {
@@ -316,7 +333,8 @@ class ServerAudit:
         if blind:
             said = f"{blind} of {compared} tokens differ, and the server gives no log probabilities"
             return Level("greedy", Finding.INCONCLUSIVE, said, figures)
-        said = f"{compared} tokens, {len(gaps)} differ, at near-ties; {below:.1%} would be seen"
+        differ = f"{len(gaps)} differ, at near-ties" if gaps else "none differs"
+        said = f"{compared} tokens, {differ}; {below:.1%} would be seen"
         if below > self._options.detect:
             return Level("greedy", Finding.INCONCLUSIVE, said, figures, evidence)
         finding = Finding.NEAR_TIES if gaps else Finding.SAME_BITS
@@ -329,8 +347,8 @@ class ServerAudit:
         for place, probe in self._probed(1.0, temperature=1.0, top_p=1.0):
             if probe.likely:
                 tests.add(*_cells(place, probe))
-            else:
-                blind += 1
+            else:  # of an end that came alone some servers say nothing
+                blind += probe.token != _END
             is_time = tests.count % 100 == 0
             if is_time and tests.detectable(options.alpha, options.power) <= options.detect:
                 break
@@ -435,9 +453,11 @@ class ServerAudit:
 
 
 def _cells(place: Place, probe: Probe) -> tuple[np.ndarray[Any, Any], int, Drafted | None]:
-    """A law of the tokens that are named, and one more for all others; the token; the guess."""
-    # Several tokens may be written so: they are among the others.
-    names = [name for name in probe.likely if "\ufffd" not in name]
+    """A law of the tokens that are seen as text, and one more for all others; the token; the guess.
+
+    Among the others is the end of a reply, whatever its name.
+    """
+    names = [name for name in probe.likely if not _UNSEEN.fullmatch(name)]
     probs = np.exp(np.array([min(0.0, probe.likely[name]) for name in names]))
     probs = np.append(probs, max(0.0, 1.0 - float(probs.sum())))
     probs /= probs.sum()
@@ -446,6 +466,11 @@ def _cells(place: Place, probe: Probe) -> tuple[np.ndarray[Any, Any], int, Draft
     if probs[token] <= 0.0:  # rounding of the log probabilities
         probs[token] = 1e-9
     return probs, token, None if guess is None else Drafted(guess)
+
+
+def _is_end(choice: Mapping[str, Any]) -> bool:
+    """Whether a reply ended by itself, and not for its length."""
+    return choice.get("finish_reason") == "stop"
 
 
 def connect(url: str, api_key: str | None) -> httpx.Client:

@@ -62,11 +62,12 @@ def new_llm(tokenizer: Tokenizer, **options: Any) -> LLM:
         drawn = random.Random(repr(last))
         weights = [0.0] * VOCAB_SIZE
         for sign in drawn.sample(signs, 6):
-            weights[sign] = drawn.expovariate(1.0) ** 3 + 0.02
+            weights[sign] = drawn.expovariate(1.0) ** 4 + 0.02
+        weights[tokenizer.eos_token_ids[0]] = 0.01 * sum(weights)
         return [weight / sum(weights) for weight in weights]
 
     def next_law(context: tuple[int, ...]) -> list[float]:
-        return law(context[-2:] if context[-1] in signs[:2] else context[-1:])
+        return law(context[-2:] if context[-1] in signs[:5] else context[-1:])
 
     target = TableModel(VOCAB_SIZE, next_law)
     asked = {"drafter": "suffix", "num_draft_tokens": 3, "prefix_caching": False} | options
