@@ -191,6 +191,19 @@ def test_what_is_said_of_fewer_nodes_is_what_runs_with_fewer_do(llm: LLM, work: 
         assert seen.committed == pytest.approx(1.0 + accepted, rel=0.03)
 
 
+@pytest.mark.parametrize("load", [1, 3])
+def test_what_was_run_comes_out_as_it_was_whatever_the_costs_say(
+    llm: LLM, work: Work, load: int
+) -> None:
+    runners = [ran(llm, work, setting, load) for setting in (Setting(PLAIN), Setting("ngram", 4))]
+    plain, drafted = found = [runner.recording(len(work.prompts)) for runner in runners]
+    for runner, each in zip(runners, found, strict=True):
+        each.pace = runner.pace(each, FREE_TO_FOUR)
+    said = outlook(drafted, load, Costs(FREE_TO_FOUR, plain), 4)
+    slow, fast = (runner.tokens_per_s for runner in runners)
+    assert said.gain == pytest.approx(fast / slow, rel=0.02 if load == 1 else 0.2)
+
+
 def test_recordings_hold_every_request_under_every_load(llm: LLM, work: Work) -> None:
     told: list[str] = []
     found = record(llm, ["suffix", "auto"], work, [1, 3], told.append)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,12 @@ from foredraft.core.record import StepTimes
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow
 from foredraft.engine.request import GenerationResult
+from foredraft.llm import LLM
 from foredraft.models.table import TableModel
+from foredraft.options import LoadOptions
 from foredraft.trace.files import Trace, TraceFile, read_trace
-from foredraft.trace.format import TracedDraft
+from foredraft.trace.format import TracedDraft, TracedRun, TracedStep
+from foredraft.trace.record import Tracer
 from foredraft.trace.replay import StepCost, replay, stretches
 from foredraft.trace.texts import TokenTexts
 from tests.engine.helpers import engine_of, limited
@@ -194,6 +198,29 @@ def test_replay_says_what_fewer_draft_tokens_do(tmp_path: Path, size: int) -> No
         assert outcome.ms == 10.0 * outcome.steps
     assert outcome.drafted >= outcome.accepted
     assert replay(trace.steps, 9, StepCost(10.0, 1.0, False)).is_bound
+
+
+def test_traces_of_those_who_share_an_engine_never_mix() -> None:
+    llm = LLM(model(), None, LoadOptions(drafter="ngram", max_batch_size=8))
+    traces: dict[str, list[TracedStep]] = {"ngram": [], "suffix": [], "none": []}
+    asked: dict[str, list[int]] = {}
+    for number, (name, steps) in enumerate(traces.items()):
+        options = replace(llm.options, drafter=name)
+        view = llm.with_drafter(options, trace=Tracer(steps.append, None))
+        asked[name] = [
+            view.engine.submit(
+                PROMPT, SamplingParams(max_tokens=30, seed=n), view.request_options()
+            )
+            for n in (number, 9)
+        ]
+    results = {e.request_id: e.result for e in llm.engine.run() if e.result is not None}
+    for name, steps in traces.items():
+        trace = Trace(TracedRun(foredraft="1", started="now", drafter=name), tuple(steps))
+        assert [*trace.request_ids] == asked[name]
+        for request_id in asked[name]:
+            rows = [row for step in steps for row in step.rows if row.request_id == request_id]
+            tokens = [each.token for row in rows for each in row.committed]
+            assert tokens == [*results[request_id].token_ids]
 
 
 def test_an_interrupted_step_says_nothing_of_what_a_node_costs(tmp_path: Path) -> None:
