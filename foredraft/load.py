@@ -34,7 +34,7 @@ from foredraft.models.timing import kept_cost, measure_cost
 from foredraft.options import LoadOptions
 from foredraft.system.devices import resolve_device
 from foredraft.system.extras import needs_extra
-from foredraft.system.machine import cpu_name
+from foredraft.system.machine import cpu_name, give_memory_back
 
 if TYPE_CHECKING:
     from foredraft.models.hf.target import HFTarget
@@ -269,6 +269,7 @@ def load_target(
     )
     if plan.decoder == "fixed-shape":
         probe(target)
+    give_memory_back()
     return target
 
 

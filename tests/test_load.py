@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from foredraft.core.errors import ConfigError, ModelLoadError, VocabularyMismatc
 from foredraft.kernels.build import LIBRARIES
 from foredraft.load import load_models, load_target, plan_models, plan_native
 from foredraft.options import LoadOptions
+from foredraft.system.machine import give_memory_back
 from tests.models.checkpoints import (
     NATIVE_CONFIGS,
     VOCAB_SIZE,
@@ -179,3 +182,51 @@ def test_nothing_is_compiled_once_a_model_is_loaded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(foredraft.load, "load_library", made.append)
     assert foredraft.load._kernel_problem() is None
     assert made == [*LIBRARIES]
+
+
+def test_an_int8_cache_is_planned_loaded_and_given_to_drafts(checkpoint: Path) -> None:
+    plain, _ = plan_models(asked(checkpoint, dtype="bfloat16"))
+    options = asked(checkpoint, dtype="bfloat16", cache_dtype="int8", draft_model=str(checkpoint))
+    plan, draft_plan = plan_models(options)
+    assert draft_plan is not None
+    if plan.decoder != "fused":
+        pytest.skip("no fused kernel")
+    assert plan.cache_dtype == draft_plan.cache_dtype == "int8"
+    assert "int8 cache" in plan.number_format
+    head = plan.checkpoint.config["head_dim"] if plan.checkpoint else 0
+    assert plan.cache_bytes_per_token / plain.cache_bytes_per_token == (head + 4) / (2 * head)
+    llm = LLM.load(**{**vars(options), "calibrate": False})
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
+    [drafted] = llm.generate([[5, 6, 7, 8]], params)
+    [alone] = LLM.load(
+        **{**vars(options), "calibrate": False, "draft_model": None, "drafter": "none"}
+    ).generate([[5, 6, 7, 8]], params)
+    assert drafted.stats.accepted > 0
+    assert drafted.token_ids == alone.token_ids
+
+
+def test_an_int8_cache_is_refused_where_nothing_reads_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"cache_dtype 'int8'.*runs through transformers"):
+        plan_models(asked(checkpoint, cache_dtype="int8", backend="hf"))
+    monkeypatch.setenv("FOREDRAFT_KERNELS", "off")
+    with pytest.raises(ConfigError, match=r"cache_dtype 'int8' is there on CPU with the fused"):
+        plan_models(asked(checkpoint, cache_dtype="int8"))
+    with pytest.raises(ConfigError, match="unknown cache_dtype 'int4'"):
+        asked(checkpoint, cache_dtype="int4")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's figures")
+def test_memory_that_was_freed_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) << 10
+
+    pieces = [bytes(50_000) for _ in range(2_000)]
+    keeps_the_end = bytes(50_000)
+    del pieces
+    before = resident()
+    give_memory_back()
+    assert before - resident() > 50_000_000
+    assert not any(keeps_the_end)

@@ -69,6 +69,7 @@ struct AttentionTile {
           arithmetic.weights_of(m, ranks_within(t, begin), here.shared, cap, out);
           between();
         }
+    if constexpr (kIsScaled<Number>) multiply_weights(begin, here.longest);
     const Range shared{begin, begin + here.shared};
     arithmetic.clear(out);
     if constexpr (Arithmetic::kHasWindows)
@@ -146,6 +147,23 @@ struct AttentionTile {
       for (int64_t m = token * group; m < (token + 1) * group; ++m) {
         float* scores = arithmetic.scores + m * kScoreStride;
         scores[sees.prefix + i - begin] = scores[kChunk + column];
+      }
+    }
+  }
+
+  // Weights of the chunk have the scales of their values. The chunk's prefixes end at `longest`.
+  void multiply_weights(int64_t begin, int64_t longest) const {
+    float scales[kChunk];
+    put_scales(values, {begin, begin + longest}, scales);
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      const Range mine = ranks_within(t, begin);
+      const Visible& sees = visible[t];
+      const int64_t prefix = std::min(std::max(sees.prefix - begin, mine.begin), mine.end);
+      for (int64_t m = t * group; m < (t + 1) * group; ++m) {
+        float* const weights = arithmetic.scores + m * kScoreStride;
+        for (int64_t i = mine.begin; i < prefix; ++i) weights[i] *= scales[i];
+        for (int64_t i = prefix; i < mine.end; ++i)
+          weights[i] *= scale_of(values.at(sees.extras[begin + i - sees.prefix]));
       }
     }
   }

@@ -32,31 +32,21 @@ static_assert(kChunk % kRunEntries == 0 && kRunEntries % kPair == 0, "blocks wit
 // ---- scores -------------------------------------------------------------------------------------
 
 // A vector of words of the transposed keys: one dimension of float keys, two of bfloat16 ones, four
-// of int8 ones, which are multiplied with the scales of their entries.
-inline void put_dimensions(Ints words, int64_t word, Vec, float* out, const float*) {
+// of int8 ones.
+inline void put_dimensions(Ints words, int64_t word, float* out, const float*) {
   store(out + word * kPair, (Vec)words);
 }
 
-inline void put_dimensions(Ints words, int64_t word, Vec scales, float* out, const int8_t*) {
+inline void put_dimensions(Ints words, int64_t word, float* out, const int8_t*) {
   UNROLL for (int i = 0; i < 4; ++i) {
     const Ints numbers = words << (24 - 8 * i) >> 24;
-    store(out + (4 * word + i) * kPair, __builtin_convertvector(numbers, Vec) * scales);
+    store(out + (4 * word + i) * kPair, __builtin_convertvector(numbers, Vec));
   }
 }
 
-inline void put_dimensions(Ints words, int64_t word, Vec, float* out, const bf16*) {
+inline void put_dimensions(Ints words, int64_t word, float* out, const bf16*) {
   store(out + 2 * word * kPair, (Vec)((Bits)words << 16));
   store(out + (2 * word + 1) * kPair, (Vec)((Bits)words & 0xffff0000u));
-}
-
-// The scales of kLanes entries, of which `count` are there.
-template <class Number>
-inline Vec scales_of(const Number* entries, int64_t stride, int64_t count) {
-  Vec scales{};
-  if constexpr (kIsScaled<Number>)
-    for (int64_t i = 0; i < std::min<int64_t>(kLanes, count); ++i)
-      scales[i] = scale_of(entries + i * stride);
-  return scales;
 }
 
 // The keys of kPair entries by dimensions: [transposed_rows(D), kPair entries]. Calls between() for each
@@ -64,13 +54,9 @@ inline Vec scales_of(const Number* entries, int64_t stride, int64_t count) {
 template <class Number, class Between>
 inline void transpose_pair(const Number* keys, int64_t stride, int64_t D, int64_t count, float* out,
                            const Between& between) {
-  Vec scales{};
   const auto put = [&](Ints words, int64_t word, int64_t first) INLINE {
-    if (word == 0) {
-      between();
-      scales = scales_of(keys + first * stride, stride, count - first);
-    }
-    put_dimensions(words, word, scales, out + first, keys);
+    if (word == 0) between();
+    put_dimensions(words, word, out + first, keys);
   };
   transpose_keys(keys, stride, D, kPair, count, put);
 }
@@ -127,17 +113,15 @@ inline void in_query_blocks(int64_t count, const Block& block) {
   }
 }
 
-// A pair of vectors as floats in lane order, multiplied with their scale where they have one.
-inline void convert_pair(const float* source, Vec, float* out) {
-  std::copy(source, source + kPair, out);
+// A pair of vectors as floats in lane order.
+inline void convert_pair(const float* source, float* out) { std::copy(source, source + kPair, out); }
+
+inline void convert_pair(const int8_t* source, float* out) {
+  store(out, load_first(source));
+  store(out + kLanes, load_second(source));
 }
 
-inline void convert_pair(const int8_t* source, Vec scale, float* out) {
-  store(out, load_first(source) * scale);
-  store(out + kLanes, load_second(source) * scale);
-}
-
-inline void convert_pair(const bf16* source, Vec, float* out) {
+inline void convert_pair(const bf16* source, float* out) {
   Bits words;
   std::memcpy(&words, source, sizeof words);
   store(out, (Vec)(words << 16));
@@ -158,13 +142,9 @@ __attribute__((noinline)) void weigh_values(const Source& values, Range range, i
   for (int64_t begin = range.begin; begin < range.end;) {
     const int64_t end = std::min(range.end, begin / kRunEntries * kRunEntries + kRunEntries);
     const auto* value = values.at(begin) + d;
-    using Number = std::remove_pointer_t<decltype(value)>;
     for (; begin < end; ++begin, ++weight, value += values.stride) {
-      [[maybe_unused]] Vec scale;
-      if constexpr (kIsScaled<Number>) scale = broadcast(scale_of(value - d));
       UNROLL for (int p = 0; p < P; ++p) {
         Vec first = load_first(value + p * kPair), second = load_second(value + p * kPair);
-        if constexpr (kIsScaled<Number>) first *= scale, second *= scale;
         keep_in_register(first), keep_in_register(second);
         if (kVectorRegisters == 16) asm("" : "+r"(weight));  // read them again: registers are short
         UNROLL for (int q = 0; q < Q; ++q) {
@@ -239,6 +219,7 @@ class FloatAttention {
         score_block<block>(transposed_, D_, queries + first * padded(D_), padded(D_),
                            scores + first * kScoreStride + column, kScoreStride);
       });
+      if constexpr (kIsScaled<Number>) multiply_scores(keys, range, column);
     }
   }
 
@@ -296,6 +277,17 @@ class FloatAttention {
     return std::max<int64_t>(kRunEntries, kPanelFloats / padded(D) / kRunEntries * kRunEntries);
   }
 
+  // Scores of up to kScored keys have their scales. What lies behind the last key is nobody's.
+  void multiply_scores(const Entries<const Number>& keys, Range range, int64_t column) const {
+    float scales[kScored] = {};
+    put_scales(keys, {range.begin, std::min(range.end, range.begin + kScored)}, scales);
+    for (int64_t m = 0; m < M_; ++m)
+      UNROLL for (int64_t i = 0; i < kScored; i += kLanes) {
+        float* const some = scores + m * kScoreStride + column + i;
+        store(some, load(some) * load(scales + i));
+      }
+  }
+
   template <class Value>
   void weigh_converted(const Value& value, Range columns, Range queries,
                        const Attended& out) const {
@@ -310,13 +302,12 @@ class FloatAttention {
   // An entry's values as floats in lane order, into a row of the panel.
   void convert(const Number* value, int64_t row) const {
     float* out = panel_ + row * padded(D_);
-    const Vec scale = broadcast(scales_of(value, 0, 1)[0]);
     int64_t d = 0;
-    for (; d + kPair <= D_; d += kPair) convert_pair(value + d, scale, out + d);
+    for (; d + kPair <= D_; d += kPair) convert_pair(value + d, out + d);
     if (d == D_) return;
     Number rest[kPair] = {};
     std::copy(value + d, value + D_, rest);
-    convert_pair(rest, scale, out + d);
+    convert_pair(rest, out + d);
   }
 
   // Adds weighted entries; the weights of the first are in this column.

@@ -1,12 +1,14 @@
 // Where keys and values lie: the one place that knows how the cache is laid out.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
 #include "simd.h"
+#include "team.h"
 
 namespace foredraft {
 
@@ -69,6 +71,15 @@ struct Entries {
     return data + table[entry >> shift] * block_stride + offset * stride;
   }
 };
+
+// The scales of some entries, behind one another.
+inline void put_scales(const Entries<const int8_t>& entries, Range range, float* scales) {
+  for (int64_t entry = range.begin; entry < range.end;) {
+    const int64_t end = std::min(range.end, entry / kRunEntries * kRunEntries + kRunEntries);
+    const int8_t* at = entries.at(entry);
+    for (; entry < end; ++entry, at += entries.stride) *scales++ = scale_of(at);
+  }
+}
 
 // Entries that lie behind one another.
 template <class Number>

@@ -256,11 +256,19 @@ inline Vec load_second(const bf16* source) {
 
 inline Vec load_first(const float* source) { return load(source); }
 
+// Compilers turn a conversion of byte vectors into one of each byte.
 inline Vec load_first(const int8_t* source) {
-  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-  Bytes bytes;
-  std::memcpy(&bytes, source, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Vec);
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(source));
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  Vec floats;
+  for (int i = 0; i < kLanes; ++i) floats[i] = float(source[i]);
+  return floats;
+#endif
 }
 
 inline Vec load_second(const float* source) { return load(source + kLanes); }

@@ -67,6 +67,8 @@ class Blocks:
             is_step = tensor is self.steps_RC or tensor is self.minimum_steps_RC
             columns = num_chunks if is_step else num_chunks * blocks_of_chunk
             short = (0, columns - tensor.shape[1], 0, num_rows - len(tensor))
+            if not any(short):
+                return tensor
             return F.pad(tensor, (0, 0, *short) if tensor.dim() == 3 else short)
 
         return self._each(fill)
@@ -100,7 +102,8 @@ class Blocks:
 
     def is_finite(self) -> bool:
         """Whether scales and minima are numbers."""
-        floats = (tensor for tensor in vars(self).values() if tensor is not None)
+        tensors = (tensor for tensor in vars(self).values() if tensor is not None)
+        floats = (tensor for tensor in tensors if tensor.is_floating_point())
         return all(bool(torch.isfinite(tensor).all()) for tensor in floats)
 
 
@@ -260,14 +263,15 @@ class QuantisedMatrix(PackedMatrix):
             packed_GCN[..., at:end].copy_(by_group)
             at = end
         packed_GCN[..., at : cls._head_bytes()] = 0
-        integers = blocks.integers_RBK
+        integers = blocks.integers_RBK.contiguous().view(torch.uint8)
         if cls.is_signed:
-            integers = integers.to(torch.int16) + _ZERO
-        quads = integers.to(torch.uint8).reshape(groups, GROUP_ROWS, chunks, -1, _QUAD)
-        quads = quads.permute(0, 2, 3, 1, 4)
+            integers = integers ^ _ZERO  # as adding it to a number with a sign
+        words = integers.reshape(groups, GROUP_ROWS, chunks, -1).view(torch.int32)  # of quads
+        words = words.permute(0, 2, 3, 1)
         if cls.bits == _HALF_BYTE:  # two quads a word, the first in the lower half of its bytes
-            quads = quads[:, :, 0::2] | (quads[:, :, 1::2] << _HALF_BYTE)
-        packed_GCN[..., cls._head_bytes() :].copy_(quads.flatten(2))
+            words = words[:, :, 0::2] | (words[:, :, 1::2] << _HALF_BYTE)
+        place = packed_GCN[..., cls._head_bytes() :].view(torch.int32)
+        place.view(words.shape).copy_(words)
 
     @classmethod
     def _unpack(cls, packed_GCN: Tensor) -> Tensor:
