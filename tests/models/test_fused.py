@@ -26,8 +26,9 @@ from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import read_config
 from foredraft.models.native.decoder import DecoderFactory
 from foredraft.models.native.eager import EagerDecoder, finished_logits
-from foredraft.models.native.fused import PHASES, FusedDecoder, has_tiles
+from foredraft.models.native.fused import PHASES, FusedDecoder, has_tiles, work_bytes
 from foredraft.models.native.graphed import GraphedDecoder
+from foredraft.models.native.interface import FORM_PACKED, FORM_PLAIN
 from foredraft.models.native.packed import Matrix, as_tensor, tensor_of
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.target import NativeTarget
@@ -229,6 +230,15 @@ def test_an_int8_cache_holds_the_same_entries_rounded(
         off = (entries_HTN[..., 4:] * scales_HT1 - numbers_HTD).abs()
         assert (off <= scales_HT1 * (0.5 + 1e-5)).all()
         assert torch.allclose(numbers_HTD.abs().amax(-1, keepdim=True) / 127, scales_HT1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+def test_work_memory_is_what_a_plan_says(name: str, checkpoints: dict[str, Path]) -> None:
+    for form, bits in ((FORM_PLAIN, None), (FORM_PACKED, 8)):
+        target = NativeTarget.load(checkpoints[name], new_decoder=FusedDecoder, bits=bits)
+        target.score([ScoreRow(target.cache.allocate(), text(40))])
+        assert isinstance(target.decoder, FusedDecoder)
+        assert target.decoder.workspace_bytes == work_bytes(target.config, False, form, 40)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
