@@ -21,6 +21,7 @@ from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
 from foredraft.options import LoadOptions
 from tests.models.checkpoints import NATIVE_CONFIGS, save_checkpoint
+from tests.models.progress import RecordedProgress
 
 
 @pytest.fixture
@@ -321,3 +322,17 @@ def test_no_loader_passes_over_code(checkpoint: Path, loader: str) -> None:
     edit_config(checkpoint, auto_map={"AutoModelForCausalLM": "mine.Mine"})
     with pytest.raises(ModelLoadError, match="never runs code"):
         LOADERS[loader](checkpoint)
+
+
+def test_much_that_is_read_says_how_much_is_done(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, stages = read_config(checkpoint), []
+    for much in (1, 1 << 30):
+        monkeypatch.setattr("foredraft.models.native.weights._MUCH_TO_READ", much)
+        progress = RecordedProgress()
+        load_weights(checkpoint, config, torch.float32, progress=progress)
+        assert progress.fractions[-1] == 1.0
+        assert progress.details[-1].endswith("MB/s, 0 s left")
+        stages.append(progress.stages)
+    assert stages == [["reading the weights"], []]

@@ -46,6 +46,8 @@ Bits = int | Literal["file"] | None
 as the checkpoint has them, or plain."""
 
 _CHECKED_ROWS = 1024
+_MUCH_TO_READ = 1 << 30
+"""Bytes of weights that are worth a word where they are read as they are."""
 _KEPT_HEAD = "head"
 _HEAD_BITS = 8
 _FORMAT = "@"
@@ -210,8 +212,11 @@ def load_weights(
     states_dtype = dtype if bits == AS_STORED else None
     if (tensors := kept.tensors(name, recipe)) is not None:
         return replace(_assemble(_KeptReader(tensors, bits), config), states_dtype=states_dtype)
-    if bits is not None and progress is not None:
+    num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    if progress is not None and bits is not None:
         progress.stage("laying out the weights for this machine")
+    elif progress is not None and num_bytes >= _MUCH_TO_READ:
+        progress.stage("reading the weights")
     reader = _Reader(checkpoint, dtype, device, bits, progress or SilentProgress())
     weights = replace(_assemble(reader, config), states_dtype=states_dtype)
     reader.raise_problems()
