@@ -62,10 +62,13 @@ import json, sys
 sys.modules |= dict.fromkeys(['transformers', 'huggingface_hub'])  # as if they were not installed
 import foredraft
 from foredraft import LLM, SamplingParams
+from foredraft.cli.main import main
 from foredraft.kernels.build import describe_instructions
 llm = LLM.load(sys.argv[1], dtype="float32", drafter="ngram")
 [result] = llm.generate([sys.argv[2]], SamplingParams(max_tokens=24, temperature=1, seed=7))
 print(json.dumps(describe_instructions() | {"text": result.text, "place": foredraft.__file__}))
+sys.argv[1:] = ["demo", "--max-tokens", "16"]
+main()
 """
 
 
@@ -97,16 +100,21 @@ def run_without_compiler(python: Path, *arguments: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
+@pytest.mark.real_model
 def test_a_wheel_runs_on_its_own_kernels_without_a_compiler(python: Path, tmp_path: Path) -> None:
+    """A small model, whose text is compared with this process's, and then `foredraft demo`."""
     save_checkpoint(tmp_path, NATIVE_CONFIGS["llama-tied"]())
     done = run_without_compiler(python, "-c", _WRITES, str(tmp_path), PROMPT)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    written, _, demo = done.stdout.partition("\n")
+    found = json.loads(written)
     assert Path(found["place"]).is_relative_to(python.parents[1])
     assert (found["kernels_from"], found["instructions"]) == ("the package", choose().name)
     llm = LLM.load(str(tmp_path), dtype="float32", drafter="none")
     [result] = llm.generate([PROMPT], SamplingParams(max_tokens=24, temperature=1, seed=7))
     assert found["text"] == result.text
+    assert "fused kernels" in demo
+    assert demo.count("identical: sha256") == 3
 
 
 def test_a_damaged_kernel_of_a_wheel_is_not_run(python: Path) -> None:
