@@ -112,6 +112,9 @@ inline Ints pairs(Shorts a, Shorts b) {
   return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #elif defined(__SSE2__)
   return (Ints)__builtin_ia32_pmaddwd128(a, b);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  const int32x4_t first = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+  return (Ints)vpaddq_s32(first, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
 #else
   const Ints x = (Ints)a, y = (Ints)b;
   return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
