@@ -49,7 +49,7 @@ class TimedStepper(Protocol):
 
 
 class TargetStepper:
-    """A `Target` after ``context`` tokens of text.
+    """A `Target` after ``context`` tokens of text. Rows go on unlike, or they would share experts.
 
     Args:
         phases: reads the seconds of each phase of the last forward, where the decoder keeps them.
@@ -74,7 +74,7 @@ class TargetStepper:
 
     def step(self, size: Size) -> dict[str, float]:
         tree = TokenTree.chain(text(size.tokens)[1:])
-        rows = [ScoreRow(slot, [7], tree) for slot in self._slots[: size.rows]]
+        rows = [ScoreRow(slot, [7 + slot], tree) for slot in self._slots[: size.rows]]
         watch = Stopwatch()
         with watch:
             self._target.score(rows)

@@ -56,6 +56,7 @@ _PROMPT = "There are many ways to describe a town by the sea. The first one is"
 _SEED = 2503_13565
 _NUM_MEASURED = 32
 """Tokens at each temperature."""
+_STRIDE = 977
 _AGREED = 0.95
 _MOST_GUESSES = 3
 """In a forward of the copy."""
@@ -276,9 +277,11 @@ def _agreement(
             read(target, slot, prompt[:-1])
         for position in range(_NUM_MEASURED):
             row = ScoreRow(slot, (last,), draw=DrawKey(_SEED, position, scale))
+            unlike = [(last + _STRIDE * i) % target.vocab_size for i in range(1, _MOST_GUESSES + 1)]
             laps = [time.perf_counter()]
             for num_guesses in range(_MOST_GUESSES, -1, -1):
-                tree = TokenTree.chain([last] * num_guesses)
+                # Unlike tokens: of a mixture they touch more experts than like ones do.
+                tree = TokenTree.chain(unlike[:num_guesses])
                 scores = copy.score([replace(row, tree=tree)], [cache.length(slot)])
                 laps.append(time.perf_counter())
             guess = _drawn(scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,23 @@ def test_its_fit_is_measured(target: NativeTarget) -> None:
     assert drafter.traits.promise is not None
     assert drafter.traits.round_share is not None
     assert not target.cache.slots
+
+
+def test_it_is_measured_with_unlike_tokens(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like ones touch few experts of a mixture: guesses would look cheaper than they are."""
+    read: list[Sequence[int]] = []
+    score = type(target.low_bit_copy(8)).score
+
+    def recorded(self: LowBitCopy, rows: Sequence[ScoreRow], *rest: Any) -> Any:
+        read.append((*rows[0].pending, *rows[0].tree.tokens))
+        return score(self, rows, *rest)
+
+    monkeypatch.setattr(type(target.low_bit_copy(8)), "score", recorded)
+    measured_fit(target, target.low_bit_copy(8), [1])
+    assert max(map(len, read)) == 4
+    assert all(len(set(tokens)) == len(tokens) for tokens in read)
 
 
 def test_measuring_does_not_touch_the_cache_of_a_running_engine(
