@@ -167,7 +167,7 @@ _FAMILIES = (
     ),
     Family(
         "mistral",
-        reads=frozenset({"sliding_window"}),
+        reads=frozenset({"sliding_window", "layer_types"}),  # which make it a Ministral
         defaults={"sliding_window": 4096},
         windows="all",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from foredraft.options import LoadOptions
 from tests.conformance.harness import Kind as ModelKind
 from tests.conformance.harness import check_budget, check_forgets, plain, run, set_up
 from tests.models import encoder_decoders
-from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, save_checkpoint
+from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, WINDOW, save_checkpoint
 
 ROWS: Mapping[str, tuple[str, str]] = {
     "llama": ("Llama 2 and 3, SmolLM, SmolLM2", "llama-yarn-rope"),
@@ -349,6 +350,30 @@ def check_logits(path: Path, target: NativeTarget, config: dict[str, Any]) -> bo
         return False
     assert torch.allclose(scores.logits_NV[0], expected, atol=2e-3, rtol=1e-3), config
     return True
+
+
+def changed(family: str, changes: Mapping[str, Any], path: Path) -> Path:
+    """The family's tiny model under a config with other values."""
+    shutil.copytree(directory(family), path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_mistral_with_kinds_of_layers_is_ministral(tmp_path: Path) -> None:
+    """Such a config was read as if it did not say them."""
+    config = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    path = changed("mistral", config, tmp_path)
+    target = NativeTarget.load(path, torch.float32, new_decoder=FusedDecoder)
+    assert [kind.window for kind in target.config.kinds] == [None, WINDOW, None]
+    assert check_logits(path, target, config)
+
+
+def test_scores_times_nothing_are_refused(tmp_path: Path) -> None:
+    """The kernel takes 0 for the usual factor."""
+    path = changed("granite", {"attention_multiplier": 0.0}, tmp_path)
+    with pytest.raises(ModelLoadError, match="attention_multiplier"):
+        read_config(path)
 
 
 def test_a_mutated_config_is_right_or_refused(family: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ Epsilon = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Theta = Annotated[float, Field(ge=1, le=1e15, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
 Multiplier = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+Scale = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
@@ -153,7 +154,7 @@ class DecoderFields(_Schema):
     no_rope_layer_interval: Count | None = None
     embedding_multiplier: Multiplier = 1.0
     residual_multiplier: Multiplier = 1.0
-    attention_multiplier: Multiplier | None = None
+    attention_multiplier: Scale | None = None
     logits_scaling: Factor = 1.0
     query_pre_attn_scalar: Factor | None = None
     attn_logit_softcapping: Factor | None = None
