@@ -50,7 +50,7 @@ class LlamaBatchServer:
         self, directory: Path, quantisation: str, max_rows: int, threads: int, max_tokens: int
     ) -> None:
         self.name = f"llama.cpp {quantisation}"
-        self._owner = open_llama(directory, quantisation, 64, threads)
+        self._owner = open_llama(str(directory), quantisation, 64, threads)
         from llama_cpp import llama_cpp as api
 
         self._api, self._most_rows = api, max_rows

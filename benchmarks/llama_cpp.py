@@ -16,12 +16,11 @@ from foredraft.core.params import SamplingParams
 from foredraft.system.machine import package_version
 
 
-def open_llama(
-    directory: str | Path, quantisation: str, context: int, threads: int, **options: Any
-) -> Any:
-    """The checkpoint as a ``Llama``; the GGUF file is made here and read into memory.
+def open_llama(model: str, quantisation: str, context: int, threads: int, **options: Any) -> Any:
+    """A model as a ``Llama``; the GGUF file is made here and read into memory.
 
     Args:
+        model: a checkpoint's directory, or one of `random_model.shapes`.
         quantisation: one of `gguf.QUANTISATIONS`, of all matrices.
         context: most tokens.
         options: further ones of ``Llama``.
@@ -37,10 +36,15 @@ def open_llama(
     from llama_cpp import Llama
 
     from benchmarks.gguf import write_gguf
+    from benchmarks.random_files import write_random
+    from benchmarks.random_model import shapes
 
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"model-{quantisation}.gguf"
-        write_gguf(Path(directory), path, quantisation)
+        if model in shapes():
+            path = write_random(Path(folder), model, quantisation)
+        else:
+            path = Path(folder) / f"model-{quantisation}.gguf"
+            write_gguf(Path(model), path, quantisation)
         return Llama(
             str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=512,
             verbose=False, use_mmap=False, **options,
@@ -48,14 +52,20 @@ def open_llama(
 
 
 class LlamaCppStepper:
-    """Forwards of llama.cpp with the logits of every token, one row. See `step.TimedStepper`."""
+    """Forwards of llama.cpp with the logits of every token, one row. See `step.TimedStepper`.
+
+    Args:
+        context: tokens before a forward.
+        most_tokens: of a forward.
+    """
 
     def __init__(
-        self, directory: str | Path, quantisation: str, context: int, threads: int
+        self, model: str, quantisation: str, context: int, most_tokens: int, threads: int
     ) -> None:
         self.name = f"llama.cpp {quantisation}"
         self._context = context
-        self._llama = open_llama(directory, quantisation, context + 64, threads, logits_all=True)
+        length = context + most_tokens
+        self._llama = open_llama(model, quantisation, length, threads, logits_all=True)
         self._llama.eval(text(context))
 
     def fits(self, size: Size) -> bool:
@@ -81,7 +91,7 @@ class LlamaCppContender:
 
     def __init__(
         self,
-        directory: str | Path,
+        model: str,
         max_context: int,
         threads: int,
         stop_ids: Collection[int],
@@ -95,7 +105,7 @@ class LlamaCppContender:
             from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
             options = {"draft_model": LlamaPromptLookupDecoding(), "logits_all": True}
-        self._llama = open_llama(directory, quantisation, max_context, threads, **options)
+        self._llama = open_llama(model, quantisation, max_context, threads, **options)
 
     def run(self, prompt_ids: Sequence[int], params: SamplingParams) -> ContenderRun:
         self._llama.reset()

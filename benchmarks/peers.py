@@ -56,14 +56,21 @@ def open_contender(
             dtype=plan.dtype, device=plan.device, assistant="ngram" if looks_up else None,
         )  # fmt: skip
     return PeerContender(
-        LlamaCppContender, f"llama.cpp {kind}{lookup}", directory=str(plan.directory),
+        LlamaCppContender, f"llama.cpp {kind}{lookup}", model=str(plan.directory),
         max_context=max_context, threads=torch.get_num_threads(), stop_ids=list(stop_ids),
         lookup=looks_up, quantisation=kind,
     )  # fmt: skip
 
 
-def open_stepper(llm: LLM, name: str, context: int) -> TimedStepper:
-    """A peer's forward behind so many tokens; "transformers" or one of `LLAMA_PEERS`."""
+def open_stepper(
+    llm: LLM, name: str, context: int, most_tokens: int, random_weights: str | None = None
+) -> TimedStepper:
+    """A peer's forward of up to ``most_tokens`` behind ``context`` others.
+
+    Args:
+        name: "transformers" or one of `LLAMA_PEERS`.
+        random_weights: the shape that the model has, where its weights are made up.
+    """
     import torch
 
     from benchmarks.llama_cpp import LlamaCppStepper
@@ -78,8 +85,9 @@ def open_stepper(llm: LLM, name: str, context: int) -> TimedStepper:
             device=plan.device, context=context,
         )  # fmt: skip
     return PeerStepper(
-        LlamaCppStepper, f"llama.cpp {kind}", directory=str(plan.directory), quantisation=kind,
-        context=context, threads=torch.get_num_threads(),
+        LlamaCppStepper, f"llama.cpp {kind}", model=random_weights or str(plan.directory),
+        quantisation=kind, context=context, most_tokens=most_tokens,
+        threads=torch.get_num_threads(),
     )  # fmt: skip
 
 

@@ -65,10 +65,10 @@ def step(
     """
     check_outputs(json_file, plot)
     sizes, contexts, peers = forwards.sizes, forwards.contexts, ways.peers
-    if ways.random_weights and peers:
+    if ways.random_weights and "transformers" in peers:
         raise ConfigError(
-            f"--against {','.join(peers)} needs a checkpoint that peers can load; leave it out "
-            "with --random-weights"
+            "--against transformers needs a checkpoint; with --random-weights llama.cpp alone "
+            "runs beside, on a file of the same shape that is made for it"
         )
     load = replace(load, max_batch_size=max(size.rows for size in sizes))
     variants = load_variants(
@@ -77,7 +77,11 @@ def step(
     )
     llms = {variant.name: variant.llm for variant in variants}
     steppers = own_steppers(llms, contexts, sizes)
-    steppers += [open_stepper(variants[0].llm, name, contexts[0]) for name in peers]
+    most = max(size.tokens for size in sizes)
+    steppers += [
+        open_stepper(variants[0].llm, name, contexts[0], most, ways.random_weights)
+        for name in peers
+    ]
     figures = timed(steppers, sizes, rounds)
     report = step_report(llms, figures, contexts, sizes)
     report.give(json_file)

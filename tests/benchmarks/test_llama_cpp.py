@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from benchmarks import llama_cpp
+from benchmarks import llama_cpp, random_files
 from benchmarks.llama_cpp import LlamaCppContender, LlamaCppStepper, open_llama
 from foredraft.bench.step import Size
 from foredraft.core.errors import ConfigError
@@ -45,7 +47,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def test_generation_ends_at_a_stop_token_or_at_the_limit(stand_in: StandIn) -> None:
-    contender = LlamaCppContender(Path(), 64, 2, stop_ids=[9])
+    contender = LlamaCppContender("model", 64, 2, stop_ids=[9])
     assert contender.run([3, 5], SamplingParams(max_tokens=8)).token_ids == (6, 7, 8, 9)
     run = contender.run([3, 5], SamplingParams(max_tokens=2))
     assert run.token_ids == (6, 7)
@@ -53,14 +55,25 @@ def test_generation_ends_at_a_stop_token_or_at_the_limit(stand_in: StandIn) -> N
 
 
 def test_each_step_starts_from_the_same_context(stand_in: StandIn) -> None:
-    stepper = LlamaCppStepper(Path(), "bf16", 32, 2)
+    stepper = LlamaCppStepper("model", "bf16", 32, 4, 2)
     for tokens in (4, 1):
         stepper.step(Size(1, tokens))
     assert stand_in.evaluated == [(0, 32), (32, 4), (32, 1)]
     assert not stepper.fits(Size(2, 1))
 
 
+def test_a_shape_is_written_as_a_file_with_made_up_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = ModuleType("llama_cpp")
+    monkeypatch.setattr(package, "Llama", lambda path, **_: path, raising=False)
+    monkeypatch.setitem(sys.modules, "llama_cpp", package)
+    monkeypatch.setattr(llama_cpp, "package_version", lambda _: "0")
+    monkeypatch.setattr(random_files, "write_random", lambda _, *what: what)
+    assert open_llama("llama-1b", "q4_0", 64, 2) == str(("llama-1b", "q4_0"))
+
+
 def test_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp, "package_version", lambda _: None)
     with pytest.raises(ConfigError, match="pip install llama-cpp-python"):
-        open_llama(Path(), "bf16", 64, 2)
+        open_llama("model", "bf16", 64, 2)

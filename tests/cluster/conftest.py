@@ -27,7 +27,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_DEDUP_LOGS": "0",
-    "RAY_agent_register_timeout_ms": "120000",  # a busy machine starts it slowly
+    "RAY_agent_register_timeout_ms": "120000",  # a busy machine starts it slowly, and gates as well
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "PYTHONPATH": str(Path(__file__).parents[2]),
 }
 _STORE = 80 << 20
