@@ -17,11 +17,11 @@ from foredraft.system.machine import package_version
 
 
 def open_llama(model: str, quantisation: str, context: int, threads: int, **options: Any) -> Any:
-    """A model as a ``Llama``; the GGUF file is made here and read into memory.
+    """A model as a ``Llama``, read into memory from a GGUF file, which is made here if need be.
 
     Args:
-        model: a checkpoint's directory, or one of `random_model.shapes`.
-        quantisation: one of `gguf.QUANTISATIONS`, of all matrices.
+        model: a GGUF file, a checkpoint's directory, or one of `random_model.shapes`.
+        quantisation: one of `gguf.QUANTISATIONS`, of all matrices where the file is made here.
         context: most tokens.
         options: further ones of ``Llama``.
 
@@ -40,7 +40,9 @@ def open_llama(model: str, quantisation: str, context: int, threads: int, **opti
     from benchmarks.random_model import shapes
 
     with tempfile.TemporaryDirectory() as folder:
-        if model in shapes():
+        if model.endswith(".gguf"):
+            path = Path(model)
+        elif model in shapes():
             path = write_random(Path(folder), model, quantisation)
         else:
             path = Path(folder) / f"model-{quantisation}.gguf"

@@ -63,13 +63,13 @@ def open_contender(
 
 
 def open_stepper(
-    llm: LLM, name: str, context: int, most_tokens: int, random_weights: str | None = None
+    llm: LLM, name: str, context: int, most_tokens: int, model: str | None = None
 ) -> TimedStepper:
     """A peer's forward of up to ``most_tokens`` behind ``context`` others.
 
     Args:
         name: "transformers" or one of `LLAMA_PEERS`.
-        random_weights: the shape that the model has, where its weights are made up.
+        model: for llama.cpp; None: the checkpoint that is loaded.
     """
     import torch
 
@@ -85,7 +85,7 @@ def open_stepper(
             device=plan.device, context=context,
         )  # fmt: skip
     return PeerStepper(
-        LlamaCppStepper, f"llama.cpp {kind}", model=random_weights or str(plan.directory),
+        LlamaCppStepper, f"llama.cpp {kind}", model=model or str(plan.directory),
         quantisation=kind, context=context, most_tokens=most_tokens,
         threads=torch.get_num_threads(),
     )  # fmt: skip

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.peers import LLAMA_PEERS, open_stepper, peer_names
 from benchmarks.plots import plot_steps
+from benchmarks.random_files import write_random
 from benchmarks.random_model import load_llm
 from benchmarks.variants import load_variants
 from foredraft.bench.report import check_outputs
@@ -31,6 +34,7 @@ class Ways:
         caches: several of --cache-dtype likewise.
         against: other engines with commas.
         random_weights: instead of a model this shape with random weights, for timing only.
+        stored: with random weights, a format of GGUF files: both engines read one such file.
     """
 
     isa: str | None = None
@@ -38,6 +42,7 @@ class Ways:
     caches: str | None = None
     against: str | None = None
     random_weights: str | None = None
+    stored: str | None = None
 
     @property
     def peers(self) -> list[str]:
@@ -64,11 +69,31 @@ def step(
     the measured rate.
     """
     check_outputs(json_file, plot)
+    if ways.stored is None:
+        _step(load, forwards, ways, rounds, json_file, plot)
+        return
+    if ways.random_weights is None:
+        raise ConfigError("--stored is of --random-weights; name a shape, such as llama-1b")
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_random(Path(folder), ways.random_weights, ways.stored)
+        stored = replace(load, model=str(path), weights="auto")
+        _step(stored, forwards, replace(ways, random_weights=None), rounds, json_file, plot)
+
+
+def _step(
+    load: LoadOptions,
+    forwards: Forwards,
+    ways: Ways,
+    rounds: int,
+    json_file: str | None,
+    plot: str | None,
+) -> None:
     sizes, contexts, peers = forwards.sizes, forwards.contexts, ways.peers
-    if ways.random_weights and "transformers" in peers:
+    other_model = load.model if load.model.endswith(".gguf") else ways.random_weights
+    if other_model and "transformers" in peers:
         raise ConfigError(
-            "--against transformers needs a checkpoint; with --random-weights llama.cpp alone "
-            "runs beside, on a file of the same shape that is made for it"
+            "--against transformers needs a checkpoint; beside a GGUF file or --random-weights "
+            "llama.cpp alone runs, on that file or on one of the same shape"
         )
     load = replace(load, max_batch_size=max(size.rows for size in sizes))
     variants = load_variants(
@@ -79,8 +104,7 @@ def step(
     steppers = own_steppers(llms, contexts, sizes)
     most = max(size.tokens for size in sizes)
     steppers += [
-        open_stepper(variants[0].llm, name, contexts[0], most, ways.random_weights)
-        for name in peers
+        open_stepper(variants[0].llm, name, contexts[0], most, other_model) for name in peers
     ]
     figures = timed(steppers, sizes, rounds)
     report = step_report(llms, figures, contexts, sizes)

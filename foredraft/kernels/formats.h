@@ -68,6 +68,8 @@ struct ByteWeights {
   static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs;
   static constexpr bool kUnpacks = false, kStartsAtZero = !kSigned;
 
+  // Where a part's sum begins, given its activations' sum times -128.
+  static Ints start(Ints sum) { return sum; }
   // Of a vector of words what one instruction multiplies.
   static Ints part(Ints words, int which) {
     if (kDigits) return words;
@@ -79,13 +81,15 @@ struct ByteWeights {
   }
 };
 
-// Four bits each, without a sign, as [8 pairs of quads, 16 rows, 4 inputs]: the first quad in the lower
-// half of each byte, the second in the upper one.
+// Four bits each, as [8 pairs of quads, 16 rows, 4 inputs]: the first quad in the lower half of each
+// byte, the second in the upper one. Those with a sign are stored 8 higher.
+template <bool kSigned>
 struct HalfByteWeights {
   static constexpr int kQuads = 2;
   static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs / 2;
-  static constexpr bool kUnpacks = true, kStartsAtZero = true;
+  static constexpr bool kUnpacks = true, kStartsAtZero = !kSigned;
 
+  static Ints start(Ints sum) { return sum >> 4; }  // a multiple of 128
   static Ints quad(Ints words, int which) { return (words >> (4 * which)) & 0x0f0f0f0f; }
   static Ints part(Ints words, int which) {
     if (kDigits) return quad(words, which);
@@ -95,7 +99,7 @@ struct HalfByteWeights {
   static int32_t integer(const uint8_t* words, int64_t row, int64_t input) {
     const int64_t quad = input / kQuad;
     const uint8_t both = words[quad / 2 * kQuad * kGroupRows + row * kQuad + input % kQuad];
-    return both >> (4 * (quad % 2)) & 15;
+    return (both >> (4 * (quad % 2)) & 15) - 8 * kSigned;
   }
   // The weights of 32 inputs as [8 quads, 16 rows, 4 inputs], a byte each.
   static void unpack(const uint8_t* words, uint8_t* unpacked) {
@@ -120,11 +124,12 @@ struct Format : Weights, Scales {
 };
 
 using Int8 = Format<ByteWeights<true>, HalfScales<false>>;
-using Int4 = Format<HalfByteWeights, HalfScales<true>>;
+using Int4 = Format<HalfByteWeights<false>, HalfScales<true>>;
 using Int8WithMinima = Format<ByteWeights<false>, HalfScales<true>>;
-using Nested4 = Format<HalfByteWeights, NestedScales<2, true>>;
+using Nested4 = Format<HalfByteWeights<false>, NestedScales<2, true>>;
 using Nested8WithMinima = Format<ByteWeights<false>, NestedScales<2, true>>;
 using Nested8 = Format<ByteWeights<true>, NestedScales<4, false>>;
+using Centred4 = Format<HalfByteWeights<true>, HalfScales<false>>;
 
 // The weights of one row of a group as numbers, each product and each sum rounded once.
 template <class Format>

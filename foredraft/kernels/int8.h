@@ -147,7 +147,7 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
       Sum sum[V][T];
       if constexpr (!Format::kStartsAtZero)
         UNROLL for (int t = 0; t < T; ++t)
-          UNROLL for (int v = 0; v < V; ++v) sum[v][t] = Sum(repeat(of_part + t));
+          UNROLL for (int v = 0; v < V; ++v) sum[v][t] = Sum(Format::start(repeat(of_part + t)));
       _Pragma("GCC unroll 4") for (int i = 0; i < Format::kPartInputs / kQuad / Format::kQuads; ++i) {
         UNROLL for (int g = 0; g < G; ++g)
           __builtin_prefetch(words + g * group_bytes + ahead, 0, kToL2);

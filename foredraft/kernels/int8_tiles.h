@@ -96,7 +96,7 @@ __attribute__((noinline)) void tile_group_product(const uint8_t* group, int64_t 
         Ints sum = (load_ints(&sums[kBlock].digits[g][t][0][lane]) << 8) +
                    load_ints(&sums[kBlock].digits[g][t][1][lane]);
         if constexpr (!Format::kStartsAtZero)
-          sum += repeat(kept + kBlock * num_tokens + t);
+          sum += Format::start(repeat(kept + kBlock * num_tokens + t));
         total[v][t] = fma(__builtin_convertvector(sum, Vec), scale, total[v][t]);
       }
       if constexpr (Format::kHasMinima) {

@@ -12,7 +12,8 @@ extern "C" {
 // Of a matrix that is packed in few bits: what its chunks hold (formats.h). The bits of an integer, and
 // where its scale comes from: one of its own, or a step of 64 inputs times a whole number.
 enum ForedraftFormat : int64_t {
-  kInt8, kInt4, kInt8WithMinima, kNested4, kNested8WithMinima, kNested8, kNumFormats
+  kInt8, kInt4, kInt8WithMinima, kNested4, kNested8WithMinima, kNested8, kCentred4,
+  kNumFormats
 };
 
 struct ForedraftMatrix {

@@ -70,7 +70,8 @@ constexpr FormatCode code_of() {
 
 constexpr FormatCode kFormats[kNumFormats] = {  // by ForedraftFormat
     code_of<Int8>(),    code_of<Int4>(),    code_of<Int8WithMinima>(),
-    code_of<Nested4>(), code_of<Nested8WithMinima>(), code_of<Nested8>()};
+    code_of<Nested4>(), code_of<Nested8WithMinima>(), code_of<Nested8>(),
+    code_of<Centred4>()};
 
 // ---- matrices -----------------------------------------------------------------------------------
 

@@ -161,6 +161,7 @@ class MadeUp {
       case kNested4: return chunks<Nested4>(format, rows, K, count, {0x1000, 0x8800});
       case kNested8WithMinima:
         return chunks<Nested8WithMinima>(format, rows, K, count, {0x0800, 0x8800});
+      case kCentred4: return chunks<Centred4>(format, rows, K, count, {0x2800, 0x2800});
       default: return chunks<Nested8>(format, rows, K, count, {0x0400});
     }
   }
@@ -412,7 +413,7 @@ int main(int, char** arguments) {
       {"bfloat16 with minima", true, kFormPacked, kInt8WithMinima, kNested8},
       {"bfloat16 mixed", true, kFormPacked, kNested4, kNested8WithMinima, true},
       {"bfloat16 over int8", true, kFormPlain, kInt8, kInt8, false, true},
-      {"bfloat16 int4 over int8", true, kFormPacked, kInt4, kInt8, false, true}};
+      {"bfloat16 centred over int8", true, kFormPacked, kCentred4, kInt8, false, true}};
   if (kTiles && tiles_allowed()) {
     models.push_back({"bfloat16 tiles", true, kFormTiled});
     models.push_back({"bfloat16 tiles over int8", true, kFormTiled, kInt8, kInt8, false, true});

@@ -30,5 +30,6 @@ static void print_hash(int64_t format, int64_t head_bytes) {
 
 int main() {
   print_hash(kInt8, Int8::kHeadBytes);
-  for (int64_t format = kInt8 + 1; format < kNumFormats; ++format) print_hash(format, 128);
+  for (int64_t format = kInt8 + 1; format < kCentred4; ++format) print_hash(format, 128);
+  print_hash(kCentred4, Centred4::kHeadBytes);
 }

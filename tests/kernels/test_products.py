@@ -103,7 +103,8 @@ def made_up(kind: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> Quan
         numbers = torch.randn(num_rows, num_chunks * count, generator=generator)
         return (numbers / (100 if "steps_RC" in counts else 1)).half()
 
-    low, high = (-128, 128) if kind.is_signed else (0, 16 if kind.bits == 4 else 32)
+    span = 1 << kind.bits
+    low, high = (-span // 2, span // 2) if kind.is_signed else (0, min(span, 32))
     weights = integers(low, high, num_rows, num_blocks, block_inputs)
     weights.view(num_rows, -1)[:, num_inputs:] = 0
     blocks = Blocks(weights, **{field: head(field, *rest) for field, *rest in kind.head})

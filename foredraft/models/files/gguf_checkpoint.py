@@ -519,7 +519,8 @@ def _blocks(kind: Kind, blocks: Bytes) -> Blocks | None:
 
     if kind.name not in ("Q4_0", "Q4_1", "Q8_0") or blocks.ndim != 3:
         return None
-    return unpacked(kind, blocks)  # blocks that do not give the weights are not used
+    found = unpacked(kind, blocks)  # blocks that do not give the weights are not used
+    return found.from_minimum() if kind.name == "Q4_0" else found
 
 
 def _rows(weights: Sequence[_Found]) -> Iterator[tuple[GgufTensor, _Weight, Bytes]]:

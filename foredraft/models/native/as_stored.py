@@ -22,12 +22,14 @@ from foredraft.models.native.packed import (
     CHUNK_INPUTS,
     GROUP_ROWS,
     Blocks,
+    Centred4Matrix,
     Int4Matrix,
     Int8Matrix,
     Int8WithMinimaMatrix,
     Nested4Matrix,
     Nested8Matrix,
     Nested8WithMinimaMatrix,
+    PackedMatrix,
     QuantisedMatrix,
     StackedMatrix,
 )
@@ -39,7 +41,7 @@ FORMS: Mapping[str, type[QuantisedMatrix]] = {
     "Q8_0": Int8Matrix,
     "Q5_0": Int8Matrix,
     "Q5_1": Int8WithMinimaMatrix,
-    "Q4_0": Int4Matrix,
+    "Q4_0": Centred4Matrix,
     "Q4_1": Int4Matrix,
     "Q4_K": Nested4Matrix,
     "Q5_K": Nested8WithMinimaMatrix,
@@ -97,18 +99,28 @@ def formats_of(checkpoint: Checkpoint) -> list[str]:
     return sorted(counts, key=lambda name: -counts[name])
 
 
+def holds(form: type[PackedMatrix], tensor: StoredTensor) -> bool:
+    """Whether a form has the very numbers of a tensor's format."""
+    own = FORMS.get(tensor.dtype)
+    return own is form or (own is Centred4Matrix and form is Int4Matrix)
+
+
 def matrix_as_stored(
-    tensors: Sequence[StoredTensor], num_parts: int, shelf: Shelf
+    tensors: Sequence[StoredTensor],
+    num_parts: int,
+    shelf: Shelf,
+    form: type[QuantisedMatrix] | None = None,
 ) -> QuantisedMatrix | StackedMatrix:
     """Matrices of as many inputs, one below the other, packed without rounding.
 
     Args:
         num_parts: see `foredraft.models.native.packed.PackedMatrix.of_weight`.
+        form: that `holds` them all; None: each has that of its format.
 
     Raises:
         ModelLoadError: a scale is no finite number.
     """
-    forms = [FORMS[tensor.dtype] for tensor in tensors]
+    forms = [form or FORMS[tensor.dtype] for tensor in tensors]
     if len(set(forms)) > 1:
         return StackedMatrix(
             tuple(_packed(form, [one], 1, shelf) for form, one in zip(forms, tensors, strict=True))
@@ -129,7 +141,9 @@ def _packed(
             begin, end = max(wanted.start - first, 0), min(wanted.stop - first, len(blocks))
             if begin < end:
                 assert tensor.gguf is not None
-                pieces.append(unpacked(tensor.gguf.kind, blocks[begin:end]))
+                some = unpacked(tensor.gguf.kind, blocks[begin:end])
+                is_centred = FORMS[tensor.dtype] is Centred4Matrix
+                pieces.append(some.from_minimum() if is_centred and form is Int4Matrix else some)
             first += len(blocks)
         rows = Blocks.stacked(pieces)
         if not rows.is_finite():
@@ -148,9 +162,7 @@ def unpacked(kind: Kind, blocks_N: Bytes) -> Blocks:
     assert kind.unpack is not None
     with np.errstate(all="ignore"):  # scales are looked at afterwards
         found = kind.unpack(blocks_N)
-        integers, scales, minima = found.integers_SK, found.scales_S, found.minima_S
-        if kind.name == "Q4_0":  # from -8 to 7, where the form has a minimum
-            integers, minima = integers + np.int8(8), scales * np.float16(-8)
+    integers, scales, minima = found.integers_SK, found.scales_S, found.minima_S
     num_rows, block_inputs = len(blocks_N), integers.shape[-1]
     chunks_of_block = kind.block_weights // CHUNK_INPUTS
 

@@ -13,7 +13,7 @@ in one format), C chunks of 64 inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -30,7 +30,6 @@ as large again (docs/decisions/0002-cpu-kernel.md)."""
 CHUNK_INPUTS = 2 * SCALE_INPUTS
 _QUAD = 4
 _TILE_PAIRS = 16
-_ZERO = 128  # what weight 0 of 8 bits with a sign is stored as
 _HALF_BYTE = 4
 _LINE = 64
 _ROWS_AT_ONCE = 1024
@@ -80,6 +79,10 @@ class Blocks:
             return pieces[0]
         names = [name for name, value in vars(pieces[0]).items() if value is not None]
         return cls(**{name: torch.cat([getattr(one, name) for one in pieces]) for name in names})
+
+    def from_minimum(self) -> Blocks:
+        """Integers of 4 bits with a sign as such that begin at 0, with a minimum."""
+        return replace(self, integers_RBK=self.integers_RBK + 8, minima_RB=self.scales_RB * -8.0)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Blocks:
         tensors = {name: value for name, value in vars(self).items() if value is not None}
@@ -202,7 +205,7 @@ class QuantisedMatrix(PackedMatrix):
     head: ClassVar[Sequence[tuple[str, int, torch.dtype]]]
     """Fields of `Blocks`, how many numbers of each a chunk has for a row, and what these are."""
     is_signed: ClassVar[bool] = False
-    """Of 8 bits: weights are stored + 128."""
+    """Weights are stored half of their range higher: 128, or 8 of 4 bits."""
 
     def __init_subclass__(cls) -> None:
         cls.bytes_per_weight = cls.bits / 8 + cls._head_bytes() / (GROUP_ROWS * CHUNK_INPUTS)
@@ -265,7 +268,7 @@ class QuantisedMatrix(PackedMatrix):
         packed_GCN[..., at : cls._head_bytes()] = 0
         integers = blocks.integers_RBK.contiguous().view(torch.uint8)
         if cls.is_signed:
-            integers = integers ^ _ZERO  # as adding it to a number with a sign
+            integers = integers + (1 << cls.bits - 1)  # as whole numbers without a sign
         words = integers.reshape(groups, GROUP_ROWS, chunks, -1).view(torch.int32)  # of quads
         words = words.permute(0, 2, 3, 1)
         if cls.bits == _HALF_BYTE:  # two quads a word, the first in the lower half of its bytes
@@ -296,7 +299,7 @@ class QuantisedMatrix(PackedMatrix):
         quads = words.reshape(groups, chunks, -1, GROUP_ROWS, _QUAD).permute(0, 3, 1, 2, 4)
         integers = quads.reshape(*found["scales_RB"].shape, -1)
         if cls.is_signed:
-            integers = (integers.to(torch.int16) - _ZERO).to(torch.int8)
+            integers = (integers.to(torch.int16) - (1 << cls.bits - 1)).to(torch.int8)
         return Blocks(integers, **found)
 
 
@@ -366,6 +369,13 @@ class Nested8Matrix(QuantisedMatrix):
     head = (("steps_RC", 1, torch.float16), ("scales_RB", 4, torch.int8))
 
 
+class Centred4Matrix(QuantisedMatrix):
+    """4 bits with a sign, a scale for 32 inputs."""
+
+    bits, format, is_signed = 4, 6, True
+    head = (("scales_RB", 2, torch.float16),)
+
+
 class TiledMatrix(PackedMatrix):
     """bfloat16 as it is. Each chunk holds two tiles [16 pairs of inputs, 16 rows, 2 inputs]."""
 
@@ -405,7 +415,7 @@ PACKED: Mapping[int, type[PackedMatrix]] = {16: TiledMatrix, 8: Int8Matrix, 4: I
 
 QUANTISED: Sequence[type[QuantisedMatrix]] = (
     *(Int8Matrix, Int4Matrix, Int8WithMinimaMatrix),
-    *(Nested4Matrix, Nested8WithMinimaMatrix, Nested8Matrix),
+    *(Nested4Matrix, Nested8WithMinimaMatrix, Nested8Matrix, Centred4Matrix),
 )
 """By ``ForedraftFormat``."""
 

@@ -496,8 +496,8 @@ class _Reader:
             if blocks and (blocks.minima_RB is not None) == (kind is Int4Matrix):
                 return kind.of_blocks(blocks, weight.shape[1], num_parts, self._shelf)
         tensors = [self._checkpoint.tensors[name] for name in names]
-        if {as_stored.FORMS.get(tensor.dtype) for tensor in tensors} == {kind}:
-            matrix = matrix_as_stored(tensors, num_parts, self._shelf)
+        if issubclass(kind, QuantisedMatrix) and all(as_stored.holds(kind, one) for one in tensors):
+            matrix = matrix_as_stored(tensors, num_parts, self._shelf, kind)
             assert isinstance(matrix, PackedMatrix)
             return matrix
         return kind.of_weight(weight, num_parts, self._shelf)
