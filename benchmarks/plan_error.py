@@ -18,7 +18,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.llm import LLM
 from foredraft.options import LoadOptions
-from foredraft.plan.record import PLAIN, Work, num_requests, record
+from foredraft.plan.record import PLAIN, Setting, Work, num_requests, record, recorded_settings
 from foredraft.plan.report import CHECK_COLUMNS, CHECK_ROUNDS, MachinePlan, check
 
 _COLUMNS = {"set": "{set}"} | CHECK_COLUMNS | {"chosen": "{chosen}"}
@@ -68,12 +68,14 @@ def plan_error(
     works, names = dict(_works(llm, prompts, compared)), o.names(compared.drafters)
     known = {(row["set"], row["load"]) for row in rows}
     left = [(name, load) for name in works for load in loads if (name, load) not in known]
-    total = sum(num_requests(works[name], [load], 1 + len(names)) for name, load in left)
-    with progress_bar((1 + CHECK_ROUNDS) * total) as advance:
+    settings = recorded_settings(llm, names)
+    times = 1 + len(settings) + CHECK_ROUNDS * (1 + len(names))
+    total = sum(num_requests(works[name], [load], times) for name, load in left)
+    with progress_bar(total) as advance:
         for name, number in left:
             if compared.minutes and time.monotonic() - began > 60.0 * compared.minutes:
                 break
-            rows += _rows(llm, name, works[name], names, number, advance)
+            rows += _rows(llm, name, works[name], settings, number, advance)
             _report(rows, compared).give(json_file)
 
 
@@ -134,12 +136,12 @@ def _rows(
     llm: LLM,
     name: str,
     work: Work,
-    drafters: Sequence[str],
+    settings: Sequence[Setting],
     load: int,
     advance: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """One load of a set: planned and run at once, so that the machine is the same."""
-    plan = MachinePlan.of("here", record(llm, drafters, work, [load], advance))
+    plan = MachinePlan.of("here", record(llm, settings, work, [load], advance))
     choice, outlooks = plan.choice(load), plan.outlooks[load]
     checks = check(llm, outlooks, work, advance)
     best = max([1.0, *(one.measured for one in checks)])

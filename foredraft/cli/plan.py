@@ -119,7 +119,7 @@ def _of_trace(
     plain, drafted = recorded_trace(read_trace(path))
     assert llm.cost is not None
     return [
-        MachinePlan.of(name, dict.fromkeys(loads, Recorded(plain, [drafted], cost)))
+        MachinePlan.of(name, dict.fromkeys(loads, Recorded(plain, [[drafted]], cost)))
         for name, cost in {"here": llm.cost, **machines}.items()
     ]
 
@@ -133,18 +133,19 @@ def _of_prompts(
 ) -> tuple[list[MachinePlan], list[Check]]:
     from foredraft.cli.display import progress_bar
     from foredraft.drafters.heads.store import read_info
-    from foredraft.plan.record import AUTO, num_requests, record
+    from foredraft.plan.record import AUTO, num_requests, record, recorded_settings
     from foredraft.plan.report import MachinePlan, check, num_check_requests
 
     names = _named(planned.drafters) or _usable(llm, planned.drafters)
-    elsewhere = [name for name in names if name != AUTO]  # it learns what this machine takes
     path = planned.head
     head = None if path is None else (read_info(path).kind, str(path))
-    total = num_requests(work, loads, 1 + len(names) + (head is not None))
+    here = recorded_settings(llm, names, head)
+    # auto learns what this machine takes
+    elsewhere = recorded_settings(llm, [name for name in names if name != AUTO])
+    total = num_requests(work, loads, 1 + len(here))
     total += len(machines) * num_requests(work, loads, 1 + len(elsewhere))
     with progress_bar(total) as advance:
-        recorded = record(llm, names, work, loads, advance, head=head)
-        plans = [MachinePlan.of("here", recorded)]
+        plans = [MachinePlan.of("here", record(llm, here, work, loads, advance))]
         for name, cost in machines.items():
             recorded = record(llm, elsewhere, work, loads, advance, cost)
             plans.append(MachinePlan.of(name, recorded))

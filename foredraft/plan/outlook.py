@@ -108,13 +108,20 @@ class Costs:
         return plain.pace * (forward + plain.step_rest_ms(len(contexts)))
 
 
-def best_outlook(recording: Recording, load: int, costs: Costs) -> Outlook:
-    """The outlook with the number of nodes that brings the most; of those recorded, at most."""
-    most = recording.most_nodes
-    if most is None:
-        return outlook(recording, load, costs, None)
-    sizes = {size for size in _SIZES if size < most} | {most}
-    found = [outlook(recording, load, costs, size) for size in sorted(sizes)]
+def best_outlook(recordings: Sequence[Recording], load: int, costs: Costs) -> Outlook:
+    """The outlook with the number of nodes that brings the most; of those recorded, at most.
+
+    Args:
+        recordings: of one drafter, by rising most nodes. Of those with enough the first counts.
+    """
+    found, below = list[Outlook](), 0
+    for recording in recordings:
+        most = recording.most_nodes
+        if most is None:
+            return outlook(recording, load, costs, None)
+        sizes = {size for size in _SIZES if below < size < most} | {most}
+        found += [outlook(recording, load, costs, size) for size in sorted(sizes)]
+        below = most
     return max(found, key=lambda each: each.gain)
 
 
@@ -163,13 +170,13 @@ def outlook(recording: Recording, load: int, costs: Costs, most_nodes: int | Non
     )
 
 
-def most_load(recordings: Sequence[Recording], costs: Sequence[Costs]) -> int:
+def most_load(recordings: Sequence[Sequence[Recording]], costs: Sequence[Costs]) -> int:
     """The most requests at once at which one drafter pays; 0: it never does.
 
     Args:
-        recordings: of the drafter, each under another load, ascending; so ``costs``.
+        recordings: of the drafter, under each load, ascending; so ``costs``.
     """
-    recorded = [each.load for each in recordings]
+    recorded = [each[0].load for each in recordings]
     largest = _BEYOND * max(1, *recorded)
 
     def pays(load: int) -> bool:

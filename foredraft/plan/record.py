@@ -7,9 +7,10 @@ machine, and of the load. So runs are kept without the machine's part, which is 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from math import log2
 from statistics import mean, median
 
@@ -32,6 +33,8 @@ from foredraft.trace.replay import is_decoding
 AUTO, PLAIN = "auto", "none"
 _SIZES_PER_OCTAVE, _LEAST_STEPS = 4, 3
 """Of forwards that are looked at together, and how many of them there have to be."""
+_FEW = (2, 4)
+"""Nodes that are recorded beside the most that a drafter is asked for."""
 _LEAST_REQUESTS = 1.5
 """For each request at once: fewer would be mostly beginnings and ends."""
 
@@ -300,37 +303,33 @@ class Recorded:
 
     Attributes:
         plain: what plain decoding did.
-        drafters: what the others did.
+        drafters: what each of the others did, by rising most nodes.
         cost: of the forwards that all of them ran.
     """
 
     plain: Recording
-    drafters: Sequence[Recording]
+    drafters: Sequence[Sequence[Recording]]
     cost: CostModel
 
 
 def record(
     llm: LLM,
-    drafters: Iterable[str],
+    settings: Sequence[Setting],
     work: Work,
     loads: Sequence[int],
     advance: Callable[[str], None],
     elsewhere: CostModel | None = None,
-    head: tuple[str, str] | None = None,
 ) -> dict[int, Recorded]:
-    """What each drafter does under each load, beside plain decoding.
+    """What settings do under each load, beside plain decoding.
 
     All take turns, so that a slow moment of the machine hits all of them.
 
     Args:
+        settings: of `recorded_settings`.
         advance: told of each request that has ended.
         elsewhere: costs of another machine, by which nodes are weighed, and which count.
-        head: kind and folder of a trained head that is recorded besides.
     """
-    settings = [Setting(PLAIN), *_recorded_settings(llm, drafters)]
-    if head is not None:
-        settings += [replace(each, head=head[1]) for each in _recorded_settings(llm, head[:1])]
-    runners = [Runner(llm, setting, elsewhere) for setting in settings]
+    runners = [Runner(llm, setting, elsewhere) for setting in (Setting(PLAIN), *settings)]
     attention = llm.cost.attention if llm.cost else None
     found: dict[int, Recorded] = {}
     for load in loads:
@@ -341,7 +340,8 @@ def record(
         if elsewhere is None:
             for runner, each in zip(runners, [plain, *others], strict=True):
                 each.pace = runner.pace(each, cost)
-        found[load] = Recorded(plain, others, cost)
+        by_drafter = groupby(others, lambda each: (each.drafter, each.head))
+        found[load] = Recorded(plain, [[*same] for _, same in by_drafter], cost)
     return found
 
 
@@ -369,12 +369,25 @@ def cost_of_steps(steps: Iterable[StepRecord], attention: Attention | None) -> C
     return CostModel(tuple((size, ms) for ms, _, sizes in blocks for size in sizes), attention)
 
 
-def _recorded_settings(llm: LLM, drafters: Iterable[str]) -> Iterator[Setting]:
-    """Each drafter at the most nodes that it is asked for: what fewer do is replayed."""
-    asked = llm.options.num_draft_tokens
-    for name in drafters:
-        most = None if name == AUTO else asked or drafter_spec(name).num_draft_tokens
-        yield Setting(name, most)
+def recorded_settings(
+    llm: LLM, drafters: Iterable[str], head: tuple[str, str] | None = None
+) -> list[Setting]:
+    """Each drafter with the most nodes that it is asked for, and with few; others are replayed.
+
+    How often drafts hold can be replayed from the most, but what few of them take cannot.
+
+    Args:
+        head: kind and folder of a trained head besides.
+    """
+    asked, found = llm.options.num_draft_tokens, list[Setting]()
+    for name, folder in [*((name, None) for name in drafters), *([head] if head else [])]:
+        if name == AUTO:
+            found.append(Setting(AUTO))
+            continue
+        most = asked or drafter_spec(name).num_draft_tokens
+        sizes = [size for size in _FEW if size < most] + [most]
+        found += [Setting(name, size, folder) for size in sizes]
+    return found
 
 
 def num_requests(work: Work, loads: Sequence[int], num_settings: int) -> int:

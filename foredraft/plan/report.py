@@ -74,9 +74,9 @@ class MachinePlan:
             found[load] = [bare, *(best_outlook(one, load, cost) for one in each.drafters)]
         by_drafter = zip(*(each.drafters for each in recorded.values()), strict=True)
         most = {
-            same[0].setting(None).name: most_load(same, costs)
+            same[0][0].setting(None).name: most_load(same, costs)
             for same in by_drafter
-            if same[0].drafter != AUTO
+            if same[0][0].drafter != AUTO
         }
         return cls(machine, found, most)
 

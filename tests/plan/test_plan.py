@@ -31,6 +31,7 @@ from foredraft.plan.record import (
     cost_of_steps,
     num_requests,
     record,
+    recorded_settings,
     recorded_trace,
 )
 from foredraft.plan.report import MachinePlan, check, machine_cost, plan_report
@@ -108,22 +109,33 @@ def test_fewer_nodes_bring_the_same_text_in_more_steps() -> None:
 
 def test_nodes_that_batches_make_dear_are_left_out() -> None:
     often = recording([[3, 0, 2, 0, 1, 0]] * 4)
-    alone = best_outlook(often, 1, Costs(FREE_TO_FOUR))
-    many = best_outlook(often, 4, Costs(FREE_TO_FOUR))
+    alone = best_outlook([often], 1, Costs(FREE_TO_FOUR))
+    many = best_outlook([often], 4, Costs(FREE_TO_FOUR))
     assert alone.gain > 1.3
     assert many.gain < 1.0
     assert many.nodes < alone.nodes
+
+
+def test_few_nodes_are_told_from_what_few_did() -> None:
+    """A drafter may take longer for many, and what few take is not in a recording of many."""
+    many = recording([[3, 0, 2, 1]] * 3)
+    few = replace(recording([[1, 0, 1, 1, 0]] * 3, drafted=1), pace=0.5)
+    costs = Costs(FREE_TO_FOUR, recording([[0]]))
+    found = best_outlook([few, many], 1, costs)
+    assert found.setting.num_draft_tokens == 1
+    assert found.gain == outlook(few, 1, costs, 1).gain
+    assert best_outlook([replace(few, pace=2.0), many], 1, costs).nodes > 1.0
 
 
 def test_the_load_at_which_it_stops_paying_is_where_the_cost_says() -> None:
     """Two rows fit four tokens with a node each; with three, tokens are dear."""
     often = recording([[1, 0, 1, 1, 0, 1]] * 4, drafted=1)
     costs = Costs(FREE_TO_FOUR)
-    most = most_load([often], [costs])
+    most = most_load([[often]], [costs])
     assert most >= 2
-    assert best_outlook(often, most, costs).gain > 1.0
-    assert best_outlook(often, most + 1, costs).gain <= 1.0
-    assert most_load([recording([[0, 0]] * 4)], [costs]) == 0
+    assert best_outlook([often], most, costs).gain > 1.0
+    assert best_outlook([often], most + 1, costs).gain <= 1.0
+    assert most_load([[recording([[0, 0]] * 4)]], [costs]) == 0
 
 
 def test_drafting_forwards_count_by_their_number() -> None:
@@ -206,10 +218,13 @@ def test_what_was_run_comes_out_as_it_was_whatever_the_costs_say(
 
 def test_recordings_hold_every_request_under_every_load(llm: LLM, work: Work) -> None:
     told: list[str] = []
-    found = record(llm, ["suffix", "auto"], work, [1, 3], told.append)
-    assert len(told) == num_requests(work, [1, 3], 3)
+    settings = recorded_settings(llm, ["suffix", "auto"])
+    assert [each.num_draft_tokens for each in settings] == [2, 4, 16, None]
+    found = record(llm, settings, work, [1, 3], told.append)
+    assert len(told) == num_requests(work, [1, 3], 5)
     for load, recorded in found.items():
-        plain, others = recorded.plain, recorded.drafters
+        plain, others = recorded.plain, [each[-1] for each in recorded.drafters]
+        assert [len(each) for each in recorded.drafters] == [3, 1]
         assert (plain.drafter, plain.load) == (PLAIN, load)
         assert [each.drafter for each in others] == ["suffix", "auto"]
         num = len(work.under(load).prompts)
