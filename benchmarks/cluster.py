@@ -27,13 +27,16 @@ def cluster(
 ) -> None:
     """Compare `foredraft serve` with a cluster on this machine, in rotating order.
 
-    It needs foredraft[ray]. The engine's threads should leave a core to the gate.
+    It needs foredraft[ray]. The one process has as many threads as all engines together. With one
+    engine the tier's cost is measured, if its threads leave a core to the gate; with several also
+    what batches lose that are split.
     """
     check_outputs(json_file)
     task = Task([prompt.text for prompt in load_prompts(None, limit)], max_tokens, 0.0)
     counts = o.numbers("--clients", clients, int, low=1)
-    own = ["--threads", str(threads)]
-    with served(own) as alone, served([*own, "--ray", "--replicas", str(replicas)]) as tiers:
+    own, together = (["--threads", str(number)] for number in (threads, threads * replicas))
+    tier = ["--ray", "--replicas", str(replicas)]
+    with served(together) as alone, served([*own, *tier]) as tiers:
         urls = dict(zip(_NAMES, (alone.url, tiers.url), strict=True))
         figures = compare(urls, counts, task, rounds)
     report = serving_report(figures)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 try:
     import ray
     from ray import serve
-    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+    from ray.serve.config import (
+        AutoscalingConfig,
+        AutoscalingContext,
+        AutoscalingPolicy,
+        RequestRouterConfig,
+    )
     from ray.serve.deployment import Application
     from ray.serve.handle import DeploymentHandle
 except ImportError as error:
@@ -38,7 +42,7 @@ _NAME = "foredraft"
 _STORE = 200 << 20
 """Bytes that a cluster of this machine alone keeps for what its processes tell each other."""
 _FULL = 0.7
-"""Share of an engine's batch that autoscaling aims at."""
+"""Load of an engine that autoscaling aims at."""
 _GRACE = 15.0
 """Seconds that a replica is left beyond the longest reply, to end in order."""
 Count = Annotated[int, Field(ge=1)]
@@ -52,6 +56,8 @@ class ClusterOptions(BaseModel):
         autoscale: fewest and most engines, where their number follows the load.
         gates: how many take requests.
         num_cpus, num_gpus: that an engine keeps for itself.
+        upscale_delay, downscale_delay: seconds that load must ask for more engines, or for fewer,
+            before there are; load is that of the last ``upscale_delay`` seconds.
         health_check_period: seconds between two looks at a replica.
     """
 
@@ -61,6 +67,8 @@ class ClusterOptions(BaseModel):
     gates: Count = 1
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    upscale_delay: Annotated[float, Field(gt=0)] = 30.0
+    downscale_delay: Annotated[float, Field(gt=0)] = 600.0
     health_check_period: Annotated[float, Field(gt=0)] = 5.0
 
 
@@ -109,13 +117,7 @@ def engine_application(
     longest = settings.request_timeout + _GRACE
     scaling: dict[str, Any] = {"num_replicas": options.replicas}
     if options.autoscale is not None:
-        fewest, most = options.autoscale
-        target = max(1.0, _FULL * max_batch_size)
-        scaling = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=fewest, max_replicas=most, target_ongoing_requests=target
-            )
-        }
+        scaling = {"autoscaling_config": _by_load(options, options.autoscale, max_batch_size)}
     return serve.deployment(
         EngineReplica,
         name="engine",
@@ -127,6 +129,28 @@ def engine_application(
         health_check_period_s=options.health_check_period,
         **scaling,
     ).bind(load, settings.max_waiting)
+
+
+def _by_load(
+    options: ClusterOptions, bounds: tuple[int, int], max_batch_size: int
+) -> AutoscalingConfig:
+    """As many engines as what they report, and what waits at gates, would fill to `_FULL`."""
+    full = _FULL
+
+    # Ray's controller gets a function within another one by value, and need not import us.
+    def policy(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        reported = (context.aggregated_metrics or {}).get("load", {})
+        waiting = context.total_queued_requests / max_batch_size
+        return (sum(reported.values()) + waiting) / full, {}
+
+    return AutoscalingConfig(
+        min_replicas=bounds[0],
+        max_replicas=bounds[1],
+        look_back_period_s=options.upscale_delay,
+        upscale_delay_s=options.upscale_delay,
+        downscale_delay_s=options.downscale_delay,
+        policy=AutoscalingPolicy(policy_function=policy),
+    )
 
 
 def application(
@@ -187,7 +211,7 @@ def running(
 ) -> Iterator[DeploymentHandle]:
     """An application on a cluster, until it is left. Called by the main thread.
 
-    SIGTERM then ends the process in order, as Ctrl-C does. Ray would print its stack.
+    SIGTERM is then the same as Ctrl-C. Ray's own handler prints a stack.
 
     Args:
         address: of a cluster that runs, as `ray.init` takes it; None: one of this machine alone,
@@ -199,7 +223,7 @@ def running(
         ray.init("local", include_dashboard=False, object_store_memory=_STORE, log_to_driver=False)
     else:
         ray.init(address, log_to_driver=False)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if settings is None:
             serve.start(proxy_location="Disabled")

@@ -116,6 +116,13 @@ class EngineReplica:
         except ForedraftError as error:
             yield error
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Ray Serve: how full batch or cache are, whichever is fuller; 1: full."""
+        stats = self._engine.stats()
+        rows = (stats.running + stats.waiting) / self._engine.llm.engine.max_batch_size
+        cache = stats.cache_tokens / max(1, stats.cache_tokens + stats.cache_free_tokens)
+        return {"load": max(rows, cache)}
+
     def check_health(self) -> None:
         """Called by Ray Serve, which replaces a replica that raises three times in a row.
 
