@@ -54,7 +54,7 @@ test-page: $(VENV)/.installed-dev
 	$(PIP) --quiet --editable '.[test-page]'
 	$(BIN)/python -m pytest tests/page
 
-# Clusters on this machine whose engines are killed; FOREDRAFT_KILLS=200 for the longer run.
+# Clusters on this machine whose engines are killed; FOREDRAFT_KILLS=200 for the longer run (50:100: a part).
 test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 0 tests/cluster $(TEST_OPTIONS)
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ QUIET = {
     "PYTHONPATH": str(Path(__file__).parents[2]),
 }
 _STORE = 80 << 20
+_NOTHING: Mapping[str, Any] = {}
 
 
 def free_port() -> int:
@@ -49,6 +50,14 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
     raise AssertionError("it did not come to that")
 
 
+def engines() -> set[str]:
+    """Names of their actors."""
+    import ray
+
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {each["name"] for each in actors if "#engine#" in each["name"]}
+
+
 @dataclass
 class Served:
     """A cluster that serves.
@@ -57,21 +66,21 @@ class Served:
         url: of its gates.
         death: where the number of events goes after which an engine is to die.
         single: a client of a server of one process with the same model.
-        scale: sets the number of engines.
+        deploy: deploys anew, with other `ClusterOptions` or seconds that a forward takes.
     """
 
     url: str
     death: Path
     single: httpx.Client
-    scale: Callable[[int], None]
+    deploy: Callable[..., None]
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **options)
 
-    def kill_after(self, num_events: int) -> None:
-        """Let the next engine that gets so far with a reply die."""
+    def kill_after(self, num_events: int, how: str = "") -> None:
+        """Let the next engine that gets so far with a reply die; see `Death`."""
         unborn = self.death.with_suffix(".new")
-        unborn.write_text(str(num_events))
+        unborn.write_text(f"{num_events} {how}")
         unborn.rename(self.death)
 
     def metric(self, name: str) -> float:
@@ -83,9 +92,15 @@ class Served:
 
 @contextmanager
 def serving(
-    directory: Path, seconds: float = 0.0, max_waiting: int = 256, **sizes: Any
+    directory: Path, seconds: float = 0.0, server: Mapping[str, Any] = _NOTHING, **sizes: Any
 ) -> Iterator[Served]:
-    """The application on the cluster that this process has joined."""
+    """The application on the cluster that this process has joined.
+
+    Args:
+        seconds: that a forward takes.
+        server: settings.
+        sizes: `ClusterOptions`.
+    """
     from ray import serve
 
     from foredraft.cluster.deploy import ClusterOptions, application
@@ -93,28 +108,23 @@ def serving(
     port, death = free_port(), directory / "death"
     serve.shutdown()  # another may listen elsewhere
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    settings = ServerSettings(
-        request_timeout=120, served_model_names=("tiny",), max_waiting=max_waiting
-    )
-    load_one: Callable[[], LLM] = partial(load, directory, death, seconds)
+    usual = {"request_timeout": 120, "served_model_names": ("tiny",)}
+    settings = ServerSettings(**usual | server)
 
-    def deploy(**sizes: Any) -> None:
-        options = ClusterOptions(**{"num_cpus": 0.4, "health_check_period": 1.0} | sizes)
+    def deploy(seconds: float = seconds, **changed: Any) -> None:
+        quick = {"num_cpus": 0.4, "health_check_period": 1.0}
+        options = ClusterOptions(**quick | sizes | changed)
+        load_one: Callable[[], LLM] = partial(load, directory, death, seconds)
         app = application(load_one, MAX_BATCH_SIZE, settings, options, salt=b"of this test")
         serve.run(app, name="foredraft")
 
-    deploy(**sizes)
+    deploy()
     with (
         running(lambda trace: load(directory), served_model_names=("tiny",)) as alone,
         alone.client() as single,
     ):
         try:
-            yield Served(
-                f"http://127.0.0.1:{port}",
-                death,
-                single,
-                lambda n: deploy(**sizes | {"replicas": n}),
-            )
+            yield Served(f"http://127.0.0.1:{port}", death, single, deploy)
         finally:
             serve.shutdown()
 

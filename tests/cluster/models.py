@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foredraft.core.errors import EngineStoppedError
 from foredraft.core.record import StepRecord
 from foredraft.llm import LLM
 from foredraft.models.table import TableModel
@@ -23,8 +24,11 @@ class SlowTable(TableModel):
     """A model that leaves time for something to happen."""
 
     seconds = 0.0
+    has_failed = False
 
     def score(self, *args: Any) -> Any:
+        if self.has_failed:
+            raise EngineStoppedError("this test's target has failed")
         time.sleep(self.seconds)
         return super().score(*args)
 
@@ -35,9 +39,12 @@ class Death:
 
     Attributes:
         path: a file that holds ``after``. Whoever takes it away dies, so there is one death a file.
+            Where it says "stops" behind that, the engine dies and its process lives.
+        target: of the engine.
     """
 
     path: Path
+    target: SlowTable
     _steps: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, record: StepRecord) -> None:
@@ -45,15 +52,17 @@ class Death:
             if row.committed:
                 self._steps[row.request_id] = self._steps.get(row.request_id, 0) + 1
         try:
-            after = int(self.path.read_text())
-        except (OSError, ValueError):
+            after, _, how = self.path.read_text().partition(" ")
+        except OSError:
             return
-        if max(self._steps.get(row.request_id, 0) for row in record.rows) > after:
+        if max(self._steps.get(row.request_id, 0) for row in record.rows) > int(after):
             try:
                 self.path.unlink()
             except FileNotFoundError:
                 return
-            os.kill(os.getpid(), signal.SIGKILL)
+            if how != "stops":
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.target.has_failed = True
 
 
 def load(directory: Path, death: Path | None = None, seconds: float = 0.0) -> LLM:
@@ -61,4 +70,4 @@ def load(directory: Path, death: Path | None = None, seconds: float = 0.0) -> LL
     target = SlowTable.random(VOCAB_SIZE, seed=5, order=1, sharpness=4.0)
     target.seconds = seconds
     asked = LoadOptions(drafter="suffix", max_batch_size=MAX_BATCH_SIZE)
-    return LLM(target, Tokenizer(directory), asked, trace=Death(death) if death else None)
+    return LLM(target, Tokenizer(directory), asked, trace=Death(death, target) if death else None)

@@ -27,7 +27,7 @@ def test_chats_stay_where_they_are_cached(one_node: Path) -> None:
     """Short ones too, whose first tokens are not yet 256; and by chance they do not."""
     with serving(one_node) as cluster:
         single = routing_hits(cluster.url, "beginning", 1, chats=12, clients=3, max_tokens=16)
-        cluster.scale(4)
+        cluster.deploy(replicas=4)
         by = {
             way: routing_hits(cluster.url, way, 4, chats=12, clients=3, max_tokens=16)
             for way in ("beginning", "prompt_cache_key", "random")

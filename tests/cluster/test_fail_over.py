@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.conftest import QUIET, Served, serving, wait_until
+from tests.cluster.conftest import QUIET, Served, engines, serving, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -121,6 +121,18 @@ def test_an_engine_dies(served: Served, name: str, stream: bool) -> None:
     assert served.metric("foredraft:lost_total") == 0
 
 
+def test_an_engine_stops(served: Served) -> None:
+    """Its thread ends, its process lives: its replies go on elsewhere, and it is replaced."""
+    path, body = CASES["seeded"]
+    before = engines()
+    served.kill_after(5, "stops")
+    with served.client() as client:
+        assert ask(client, path, body, True) == ask(served.single, path, body, True)
+    assert not served.death.exists()
+    wait_until(lambda: len(engines()) == 2 and engines() != before)
+    assert served.metric("foredraft:lost_total") == 0
+
+
 def together(served: Served, number: int) -> list[Any]:
     """Many chats at once; returns what each says beside what a single process says."""
     bodies = [
@@ -140,21 +152,22 @@ def together(served: Served, number: int) -> list[Any]:
 
 def test_a_machine_goes_away(served: Served, machines: Any) -> None:
     node = machines.new_node()
-    served.scale(3)  # more than fit on the head, where the gate is
+    served.deploy(replicas=3)  # more than fit on the head, where the gate is
     timer = threading.Timer(0.6, lambda: machines.remove_node(node, allow_graceful=False))
     timer.start()
     for found, expected in together(served, 6):
         assert found == expected
     timer.join()
-    served.scale(2)
+    served.deploy()
     assert served.metric("foredraft:lost_total") == 0
 
 
 def test_random_deaths(served: Served) -> None:
-    number = int(os.environ.get("FOREDRAFT_KILLS", "10"))
-    drawn, path = random.Random(1), "/v1/chat/completions"
-    lost = served.metric("foredraft:lost_total")
-    for kill in range(number):
+    """``FOREDRAFT_KILLS``: how many, such as 200, or which of them, such as 50:100."""
+    first, _, end = os.environ.get("FOREDRAFT_KILLS", "10").rpartition(":")
+    lost, path = served.metric("foredraft:lost_total"), "/v1/chat/completions"
+    for kill in range(int(first or 0), int(end)):
+        drawn = random.Random(kill)
         body = CHAT | drawn.choice([*KINDS.values()]) | {"seed": kill, "max_tokens": 24}
         stream = drawn.random() < 0.5
         expected = ask(served.single, path, body, stream)
@@ -185,7 +198,7 @@ def test_fewer_engines_end_their_replies_first(served: Served) -> None:
     worker = threading.Thread(target=lambda: replies.extend(together(served, 6)))
     worker.start()
     threading.Event().wait(0.5)
-    served.scale(1)
+    served.deploy(replicas=1)
     worker.join()
     assert len(replies) == 6
     for found, expected in replies:
@@ -193,8 +206,43 @@ def test_fewer_engines_end_their_replies_first(served: Served) -> None:
     assert served.metric("foredraft:resumed_total") in (0, resumed)  # of a new gate, or the old one
 
 
+def test_a_new_version_ends_replies_first(served: Served) -> None:
+    """All engines are replaced while replies are under way."""
+    before, replies = engines(), list[Any]()
+    worker = threading.Thread(target=lambda: replies.extend(together(served, 6)))
+    worker.start()
+    threading.Event().wait(0.5)
+    served.deploy(seconds=0.021)
+    worker.join()
+    assert len(replies) == 6
+    for found, expected in replies:
+        assert found == expected
+    wait_until(lambda: not before & engines())
+    assert served.metric("foredraft:lost_total") == 0
+
+
+def test_gates_agree_on_whose_is_what(machines: Any, tokenizer_directory: Path) -> None:
+    """What a key has cached is found by it through every gate, and by no other key."""
+    body = CHAT | {"messages": [{"role": "user", "content": "the ferry and the sea " * 30}]}
+
+    def cached(client: httpx.Client, key: str) -> int:
+        headers = {"authorization": f"Bearer {key}", "connection": "close"}
+        answer = client.post("/v1/chat/completions", json=body | {"max_tokens": 2}, headers=headers)
+        found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    with (
+        serving(tokenizer_directory, server={"api_key": "one,two"}, gates=2) as cluster,
+        cluster.client() as client,
+    ):
+        assert client.get("/v1/models").status_code == 401
+        assert cached(client, "one") == 0
+        assert min(cached(client, "one") for _ in range(12)) > 0
+        assert cached(client, "two") == 0
+
+
 def test_a_full_queue_is_429(machines: Any, tokenizer_directory: Path) -> None:
-    with serving(tokenizer_directory, seconds=0.05, max_waiting=2) as cluster:
+    with serving(tokenizer_directory, seconds=0.05, server={"max_waiting": 2}) as cluster:
 
         def one(seed: int) -> httpx.Response:
             with cluster.client() as client:
