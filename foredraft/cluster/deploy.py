@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -45,6 +47,15 @@ _FULL = 0.7
 """Load of an engine that autoscaling aims at."""
 _GRACE = 15.0
 """Seconds that a replica is left beyond the longest reply, to end in order."""
+_LOOK = 0.25
+"""Seconds between two looks whether all replies are over."""
+_FAST = {
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+"""Variables that Ray's processes read: engines of our own cluster are not the last that a machine
+runs, and what they send passes through fewer threads, which would all ask for the engine's lock."""
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -126,6 +137,7 @@ def engine_application(
         request_router_config=RequestRouterConfig(request_router_class=_RING),
         ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
         graceful_shutdown_timeout_s=longest,
+        graceful_shutdown_wait_loop_s=_LOOK,
         health_check_period_s=options.health_check_period,
         **scaling,
     ).bind(load, settings.max_waiting)
@@ -175,6 +187,7 @@ def application(
         max_ongoing_requests=settings.max_connections,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.request_timeout + 2 * _GRACE,
+        graceful_shutdown_wait_loop_s=_LOOK,
         health_check_period_s=options.health_check_period,
     )
     return gates.bind(engines, settings, salt or secrets.token_bytes(32))
@@ -220,6 +233,7 @@ def running(
     """
     before = signal.getsignal(signal.SIGTERM)
     if address is None:
+        os.environ.update(_FAST | os.environ)
         ray.init("local", include_dashboard=False, object_store_memory=_STORE, log_to_driver=False)
     else:
         ray.init(address, log_to_driver=False)
@@ -233,11 +247,16 @@ def running(
         yield serve.run(application, name=_NAME, route_prefix=route)
     finally:
         signal.signal(signal.SIGTERM, before)
-        if address is None:
-            serve.shutdown()
-        else:  # others may use it
-            serve.delete(_NAME)
+        _delete(0.0 if settings is None else settings.drain_timeout)
         ray.shutdown()
+
+
+def _delete(seconds: float) -> None:
+    """Take no more requests, and leave replies so many seconds to come to their end."""
+    until = time.monotonic() + seconds
+    serve.delete(_NAME, _blocking=False)
+    while _NAME in serve.status().applications and time.monotonic() < until:
+        time.sleep(_LOOK)
 
 
 def _http(settings: ServerSettings) -> dict[str, Any]:
