@@ -128,7 +128,18 @@ def engine_application(
     longest = settings.request_timeout + _GRACE
     scaling: dict[str, Any] = {"num_replicas": options.replicas}
     if options.autoscale is not None:
-        scaling = {"autoscaling_config": _by_load(options, options.autoscale, max_batch_size)}
+        fewest, most = options.autoscale
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=fewest,
+                max_replicas=most,
+                target_ongoing_requests=_FULL * max_batch_size,
+                look_back_period_s=options.upscale_delay,
+                upscale_delay_s=options.upscale_delay,
+                downscale_delay_s=options.downscale_delay,
+                policy=AutoscalingPolicy(policy_function=by_load),
+            )
+        }
     return serve.deployment(
         EngineReplica,
         name="engine",
@@ -143,26 +154,14 @@ def engine_application(
     ).bind(load, settings.max_waiting)
 
 
-def _by_load(
-    options: ClusterOptions, bounds: tuple[int, int], max_batch_size: int
-) -> AutoscalingConfig:
-    """As many engines as what they report, and what waits at gates, would fill to `_FULL`."""
-    full = _FULL
+def by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """How many engines what they report, and what waits at gates, would fill to `_FULL`.
 
-    # Ray's controller gets a function within another one by value, and need not import us.
-    def policy(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        reported = (context.aggregated_metrics or {}).get("load", {})
-        waiting = context.total_queued_requests / max_batch_size
-        return (sum(reported.values()) + waiting) / full, {}
-
-    return AutoscalingConfig(
-        min_replicas=bounds[0],
-        max_replicas=bounds[1],
-        look_back_period_s=options.upscale_delay,
-        upscale_delay_s=options.upscale_delay,
-        downscale_delay_s=options.downscale_delay,
-        policy=AutoscalingPolicy(policy_function=policy),
-    )
+    Ray gets this function by value: its controller does not import this module.
+    """
+    reported = (context.aggregated_metrics or {}).get("load", {})
+    waiting = (context.total_queued_requests or 0.0) / context.config.target_ongoing_requests
+    return sum(reported.values()) / _FULL + waiting, {}
 
 
 def application(

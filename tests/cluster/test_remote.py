@@ -1,0 +1,194 @@
+"""The engine of a gate over replicas that follow a script: what it does when they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import Counter
+
+from foredraft.core.errors import ConfigError, EngineStoppedError, QueueFullError
+from foredraft.core.params import SamplingParams
+from foredraft.core.record import SpeculationStats
+from foredraft.engine.request import Event, GenerationResult
+from foredraft.models.text.tokenizer import Tokenizer
+from foredraft.server.app import api_app
+from foredraft.server.context import ServerContext
+from tests.models.checkpoints import VOCAB_SIZE
+
+remote = pytest.importorskip("foredraft.cluster.remote", reason="clusters need foredraft[ray]")
+exceptions = pytest.importorskip("ray.serve.exceptions")
+
+Script = list[Any]
+"""What a replica sends; an exception is raised there."""
+FOREVER = asyncio.Event
+
+
+@dataclass
+class Replicas:
+    """Stands for a `DeploymentHandle`: each call gets the next script; the last one again.
+
+    Attributes:
+        asked: what was asked for, with the session of the call.
+    """
+
+    scripts: list[Script]
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    num_cancelled: int = 0
+    _session: str = ""
+
+    def options(self, *, session_id: str, **_: Any) -> Replicas:
+        self._session = session_id
+        return self
+
+    def remote(self, asked: Any) -> Any:
+        self.asked.append((self._session, asked))
+        return _Call(self, self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0])
+
+
+class _Call:
+    def __init__(self, replicas: Replicas, script: Script) -> None:
+        self._replicas, self._script = replicas, script
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for item in self._script:
+            if isinstance(item, Exception) and not isinstance(item, ConfigError):
+                raise item
+            if item is FOREVER:
+                await asyncio.Event().wait()
+            yield item
+
+    def cancel(self) -> None:
+        self._replicas.num_cancelled += 1
+
+
+def event(*token_ids: int) -> Event:
+    return Event(77, token_ids, 0, ())
+
+
+def end() -> Event:
+    result = GenerationResult(77, "", (1, 2, 3), "length", SpeculationStats(), 5, 2)
+    return Event(77, (3,), 0, (), result=result)
+
+
+def lost() -> Exception:
+    error: Exception = pytest.importorskip("ray.exceptions").ActorUnavailableError("gone", None)
+    return error
+
+
+def engine_of(scripts: list[Script], tokenizer: Tokenizer | None = None) -> tuple[Any, Replicas]:
+    replicas = Replicas(scripts)
+    model = remote.RemoteModel("tiny", tokenizer, 512, VOCAB_SIZE, "none")
+    counters = [Counter(name, name, registry=None) for name in ("resumed", "lost")]
+    return remote.RemoteEngine(replicas, model, remote.FailOvers(*counters), 5.0), replicas
+
+
+def count(counter: Counter) -> float:
+    value: float = next(iter(counter.collect())).samples[0].value
+    return value
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_PAUSE", 0.0)
+
+
+async def events_of(engine: Any, **params: Any) -> list[Event]:
+    stream = await engine.open_all([([1, 2], SamplingParams(max_tokens=3, **params))])
+    return [event async for event in stream]
+
+
+def test_a_reply_goes_on_behind_what_has_come() -> None:
+    engine, replicas = engine_of([[None, event(1), event(2), lost()], [lost()], [None, end()]])
+    events = asyncio.run(events_of(engine))
+    assert [each.token_ids for each in events] == [(1,), (2,), (3,)]
+    sessions, asked = zip(*replicas.asked, strict=True)
+    assert [each.so_far.token_ids for each in asked] == [(), (1, 2), (1, 2)]
+    assert len({each.params.seed for each in asked}) == 1
+    assert asked[0].params.seed is not None
+    assert len(set(sessions)) == 3  # each is at another place of the ring
+    assert {each.request_id for each in events} == {0}
+    assert (count(engine._fail_overs.resumed), count(engine._fail_overs.lost)) == (2, 0)
+
+
+def test_a_reply_that_loses_one_replica_after_another_says_so() -> None:
+    engine, replicas = engine_of([[None, event(1), lost()], [lost()]])
+    with pytest.raises(EngineStoppedError, match="replicas were lost"):
+        asyncio.run(events_of(engine))
+    assert count(engine._fail_overs.lost) == 1
+    assert len(replicas.asked) == 1 + remote._MOST_LOST
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (ConfigError("no such thing"), ConfigError),
+        (
+            exceptions.BackPressureError(num_queued_requests=9, max_queued_requests=1),
+            QueueFullError,
+        ),
+        (exceptions.DeploymentUnavailableError(None), EngineStoppedError),
+    ],
+)
+def test_what_refuses_a_request_is_told_as_it_is(said: Exception, error: type[Exception]) -> None:
+    engine, _ = engine_of([[said]])
+    with pytest.raises(error):
+        asyncio.run(events_of(engine))
+    assert count(engine._fail_overs.lost) == 0
+    assert engine.stats().running == 0
+
+
+def test_whoever_leaves_ends_all_replies() -> None:
+    engine, replicas = engine_of([[None, event(1), FOREVER]])
+
+    async def leave() -> None:
+        stream = await engine.open_all([([1, 2], SamplingParams(n=2))])
+        await anext(stream)
+        await stream.aclose()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(leave())
+    assert replicas.num_cancelled == 2
+    assert engine.stats().running == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+def test_a_lost_reply_ends_with_an_error_in_its_dialect(
+    tokenizer_directory: Path, path: str, body: dict[str, Any]
+) -> None:
+    engine, _ = engine_of([[None, event(1), lost()], [lost()]], Tokenizer(tokenizer_directory))
+
+    def connect(_: ServerContext) -> Any:
+        return engine
+
+    async def ask() -> tuple[str, httpx.Response]:
+        loaded = asyncio.Event()
+        app = api_app(connect, when_loaded=lambda _: loaded.set())
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://127.0.0.1"
+            ) as client,
+        ):
+            await loaded.wait()
+            stream = await client.post(path, json=body | {"stream": True})
+            return stream.text, await client.post(path, json=body)
+
+    streamed, whole = asyncio.run(ask())
+    assert '"error"' in streamed
+    assert "the engine is not running" in streamed
+    assert whole.status_code == 503
+    assert "the engine is not running" in whole.text
