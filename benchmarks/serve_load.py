@@ -175,8 +175,9 @@ async def _reads(
             if not line.startswith("data: "):
                 continue
             last, stay = line[6:], stay - 1
-            if last.startswith("{") and '"usage"' in last:
-                result.tokens += json.loads(last)["usage"]["completion_tokens"]
+            if last.startswith("{"):
+                usage = json.loads(last).get("usage") or {}
+                result.tokens += usage.get("completion_tokens", 0)
             if stay <= 0:
                 return "left"
     if last == "[DONE]":
