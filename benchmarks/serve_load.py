@@ -125,9 +125,9 @@ async def _client(
     rng: random.Random,
     result: LoadResult,
 ) -> None:
-    """One client after another, of one kind."""
-    kind = _KINDS[number % len(_KINDS)]
-    while time.monotonic() < until:
+    """One client after another, of one kind; at least one."""
+    kind, is_over = _KINDS[number % len(_KINDS)], False
+    while not is_over:
         try:
             if kind == "malformed":
                 outcome = await _malformed(client, rng)
@@ -141,6 +141,7 @@ async def _client(
         result.outcomes[f"{kind}: {outcome}"] += 1
         if not _is_good(kind, outcome):
             result.faults.append(f"{kind}: {outcome}")
+        is_over = time.monotonic() >= until
 
 
 def _is_good(kind: str, outcome: str) -> bool:
