@@ -180,7 +180,7 @@ def test_random_deaths(served: Served) -> None:
 
 def test_requests_of_a_session_meet_in_one_engine(served: Served) -> None:
     """Their prefix is cached there: a chat that grows reads its new part alone."""
-    long = "the ferry and the sea " * 30
+    long = "the ferry and the sea " * 60
     with served.client() as client:
         usages = []
         for turn in range(3):
