@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -129,7 +129,11 @@ def _warm_up() -> None:
 
     import foredraft.llm
     import foredraft.models.native.fused  # noqa: F401
+    from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
 
+    with suppress(KernelUnavailable):
+        for name in LIBRARIES:
+            load_library(name)
     torch.randn(256, 256) @ torch.randn(256, 256)
 
 

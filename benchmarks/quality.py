@@ -148,7 +148,7 @@ def quality(
     texts = windows(llm.tokenizer.encode(content), limit)
     if not texts:
         raise ConfigError(f"{text} is a single token; none follows it that could be predicted")
-    in_full, _ = plan_models(replace(load, dtype="float32", weights="auto"))
+    in_full, _ = plan_models(replace(load, dtype="float32", weights="auto", cache_dtype="auto"))
     reference = load_target(in_full)
     with progress_bar(len(texts)) as advance:
         figure = measure_quality(reference, llm.target, texts, lambda: advance("scoring"))
