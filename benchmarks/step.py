@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from foredraft.bench.step import own_steppers, step_report
 from foredraft.cli import options as o
 from foredraft.cli.bench import Forwards, Rounds, timed
 from foredraft.core.errors import ConfigError
+from foredraft.load import ModelPlan
 from foredraft.options import LoadOptions
 
 PEERS = ("transformers", "llama.cpp", *LLAMA_PEERS)
@@ -77,7 +79,10 @@ def step(
     with tempfile.TemporaryDirectory() as folder:
         path = write_random(Path(folder), ways.random_weights, ways.stored)
         stored = replace(load, model=str(path), weights="auto")
-        _step(stored, forwards, replace(ways, random_weights=None), rounds, json_file, plot)
+        plan = _step(stored, forwards, replace(ways, random_weights=None), rounds, json_file, plot)
+    shutil.rmtree(plan.directory)  # what was prepared of the file, and kept
+    if plan.kept.folder:
+        shutil.rmtree(plan.kept.folder.parent, ignore_errors=True)
 
 
 def _step(
@@ -87,7 +92,7 @@ def _step(
     rounds: int,
     json_file: str | None,
     plot: str | None,
-) -> None:
+) -> ModelPlan:
     sizes, contexts, peers = forwards.sizes, forwards.contexts, ways.peers
     other_model = load.model if load.model.endswith(".gguf") else ways.random_weights
     if other_model and "transformers" in peers:
@@ -112,3 +117,5 @@ def _step(
     if plot:
         floor = report.facts["floor_ms"]
         plot_steps(figures, {int(n): ms for n, ms in floor.items()}, plot)
+    assert variants[0].llm.plan is not None
+    return variants[0].llm.plan

@@ -213,6 +213,15 @@ def test_step_times_a_shape_with_random_weights(
     assert "timing only" in json.loads(path.read_text())["model"]
 
 
+def test_step_times_a_file_of_a_shape(bench: Run, tmp_path: Path, tiny_shape: None) -> None:
+    path = tmp_path / "out.json"
+    options = ("--random-weights", "tiny", "--stored", "q4_0", "--drafter", "none")
+    result = bench("step", *options, "--tokens", "1", "--rounds", "1", "--json", str(path))
+    assert result.exit_code == 0, result.exception
+    assert "tiny-q4_0.gguf" in result.stdout
+    assert "random-weights" in str(bench("step", "--stored", "q4_0").exception)
+
+
 def test_quality_compares_with_float32(bench: Run, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     result = bench(
