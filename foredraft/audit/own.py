@@ -344,7 +344,8 @@ class OwnAudit:
                     key = result.request_id, num_prompt + at.index
                     # Drafts of seeded requests are chosen with the noise of the draw itself.
                     drafted = None if self._is_keyed or seen is None else seen.drafted.get(key)
-                    law.add(at.law.probs_V.numpy(), at.token, drafted)
+                    last = (reply.prompt[-1], *result.token_ids)[at.index]
+                    law.add(at.law.probs_V.numpy(), at.token, drafted, last)
 
     def _margin_level(self, margins: Margins, figures: Mapping[str, Any], seen: Seen) -> Level:
         options = self.options

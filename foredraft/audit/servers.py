@@ -15,8 +15,10 @@ import random
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 import httpx
@@ -47,6 +49,8 @@ _OTHER_SEED = 1 << 32
 """Between the seeds of a reply and its probes: what a probe names must not depend on the reply."""
 _BLIND_REPLIES = 5
 """Replies without a word of their tokens after which a server is not asked for more."""
+_AT_ONCE = 8
+"""Replies that are asked for together."""
 _TEXTS_A_SIDE, _TOKENS_A_TEXT = 40, 12
 """To each prompt, where whole texts are all there is."""
 _END = ""
@@ -64,6 +68,7 @@ class Place:
 
     Attributes:
         token: its text; empty where the reply ends.
+        last: the token before it in the reply.
         before: the whole text before it.
         num_before: tokens of that text, by the server's own count; None: it counts none.
         likely: its law there as the reply said it: log probabilities by text.
@@ -72,6 +77,7 @@ class Place:
     """
 
     token: str
+    last: str | None
     before: str
     num_before: int | None
     likely: dict[str, float]
@@ -139,6 +145,7 @@ class Endpoint:
     requests: int = 0
     kept: list[dict[str, Any]] = field(default_factory=list)
     _ways: Sequence[Mapping[str, Any]] = _WAYS_TO_ASK
+    _lock: Lock = field(default_factory=Lock)
 
     @property
     def name(self) -> str:
@@ -156,7 +163,8 @@ class Endpoint:
         try:
             for place, way in enumerate(self._ways):
                 body = {"prompt": prompt, **way, **options}
-                self.requests += 1
+                with self._lock:
+                    self.requests += 1
                 reply = self.http.post("/v1/completions", json=body)
                 if reply.status_code not in _REFUSED:
                     self._ways = self._ways[place : place + 1]
@@ -189,7 +197,8 @@ class Endpoint:
             two, one = tuple(tokens[max(0, index - 2) : index]), tuple(tokens[index - 1 : index])
             guess = follows.get(two) or follows.get(one)
             num_before = None if count is None else count + index
-            places.append(Place(token, before, num_before, near or {}, guess))
+            last = tokens[index - 1] if index else None
+            places.append(Place(token, last, before, num_before, near or {}, guess))
             follows[two] = follows[one] = token
             before += token
         return places
@@ -414,11 +423,8 @@ class ServerAudit:
         """Places of replies with their probes, until a share of the requests is spent."""
         most = int(self._server.max_requests * share)
         first, num_blind = self._num_requests, 0
-        for number in range(most):
-            prompt = self._prompts[number % len(self._prompts)]
+        for number, places in enumerate(self._replies(most, **sampling)):
             seed = self._server.seed + number
-            length = self._server.reply_tokens
-            places = self._endpoint.served(prompt, max_tokens=length, seed=seed, **sampling)
             if not places:
                 self._not_audited += 1
                 num_blind += 1
@@ -436,6 +442,26 @@ class ServerAudit:
             if self._num_requests >= most or time.monotonic() > self._ends_at:
                 return
 
+    def _replies(self, most: int, **sampling: Any) -> Iterator[list[Place]]:
+        """Replies, several at a time: some mistakes are made only where requests share steps.
+
+        Args:
+            most: requests in all, of which there is one for each probe, too.
+        """
+
+        def reply(number: int) -> list[Place]:
+            prompt, seed = self._prompts[number % len(self._prompts)], self._server.seed + number
+            length = self._server.reply_tokens
+            return self._endpoint.served(prompt, max_tokens=length, seed=seed, **sampling)
+
+        number = 0
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            while (left := most - self._num_requests) > 0:
+                # The first one alone finds out how the server wants to be asked.
+                several = min(_AT_ONCE, left) if number else 1
+                yield from pool.map(reply, range(number, number + several))
+                number += several
+
     def _keep(self) -> None:
         """Write all requests and answers, where a file is named.
 
@@ -452,8 +478,12 @@ class ServerAudit:
             raise ConfigError(f"cannot write {self._server.keep}: {error}") from error
 
 
-def _cells(place: Place, probe: Probe) -> tuple[np.ndarray[Any, Any], int, Drafted | None]:
-    """A law of the tokens that are seen as text, and one more for all others; the token; the guess.
+def _cells(
+    place: Place, probe: Probe
+) -> tuple[np.ndarray[Any, Any], int, Drafted | None, int | None]:
+    """A law of the tokens that are seen as text, and one more for all others.
+
+    Then the places in it of the token, of the guess, and of the token before.
 
     Among the others is the end of a reply, whatever its name.
     """
@@ -465,7 +495,8 @@ def _cells(place: Place, probe: Probe) -> tuple[np.ndarray[Any, Any], int, Draft
     guess = names.index(place.guess) if place.guess in names else None
     if probs[token] <= 0.0:  # rounding of the log probabilities
         probs[token] = 1e-9
-    return probs, token, None if guess is None else Drafted(guess)
+    last = names.index(place.last) if place.last in names else None
+    return probs, token, None if guess is None else Drafted(guess), last
 
 
 def _is_end(choice: Mapping[str, Any]) -> bool:

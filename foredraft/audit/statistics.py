@@ -157,6 +157,7 @@ class LawTests:
     drafted: Sum = field(default_factory=lambda: Sum("drafted token"))
     surprisal: Sum = field(default_factory=lambda: Sum("surprisal"))
     neighbours: Sum = field(default_factory=lambda: Sum("neighbours"))
+    repeats: Sum = field(default_factory=lambda: Sum("repeats"))
     bins: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
     impossible: int = 0
     _last: float | None = None
@@ -168,10 +169,14 @@ class LawTests:
         """A new text: its first token has no neighbour."""
         self._last = None
 
-    def add(self, probs_V: Array, token: int, drafted: Drafted | None = None) -> None:
+    def add(
+        self, probs_V: Array, token: int, drafted: Drafted | None = None, last: int | None = None
+    ) -> None:
         """Add a token and the law it was to be drawn from.
 
         Args:
+            last: the token before it, if that has a probability here: two that are drawn with the
+                same random numbers are too often the same.
             drafted: what was drafted there without knowing what would be drawn. Where nothing is
                 known the likeliest token takes its place: a lossy rule favours it, too.
         """
@@ -184,6 +189,9 @@ class LawTests:
         likely_C[-1] = math.log(RARE)
         self.surprisal.add(cells.cell(token), cells.probs_C, likely_C)
         self._add_place(cells, cells.cell(token))
+        if last is not None:
+            both_C = _both(float(probs_V[last]))
+            self.repeats.add(int(token != last), both_C, np.array([1.0, 0.0]))
 
     @property
     def count(self) -> int:
@@ -192,7 +200,8 @@ class LawTests:
 
     def p_values(self) -> dict[str, float]:
         """Of each test, corrected for their number (Holm)."""
-        raw = {each.name: each.p_value for each in (self.drafted, self.surprisal, self.neighbours)}
+        sums = (self.drafted, self.surprisal, self.neighbours, self.repeats)
+        raw = {each.name: each.p_value for each in sums}
         raw["place in the law"] = self._p_of_bins()
         raw = {name: 0.0 if self.impossible else p for name, p in raw.items()}
         return holm(raw)
@@ -203,7 +212,7 @@ class LawTests:
 
     def detectable(self, alpha: float, power: float) -> float:
         """The smallest shift towards drafted tokens that would be found."""
-        return self.drafted.detectable(alpha / 4, power)
+        return self.drafted.detectable(alpha / 5, power)
 
     def _add_drafted(self, probs_V: Array, token: int, drafted: Drafted) -> None:
         if drafted.likely is None:
