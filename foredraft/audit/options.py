@@ -51,7 +51,8 @@ class ServerOptions:
         plain_endpoint: address of the same without speculation; else one-token requests stand in.
         reference: the same model, loaded here: its law is taken for the server's plain one.
         served_model: the model to ask for, where a server needs its name.
-        max_requests: no more requests than that are made.
+        max_requests: no more requests than that are made, but for those that a busy server refused.
+        in_flight: replies that are asked for at the same time: some mistakes only batches show.
         reply_tokens: of a reply.
         keep: all requests and answers go to this file, as JSON lines.
         seed: of what is drawn here and, where it follows seeds, by the server.
@@ -65,6 +66,7 @@ class ServerOptions:
     served_model: str | None = None
     reference: str | None = None
     max_requests: int = 10_000
+    in_flight: int = 4
     reply_tokens: int = 48
     keep: str | None = None
     seed: int = 0
@@ -73,6 +75,8 @@ class ServerOptions:
         for name in ("max_requests", "reply_tokens"):
             if getattr(self, name) < 2:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 2")
+        if self.in_flight < 1:
+            raise ConfigError(f"in_flight is {self.in_flight}; it must be at least 1")
         for name in ("plain_endpoint", "reference"):
             if getattr(self, name) and not self.endpoint:
                 raise ConfigError(f"{name} goes with an endpoint that is audited; name it, too")

@@ -36,6 +36,7 @@ from foredraft.models.files.progress import Progress, SilentProgress
 
 _NUM_LIKELY, _OPENAI_LIKELY = 20, 5
 """Log probabilities that are asked for at each place, and where a server refuses so many."""
+_PATH = "/v1/completions"
 _WHOLE_LAW = {"min_p": 0.0, "repeat_penalty": 1.0, "repetition_penalty": 1.0}
 _WAYS_TO_ASK: tuple[Mapping[str, Any], ...] = tuple(
     {"logprobs": number, **whole}
@@ -44,13 +45,14 @@ _WAYS_TO_ASK: tuple[Mapping[str, Any], ...] = tuple(
 )
 """Many servers cut laws unless they are told not to, and log probabilities are of the whole law.
 How to tell them differs, and some refuse what they do not know: the first that is answered."""
-_REFUSED = (400, 422)
+_REFUSED, _BUSY = (400, 422), 429
+_PAUSE, _PATIENCE = 5.0, 120.0
+"""Seconds until a busy server that does not say when is asked again, and of all such waits for one
+answer."""
 _OTHER_SEED = 1 << 32
 """Between the seeds of a reply and its probes: what a probe names must not depend on the reply."""
 _BLIND_REPLIES = 5
 """Replies without a word of their tokens after which a server is not asked for more."""
-_AT_ONCE = 8
-"""Replies that are asked for together."""
 _TEXTS_A_SIDE, _TOKENS_A_TEXT = 40, 12
 """To each prompt, where whole texts are all there is."""
 _END = ""
@@ -145,7 +147,7 @@ class Endpoint:
     requests: int = 0
     kept: list[dict[str, Any]] = field(default_factory=list)
     _ways: Sequence[Mapping[str, Any]] = _WAYS_TO_ASK
-    _lock: Lock = field(default_factory=Lock)
+    _turn: Lock = field(default_factory=Lock)
 
     @property
     def name(self) -> str:
@@ -158,50 +160,24 @@ class Endpoint:
         Raises:
             ForedraftError: the server does not answer as it should.
         """
-        if self.model:
-            options["model"] = self.model
-        try:
-            for place, way in enumerate(self._ways):
-                body = {"prompt": prompt, **way, **options}
-                with self._lock:
-                    self.requests += 1
-                reply = self.http.post("/v1/completions", json=body)
-                if reply.status_code not in _REFUSED:
-                    self._ways = self._ways[place : place + 1]
-                    break
-            reply.raise_for_status()
-            answer: dict[str, Any] = reply.json()
-            choice: dict[str, Any] = answer["choices"][0]
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise ForedraftError(f"{self.name} does not answer: {error!r}") from error
-        self.kept.append({"url": self.name, "request": body, "answer": answer})
-        return choice | {"num_prompt": (answer.get("usage") or {}).get("prompt_tokens")}
+        return self._take(*self._ask({"prompt": prompt, **options}))
 
-    def served(self, prompt: str, **options: Any) -> list[Place]:
-        """A reply, token by token; none where the server does not say what its tokens are."""
-        choice = self.complete(prompt, **options)
-        found = choice.get("logprobs") or {}
-        tokens: list[str] = [*(found.get("tokens") or ())]
-        likely = [*(found.get("top_logprobs") or ())]
-        if _is_end(choice):
-            if "".join(tokens) == choice["text"]:
-                tokens.append(_END)
-            else:
-                tokens[-1:] = [_END]
-        if "".join(tokens) != choice["text"]:
-            return []
-        likely += [{}] * (len(tokens) - len(likely))
-        places: list[Place] = []
-        before, follows, count = prompt, dict[tuple[str, ...], str](), choice["num_prompt"]
-        for index, (token, near) in enumerate(zip(tokens, likely, strict=True)):
-            two, one = tuple(tokens[max(0, index - 2) : index]), tuple(tokens[index - 1 : index])
-            guess = follows.get(two) or follows.get(one)
-            num_before = None if count is None else count + index
-            last = tokens[index - 1] if index else None
-            places.append(Place(token, last, before, num_before, near or {}, guess))
-            follows[two] = follows[one] = token
-            before += token
-        return places
+    def together(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Completions of requests that are in flight at the same time, in their order.
+
+        Raises:
+            ForedraftError: the server does not answer as it should.
+        """
+        alone = requests[: 1 if len(self._ways) > 1 else 0]  # finds out how to ask
+        choices = [self.complete(**request) for request in alone]
+        with ThreadPoolExecutor(max(1, len(requests))) as pool:
+            answered = pool.map(self._ask, requests[len(alone) :])
+            return choices + [self._take(*each) for each in answered]
+
+    def served(self, requests: Sequence[Mapping[str, Any]]) -> list[list[Place]]:
+        """Replies, token by token; empty where the server does not say what its tokens are."""
+        choices = self.together(requests)
+        return [_places(each["prompt"], got) for each, got in zip(requests, choices, strict=True)]
 
     def probe(self, place: Place, **options: Any) -> Probe | None:
         """See `Plain`: the law that comes with a reply of one token."""
@@ -212,6 +188,47 @@ class Endpoint:
         (token,) = found.get("tokens") or [choice["text"]]
         (near,) = found.get("top_logprobs") or [{}]
         return Probe(_END if _is_end(choice) else token, near or {})
+
+    def _ask(self, request: Mapping[str, Any]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+        """How many requests it took, the last of them, and the answer; on any thread."""
+        named = {"model": self.model} if self.model else {}
+        number = 0
+        try:
+            for way in self._ways:
+                body = {**way, **request, **named}
+                number += 1
+                reply = self._post(body)
+                if reply.status_code not in _REFUSED:
+                    self._ways = (way,)
+                    break
+            reply.raise_for_status()
+            answer: dict[str, Any] = reply.json()
+            str(answer["choices"][0]["text"])  # it is there
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ForedraftError(f"{self.name} does not answer: {error!r}") from error
+        return number, body, answer
+
+    def _post(self, body: Mapping[str, Any]) -> httpx.Response:
+        """The answer to a request. While the server is busy, one request at a time waits for it."""
+        reply, waited = self.http.post(_PATH, json=body), 0.0
+        if reply.status_code == _BUSY:
+            with self._turn:
+                while reply.status_code == _BUSY:
+                    said = reply.headers.get("Retry-After", "")
+                    pause = float(said) if said.isdigit() else _PAUSE
+                    waited += max(1.0, pause)
+                    if waited > _PATIENCE:
+                        break
+                    time.sleep(pause)
+                    reply = self.http.post(_PATH, json=body)
+        return reply
+
+    def _take(self, number: int, body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        """Count and keep what was asked and answered; the completion, and its prompt's tokens."""
+        self.requests += number
+        self.kept.append({"url": self.name, "request": body, "answer": answer})
+        choice: dict[str, Any] = answer["choices"][0]
+        return choice | {"num_prompt": (answer.get("usage") or {}).get("prompt_tokens")}
 
 
 @dataclass
@@ -403,15 +420,15 @@ class ServerAudit:
         plain = self._plain
         assert isinstance(plain, Endpoint)
         texts: tuple[list[str], list[str]] = [], []
-        for index in range(number):
+        for first in range(0, number, self._server.in_flight):
             if time.monotonic() > self._ends_at:
                 break
-            for side, (endpoint, found) in enumerate(
-                zip((self._endpoint, plain), texts, strict=True)
-            ):
-                seed = self._server.seed + index + side * _OTHER_SEED
-                asked = {"max_tokens": _TOKENS_A_TEXT, "temperature": 1.0, "seed": seed}
-                found.append(str(endpoint.complete(prompt, **asked)["text"]))
+            numbers = range(first, min(number, first + self._server.in_flight))
+            asked = {"prompt": prompt, "max_tokens": _TOKENS_A_TEXT, "temperature": 1.0}
+            for side, endpoint in enumerate((self._endpoint, plain)):
+                seeds = [self._server.seed + index + side * _OTHER_SEED for index in numbers]
+                choices = endpoint.together([{**asked, "seed": seed} for seed in seeds])
+                texts[side].extend(str(choice["text"]) for choice in choices)
         return texts
 
     @property
@@ -422,45 +439,36 @@ class ServerAudit:
     def _probed(self, share: float, **sampling: Any) -> Iterator[tuple[Place, Probe]]:
         """Places of replies with their probes, until a share of the requests is spent."""
         most = int(self._server.max_requests * share)
-        first, num_blind = self._num_requests, 0
-        for number, places in enumerate(self._replies(most, **sampling)):
-            seed = self._server.seed + number
-            if not places:
-                self._not_audited += 1
-                num_blind += 1
-                if num_blind == number + 1 == _BLIND_REPLIES:
-                    return  # it never says what its tokens are
-            for place in places:
-                if self._num_requests >= most or time.monotonic() > self._ends_at:
-                    return
-                probe = self._plain.probe(place, seed=seed + _OTHER_SEED, **sampling)
-                if probe is None:
+        first, number, num_blind = self._num_requests, 0, 0
+        while not self._is_over(most):
+            at_once = min(self._server.in_flight, most - self._num_requests)
+            asked = [self._request(number + index, sampling) for index in range(at_once)]
+            for request, places in zip(asked, self._endpoint.served(asked), strict=True):
+                number += 1
+                if not places:
                     self._not_audited += 1
-                else:
-                    yield place, probe
-                self._progress.advance((self._num_requests - first) / max(1, most - first))
-            if self._num_requests >= most or time.monotonic() > self._ends_at:
-                return
+                    num_blind += 1
+                    if num_blind == number == _BLIND_REPLIES:
+                        return  # it never says what its tokens are
+                for place in places:
+                    if self._is_over(most):
+                        return
+                    probe = self._plain.probe(place, seed=request["seed"] + _OTHER_SEED, **sampling)
+                    if probe is None:
+                        self._not_audited += 1
+                    else:
+                        yield place, probe
+                    self._progress.advance((self._num_requests - first) / max(1, most - first))
 
-    def _replies(self, most: int, **sampling: Any) -> Iterator[list[Place]]:
-        """Replies, several at a time: some mistakes are made only where requests share steps.
+    def _request(self, number: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The request for reply number so many."""
+        prompt = self._prompts[number % len(self._prompts)]
+        length, seed = self._server.reply_tokens, self._server.seed + number
+        return {"prompt": prompt, "max_tokens": length, "seed": seed, **sampling}
 
-        Args:
-            most: requests in all, of which there is one for each probe, too.
-        """
-
-        def reply(number: int) -> list[Place]:
-            prompt, seed = self._prompts[number % len(self._prompts)], self._server.seed + number
-            length = self._server.reply_tokens
-            return self._endpoint.served(prompt, max_tokens=length, seed=seed, **sampling)
-
-        number = 0
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            while (left := most - self._num_requests) > 0:
-                # The first one alone finds out how the server wants to be asked.
-                several = min(_AT_ONCE, left) if number else 1
-                yield from pool.map(reply, range(number, number + several))
-                number += several
+    def _is_over(self, most: int) -> bool:
+        """Whether so many requests were made, or the time is over."""
+        return self._num_requests >= most or time.monotonic() > self._ends_at
 
     def _keep(self) -> None:
         """Write all requests and answers, where a file is named.
@@ -476,6 +484,32 @@ class ServerAudit:
             Path(self._server.keep).write_text(lines, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {self._server.keep}: {error}") from error
+
+
+def _places(prompt: str, choice: Mapping[str, Any]) -> list[Place]:
+    """The tokens of a completion; none where they are not said."""
+    found = choice.get("logprobs") or {}
+    tokens: list[str] = [*(found.get("tokens") or ())]
+    likely = [*(found.get("top_logprobs") or ())]
+    if _is_end(choice):
+        if "".join(tokens) == choice["text"]:
+            tokens.append(_END)
+        else:
+            tokens[-1:] = [_END]
+    if "".join(tokens) != choice["text"]:
+        return []
+    likely += [{}] * (len(tokens) - len(likely))
+    places: list[Place] = []
+    before, follows, count = prompt, dict[tuple[str, ...], str](), choice["num_prompt"]
+    for index, (token, near) in enumerate(zip(tokens, likely, strict=True)):
+        two, one = tuple(tokens[max(0, index - 2) : index]), tuple(tokens[index - 1 : index])
+        guess = follows.get(two) or follows.get(one)
+        num_before = None if count is None else count + index
+        last = tokens[index - 1] if index else None
+        places.append(Place(token, last, before, num_before, near or {}, guess))
+        follows[two] = follows[one] = token
+        before += token
+    return places
 
 
 def _cells(

@@ -6,10 +6,12 @@ import functools
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, Event
 from typing import Any
 
 import httpx
@@ -142,6 +144,51 @@ def test_a_plain_endpoint_or_the_same_model_here_may_tell_the_law(tokenizer: Tok
         assert audit(endpoint, here, **few).greedy().verdict == Finding.SAME_BITS
 
 
+def test_replies_are_in_flight_together_and_are_told_in_the_order_of_the_requests() -> None:
+    met, is_later_done = Barrier(2, timeout=20), Event()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        prompt = json.loads(request.content)["prompt"]
+        if prompt != "alone":
+            met.wait()
+            is_later_done.set() if prompt == "second" else is_later_done.wait(20)
+        return httpx.Response(200, json={"choices": [{"text": prompt}]})
+
+    http = httpx.Client(base_url="http://test", transport=httpx.MockTransport(answer))
+    endpoint, asked = Endpoint(http), ["alone", "first", "second"]
+    told = endpoint.together([{"prompt": prompt} for prompt in asked])
+    assert [choice["text"] for choice in told] == asked
+    assert [each["request"]["prompt"] for each in endpoint.kept] == asked
+    assert endpoint.requests == 3
+
+
+def busy(times: int, says: dict[str, str]) -> Endpoint:
+    """A server that turns each request away so many times."""
+    came: Counter[bytes] = Counter()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        came[request.content] += 1
+        if came[request.content] <= times:
+            return httpx.Response(429, headers=says)
+        return httpx.Response(200, json={"choices": [{"text": "a"}]})
+
+    return Endpoint(httpx.Client(base_url="http://test", transport=httpx.MockTransport(answer)))
+
+
+def test_a_busy_server_is_asked_again_when_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("foredraft.audit.servers.time.sleep", slept.append)
+    asked = [{"prompt": str(number)} for number in range(4)]
+    endpoint = busy(2, {"Retry-After": "7"})
+    assert len(endpoint.together(asked)) == len(endpoint.kept) == 4
+    assert slept == [7.0] * 8
+    with pytest.raises(ForedraftError, match="429"):
+        busy(1000, {"Retry-After": "50"}).together(asked[:1])
+    with pytest.raises(ForedraftError, match="429"):
+        busy(1000, {}).together(asked[:1])
+    assert sum(slept[8:]) == 100.0 + 120.0
+
+
 def test_too_few_requests_are_inconclusive(tokenizer: Tokenizer) -> None:
     with served(tokenizer) as endpoint:
         report = audit(endpoint, max_requests=60).report()
@@ -230,6 +277,7 @@ def test_servers_are_told_not_to_cut_the_law(all_of_them: int) -> None:
     "wrong",
     [
         {"max_requests": 1},
+        {"in_flight": 0},
         {"plain_endpoint": "http://127.0.0.1:1"},
         {"reference": "x"},
         {"endpoint": "http://x", "plain_endpoint": "http://y", "reference": "z"},
