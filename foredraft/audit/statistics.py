@@ -127,6 +127,15 @@ class Sum:
         return min(1.0, math.erfc(abs(z) / math.sqrt(2.0)) * widened)
 
     @property
+    def largest_p_value(self) -> float:
+        """Two-sided, and never too small, however few tokens make the sum (Freedman, 1975)."""
+        if not self.variance:
+            return 1.0
+        size = self.largest * abs(self.total) / self.variance
+        exponent = ((1.0 + size) * math.log1p(size) - size) * self.variance / self.largest**2
+        return min(1.0, 2.0 * math.exp(-exponent))
+
+    @property
     def shift(self) -> float | None:
         """The shift that would explain the total: of the share of tokens that are not the law's
         own but the draft's."""
@@ -161,13 +170,14 @@ class LawTests:
     bins: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
     impossible: int = 0
     _last: float | None = None
+    _last_prob: float | None = None
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
     def begin(self) -> None:
         """A new text: its first token has no neighbour."""
-        self._last = None
+        self._last = self._last_prob = None
 
     def add(
         self, probs_V: Array, token: int, drafted: Drafted | None = None, last: int | None = None
@@ -180,7 +190,8 @@ class LawTests:
             drafted: what was drafted there without knowing what would be drawn. Where nothing is
                 known the likeliest token takes its place: a lossy rule favours it, too.
         """
-        self.impossible += not probs_V[token] > 0.0
+        before, self._last_prob = self._last_prob, float(probs_V[token])
+        self.impossible += not self._last_prob > 0.0
         if float(probs_V.max()) >= 1.0:
             return  # nothing was drawn
         self._add_drafted(probs_V, token, drafted or Drafted(int(probs_V.argmax())))
@@ -189,9 +200,8 @@ class LawTests:
         likely_C[-1] = math.log(RARE)
         self.surprisal.add(cells.cell(token), cells.probs_C, likely_C)
         self._add_place(cells, cells.cell(token))
-        if last is not None:
-            both_C = _both(float(probs_V[last]))
-            self.repeats.add(int(token != last), both_C, np.array([1.0, 0.0]))
+        if last is not None and before is not None and RARE < probs_V[last] < 1.0 - RARE:
+            self._add_repeat(token == last, before, float(probs_V[last]))
 
     @property
     def count(self) -> int:
@@ -200,8 +210,8 @@ class LawTests:
 
     def p_values(self) -> dict[str, float]:
         """Of each test, corrected for their number (Holm)."""
-        sums = (self.drafted, self.surprisal, self.neighbours, self.repeats)
-        raw = {each.name: each.p_value for each in sums}
+        raw = {each.name: each.p_value for each in (self.drafted, self.surprisal, self.neighbours)}
+        raw[self.repeats.name] = self.repeats.largest_p_value
         raw["place in the law"] = self._p_of_bins()
         raw = {name: 0.0 if self.impossible else p for name, p in raw.items()}
         return holm(raw)
@@ -229,6 +239,16 @@ class LawTests:
         distance = 0.5 * float(np.abs(difference_C).sum())
         reach = float(difference_C @ values_C) / distance if distance > 1e-6 else 0.0
         self.drafted.add(cells.cell(token), cells.probs_C, values_C, reach)
+
+    def _add_repeat(self, is_repeated: bool, before: float, now: float) -> None:
+        """Whether the token before came again, by its probabilities before and now.
+
+        Gumbel noise, used again, draws it again with a probability of
+        now / (now + (1 - now) before) or more: a token that was unlikely had much noise.
+        """
+        law_C, again_C = _both(now), _both(now / (now + (1.0 - now) * before))
+        values_C = (again_C - law_C) / (again_C + law_C)
+        self.repeats.add(0 if is_repeated else 1, law_C, values_C)
 
     def _add_place(self, cells: Cells, cell: int) -> None:
         """The token's place in its law, uniform in [0, 1): likelier tokens come first."""

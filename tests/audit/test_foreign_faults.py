@@ -115,32 +115,33 @@ def served(tokenizer: Tokenizer, plant: Plant) -> Iterator[Endpoint]:
         yield Endpoint(http)
 
 
-def missed(plant: Plant, reason: str) -> ParameterSet:
-    return pytest.param(plant, marks=pytest.mark.xfail(strict=True, reason=reason))
+def missed(plant: Plant, detect: float, reason: str) -> ParameterSet:
+    return pytest.param(plant, detect, marks=pytest.mark.xfail(strict=True, reason=reason))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "plant",
+    ("plant", "detect"),
     [
-        nothing,
+        (nothing, 0.05),
         missed(
             bonus_by_the_sampler_of_the_draft,
+            0.05,
             "too rare for 1300 tokens: 12 % of them, 8 % of the mass of each, so 1 % where the "
-            "audit says that it would see 5 %",
+            "audit says that it would see 5 %, and by default 2 %. From outside "
+            "nobody sees which token follows a draft that held in whole",
         ),
-        missed(
-            corrections_not_counted,
-            "too rare for 1300 tokens: 22 % of them, 8 % of the mass of each, so 2 % where the "
-            "audit says that it would see 5 %",
-        ),
-        rows_rolled_back_as_one,
+        (corrections_not_counted, 0.02),
+        (rows_rolled_back_as_one, 0.05),
     ],
-    ids=lambda plant: plant.__name__,
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )
-def test_a_fault_that_nobody_told_the_audit_of_is_found(tokenizer: Tokenizer, plant: Plant) -> None:
+def test_a_fault_that_nobody_told_the_audit_of_is_found(
+    tokenizer: Tokenizer, plant: Plant, detect: float
+) -> None:
+    many = replace(SERVER, max_requests=10_000)
     with served(tokenizer, plant) as endpoint:
-        audit = ServerAudit(endpoint, None, replace(OPTIONS, detect=0.05), SERVER)
+        audit = ServerAudit(endpoint, None, replace(OPTIONS, detect=detect), many)
         levels = [audit.greedy(), audit.law()]
     is_different = exit_code(levels) == EXIT_DIFFERENT
     assert is_different == (plant is not nothing), [level.said for level in levels]

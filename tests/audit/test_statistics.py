@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from scipy.stats import chi2
+from scipy.stats import binom, chi2
 
 from foredraft.audit.statistics import (
     Array,
@@ -60,26 +60,37 @@ def test_too_little_says_nothing() -> None:
     assert rare.detectable(ALPHA, 0.99) == math.inf
 
 
+@pytest.mark.parametrize(("count", "chance"), [(20, 0.5), (300, 0.01), (4_000, 0.03)])
+def test_the_largest_p_value_is_no_smaller_than_the_exact_one(count: int, chance: float) -> None:
+    for heads in range(count + 1):
+        off = heads - count * chance
+        variance = count * chance * (1.0 - chance)
+        bound = Sum("heads", off, variance, largest=1.0 - chance).largest_p_value
+        exact = binom.sf(heads - 1, count, chance) if off > 0 else binom.cdf(heads, count, chance)
+        assert bound >= min(1.0, exact)
+
+
 class Source:
     """Made laws, sharp and flat, with drafts that hold in about two of three places."""
 
     def __init__(self, seed: int, drawn: bool) -> None:
         self._random, self._numpy = random.Random(seed), np.random.default_rng(seed)
         self._drawn = drawn
+        self.noise = self._numpy.exponential(size=VOCAB)
 
     def run(self, count: int, serve: Callable[[Source, Array, Array], int]) -> LawTests:
         """So many tokens, as ``serve`` makes them of the law and what was drafted."""
-        tests = LawTests(1)
+        tests, token = LawTests(1), 0
         for place in range(count):
             if place % 60 == 0:
                 tests.begin()
             law, draft = self._laws()
             if not self._drawn:
                 draft = np.eye(VOCAB)[draft.argmax()]
-            token = serve(self, law, draft)
+            last, token = token, serve(self, law, draft)
             tokens = np.flatnonzero(draft > 1e-4)
             likely = (tokens, draft[tokens]) if self._drawn else None
-            tests.add(law, token, Drafted(int(draft.argmax()), likely))
+            tests.add(law, token, Drafted(int(draft.argmax()), likely), last)
         return tests
 
     def _laws(self) -> tuple[Array, Array]:
@@ -90,6 +101,9 @@ class Source:
 
     def draw(self, probs: Array) -> int:
         return int(self._numpy.choice(len(probs), p=probs / probs.sum()))
+
+    def new_noise(self) -> None:
+        self.noise = self._numpy.exponential(size=VOCAB)
 
     def chance(self, probability: float) -> bool:
         return self._random.random() < probability
@@ -131,6 +145,13 @@ def one_in_twenty_unverified(source: Source, law: Array, draft: Array) -> int:
     return (accepts_all if source.chance(1 / 20) else honest)(source, law, draft)
 
 
+def one_in_four_with_the_noise_before(source: Source, law: Array, draft: Array) -> int:
+    """Each token alone is of its law."""
+    if not source.chance(1 / 4):
+        source.new_noise()
+    return int((source.noise / law).argmin())
+
+
 # Of 100 audits 5 alarms are due at most, of 500 25; the bounds come once in ten thousand times.
 @pytest.mark.parametrize(
     ("audits", "bound"), [(100, 15), pytest.param(500, 45, marks=pytest.mark.slow)]
@@ -162,6 +183,12 @@ def test_a_small_shift_is_found_when_the_power_for_it_is_there() -> None:
     assert fewer.detectable(ALPHA, 0.99) == pytest.approx(
         2 * tests.detectable(ALPHA, 0.99), rel=0.1
     )
+
+
+def test_noise_that_is_used_twice_is_found_by_the_repeats_alone() -> None:
+    p_values = Source(1, drawn=False).run(3_000, one_in_four_with_the_noise_before).p_values()
+    assert p_values.pop("repeats") <= ALPHA
+    assert min(p_values.values()) > 0.01
 
 
 def test_an_impossible_token_is_proof() -> None:
