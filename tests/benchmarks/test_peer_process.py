@@ -68,6 +68,7 @@ def test_a_peer_answers_from_its_own_process() -> None:
     assert stepper.step(Size(1, 1))["total"] != os.getpid()
 
 
+@pytest.mark.slow  # each process imports torch
 def test_a_crash_is_said_and_the_next_question_starts_it_anew() -> None:
     peer = PeerStepper(Fragile, "x")
     with pytest.raises(PeerFailed) as reason:
@@ -92,6 +93,7 @@ def test_a_mistake_in_its_options_is_an_error_at_once() -> None:
         PeerContender(Fragile, "x", problem="mistake")
 
 
+@pytest.mark.slow  # each process imports torch
 def test_a_crash_costs_its_figure_alone() -> None:
     sizes = [Size(1, 2), Size(1, 1)]
     figures = time_steps([PeerStepper(Fragile, "fragile")], sizes, 2, lambda: None)

@@ -126,7 +126,9 @@ FULL, LOCAL = "full_attention", "sliding_attention"
     [
         ({**QWEN2, **SLIDING, "max_window_layers": 2}, (None, None, 100)),
         ({**QWEN2, **SLIDING, "layer_types": [LOCAL, FULL, FULL]}, (100, None, None)),
-        ({**MISTRAL, "sliding_window": 100, "layer_types": [FULL] * 3}, (100, 100, 100)),
+        ({**MISTRAL, "sliding_window": 100}, (100, 100, 100)),
+        # As transformers has it: such a config is a Ministral.
+        ({**MISTRAL, "sliding_window": 100, "layer_types": [FULL] * 3}, (None, None, None)),
         ({**GEMMA2, "sliding_window": 100}, (100, None, 100)),
         ({**GEMMA3, "sliding_window": 100}, (100, 100, 100)),
         ({**GEMMA3, "sliding_window": 100, "sliding_window_pattern": 3}, (100, 100, None)),
