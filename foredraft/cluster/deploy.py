@@ -49,13 +49,15 @@ _GRACE = 15.0
 """Seconds that a replica is left beyond the longest reply, to end in order."""
 _LOOK = 0.25
 """Seconds between two looks whether all replies are over."""
-_FAST = {
+_OWN_CLUSTER = {
     "RAY_worker_niceness": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 """Variables that Ray's processes read: engines of our own cluster are not the last that a machine
-runs, and what they send passes through fewer threads, which would all ask for the engine's lock."""
+runs, and what they send passes through fewer threads, which would all ask for the engine's lock.
+Where a busy machine starts a proxy slowly, it is waited for."""
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -232,7 +234,7 @@ def running(
     """
     before = signal.getsignal(signal.SIGTERM)
     if address is None:
-        os.environ.update(_FAST | os.environ)
+        os.environ.update(_OWN_CLUSTER | os.environ)
         ray.init("local", include_dashboard=False, object_store_memory=_STORE, log_to_driver=False)
     else:
         ray.init(address, log_to_driver=False)
