@@ -50,12 +50,12 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
     raise AssertionError("it did not come to that")
 
 
-def engines() -> set[str]:
-    """Names of their actors."""
+def actors(deployment: str) -> set[str]:
+    """Names of those of engines, or of gates."""
     import ray
 
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return {each["name"] for each in actors if "#engine#" in each["name"]}
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return {each["name"] for each in found if f"#{deployment}#" in each["name"]}
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Served, engines, serving, wait_until
+from tests.cluster.conftest import Served, actors, serving, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "The ferry"}], "max_tokens": 60, "seed": 11}
 
@@ -32,8 +32,8 @@ def keep_busy(served: Served, clients: int, until: Any) -> list[int]:
 def test_engines_come_with_load_and_go_without(one_node: Path) -> None:
     options = {"autoscale": (1, 2), "upscale_delay": 2.0, "downscale_delay": 4.0}
     with serving(one_node, seconds=0.02, **options) as cluster:
-        assert len(engines()) == 1
-        codes = keep_busy(cluster, 8, lambda: len(engines()) == 2)
+        assert len(actors("engine")) == 1
+        codes = keep_busy(cluster, 8, lambda: len(actors("engine")) == 2)
         assert set(codes) == {200}
-        wait_until(lambda: len(engines()) == 1)
+        wait_until(lambda: len(actors("engine")) == 1)
         assert cluster.metric("foredraft:lost_total") == 0

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.conftest import QUIET, Served, engines, serving, wait_until
+from tests.cluster.conftest import QUIET, Served, actors, serving, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -124,12 +124,12 @@ def test_an_engine_dies(served: Served, name: str, stream: bool) -> None:
 def test_an_engine_stops(served: Served) -> None:
     """Its thread ends, its process lives: its replies go on elsewhere, and it is replaced."""
     path, body = CASES["seeded"]
-    before = engines()
+    before = actors("engine")
     served.kill_after(5, "stops")
     with served.client() as client:
         assert ask(client, path, body, True) == ask(served.single, path, body, True)
     assert not served.death.exists()
-    wait_until(lambda: len(engines()) == 2 and engines() != before)
+    wait_until(lambda: len(actors("engine")) == 2 and actors("engine") != before)
     assert served.metric("foredraft:lost_total") == 0
 
 
@@ -151,8 +151,13 @@ def together(served: Served, number: int) -> list[Any]:
 
 
 def test_a_machine_goes_away(served: Served, machines: Any) -> None:
-    node = machines.new_node()
-    served.deploy(replicas=3)  # more than fit on the head, where the gate is
+    gates = actors("gate")
+    with ThreadPoolExecutor(1) as pool:
+        deployed = pool.submit(served.deploy, replicas=3)  # more than fit on one machine
+        # A gate is started anew with them: on the machine that stays, while it is the only one.
+        wait_until(lambda: bool(actors("gate") - gates))
+        node = machines.new_node()
+        deployed.result()
     timer = threading.Timer(0.6, lambda: machines.remove_node(node, allow_graceful=False))
     timer.start()
     for found, expected in together(served, 6):
@@ -208,7 +213,7 @@ def test_fewer_engines_end_their_replies_first(served: Served) -> None:
 
 def test_a_new_version_ends_replies_first(served: Served) -> None:
     """All engines are replaced while replies are under way."""
-    before, replies = engines(), list[Any]()
+    before, replies = actors("engine"), list[Any]()
     worker = threading.Thread(target=lambda: replies.extend(together(served, 6)))
     worker.start()
     threading.Event().wait(0.5)
@@ -217,7 +222,7 @@ def test_a_new_version_ends_replies_first(served: Served) -> None:
     assert len(replies) == 6
     for found, expected in replies:
         assert found == expected
-    wait_until(lambda: not before & engines())
+    wait_until(lambda: not before & actors("engine"))
     assert served.metric("foredraft:lost_total") == 0
 
 
