@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.random_files import write_random
+from benchmarks.random_files import random_file
 from foredraft.bench.report import Report, check_outputs
 from foredraft.cli import options as o
 from foredraft.core.errors import ForedraftError
@@ -177,8 +175,8 @@ def memory(
     rows, lines = list[dict[str, Any]](), list[str]()
     for each in o.names(kind) if shape else [""]:
         file, _, form = each.partition(":")
-        weights = form or load.weights
-        with made_up(shape, file, replace(load, weights=weights)) as options:
+        asked = replace(load, weights=form or load.weights)
+        with random_file(asked, shape, file) if shape else nullcontext(asked) as options:
             plan, _ = plan_models(options)
             for start in ("first", "second"):
                 figure = measure_memory(options, plan, tokens)
@@ -188,13 +186,3 @@ def memory(
                     f"{', '.join(rows[-1][key] for key in (*name, 'numbers'))}: {figure.line}"
                 )
     Report(facts={"tokens": tokens, "figures": rows}, lines=lines).give(json_file)
-
-
-@contextmanager
-def made_up(shape: str | None, file: str, load: LoadOptions) -> Iterator[LoadOptions]:
-    """Options for a made-up model that is there meanwhile; without a shape as they are."""
-    if shape is None:
-        yield load
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield replace(load, model=str(write_random(Path(folder), shape, file)))

@@ -6,7 +6,11 @@ Some rows are drawn once and written again and again, so a file is there at the 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,26 @@ import numpy as np
 
 from benchmarks.gguf import quantised, write_settings
 from benchmarks.random_model import random_config
+from foredraft.load import plan_models
 from foredraft.models.native.config import DecoderConfig
+from foredraft.options import LoadOptions
 
 _DRAWN_ROWS = 64
 _SPREAD = 0.02
+
+
+@contextmanager
+def random_file(load: LoadOptions, shape: str, kind: str) -> Iterator[LoadOptions]:
+    """Options for a model of this shape; see `write_random`. Nothing of it is kept behind that."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = replace(load, model=str(write_random(Path(folder), shape, kind)))
+        try:
+            yield options
+        finally:
+            plan, _ = plan_models(options)
+            if plan.kept.folder:
+                shutil.rmtree(plan.kept.folder.parent, ignore_errors=True)
+            shutil.rmtree(plan.directory)  # of a GGUF file: what was prepared of it
 
 
 def write_random(folder: Path, shape: str, kind: str) -> Path:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.peers import LLAMA_PEERS, open_stepper, peer_names
 from benchmarks.plots import plot_steps
-from benchmarks.random_files import write_random
+from benchmarks.random_files import random_file
 from benchmarks.random_model import load_llm
 from benchmarks.variants import load_variants
 from foredraft.bench.report import check_outputs
@@ -20,7 +17,6 @@ from foredraft.bench.step import own_steppers, step_report
 from foredraft.cli import options as o
 from foredraft.cli.bench import Forwards, Rounds, timed
 from foredraft.core.errors import ConfigError
-from foredraft.load import ModelPlan
 from foredraft.options import LoadOptions
 
 PEERS = ("transformers", "llama.cpp", *LLAMA_PEERS)
@@ -76,13 +72,9 @@ def step(
         return
     if ways.random_weights is None:
         raise ConfigError("--stored is of --random-weights; name a shape, such as llama-1b")
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_random(Path(folder), ways.random_weights, ways.stored)
-        stored = replace(load, model=str(path), weights="auto")
-        plan = _step(stored, forwards, replace(ways, random_weights=None), rounds, json_file, plot)
-    shutil.rmtree(plan.directory)  # what was prepared of the file, and kept
-    if plan.kept.folder:
-        shutil.rmtree(plan.kept.folder.parent, ignore_errors=True)
+    as_it_is = replace(load, weights="auto")
+    with random_file(as_it_is, ways.random_weights, ways.stored) as stored:
+        _step(stored, forwards, replace(ways, random_weights=None), rounds, json_file, plot)
 
 
 def _step(
@@ -92,7 +84,7 @@ def _step(
     rounds: int,
     json_file: str | None,
     plot: str | None,
-) -> ModelPlan:
+) -> None:
     sizes, contexts, peers = forwards.sizes, forwards.contexts, ways.peers
     other_model = load.model if load.model.endswith(".gguf") else ways.random_weights
     if other_model and "transformers" in peers:
@@ -117,5 +109,3 @@ def _step(
     if plot:
         floor = report.facts["floor_ms"]
         plot_steps(figures, {int(n): ms for n, ms in floor.items()}, plot)
-    assert variants[0].llm.plan is not None
-    return variants[0].llm.plan
