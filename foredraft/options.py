@@ -94,10 +94,8 @@ class LoadOptions:
     calibrate: bool = True
 
     def __post_init__(self) -> None:
-        for name, known in (
-            *(("dtype", DTYPES), ("cache_dtype", CACHE_DTYPES)),
-            *(("weights", WEIGHTS), ("backend", BACKENDS)),
-        ):
+        choices = {"dtype": DTYPES, "cache_dtype": CACHE_DTYPES, "weights": WEIGHTS}
+        for name, known in (choices | {"backend": BACKENDS}).items():
             if getattr(self, name) not in known:
                 raise unknown(name, str(getattr(self, name)), known)
         if self.weights == "bf16" and self.dtype == "float32":

@@ -185,10 +185,10 @@ class LawTests:
         """Add a token and the law it was to be drawn from.
 
         Args:
-            last: the token before it, if that has a probability here: two that are drawn with the
-                same random numbers are too often the same.
             drafted: what was drafted there without knowing what would be drawn. Where nothing is
                 known the likeliest token takes its place: a lossy rule favours it, too.
+            last: the token before it, if that has a probability here: two that are drawn with the
+                same random numbers are too often the same.
         """
         before, self._last_prob = self._last_prob, float(probs_V[token])
         self.impossible += not self._last_prob > 0.0

@@ -12,7 +12,8 @@
 
 namespace foredraft {
 
-// Attention reads entries [kRunEntries i, kRunEntries (i + 1)) as one piece of memory. Blocks hold a multiple of so many.
+// Attention reads entries [kRunEntries i, kRunEntries (i + 1)) as one piece of memory. Blocks hold a
+// multiple of so many.
 constexpr int64_t kRunEntries = 32;
 
 // An entry is D numbers: floats, bfloat16, or integers of 8 bits, which stand for themselves times a

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -196,32 +197,33 @@ def test_requests_of_a_session_meet_in_one_engine(served: Served) -> None:
         assert cached > 0.7 * usage["prompt_tokens"]
 
 
-def test_fewer_engines_end_their_replies_first(served: Served) -> None:
-    """Deploying anew with fewer of them waits for replies: nothing is resumed or lost."""
-    resumed = served.metric("foredraft:resumed_total")
+@contextmanager
+def replies_under_way(served: Served) -> Iterator[None]:
+    """Replies begin, go on meanwhile, and come whole."""
     replies: list[Any] = []
     worker = threading.Thread(target=lambda: replies.extend(together(served, 6)))
     worker.start()
     threading.Event().wait(0.5)
-    served.deploy(replicas=1)
+    yield
     worker.join()
     assert len(replies) == 6
     for found, expected in replies:
         assert found == expected
+
+
+def test_fewer_engines_end_their_replies_first(served: Served) -> None:
+    """Deploying anew with fewer of them waits for replies: nothing is resumed or lost."""
+    resumed = served.metric("foredraft:resumed_total")
+    with replies_under_way(served):
+        served.deploy(replicas=1)
     assert served.metric("foredraft:resumed_total") in (0, resumed)  # of a new gate, or the old one
 
 
 def test_a_new_version_ends_replies_first(served: Served) -> None:
     """All engines are replaced while replies are under way."""
-    before, replies = actors("engine"), list[Any]()
-    worker = threading.Thread(target=lambda: replies.extend(together(served, 6)))
-    worker.start()
-    threading.Event().wait(0.5)
-    served.deploy(seconds=0.021)
-    worker.join()
-    assert len(replies) == 6
-    for found, expected in replies:
-        assert found == expected
+    before = actors("engine")
+    with replies_under_way(served):
+        served.deploy(seconds=0.021)
     wait_until(lambda: not before & actors("engine"))
     assert served.metric("foredraft:lost_total") == 0
 

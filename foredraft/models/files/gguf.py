@@ -64,7 +64,7 @@ class GgufTensor:
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) // self.kind.block_weights * self.kind.block_bytes
+        return self.kind.num_bytes(prod(self.shape))
 
 
 class GgufFile:

@@ -67,6 +67,10 @@ class Kind:
     unpack: Callable[[Bytes], Quantised] | None = None
     numbers: Callable[[Bytes], Floats] | None = None
 
+    def num_bytes(self, num_weights: int) -> int:
+        """What so many weights take, in whole blocks."""
+        return num_weights // self.block_weights * self.block_bytes
+
     def dequantise(self, blocks_N: Bytes) -> Floats:
         """Float32 [..., block_weights] of the bytes of blocks [..., N].
 

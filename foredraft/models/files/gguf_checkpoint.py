@@ -516,11 +516,13 @@ def _write_blocks(weights: Sequence[_Found], into: Path) -> None:
 def _blocks(kind: Kind, blocks: Bytes) -> Blocks | None:
     """A matrix of 32 weights a scale, as the kernels have it; None: another format."""
     from foredraft.models.native.as_stored import unpacked
+    from foredraft.models.native.packed import Int4Matrix, Int8Matrix
 
-    if kind.name not in ("Q4_0", "Q4_1", "Q8_0") or blocks.ndim != 3:
+    forms = {"Q4_0": Int4Matrix, "Q4_1": Int4Matrix, "Q8_0": Int8Matrix}
+    if kind.name not in forms or blocks.ndim != 3:
         return None
-    found = unpacked(kind, blocks)  # blocks that do not give the weights are not used
-    return found.from_minimum() if kind.name == "Q4_0" else found
+    # Blocks that do not give the weights are not used.
+    return unpacked(kind, blocks, forms[kind.name])
 
 
 def _rows(weights: Sequence[_Found]) -> Iterator[tuple[GgufTensor, _Weight, Bytes]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -85,10 +84,8 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """In its file."""
-        count = math.prod(self.shape)
-        if self.gguf is not None:
-            return count // self.gguf.kind.block_weights * self.gguf.kind.block_bytes
-        return count * _BITS[self.dtype] // 8
+        count = prod(self.shape)
+        return self.gguf.kind.num_bytes(count) if self.gguf else count * _BITS[self.dtype] // 8
 
 
 class Checkpoint:
@@ -121,6 +118,11 @@ class Checkpoint:
     def num_parameters(self) -> int:
         """Of all stored tensors."""
         return sum(prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all stored tensors, in their files."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
     def is_gguf(self) -> bool:

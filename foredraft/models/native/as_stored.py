@@ -141,9 +141,7 @@ def _packed(
             begin, end = max(wanted.start - first, 0), min(wanted.stop - first, len(blocks))
             if begin < end:
                 assert tensor.gguf is not None
-                some = unpacked(tensor.gguf.kind, blocks[begin:end])
-                is_centred = FORMS[tensor.dtype] is Centred4Matrix
-                pieces.append(some.from_minimum() if is_centred and form is Int4Matrix else some)
+                pieces.append(unpacked(tensor.gguf.kind, blocks[begin:end], form))
             first += len(blocks)
         rows = Blocks.stacked(pieces)
         if not rows.is_finite():
@@ -157,8 +155,8 @@ def _packed(
     return form.of_rows(rows_of, (num_rows, tensors[0].shape[1]), num_parts, shelf)
 
 
-def unpacked(kind: Kind, blocks_N: Bytes) -> Blocks:
-    """Some rows [R, blocks of a row, N] as the form of their format has them."""
+def unpacked(kind: Kind, blocks_N: Bytes, form: type[QuantisedMatrix]) -> Blocks:
+    """Some rows [R, blocks of a row, N] as a form has them that `holds` their format."""
     assert kind.unpack is not None
     with np.errstate(all="ignore"):  # scales are looked at afterwards
         found = kind.unpack(blocks_N)
@@ -173,10 +171,11 @@ def unpacked(kind: Kind, blocks_N: Bytes) -> Blocks:
         return tensor(numbers.repeat(chunks_of_block, axis=-1))
 
     integers = np.ascontiguousarray(integers).view(np.int8)
-    return Blocks(
+    rows = Blocks(
         torch.from_numpy(integers.reshape(num_rows, -1, block_inputs)),
         tensor(scales),
         minima_RB=None if minima is None else tensor(minima),
         steps_RC=None if found.step is None else steps(found.step),
         minimum_steps_RC=None if found.minimum_step is None else steps(found.minimum_step),
     )
+    return rows.from_minimum() if form is Int4Matrix and rows.minima_RB is None else rows

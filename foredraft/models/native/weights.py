@@ -212,10 +212,9 @@ def load_weights(
     states_dtype = dtype if bits == AS_STORED else None
     if (tensors := kept.tensors(name, recipe)) is not None:
         return replace(_assemble(_KeptReader(tensors, bits), config), states_dtype=states_dtype)
-    num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     if progress is not None and bits is not None:
         progress.stage("laying out the weights for this machine")
-    elif progress is not None and num_bytes >= _MUCH_TO_READ:
+    elif progress is not None and checkpoint.num_bytes >= _MUCH_TO_READ:
         progress.stage("reading the weights")
     reader = _Reader(checkpoint, dtype, device, bits, progress or SilentProgress())
     weights = replace(_assemble(reader, config), states_dtype=states_dtype)
@@ -403,8 +402,8 @@ class _Reader:
     ) -> None:
         self._checkpoint, self._device, self._bits = checkpoint, device, bits
         self._dtype = torch.float32 if bits == AS_STORED else dtype
-        num_bytes = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-        self._pace, self._bytes_at_hand = Pace(progress or SilentProgress(), num_bytes), 0
+        self._pace = Pace(progress or SilentProgress(), checkpoint.num_bytes)
+        self._bytes_at_hand = 0
         self._shelf = Shelf()
         self._problems: list[str] = []
         self.taken: set[str] = set()
