@@ -28,8 +28,8 @@ from foredraft.core.record import RowStep, StepRecord
 from foredraft.core.traits import DrafterTraits
 
 _log = logging.getLogger("foredraft")
-_EVERY = 8
-"""Steps between two plans, at most."""
+_EVERY, _EVERY_PLAIN = 8, 32
+"""Steps between two plans, at most: while rows draft, and while nothing is learnt."""
 _LOOKED_AT = 64
 """Steps between two looks at what drafters promised."""
 _LATER_HOPE = 0.3
@@ -105,7 +105,8 @@ class AdaptiveBudget:
         plan, can_pay = self._plan, self._planner.can_pay
         if plan is None or ids != self._planned_for or self._left <= 0 or not can_pay(plan):
             plan = self._planner.plan(rows, others, plan, self._num_steps)
-            self._every = min(2 * self._every, _EVERY) if plan.drafter else _EVERY
+            rest = min(self._planner.rests_until - self._num_steps, _EVERY_PLAIN)
+            self._every = min(2 * self._every, _EVERY) if plan.drafter else max(_EVERY, rest)
             if self._plan is None or plan.drafter != self._plan.drafter:
                 self._every = 1
             self._left = TRIAL_STEPS if plan.is_trial else self._every

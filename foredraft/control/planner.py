@@ -74,6 +74,11 @@ class Planner:
         times: of drafters; None: not to be had, and left out.
         acceptance: of what they draft.
         ledger: what may be lost.
+
+    Attributes:
+        drafters: by name.
+        rests_until: no trial before so many steps have been run.
+        num_trials: so far.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class Planner:
         self._acceptance, self._ledger = acceptance, ledger
         self._drafter_of: dict[int, str | None] = {}
         self._num_rows = 0
-        self._pause, self._rests_until, self._next_trial = FIRST_PAUSE, FIRST_PAUSE, 0
+        self._pause, self.rests_until, self._next_trial = FIRST_PAUSE, FIRST_PAUSE, 0
         self._chances: dict[str, tuple[int, int]] = {}
         self.num_trials = 0
 
@@ -235,10 +240,10 @@ class Planner:
         if current is not None and current.drafter is not None:  # it has just stopped
             if current.is_trial:
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._rests_until = num_steps + self._pause
-        if num_steps < self._rests_until:
+            self.rests_until = num_steps + self._pause
+        if num_steps < self.rests_until:
             return None
-        self._rests_until = num_steps + self._pause
+        self.rests_until = num_steps + self._pause
         names = [*self.drafters]
         for _ in names:
             drafter = self.drafters[names[self._next_trial % len(names)]]

@@ -90,11 +90,13 @@ class DraftTimes:
 
         None: that is not known yet.
         """
-        return self._proposing.get(drafter, _Curve()).ms(num_asked)
+        curve = self._proposing.get(drafter)
+        return curve.ms(num_asked) if curve else None
 
     def follow_ms(self, drafter: str, num_following: int) -> float:
         """To follow so many rows; 0 where that is not known yet."""
-        return self._learning.get(drafter, _Curve()).ms(num_following) or 0.0
+        curve = self._learning.get(drafter)
+        return (curve.ms(num_following) if curve else None) or 0.0
 
     def most_rows(self, drafter: str) -> int:
         """The most rows that it is known to have drafted for at once, roughly."""
