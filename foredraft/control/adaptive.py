@@ -122,6 +122,7 @@ class AdaptiveBudget:
         plain, forward = self._cost.ms(_plain_sizes(record, rows)), self._cost.ms(record.sizes)
         drafter_ms = self._drafter_ms(record, rows, plain, forward)
         if record.is_decoding:
+            self._times.wait()
             worth = plain * sum(len(row.committed) or 1 for row in rows) / len(rows)
             self.ledger.book(forward + drafter_ms, worth, plain)
         else:

@@ -10,14 +10,28 @@ _FIRST = 3
 """Of so many times the shortest counts."""
 _HICCUP = 3.0
 """What takes so many times the usual is the machine's doing."""
+_PATIENCE = 24, 1024
+"""Steps without a drafter until what it took is doubted, at first and at most."""
 
 
 @dataclass
 class _Curve:
-    """Milliseconds by rows, at powers of two; a mean that follows."""
+    """Milliseconds of a row by rows, at powers of two; a mean that follows.
+
+    Attributes:
+        known: what it is thought to take.
+        least: the least that it was ever seen, or expected, to take.
+        seen: how often, since it was last doubted.
+        idle, patience: steps since it was last seen, and until it is doubted.
+        is_doubted: whether the least counts until it is seen again.
+    """
 
     known: dict[int, float] = field(default_factory=dict)
+    least: dict[int, float] = field(default_factory=dict)
     seen: Counter[int] = field(default_factory=Counter)
+    idle: int = 0
+    patience: int = _PATIENCE[0]
+    is_doubted: bool = False
 
     def note(self, num_rows: int, ms: float, expected_ms: float | None = None) -> float:
         """Returns what it is now thought to take: a hiccup is the machine's doing.
@@ -26,8 +40,14 @@ class _Curve:
             expected_ms: what it was thought to take before anything was seen, if anything.
         """
         place, per_row = _place(num_rows), ms / num_rows
+        least = per_row if expected_ms is None else min(per_row, expected_ms / num_rows)
+        self.least[place] = min(least, self.least.get(place, least))
         if expected_ms is not None and place not in self.known:
             per_row = min(per_row, _HICCUP * expected_ms / num_rows)
+        self.idle, self.patience = 0, max(_PATIENCE[0], self.patience - 1)
+        if self.is_doubted:
+            self.is_doubted = False
+            self.seen.clear()
         before = self.known.get(place, per_row)
         self.seen[place] += 1
         if self.seen[place] <= _FIRST:  # what happens only once is not how long it takes
@@ -37,15 +57,22 @@ class _Curve:
             self.known[place] = before + _STEP * (after - before)
         return self.known[place] * num_rows
 
+    def wait(self) -> None:
+        """A step begins; see `DraftTimes.wait`."""
+        self.idle += 1
+        if self.idle >= self.patience:
+            self.idle, self.patience = 0, min(2 * self.patience, _PATIENCE[1])
+            self.is_doubted = True
+
     def ms(self, num_rows: int) -> float | None:
         """By the nearest number of rows that was seen; None: none was."""
         if not num_rows:
             return 0.0
         if not self.known:
             return None
-        place = _place(num_rows)
-        nearest = min(self.known, key=lambda known: (abs(known - place), -known))
-        return self.known[nearest] * num_rows
+        place, times = _place(num_rows), self.least if self.is_doubted else self.known
+        nearest = min(times, key=lambda known: (abs(known - place), -known))
+        return times[nearest] * num_rows
 
     @property
     def most_rows(self) -> int:
@@ -84,6 +111,14 @@ class DraftTimes:
         if num_following:
             learn_ms = self._learning.setdefault(drafter, _Curve()).note(num_following, learn_ms)
         return draft_ms + learn_ms
+
+    def wait(self) -> None:
+        """A step: who was not seen for long is taken to be as quick as ever.
+
+        It was perhaps measured beside a busy neighbour, and who is never asked is never corrected.
+        """
+        for curve in self._proposing.values():
+            curve.wait()
 
     def round_ms(self, drafter: str, num_asked: int) -> float | None:
         """To propose for so many rows, with one forward where it takes several.

@@ -257,13 +257,18 @@ DISTURBANCES = {
 }
 
 
+COPIES = MadeUp(constant(0.42), nodes=4, draft_ms=0.15, learn_ms=0.06)
+"""Less good than `self_like`, and better than nothing."""
+
+
+@pytest.mark.parametrize("others", [{}, {"copies": COPIES}], ids=["alone", "beside copies"])
 @pytest.mark.parametrize("slowness", DISTURBANCES.values(), ids=[*DISTURBANCES])
 def test_disturbed_drafting_is_come_back_to_within_50_steps(
-    slowness: Callable[[int], tuple[float, float]],
+    slowness: Callable[[int], tuple[float, float]], others: dict[str, MadeUp]
 ) -> None:
     def after(slowness: Callable[[int], tuple[float, float]]) -> tuple[float, float]:
         """What is gained in 200 steps, right from the beginning and after a while."""
-        run = Simulation({"self": self_like()}, slowness=slowness).run(52, 1)
+        run = Simulation({"self": self_like()} | others, slowness=slowness).run(52, 1)
         run.spent_ms = run.plain_ms = 0.0
         early = run.run(40, 1).speedup
         run.run(180 - run.num_steps, 1)
