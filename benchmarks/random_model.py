@@ -14,7 +14,7 @@ from torch import Tensor
 from foredraft.cli.options import load_llm as load_model
 from foredraft.core.errors import ConfigError, unknown
 from foredraft.llm import LLM
-from foredraft.load import native_decoder, plan_native
+from foredraft.load import forward_cost, native_decoder, plan_native
 from foredraft.models.native.config import DecoderConfig, Experts
 from foredraft.models.native.packed import PACKED, Matrix, tensor_of
 from foredraft.models.native.rope import RotaryEmbedding
@@ -96,7 +96,9 @@ def random_llm(name: str, options: LoadOptions) -> LLM:
     decoder = native_decoder(plan.decoder, options.threads)
     cache_dtype = getattr(torch, plan.cache_dtype)
     target = NativeTarget(config, weights, decoder, plan.max_context, cache_dtype=cache_dtype)
-    return LLM(target, None, options, plan=plan)
+    weighs = options.calibrate and options.drafter != "none"
+    cost = forward_cost(plan, target, options) if weighs else None
+    return LLM(target, None, options, plan=plan, cost=cost)
 
 
 def load_llm(options: LoadOptions, random_weights: str | None = None) -> LLM:

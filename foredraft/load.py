@@ -67,6 +67,7 @@ class ModelPlan:
         cache_bytes_per_token: keys and values of one token, in bytes.
         work_bytes: what a forward of the most tokens works in; 0: not known.
         notes: what is missing for a faster plan, and how to get it.
+        remarks: what else is worth knowing; `foredraft doctor` says it.
         cache_memory: bytes that the cache may take; None: a share of the memory there is.
         formats: of the matrices in a GGUF file, the one of most weights first; none: of others.
         encoder: whether it is an encoder-decoder, whose prompt is its source.
@@ -87,6 +88,7 @@ class ModelPlan:
     max_context: int
     tiles: bool = False
     notes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     cache_memory: int | None = None
     formats: tuple[str, ...] = ()
     encoder: bool = False
@@ -213,8 +215,8 @@ def _plan(name: str, options: LoadOptions, device: str, progress: Progress | Non
     )
     plan = plan_model(name, Checkpoint(directory), options, device)
     if directory.name in BUILT_IN and name.lower().endswith(".gguf"):
-        note = f"the file is that of {directory.name} and runs as it does; weights='file' keeps it"
-        return replace(plan, notes=(*plan.notes, note))
+        said = f"the file is that of {directory.name} and runs as it does; weights='file' keeps it"
+        return replace(plan, remarks=(said,))
     return plan
 
 

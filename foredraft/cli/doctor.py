@@ -60,6 +60,7 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     from foredraft.cli.display import RichProgress
     from foredraft.drafters import drafter_spec
     from foredraft.load import plan_models, resolve_drafter
+    from foredraft.models.files.kept import kept_models
     from foredraft.system.machine import describe_machine, package_version
 
     resolve_drafter(options)  # says what is wrong before anything is downloaded
@@ -83,6 +84,11 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
             if package_version(package) is None
         ],
         "models": {role: _model_report(plan, options, tokens) for role, plan in plans.items()},
+        "kept": [
+            {"folder": str(each.folder), "model": each.model and str(each.model)}
+            | {"bytes": each.num_bytes, "is_gone": each.is_gone}
+            for each in kept_models()
+        ],
     }
 
 
@@ -133,6 +139,7 @@ def _model_report(plan: ModelPlan, options: LoadOptions, tokens: int) -> dict[st
         "work_bytes": plan.work_bytes,
         "total_bytes": plan.memory_bytes(length),
         "notes": list(plan.notes),
+        "remarks": list(plan.remarks),
     }
 
 
@@ -177,9 +184,13 @@ def _show(console: Console, report: dict[str, Any]) -> None:
         table.add_row("", "")
         for label, value in _model_lines(model, report["tokens"]):
             table.add_row(f"{role}: {label}" if label == "name" else label, value)
+    _add_kept(table, report["kept"])
     console.print(table, soft_wrap=True)
     notes = [note for model in report["models"].values() for note in model["notes"]]
     console.print()
+    for model in report["models"].values():
+        for remark in model["remarks"]:
+            console.print(remark, markup=False, soft_wrap=True)
     for note in notes:
         console.print(f"missing: {note}", style="yellow", markup=False)
     for each in report.get("below_promise", ()):
@@ -196,6 +207,15 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     if not notes:
         left = "nothing that generating or serving needs is missing"
         console.print(left if report["optional"] else "nothing is missing", style="green")
+
+
+def _add_kept(table: Table, kept: list[dict[str, Any]]) -> None:
+    """What may be deleted, for it is made again when it is needed."""
+    table.add_row("", "")
+    for each in kept:
+        whose = f", for {each['model']}" if each["model"] else ""
+        gone = ", which is gone" if each["is_gone"] else ""
+        table.add_row("kept", f"{_megabytes(each['bytes'])} in {each['folder']}{whose}{gone}")
 
 
 def _model_lines(model: dict[str, Any], tokens: int) -> list[tuple[str, str]]:

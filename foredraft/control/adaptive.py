@@ -54,7 +54,8 @@ class AdaptiveBudget:
 
     Args:
         drafters: to choose from, the best one for a single request first.
-        cost: what steps cost here. None: a usual machine's proportions, and no times of drafters.
+        cost: what steps cost here. None: a usual machine's proportions, and of the drafters' own
+            times only the forwards that they say they take.
         experience: of controllers on the same models.
         ledger: bounds the loss.
     """
@@ -145,7 +146,9 @@ class AdaptiveBudget:
             forward_ms: the forward as it should be: where it took longer, all else did, too.
         """
         times, drafters = record.times, {row.drafter for row in rows} - {None}
-        if not self._is_measured or not drafters:
+        if not self._is_measured:
+            return plain_ms * self._promised_share(rows)
+        if not drafters:
             return 0.0
         spent_ms = times.draft_ms + times.learn_ms
         num_followed = sum(row.drafter is not None for row in rows)
@@ -166,6 +169,16 @@ class AdaptiveBudget:
             *(num_followed, times.learn_ms / slowness, num_rounds),
             expected_ms=None if share is None else share * plain_ms,
         )
+
+    def _promised_share(self, rows: Sequence[RowStep]) -> float:
+        """What the drafters' forwards of a step should take, in plain steps; other work is free."""
+        most_nodes: dict[str, int] = {}
+        for row in rows:
+            if row.drafter is not None:
+                nodes = max(most_nodes.get(row.drafter, 0), len(row.proposal.tree))
+                most_nodes[row.drafter] = nodes
+        drafters = self._planner.drafters
+        return sum(n * (drafters[name].round_share or 0.0) for name, n in most_nodes.items())
 
     def end(self, request_id: int) -> None:
         self._acceptance.end(request_id)

@@ -71,7 +71,7 @@ class Planner:
     Args:
         drafters: to choose from.
         cost: of steps.
-        times: of drafters; None: not to be had, and left out.
+        times: of drafters; None: not to be had. Then a drafter takes what its forwards promise.
         acceptance: of what they draft.
         ledger: what may be lost.
 
@@ -215,9 +215,9 @@ class Planner:
         depth: float,
     ) -> float:
         """Likewise; ``depth``: nodes of each row that is asked for."""
-        if self._times is None:
-            return 0.0
         share = drafter.round_share
+        if self._times is None:
+            return 0.0 if share is None else depth * share * plain_ms
         round_ms = self._times.round_ms(drafter.name, num_asked)
         if round_ms is None:
             guess = num_asked * (_UNKNOWN if drafter.promise is None else _UNKNOWN_HEAD)

@@ -224,6 +224,29 @@ def test_without_measured_times_it_goes_by_a_usual_machine() -> None:
     assert control.report()["steps"] == 0
 
 
+def test_without_measured_times_the_forwards_of_drafters_are_not_free() -> None:
+    """Six tokens of ten are right; where each takes .8 of a step, drafts cost too much."""
+    params = SamplingParams(max_tokens=500)
+    row = new_request([1] * 10, params, num_prompt=5, num_cached=9)
+    row.room = 40
+    budgets = {}
+    for share in (0.05, 0.8):
+        copies = DrafterTraits("copies", 8, True, (0.6, 0.6), share)
+        control = AdaptiveBudget([copies])
+        row.drafter = control.begin(row, [])
+        (allowance,) = control.allow([row])
+        budgets[share] = allowance.budget
+        draft = Proposal.chosen(TokenTree.chain([1] * 4))
+        step = RowStep(row.request_id, 9, 1, "copies", 4, draft, committed=(1,))
+        before = control.ledger.spent_ms
+        control.observe(StepRecord((step,), StepTimes(9.0, 10.0, 0.0, 0.0)))
+        plain_ms = control.ledger.plain_ms
+        taken = control.ledger.spent_ms - before
+        assert taken == pytest.approx(plain_ms * (1.5 + 4 * share), rel=0.05)
+    assert budgets[0.05] > 0
+    assert budgets[0.8] == 0
+
+
 def self_like(round_ms: float = 3.5) -> MadeUp:
     """A drafter like self_draft: nearly always right, a forward a token, joins at any place."""
     return MadeUp(constant(0.97), nodes=8, round_ms=round_ms, promise=(0.95, 0.95))

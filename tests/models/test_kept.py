@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import cast
 
@@ -11,7 +12,7 @@ import torch
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.load import forward_cost, load_models
 from foredraft.models.base import Target
-from foredraft.models.files.kept import KeptFiles, recipe_of
+from foredraft.models.files.kept import KeptFiles, kept_models, recipe_of
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import weights as weights_module
 from foredraft.models.native.config import read_config
@@ -138,6 +139,30 @@ def test_a_changed_model_is_another_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert after != before
     assert before.folder is not None
     assert not before.folder.exists(), "what was made of files that are gone is deleted"
+
+
+def test_what_is_kept_of_a_deleted_model_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    for name in ("deleted", "linked", "first", "second"):
+        _model(tmp_path / name)
+    weights = tmp_path / "linked" / "model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    for name in ("deleted", "linked", "first"):
+        kept = KeptFiles.of(Checkpoint(tmp_path / name), least_bytes=0)
+        kept.keep("piece", "recipe", TENSORS)
+    assert {each.model for each in kept_models()} == {
+        tmp_path / name for name in ("deleted", "linked", "first")
+    }
+    assert all(each.num_bytes > 400_000 and not each.is_gone for each in kept_models())
+    shutil.rmtree(tmp_path / "deleted")
+    (tmp_path / "elsewhere").unlink()
+    assert [each.is_gone for each in kept_models()].count(True) == 2
+    KeptFiles.of(Checkpoint(tmp_path / "second"), least_bytes=0).keep_json("costs", "recipe", 3)
+    left = {each.model for each in kept_models()}
+    assert left == {tmp_path / "first", tmp_path / "second"}
 
 
 def test_small_models_keep_nothing(tmp_path: Path) -> None:

@@ -399,6 +399,7 @@ def test_its_file_is_the_model(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch)
     assert resolve_model(tiny_gguf, as_stored=True).name.startswith("gguf-")
     plan, _ = plan_models(LoadOptions(model=str(tiny_gguf), drafter="none"))
     assert plan.weights == "bfloat16"
-    assert any("runs as it does" in note for note in plan.notes)
+    assert any("runs as it does" in remark for remark in plan.remarks)
+    assert not any("runs as it does" in note for note in plan.notes), "which would be a warning"
     monkeypatch.setattr(smollm2, "GGUF_SHA256", "another")
     assert resolve_model(tiny_gguf).name.startswith("gguf-")

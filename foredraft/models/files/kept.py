@@ -37,6 +37,8 @@ _MOST_BYTES = 2 << 30
 """Of a piece that is read from the model's own files almost as fast."""
 _FREE_SHARE = 4
 """A piece is kept only where so many times its size is free."""
+_NOTE = "model"
+"""The file beside the versions of a model that says which it is."""
 _LINE = 64
 _HUGE_PAGE = 2 << 20
 _READ_BYTES = 16 << 20
@@ -53,9 +55,11 @@ class KeptFiles:
 
     Attributes:
         folder: where they lie; None keeps nothing.
+        model: the directory they are made from, which is noted beside them.
     """
 
     folder: Path | None
+    model: Path | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, least_bytes: int = LEAST_BYTES) -> KeptFiles:
@@ -79,7 +83,7 @@ class KeptFiles:
         folder = cache_root() / "kept" / place / version
         if not folder.exists() and folder.parent.exists():
             shutil.rmtree(folder.parent, ignore_errors=True)
-        return cls(folder)
+        return cls(folder, directory)
 
     def json(self, name: str, recipe: str, make: Callable[[], Any]) -> Any:
         """A small piece: what ``make`` returned when it was last made."""
@@ -102,7 +106,8 @@ class KeptFiles:
         """Write a small piece of values that JSON has."""
         if self.folder is not None:
             path = self.folder / f"{name}.json"
-            _try_to_keep(name, partial(_write_json, path, {"recipe": recipe, "value": value}))
+            write = partial(_write_json, path, {"recipe": recipe, "value": value})
+            self._try_to_keep(name, write)
 
     def tensors(self, name: str, recipe: str) -> dict[str, Tensor] | None:
         """The tensors of a piece, in memory of their own; None where there is no whole one.
@@ -131,10 +136,68 @@ class KeptFiles:
         size = sum(_whole_lines(_num_bytes(tensor)) for tensor in tensors.values())
         if self.folder is not None and (takes_long or size <= _MOST_BYTES):
             path = self.folder / name
-            _try_to_keep(name, partial(_write_tensors, path, recipe, tensors), size)
+            self._try_to_keep(name, partial(_write_tensors, path, recipe, tensors), size)
+
+    def _try_to_keep(self, name: str, write: Callable[[], None], size: int = 0) -> None:
+        try:
+            root = cache_root()
+            root.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(root).free < _FREE_SHARE * size:
+                _LOG.debug("%s is not kept: the disk is nearly full", name)
+                return
+            write()
+            if self.folder is not None and self.model is not None:
+                self._note_model(self.folder.parent / _NOTE)
+        except OSError as error:
+            _LOG.debug("%s is not kept: %s", name, error)
+
+    def _note_model(self, note: Path) -> None:
+        """Beside the pieces; with the first one of a model, those of deleted models go."""
+        if note.exists():
+            return
+        note.write_bytes(os.fsencode(str(self.model)))
+        for each in kept_models():
+            if each.is_gone:
+                shutil.rmtree(each.folder, ignore_errors=True)
 
 
 NOTHING_KEPT = KeptFiles(None)
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """What is kept of one model.
+
+    Attributes:
+        folder: where.
+        model: its directory; None where that was not noted.
+        num_bytes: of all pieces.
+    """
+
+    folder: Path
+    model: Path | None
+    num_bytes: int
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the model is no longer there, or a file that its directory points to."""
+        if self.model is None:
+            return False
+        if not self.model.is_dir():
+            return True
+        return any(path.is_symlink() and not path.exists() for path in self.model.iterdir())
+
+
+def kept_models() -> list[KeptModel]:
+    """Of all models that something is kept of, the largest first."""
+    found = []
+    for folder in (cache_root() / "kept").glob("*"):
+        note, model = folder / _NOTE, None
+        with suppress(OSError):
+            model = Path(os.fsdecode(note.read_bytes()))
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        found.append(KeptModel(folder, model, sum(path.stat().st_size for path in files)))
+    return sorted(found, key=lambda each: -each.num_bytes)
 
 
 def recipe_of(*parts: object) -> str:
@@ -149,18 +212,6 @@ def _described(part: object) -> str:
         content = hashlib.sha256(part.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         return f"{part.dtype}{[*part.shape]}{content.hexdigest()}"
     return repr(part)
-
-
-def _try_to_keep(name: str, write: Callable[[], None], size: int = 0) -> None:
-    try:
-        root = cache_root()
-        root.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(root).free < _FREE_SHARE * size:
-            _LOG.debug("%s is not kept: the disk is nearly full", name)
-            return
-        write()
-    except OSError as error:
-        _LOG.debug("%s is not kept: %s", name, error)
 
 
 @contextmanager
