@@ -189,7 +189,7 @@ def memory(
 
 
 def memory_table(folder: Path) -> str:
-    """The table of docs/operate/memory.md: all figures of a folder's result files, a line a start."""
+    """The table of docs/operate/memory.md: the figures of a folder, a line for each start."""
     lines = [
         "| shape | file | numbers | start | predicted | peak | in the end | seconds |",
         "| --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
