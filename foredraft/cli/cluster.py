@@ -74,9 +74,15 @@ class ClusterAsked:
 
     @contextmanager
     def serving(self, load: LoadOptions, settings: ServerSettings) -> Iterator[None]:
-        """Gates and engines, until this is left."""
-        from foredraft.cluster import deploy
+        """Gates and engines, until this is left.
 
+        Raises:
+            ConfigError: of the API keys; gates would say it where nobody reads it.
+        """
+        from foredraft.cluster import deploy
+        from foredraft.server.gate import ApiKeys
+
+        ApiKeys.of(settings)
         options = deploy.ClusterOptions(num_cpus=load.threads or 1, **self.sizes())
         load_one = partial(deploy.load_llm, load)
         app = deploy.application(load_one, load.max_batch_size, settings, options)

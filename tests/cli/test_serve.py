@@ -62,3 +62,16 @@ def test_what_cannot_be_served_with_is_named_as_it_was_given(
 def test_the_environment_is_named_likewise(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREDRAFT_MAX_N", "-3")
     assert str(run("serve").exception).startswith("FOREDRAFT_MAX_N is '-3': ")
+
+
+def test_bad_keys_are_refused_before_a_cluster_is_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray.serve", reason="clusters need foredraft[ray]")
+    from foredraft.cluster import deploy
+
+    monkeypatch.setattr(deploy, "application", None)
+    monkeypatch.setenv("FOREDRAFT_API_KEY", "short")
+    refused = run("serve", "--ray").exception
+    assert isinstance(refused, ConfigError)
+    assert "API key 1 is no secret that a header can carry" in str(refused)
