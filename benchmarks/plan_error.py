@@ -107,9 +107,10 @@ def _settings(compared: Compared) -> dict[str, Any]:
 def _report(rows: Sequence[dict[str, Any]], compared: Compared) -> Report:
     """All rows, and how far apart they are."""
     chosen = [row for row in rows if row["chosen"]]
+    drafted = [row for row in rows if row["error"] is not None]
     facts: dict[str, Any] = {
-        "median_error": median(abs(row["error"]) for row in rows),
-        "median_error_of_chosen": median(abs(row["error"]) for row in chosen),
+        "median_error": median(abs(row["error"]) for row in drafted),
+        "median_spread_of_rounds": median(row["spread"] for row in drafted),
         "most_lost_by_choice": max(row["lost"] for row in chosen),
         "median_lost_by_choice": median(row["lost"] for row in chosen),
     }
@@ -151,7 +152,7 @@ def _rows(
         chosen = {"chosen": "*" if is_chosen else "", "lost": best / one.measured - 1.0}
         rows.append({"set": name} | one.as_dict() | chosen)
     if choice.setting.drafter == PLAIN:
-        plain = dict.fromkeys(("predicted", "measured"), 1.0) | {"error": 0.0, "band": ""}
+        plain: dict[str, Any] = {"predicted": 1.0, "measured": 1.0, "error": None, "spread": None}
         chosen = {"flags": choice.setting.flags, "chosen": "*", "lost": best - 1.0}
-        rows.append({"set": name, "load": load} | plain | chosen)
+        rows.append({"set": name, "load": load} | plain | {"band": None} | chosen)
     return rows

@@ -9,7 +9,6 @@ be told.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -30,11 +29,14 @@ class Load:
         prompts: token ids of each request.
         params: of all of them; request number n adds n to the seed.
         concurrency: requests in flight.
+        stays_full: whether the prompts come again until each of them has ended once, so that there
+            are as many in flight at the end as at the beginning; what is under way then is dropped.
     """
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     concurrency: int
+    stays_full: bool = False
 
     def params_of(self, number: int) -> SamplingParams:
         return replace(self.params, seed=(self.params.seed or 0) + number)
@@ -128,23 +130,33 @@ class OurServer:
         self.llm = self._new_llm(load.concurrency, self._note)
         decoder = getattr(self.llm.target, "decoder", None)
         self._phases = getattr(decoder, "phase_seconds", dict)
-        self._waiting = deque(enumerate(load.prompts))
+        self._next = 0  # number of the request that is handed in next
+        self._ended = 0  # of those that all contenders have to answer
         self._started: dict[int, tuple[int, float]] = {}
         self._first: dict[int, float] = {}
 
     def turn(self, seconds: float) -> bool:
         until = self.served.seconds + seconds
-        while self.served.seconds < until and (self._started or self._waiting):
+        num_asked = len(self._load.prompts)
+        while self.served.seconds < until and self._ended < num_asked:
             self._hand_in()
             self._step()
-        return bool(self._started or self._waiting)
+        if self._ended < num_asked:
+            return True
+        for request_id in self._started:
+            self.llm.engine.cancel(request_id)
+        self._started.clear()
+        return False
 
     def _hand_in(self) -> None:
-        while self._waiting and len(self._started) < self._load.concurrency:
-            number, prompt = self._waiting.popleft()
-            params, options = self._load.params_of(number), self.llm.request_options()
+        prompts = self._load.prompts
+        last = float("inf") if self._load.stays_full else len(prompts)
+        while self._next < last and len(self._started) < self._load.concurrency:
+            params, options = self._load.params_of(self._next), self.llm.request_options()
+            prompt = prompts[self._next % len(prompts)]
             request_id = self.llm.engine.submit(prompt, params, options)
-            self._started[request_id] = (number, self.served.seconds)
+            self._started[request_id] = (self._next, self.served.seconds)
+            self._next += 1
 
     def _step(self) -> None:
         self._records.clear()
@@ -164,8 +176,10 @@ class OurServer:
                 raise RuntimeError(f"{self.name}: {event.result.error}")
             first = self._first.get(event.request_id, taken)
             done = Finished(number, tuple(event.result.token_ids), first, taken)
-            self.served.finished.append(done)
             del self._started[event.request_id]
+            if number < len(self._load.prompts):
+                self.served.finished.append(done)
+                self._ended += 1
 
     def _note(self, record: StepRecord) -> None:
         self._records.append((record, 1e3 * sum(self._phases().values())))

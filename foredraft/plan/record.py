@@ -12,9 +12,9 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import log2
-from statistics import mean, median
+from statistics import median
 
-from foredraft.bench.load import Load, OurServer, ServedStep, serve
+from foredraft.bench.load import Load, OurServer, serve
 from foredraft.bench.prompts import encoded_prompts
 from foredraft.control.times import DraftTimes
 from foredraft.core.cost import Attention, CostModel
@@ -36,7 +36,9 @@ _SIZES_PER_OCTAVE, _LEAST_STEPS = 4, 3
 _FEW = (2, 4)
 """Nodes that are recorded beside the most that a drafter is asked for."""
 _LEAST_REQUESTS = 1.5
-"""For each request at once: fewer would be mostly beginnings and ends."""
+"""For each request at once: with one, all would begin and end together."""
+_INTERRUPTED = 1.25
+"""So much longer than steps of its cost usually take, a step was interrupted by the machine."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ class Work:
         """So many requests at once: each prompt at least once, and enough to stay at that load."""
         number = max(len(self.prompts), round(_LEAST_REQUESTS * load))
         prompts = [self.prompts[i % len(self.prompts)] for i in range(number)]
-        return Load(prompts, self.params, load)
+        return Load(prompts, self.params, load, stays_full=True)
 
 
 class Runner(OurServer):
@@ -264,7 +266,11 @@ class Runner(OurServer):
             if record.is_decoding:
                 asked = [(row.budget > 0, len(row.proposal.tree)) for row in record.rows]
                 found.note(record.times, asked)
-        found.rest_ms = [step.rest_ms / step.num_rows for step in self._full]
+        found.rest_ms = [
+            step.rest_ms / step.num_rows
+            for step in self.served.steps
+            if step.is_decoding and step.num_rows
+        ]
         for number, reply in enumerate(rows.values()):
             if decoded := [row for row in reply if is_decoding(row)]:
                 found.replies.append(decoded)
@@ -278,23 +284,31 @@ class Runner(OurServer):
         Models follow the machine from step to step and forget, or take the median of what they saw;
         either may be some hundredths off in all steps of a run.
         """
-        steps = [record for record in self.records if record.is_decoding]
-        full = [each for each in steps if len(each.rows) == self._load.concurrency] or steps
-        said = [recording.step_ms(record, cost) for record in full]
-        took = [step.wall_ms for step in self._full]
-        return mean(took) / mean(said) if said and took else 1.0
+        said_ms, took_ms, _ = self._totals(recording, cost)
+        return took_ms / said_ms if said_ms else 1.0
 
-    @property
-    def tokens_per_s(self) -> float:
+    def tokens_per_s(self, cost: CostModel) -> float:
         """In steps that read no prompt and were full."""
-        wall_ms = sum(step.wall_ms for step in self._full)
-        return 1e3 * sum(step.committed for step in self._full) / wall_ms if wall_ms else 0.0
+        _, took_ms, tokens = self._totals(self.recording(len(self._load.prompts)), cost)
+        return 1e3 * tokens / took_ms if took_ms else 0.0
 
-    @property
-    def _full(self) -> list[ServedStep]:
-        """Steps that read no prompt, with as many rows as were to be; any number if none had."""
+    def _totals(self, recording: Recording, cost: CostModel) -> tuple[float, float, int]:
+        """Of the full steps: milliseconds by the models of costs, those they took, their tokens.
+
+        A step that the machine interrupts counts as if it had not been. There are few in a run, but
+        one of 50 ms is a twentieth of a second's steps, and it hits one setting and not another.
+        """
         steps = [step for step in self.served.steps if step.is_decoding and step.num_rows]
-        return [step for step in steps if step.num_rows == self._load.concurrency] or steps
+        records = [record for record in self.records if record.is_decoding]
+        both = [*zip(steps, records, strict=True)]
+        full = [one for one in both if one[0].num_rows == self._load.concurrency] or both
+        said = [recording.step_ms(record, cost) for _, record in full]
+        took = [step.wall_ms for step, _ in full]
+        if not full:
+            return 0.0, 0.0, 0
+        usual = median(ms / said_ms for ms, said_ms in zip(took, said, strict=True))
+        most = [_INTERRUPTED * usual * said_ms for said_ms in said]
+        return sum(said), sum(map(min, took, most)), sum(step.committed for step, _ in full)
 
 
 @dataclass(frozen=True)
@@ -397,13 +411,16 @@ def num_requests(work: Work, loads: Sequence[int], num_settings: int) -> int:
 
 def measured_rates(
     llm: LLM, settings: Sequence[Setting], load: Load, rounds: int, advance: Callable[[str], None]
-) -> Mapping[Setting, float]:
-    """Tokens a second of each setting under a load, all in turns; the median of some rounds."""
+) -> Mapping[Setting, list[float]]:
+    """Tokens a second of each setting under a load in each of some rounds, all in turns."""
     runners = [Runner(llm, setting) for setting in settings]
+    attention = llm.cost.attention if llm.cost else None
     rates: dict[Setting, list[float]] = {setting: [] for setting in settings}
     for number in range(rounds):
         start = number % len(runners)
         serve([*runners[start:], *runners[:start]], load, advance)
+        steps = [step for runner in runners for step in runner.records]
+        cost = cost_of_steps(steps, attention)
         for runner in runners:
-            rates[runner.setting].append(runner.tokens_per_s)
-    return {setting: median(seen) for setting, seen in rates.items()}
+            rates[runner.setting].append(runner.tokens_per_s(cost))
+    return rates

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from foredraft.bench.report import Report, Table
@@ -17,8 +18,8 @@ from foredraft.plan.record import AUTO, PLAIN, Recorded, Setting, Work, measured
 from foredraft.plan.training import LearningCurve, Payback, paybacks
 
 _BETTER = 1.02
-"""How much more a setting has to bring than "auto" to be recommended instead of it."""
-CHECK_ROUNDS = 2
+"""How much more a setting has to bring to be recommended: than "auto", or than no drafts at all."""
+CHECK_ROUNDS = 3
 """Runs of what is checked."""
 _OTHER_SEEDS = 1_000_003
 """Between the seeds of what is recorded and of what is checked."""
@@ -42,6 +43,7 @@ CHECK_COLUMNS = {
     "predicted": "{predicted:.2f}x",
     "90 % of": "{band}",
     "measured": "{measured:.2f}x",
+    "rounds differ by": "{spread:.1%}",
     "error": "{error:+.1%}",
 }
 
@@ -81,11 +83,17 @@ class MachinePlan:
         return cls(machine, found, most)
 
     def choice(self, load: int) -> Outlook:
-        """What to run under a load: "auto" where nothing is clearly better than it."""
-        best = max(self.outlooks[load], key=lambda each: each.gain)
-        for each in self.outlooks[load]:
-            if each.setting.drafter == AUTO and best.gain < _BETTER * each.gain:
-                return each
+        """What to run under a load.
+
+        That is "auto" where nothing is clearly better than it, and no drafts where nothing is
+        clearly better than them.
+        """
+        outlooks = self.outlooks[load]
+        best = max(outlooks, key=lambda each: each.gain)
+        for usual in (PLAIN, AUTO):
+            for each in outlooks:
+                if each.setting.drafter == usual and best.gain < _BETTER * each.gain:
+                    return each
         return best
 
     @property
@@ -140,11 +148,21 @@ class Check:
 
     Attributes:
         outlook: what was expected of it.
-        measured: its speed over that of plain decoding.
+        rounds: its speed over that of plain decoding, in each round.
     """
 
     outlook: Outlook
-    measured: float
+    rounds: Sequence[float]
+
+    @property
+    def measured(self) -> float:
+        """The median round."""
+        return median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """Between the rounds, as a share: an error that is smaller says nothing."""
+        return (max(self.rounds) - min(self.rounds)) / self.measured
 
     @property
     def error(self) -> float:
@@ -160,6 +178,7 @@ class Check:
             "predicted": each.gain,
             "band": f"{each.low:.2f}-{each.high:.2f}x",
             "measured": self.measured,
+            "spread": self.spread,
             "error": self.error,
         }
 
@@ -180,7 +199,11 @@ def check(
     settings = [Setting(PLAIN), *(each.setting for each in drafting)]
     load = work.with_seeds_from(_OTHER_SEEDS).under(drafting[0].load)
     rates = measured_rates(llm, settings, load, CHECK_ROUNDS, advance)
-    return [Check(each, rates[each.setting] / rates[settings[0]]) for each in drafting]
+    plain = rates[settings[0]]
+    return [
+        Check(each, [mine / base for mine, base in zip(rates[each.setting], plain, strict=True)])
+        for each in drafting
+    ]
 
 
 def num_check_requests(work: Work, outlooks: Sequence[Outlook]) -> int:
