@@ -371,6 +371,8 @@ class ServerAudit:
         self._progress.stage("Testing drawn replies")
         options, tests, blind = self._options, LawTests(self._server.seed), 0
         for place, probe in self._probed(1.0, temperature=1.0, top_p=1.0):
+            if place.last is None:
+                tests.begin()
             if probe.likely:
                 tests.add(*_cells(place, probe))
             else:  # of an end that came alone some servers say nothing

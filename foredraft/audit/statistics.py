@@ -165,19 +165,21 @@ class LawTests:
     seed: int = 0
     drafted: Sum = field(default_factory=lambda: Sum("drafted token"))
     surprisal: Sum = field(default_factory=lambda: Sum("surprisal"))
+    behind: Sum = field(default_factory=lambda: Sum("surprisal behind a guess that held"))
     neighbours: Sum = field(default_factory=lambda: Sum("neighbours"))
     repeats: Sum = field(default_factory=lambda: Sum("repeats"))
     bins: list[int] = field(default_factory=lambda: [0] * _NUM_BINS)
     impossible: int = 0
     _last: float | None = None
     _last_prob: float | None = None
+    _held: bool = False
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
     def begin(self) -> None:
         """A new text: its first token has no neighbour."""
-        self._last = self._last_prob = None
+        self._last, self._last_prob, self._held = None, None, False
 
     def add(
         self, probs_V: Array, token: int, drafted: Drafted | None = None, last: int | None = None
@@ -191,6 +193,7 @@ class LawTests:
                 same random numbers are too often the same.
         """
         before, self._last_prob = self._last_prob, float(probs_V[token])
+        is_behind, self._held = self._held, drafted is not None and token == drafted.token
         self.impossible += not self._last_prob > 0.0
         if float(probs_V.max()) >= 1.0:
             return  # nothing was drawn
@@ -199,6 +202,8 @@ class LawTests:
         likely_C = np.log(np.maximum(cells.probs_C, RARE))
         likely_C[-1] = math.log(RARE)
         self.surprisal.add(cells.cell(token), cells.probs_C, likely_C)
+        if is_behind:  # it may have come with the draft, drawn by other code than what it replaces
+            self.behind.add(cells.cell(token), cells.probs_C, likely_C)
         self._add_place(cells, cells.cell(token))
         if last is not None and before is not None and RARE < probs_V[last] < 1.0 - RARE:
             self._add_repeat(token == last, before, float(probs_V[last]))
@@ -210,7 +215,8 @@ class LawTests:
 
     def p_values(self) -> dict[str, float]:
         """Of each test, corrected for their number (Holm)."""
-        raw = {each.name: each.p_value for each in (self.drafted, self.surprisal, self.neighbours)}
+        sums = self.drafted, self.surprisal, self.behind, self.neighbours
+        raw = {each.name: each.p_value for each in sums}
         raw[self.repeats.name] = self.repeats.largest_p_value
         raw["place in the law"] = self._p_of_bins()
         raw = {name: 0.0 if self.impossible else p for name, p in raw.items()}
@@ -222,7 +228,7 @@ class LawTests:
 
     def detectable(self, alpha: float, power: float) -> float:
         """The smallest shift towards drafted tokens that would be found."""
-        return self.drafted.detectable(alpha / 5, power)
+        return self.drafted.detectable(alpha / 6, power)
 
     def _add_drafted(self, probs_V: Array, token: int, drafted: Drafted) -> None:
         if drafted.likely is None:

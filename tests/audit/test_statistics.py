@@ -77,6 +77,7 @@ class Source:
         self._random, self._numpy = random.Random(seed), np.random.default_rng(seed)
         self._drawn = drawn
         self.noise = self._numpy.exponential(size=VOCAB)
+        self.held = False  # the draft before
 
     def run(self, count: int, serve: Callable[[Source, Array, Array], int]) -> LawTests:
         """So many tokens, as ``serve`` makes them of the law and what was drafted."""
@@ -152,6 +153,14 @@ def one_in_four_with_the_noise_before(source: Source, law: Array, draft: Array) 
     return int((source.noise / law).argmin())
 
 
+def bonus_drawn_colder(source: Source, law: Array, draft: Array) -> int:
+    """A bonus follows a draft that held; every other token behind one is no bonus."""
+    is_cold = source.held and source.chance(1 / 2)
+    token = source.draw(law ** (1 / 0.7) if is_cold else law)
+    source.held = token == draft.argmax()
+    return token
+
+
 # Of 100 audits 5 alarms are due at most, of 500 25; the bounds come once in ten thousand times.
 @pytest.mark.parametrize(
     ("audits", "bound"), [(100, 15), pytest.param(500, 45, marks=pytest.mark.slow)]
@@ -189,6 +198,12 @@ def test_noise_that_is_used_twice_is_found_by_the_repeats_alone() -> None:
     p_values = Source(1, drawn=False).run(3_000, one_in_four_with_the_noise_before).p_values()
     assert p_values.pop("repeats") <= ALPHA
     assert min(p_values.values()) > 0.01
+
+
+def test_a_colder_bonus_is_found_behind_what_held() -> None:
+    p_values = Source(6, drawn=False).run(4_000, bonus_drawn_colder).p_values()
+    assert p_values.pop("surprisal behind a guess that held") <= ALPHA
+    assert min(p_values.values()) > 0.01, "all tokens together do not show it"
 
 
 def test_an_impossible_token_is_proof() -> None:
