@@ -35,8 +35,6 @@ _SIZES_PER_OCTAVE, _LEAST_STEPS = 4, 3
 """Of forwards that are looked at together, and how many of them there have to be."""
 _FEW = (2, 4)
 """Nodes that are recorded beside the most that a drafter is asked for."""
-_LEAST_REQUESTS = 1.5
-"""For each request at once: with one, all would begin and end together."""
 _INTERRUPTED = 1.25
 """So much longer than steps of its cost usually take, a step was interrupted by the machine."""
 
@@ -205,8 +203,8 @@ class Work:
         return replace(self, params=replace(self.params, seed=(self.params.seed or 0) + number))
 
     def under(self, load: int) -> Load:
-        """So many requests at once: each prompt at least once, and enough to stay at that load."""
-        number = max(len(self.prompts), round(_LEAST_REQUESTS * load))
+        """So many requests at once, until each prompt has been answered."""
+        number = max(len(self.prompts), load)
         prompts = [self.prompts[i % len(self.prompts)] for i in range(number)]
         return Load(prompts, self.params, load, stays_full=True)
 

@@ -50,22 +50,24 @@ class LearningCurve:
 
         Args:
             temperature: of the requests: that of the replies whose measurements count is 0 or 1,
-                whichever is nearer.
+                whichever is nearer; the other where the texts hold no such replies.
 
         Raises:
             ConfigError: it was measured too seldom.
             ModelLoadError: it is no head's folder.
         """
         (head, *_) = read_compared(folder)
-        name = "committed_greedy" if temperature < 0.5 else "committed_sampled"
         tests = [each for each in head.evaluations if each["tokens"] > 0]
         if len(tests) < _LEAST_POINTS:
             raise ConfigError(
                 f"{folder} was measured {len(tests)} times while it learnt; to tell how it goes on "
                 f"takes {_LEAST_POINTS}: train it a little longer, or with more --evaluations"
             )
-        points_N2 = np.array([(each["tokens"], each[name]) for each in tests])
         last = tests[-1]
+        num_greedy, num_sampled = last["num_anchors"]
+        is_greedy = num_greedy > 0 and (temperature < 0.5 or not num_sampled)
+        name = "committed_greedy" if is_greedy else "committed_sampled"
+        points_N2 = np.array([(each["tokens"], each[name]) for each in tests])
         return cls(head.kind, points_N2, len(last["greedy"]), last["tokens"] / last["seconds"])
 
     @property

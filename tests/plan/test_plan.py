@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -359,6 +360,25 @@ def test_training_is_paid_back_after_the_tokens_whose_time_it_saves() -> None:
     (never,) = paybacks(curve, base, replace(choice, gain=4.0), [1.0])
     assert never.tokens is None
     assert "never paid back: --drafter auto" in never.said(1e6)
+
+
+@pytest.mark.parametrize(
+    ("anchors", "temperature", "committed"),
+    [((3, 3), 0.0, 1.5), ((3, 3), 1.0, 1.2), ((0, 3), 0.0, 1.2), ((3, 0), 1.0, 1.5)],
+)
+def test_a_curve_is_of_replies_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+    anchors: tuple[int, int],
+    temperature: float,
+    committed: float,
+) -> None:
+    """Tokens a step of no replies at all are 1.00 for ever."""
+    found = {"num_anchors": anchors, "greedy": [0.5, 0.4], "committed_greedy": 1.5,
+             "committed_sampled": 1.2}  # fmt: skip
+    evaluations = [found | {"tokens": n, "seconds": n / 1e3} for n in range(1_000, 6_000, 1_000)]
+    head = SimpleNamespace(kind="eagle", evaluations=evaluations)
+    monkeypatch.setattr("foredraft.plan.training.read_compared", lambda folder: [head])
+    assert LearningCurve.of(Path("any"), temperature).committed == committed
 
 
 def test_the_command_tells_when_training_is_paid_back(
