@@ -19,7 +19,7 @@ from foredraft.plan.training import LearningCurve, Payback, paybacks
 
 _BETTER = 1.02
 """How much more a setting has to bring to be recommended: than "auto", or than no drafts at all."""
-CHECK_ROUNDS = 3
+CHECK_ROUNDS = 2
 """Runs of what is checked."""
 _OTHER_SEEDS = 1_000_003
 """Between the seeds of what is recorded and of what is checked."""
