@@ -93,12 +93,16 @@ struct PackedMatrix {
   }
 };
 
+// Tiles take as many tokens on every machine, vectors fewer where they are short.
+constexpr int kMostBlockTokens =
+    kTiles ? std::max(kPackedBlockTokens, kMostPassTokens) : kPackedBlockTokens;
+
 // So many groups of rows from `row` against tokens [first, first + count), put out from `put_from` on.
 template <int G, class Put>
 inline void some_groups(GroupProduct product, const PackedMatrix& weights, int64_t row, int64_t num_rows,
                         const PackedInputs& x, int64_t first, Range tokens, int64_t ahead,
                         const Put& put) {
-  alignas(64) float values[G * kGroupRows * kPackedBlockTokens];
+  alignas(64) float values[G * kGroupRows * kMostBlockTokens];
   product(weights.group(row), weights.group_bytes(), x, first, ahead, values);
   put_block<G>(values, first, tokens, x.scales, row, num_rows, put);
 }
