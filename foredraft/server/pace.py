@@ -63,7 +63,9 @@ class Paced:
             await self._news.wait()
         if self._waiting[0][1].token_ids:
             await self._sleep(max(0.0, self._due - self._clock()))
-            self._due = max(self._due, self._clock()) + self._interval()
+            # Whoever sleeps wakes up late: less than an interval of it is made good.
+            interval = self._interval()
+            self._due = max(self._due + interval, self._clock())
         return self._waiting.popleft()
 
     async def aclose(self) -> None:

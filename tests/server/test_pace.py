@@ -44,11 +44,13 @@ def event_of(*tokens: int) -> Event:
     return Event(0, tokens, len(tokens) - 1, tuple(Piece(f"{t} ", True) for t in tokens))
 
 
-def handed_out(source: Callable[[Clock], AsyncIterator[tuple[int, Event]]]) -> list[Any]:
+def handed_out(
+    source: Callable[[Clock], AsyncIterator[tuple[int, Event]]], clock_type: type[Clock] = Clock
+) -> list[Any]:
     """Tokens with the times at which they came."""
 
     async def read() -> list[Any]:
-        clock = Clock()
+        clock = clock_type()
         paced = Paced(source(clock), clock, clock.sleep)
         found = []
         try:
@@ -61,6 +63,26 @@ def handed_out(source: Callable[[Clock], AsyncIterator[tuple[int, Event]]]) -> l
             await paced.aclose()
 
     return asyncio.run(read())
+
+
+class LateClock(Clock):
+    """Whoever sleeps wakes up late."""
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(seconds + (0.003 if seconds > 0.0 else 0.0))
+
+
+def test_who_wakes_up_late_does_not_fall_behind() -> None:
+    async def steps(clock: Clock) -> AsyncIterator[tuple[int, Event]]:
+        for number in range(60):
+            while clock.now < 0.03 * number:
+                before = clock.now
+                await Clock().sleep(0.0)
+                clock.now += 0.001 * (clock.now == before)
+            yield 0, event_of(*range(6))
+
+    (*_, (_, ended)) = handed_out(steps, LateClock)
+    assert ended < 0.03 * 59 + 2 * 0.03
 
 
 def test_tokens_of_a_step_come_one_by_one_at_the_mean_pace() -> None:
