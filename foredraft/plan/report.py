@@ -191,7 +191,8 @@ def check(
 ) -> list[Check]:
     """Run some settings of one load beside plain decoding, in turns.
 
-    At temperatures above 0 their texts are others than those recorded.
+    At temperatures above 0 their texts are others than those recorded. Left out are those of whose
+    steps each one read a prompt, as with long prompts and short replies: there is nothing to time.
     """
     drafting = [each for each in outlooks if each.setting.drafter != PLAIN]
     if not drafting:
@@ -203,6 +204,7 @@ def check(
     return [
         Check(each, [mine / base for mine, base in zip(rates[each.setting], plain, strict=True)])
         for each in drafting
+        if all(plain) and all(rates[each.setting])
     ]
 
 

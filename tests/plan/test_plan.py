@@ -263,6 +263,16 @@ def test_recordings_hold_every_request_under_every_load(llm: LLM, work: Work) ->
     json.dumps(report)
 
 
+def test_what_never_decodes_alone_is_not_compared(
+    llm: LLM, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its steps read a prompt: there is nothing to time."""
+    two = settled({"suffix": 1.3, "ngram": 1.2}).outlooks[1]
+    rates = {Setting(PLAIN): [50.0, 50.0], two[0].setting: [60.0, 60.0], two[1].setting: [0.0, 0.0]}
+    monkeypatch.setattr("foredraft.plan.report.measured_rates", lambda *_: rates)
+    assert [each.outlook for each in check(llm, two, work, print)] == two[:1]
+
+
 def settled(gains: dict[str, float]) -> MachinePlan:
     """A plan in which each drafter gains so much."""
     base = outlook(recording([[1]]), 1, Costs(FREE_TO_FOUR), 1)
