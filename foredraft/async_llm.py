@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import Any, Self
 
 from foredraft.control.fixed import FixedBudget
@@ -20,13 +19,7 @@ from foredraft.drafters import drafter_spec
 from foredraft.engine.drive import EngineThread
 from foredraft.engine.policy import Policy
 from foredraft.engine.proof import LiveProof
-from foredraft.engine.request import (
-    Event,
-    GenerationResult,
-    ReplySoFar,
-    Request,
-    RequestOptions,
-)
+from foredraft.engine.request import Event, GenerationResult, ReplySoFar, Request, RequestOptions
 from foredraft.engine.stats import EngineStats
 from foredraft.llm import LLM
 from foredraft.load import FOR_PREDICTIONS
@@ -370,12 +363,7 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
         await self.aclose(drain=error is None)
 
     def _prepare(

@@ -180,37 +180,28 @@ def custom_generate(
     _refuse_unimplemented(generation_config, model_kwargs, has_encoder)
     num_begun = input_ids.shape[1] if has_encoder else None
     params, bans = _read_processors(logits_processor, generation_config.do_sample, num_begun)
-    requests = _requests(input_ids, source_ids, has_encoder, model_kwargs)
+    requests = _read_inputs(input_ids, source_ids, has_encoder, model_kwargs)
     if draft_model is not None and has_encoder and source_ids is None:
         raise ConfigError(
             "a draft model has to read the source, too; pass its input_ids once more as source_ids"
         )
-    llm = LLM(
-        # Like generate itself, go on past the context that the config promises.
-        _target(model, max_length, requests[0][0], bans),
-        None,
-        LoadOptions(
-            drafter=drafter,
-            num_draft_tokens=num_draft_tokens,
-            drafter_options=drafter_options or {},
-            max_batch_size=len(requests),
-        ),
-        draft=None if draft_model is None else DraftModel(_target(draft_model)),
+    # Like generate itself, go on past the context that the config promises.
+    target = _target(model, max_length, requests[0][0], bans)
+    options = LoadOptions(
+        drafter=drafter,
+        num_draft_tokens=num_draft_tokens,
+        drafter_options=drafter_options or {},
+        max_batch_size=len(requests),
     )
-    params = replace(
-        params,
-        max_tokens=max_length - input_ids.shape[1],
-        stop_token_ids=eos_token_ids,
-        coupling=coupling,
-    )
+    draft = None if draft_model is None else DraftModel(_target(draft_model))
+    llm = LLM(target, None, options, draft=draft)
+    max_tokens = max_length - input_ids.shape[1]
+    params = replace(params, max_tokens=max_tokens, stop_token_ids=eos_token_ids, coupling=coupling)
     results = _run(llm, requests, params, _Output(token_streamer, input_ids))
-    sequences = _padded(input_ids, results, generation_config)
-    if not generation_config.return_dict_in_generate:
-        return sequences
-    return SpeculativeOutput(sequences=sequences, speculation=[r.stats for r in results])
+    return _returned(input_ids, results, generation_config)
 
 
-def _requests(
+def _read_inputs(
     input_ids: Tensor, source_ids: Tensor | None, has_encoder: bool, model_kwargs: Mapping[str, Any]
 ) -> list[tuple[list[int], Source | None]]:
     """What each row goes on from, and an encoder-decoder's source beside it."""
@@ -415,6 +406,16 @@ def _run(
                 raise ForedraftError(f"generation failed: {event.result.error}")
     output.end()
     return [results[request_id] for request_id in sorted(results)]
+
+
+def _returned(
+    input_ids: Tensor, results: Sequence[GenerationResult], config: Any
+) -> Tensor | SpeculativeOutput:
+    """In the form that the caller of ``generate`` asked for."""
+    sequences = _padded(input_ids, results, config)
+    if not config.return_dict_in_generate:
+        return sequences
+    return SpeculativeOutput(sequences=sequences, speculation=[r.stats for r in results])
 
 
 def _padded(input_ids_BT: Tensor, results: Sequence[GenerationResult], config: Any) -> Tensor:

@@ -319,10 +319,7 @@ class LLM:
         return sorted(results, key=lambda result: result.request_id)
 
     def _stream(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams | None,
-        options: RequestOptions,
+        self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions
     ) -> Iterator[Event]:
         params = checked_params(params)
         self.engine.check_prompt(prompt)  # now, and not when the first event is asked for

@@ -7,6 +7,7 @@ cost the loading of the target.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -425,40 +426,18 @@ def plan_native(
     """
     from foredraft.models.native.as_stored import formats_of
     from foredraft.models.native.fused import has_tiles
-    from foredraft.models.native.weights import AS_STORED, stored_weight_bytes, weight_bytes
 
     kernel_problem = _kernel_problem() if device == "cpu" else "the fused kernel runs on CPU"
-    if options.weights in _BITS and kernel_problem:
-        raise _no_packed(options.weights, kernel_problem)
-    if options.cache_dtype == "int8" and kernel_problem:
-        raise _no_int8_cache(kernel_problem)
-    dtype, notes = _asked_dtype(options), []
-    if device == "cpu" and kernel_problem:
-        notes.append(f"no fused CPU kernel: {kernel_problem}")
-    if config.max_context < (longest := config.ropes[0].context):
-        notes.append(
-            f"its rotary factors are those of short texts; max_context={longest} asks for more"
-        )
+    if kernel_problem:
+        _refuse_few_bits(options, kernel_problem)
+    dtype = _asked_dtype(options)
     if dtype == "auto":
         dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
-    weights = options.weights if options.weights in _BITS else dtype
-    is_gguf = checkpoint is not None and checkpoint.is_quantised
-    if options.weights == _AS_STORED or (is_gguf and _leaves_weights(options, kernel_problem)):
-        problem = _why_not_as_stored(checkpoint, config)
-        if problem and options.weights == _AS_STORED:
-            raise ConfigError(f"weights 'file' cannot be had: {problem}; leave weights out")
-        if problem:
-            notes.append(f"the file's own formats are not kept: {problem}")
-        else:
-            weights = _AS_STORED
     cache_dtype = dtype if options.cache_dtype == "auto" else options.cache_dtype
+    weights, not_kept = _native_weights(checkpoint, config, options, dtype, kernel_problem)
     tiles = kernel_problem is None and weights == "bfloat16" and config.fits_tiles and has_tiles()
     bits = _TILES if tiles else _BITS.get(weights)
-    if bits == AS_STORED:
-        assert checkpoint is not None
-        in_memory, read = stored_weight_bytes(checkpoint, config)
-    else:
-        in_memory, read = weight_bytes(config, getattr(torch, dtype).itemsize, bits)
+    in_memory, read = _native_bytes(checkpoint, config, dtype, bits)
     return ModelPlan(
         name=name,
         checkpoint=checkpoint,
@@ -475,10 +454,51 @@ def plan_native(
         max_context=min(options.max_context or config.max_context, config.max_context),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
         tiles=tiles,
-        notes=tuple(notes),
-        formats=tuple(formats_of(checkpoint)) if checkpoint and is_gguf else (),
+        notes=(*_native_notes(config, device, kernel_problem), *not_kept),
+        formats=tuple(formats_of(checkpoint)) if checkpoint and checkpoint.is_quantised else (),
         work_bytes=0 if kernel_problem else _work_bytes(config, options, dtype, bits),
     )
+
+
+def _native_weights(
+    checkpoint: Checkpoint | None,
+    config: DecoderConfig,
+    options: LoadOptions,
+    dtype: str,
+    kernel_problem: str | None,
+) -> tuple[str, tuple[str, ...]]:
+    """`ModelPlan.weights`, and a note where they cannot be those of the GGUF file."""
+    weights = options.weights if options.weights in _BITS else dtype
+    free = kernel_problem is None and options.weights == options.dtype == "auto"
+    is_gguf = checkpoint is not None and checkpoint.is_quantised
+    if options.weights != _AS_STORED and not (is_gguf and free):
+        return weights, ()
+    problem = _why_not_as_stored(checkpoint, config)
+    if problem is None:
+        return _AS_STORED, ()
+    if options.weights == _AS_STORED:
+        raise ConfigError(f"weights 'file' cannot be had: {problem}; leave weights out")
+    return weights, (f"the file's own formats are not kept: {problem}",)
+
+
+def _native_bytes(
+    checkpoint: Checkpoint | None, config: DecoderConfig, dtype: str, bits: Bits
+) -> tuple[int, int]:
+    """Of the weights in memory, and of those that a forward reads."""
+    from foredraft.models.native.weights import AS_STORED, stored_weight_bytes, weight_bytes
+
+    if bits == AS_STORED:
+        assert checkpoint is not None
+        return stored_weight_bytes(checkpoint, config)
+    return weight_bytes(config, getattr(torch, dtype).itemsize, bits)
+
+
+def _native_notes(config: DecoderConfig, device: str, kernel_problem: str | None) -> Iterator[str]:
+    """`ModelPlan.notes` on speed and on the context."""
+    if device == "cpu" and kernel_problem:
+        yield f"no fused CPU kernel: {kernel_problem}"
+    if config.max_context < (longest := config.ropes[0].context):
+        yield f"its rotary factors are those of short texts; max_context={longest} asks for more"
 
 
 def _work_bytes(config: DecoderConfig, options: LoadOptions, dtype: str, bits: Bits) -> int:
@@ -492,11 +512,6 @@ def _work_bytes(config: DecoderConfig, options: LoadOptions, dtype: str, bits: B
     return work_bytes(config, dtype == "bfloat16", forms.get(bits, FORM_PACKED), num_tokens)
 
 
-def _leaves_weights(options: LoadOptions, kernel_problem: str | None) -> bool:
-    """Whether nothing speaks against the weights as a GGUF file has them."""
-    return kernel_problem is None and options.weights == options.dtype == "auto"
-
-
 def _why_not_as_stored(checkpoint: Checkpoint | None, config: DecoderConfig) -> str | None:
     from foredraft.models.native.as_stored import why_not_as_stored
 
@@ -505,18 +520,18 @@ def _why_not_as_stored(checkpoint: Checkpoint | None, config: DecoderConfig) -> 
     return why_not_as_stored(checkpoint, config)
 
 
-def _no_packed(weights: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"weights {weights!r} are there where they are faster: on CPU with the fused kernel "
-        f"({reason}); leave weights out"
-    )
-
-
-def _no_int8_cache(reason: str) -> ConfigError:
-    return ConfigError(
-        f"cache_dtype 'int8' is there on CPU with the fused kernel ({reason}); leave cache_dtype "
-        "out"
-    )
+def _refuse_few_bits(options: LoadOptions, reason: str) -> None:
+    """What is asked for in few bits, where the fused kernel does not run for this reason."""
+    if options.weights in _BITS:
+        raise ConfigError(
+            f"weights {options.weights!r} are there where they are faster: on CPU with the fused "
+            f"kernel ({reason}); leave weights out"
+        )
+    if options.cache_dtype == "int8":
+        raise ConfigError(
+            f"cache_dtype 'int8' is there on CPU with the fused kernel ({reason}); leave "
+            "cache_dtype out"
+        )
 
 
 def _asked_dtype(options: LoadOptions) -> str:
@@ -564,10 +579,7 @@ def _plan_hf(
     except ImportError as problem:
         what = f"{name!r} runs through transformers, which needs"
         raise needs_extra(what, "hf", problem) from None
-    if options.weights in _BITS:
-        raise _no_packed(options.weights, f"{name!r} runs through transformers")
-    if options.cache_dtype == "int8":
-        raise _no_int8_cache(f"{name!r} runs through transformers")
+    _refuse_few_bits(options, f"{name!r} runs through transformers")
     sizes = read_sizes(checkpoint)
     dtype = _asked_dtype(options)
     if dtype == "auto":
