@@ -68,7 +68,7 @@ def write_gguf(
     raw = json.loads((directory / "config.json").read_text())
     write_settings(writer, config, raw)
     _write_vocabulary(writer, directory, config)
-    for name, factors in _rotary_factors(raw, config).items():
+    for name, factors in _rotary_factors(config).items():
         writer.add_tensor(name, np.array(factors, np.float32))
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, values in _stacked(_values(directory)):
@@ -169,7 +169,7 @@ def _write_scaling(writer: Any, config: DecoderConfig) -> None:
         writer.add_rope_scaling_attn_factors(rope.amplitude)
 
 
-def _rotary_factors(raw: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
+def _rotary_factors(config: DecoderConfig) -> dict[str, Any]:
     """Tensors that say by what frequencies are divided."""
     rope = config.ropes[0]
     if rope.kind == "longrope":

@@ -272,9 +272,7 @@ def test_what_cannot_be_used_is_refused_at_once_and_costs_no_place() -> None:
         AsyncLLM(new_llm(), max_waiting=-1)
 
 
-def test_a_fault_of_the_thread_reaches_everybody(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_of_the_thread_reaches_everybody(caplog: pytest.LogCaptureFixture) -> None:
     target = slow_target(is_open=False)
     llm = AsyncLLM(new_llm(target, max_batch_size=1))
 

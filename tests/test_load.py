@@ -206,7 +206,7 @@ def test_an_int8_cache_is_planned_loaded_and_given_to_drafts(checkpoint: Path) -
 
 
 def test_an_int8_cache_is_refused_where_nothing_reads_it(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"cache_dtype 'int8'.*runs through transformers"):
         plan_models(asked(checkpoint, cache_dtype="int8", backend="hf"))

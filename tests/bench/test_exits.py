@@ -107,7 +107,7 @@ def test_skip_sets_grow_and_can_be_used(target: NativeTarget, passage: Passage) 
     assert measure_exits(target, [passage], sets[:1], (2,), 1, quiet)[0].agreement > 0.0
 
 
-def test_the_least_missed_sublayer_goes_first(target: NativeTarget, passage: Passage) -> None:
+def test_the_least_missed_sublayer_goes_first(passage: Passage) -> None:
     silent = NativeTarget.load(checkpoint(0.0))
     silent.weights.layers[1].down_weight.zero_()
     assert skip_sets(silent, [passage], quiet)[0] == {"skip": "m1"}

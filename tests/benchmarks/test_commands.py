@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,8 @@ from foredraft.bench.report import write_json
 from foredraft.bench.timing import PeerFailed
 from foredraft.core.errors import ConfigError
 from tests.cli.conftest import Run
+
+Report = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
@@ -35,44 +39,51 @@ def bench(checkpoint: Path) -> Run:
 
 
 @pytest.fixture
+def report(bench: Run, tmp_path: Path) -> Report:
+    """What a command that succeeds writes with --json."""
+
+    def report(name: str, *arguments: str) -> dict[str, Any]:
+        path = tmp_path / "out.json"
+        result = bench(name, *arguments, "--json", str(path))
+        assert result.exit_code == 0, result.exception
+        written: dict[str, Any] = json.loads(path.read_text())
+        return written
+
+    return report
+
+
+@pytest.fixture
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one shape that --random-weights knows."""
     tiny = Shape(64, 128, 2, 4, 2, 16, 1000, True)
     monkeypatch.setattr("benchmarks.random_model.shapes", lambda: {"tiny": tiny})
 
 
-def test_drafters_are_compared_and_written_down(bench: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
+def test_drafters_are_compared_and_written_down(report: Report) -> None:
+    written = report(
         "drafters", "--drafters", "ngram,suffix", "--limit", "2", "--max-tokens", "6",
-        "--temperature", "0,1", "--json", str(path),
+        "--temperature", "0,1",
     )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    report = json.loads(path.read_text())
-    assert len(report["trials"]) == 2 * 3 * 2
-    assert all(trial["identical"] for trial in report["trials"])
-    assert {row["contender"] for row in report["summaries"]} == {"none", "ngram", "suffix"}
+    assert len(written["trials"]) == 2 * 3 * 2
+    assert all(trial["identical"] for trial in written["trials"])
+    assert {row["contender"] for row in written["summaries"]} == {"none", "ngram", "suffix"}
 
 
-def test_contexts_are_categories(bench: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
+def test_contexts_are_categories(report: Report) -> None:
+    written = report(
         "contexts", "--drafters", "suffix", "--lengths", "50,60", "--each", "1",
-        "--max-tokens", "4", "--json", str(path),
+        "--max-tokens", "4",
     )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    found = [row["category"] for row in json.loads(path.read_text())["summaries"]]
+    found = [row["category"] for row in written["summaries"]]
     assert found == ["50 tokens", "60 tokens", "macro"] * 2
 
 
-def test_a_variant_is_a_drafter_with_options(bench: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
+def test_a_variant_is_a_drafter_with_options(report: Report) -> None:
+    written = report(
         "drafters", "--variant", "token-recycling shared=true", "--variant", "suffix node_cost=0.5",
-        "--limit", "1", "--max-tokens", "4", "--json", str(path),
+        "--limit", "1", "--max-tokens", "4",
     )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    names = {row["contender"] for row in json.loads(path.read_text())["summaries"]}
+    names = {row["contender"] for row in written["summaries"]}
     assert names == {"none", "token_recycling shared=true", "suffix node_cost=0.5"}
 
 
@@ -99,25 +110,21 @@ def test_a_wrong_variant_is_explained(bench: Run, text: str, message: str) -> No
     assert message in str(result.exception)
 
 
-def test_step_times_target_and_drafter(bench: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
+def test_step_times_target_and_drafter(report: Report) -> None:
+    written = report(
         "step", "--tokens", "1,3", "--rows", "1,2", "--context", "16", "--rounds", "2",
-        "--against", "transformers", "--json", str(path),
+        "--against", "transformers",
     )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    names = {figure["name"] for figure in json.loads(path.read_text())["figures"]}
+    names = {figure["name"] for figure in written["figures"]}
     assert names == {"target", "suffix (draft)", "transformers"}
 
 
-def test_step_walks_instruction_sets_formats_and_contexts(bench: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
+def test_step_walks_instruction_sets_formats_and_contexts(report: Report, bench: Run) -> None:
+    written = report(
         "step", "--isa", "portable", "--formats", "auto,int8", "--tokens", "1,2", "--context",
-        "16,32", "--rounds", "1", "--json", str(path),
+        "16,32", "--rounds", "1",
     )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    names = {figure["name"] for figure in json.loads(path.read_text())["figures"]}
+    names = {figure["name"] for figure in written["figures"]}
     assert names == {
         f"portable {format} at {context}" for format in ("auto", "int8") for context in (16, 32)
     }
@@ -126,24 +133,18 @@ def test_step_walks_instruction_sets_formats_and_contexts(bench: Run, tmp_path: 
     assert "portable" in str(wrong)
 
 
-def test_prompts_are_timed_until_their_first_token(bench: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
+def test_prompts_are_timed_until_their_first_token(report: Report, bench: Run) -> None:
     options = ("--lengths", "8,20", "--formats", "auto,int8", "--rounds", "2")
-    result = bench("prompts", *options, "--json", str(path))
-    assert result.exit_code == 0, result.exception
-    figures = json.loads(path.read_text())["figures"]
+    figures = report("prompts", *options)["figures"]
     found = [(figure["name"], figure["tokens"]) for figure in figures]
     assert found == [(name, n) for name in ("auto", "int8") for n in (8, 20)]
     for option, value in (("--against", "llama.cpp-q9"), ("--lengths", "1"), ("--lengths", "x")):
         assert isinstance(bench("prompts", option, value).exception, ConfigError)
 
 
-def test_busy_times_each_number_of_threads(bench: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
+def test_busy_times_each_number_of_threads(report: Report, bench: Run) -> None:
     options = ("--neighbours", "0,1", "--tokens", "16", "--rounds", "1")
-    result = bench("busy", *options, "--json", str(path))
-    assert result.exit_code == 0, result.exception
-    figures = json.loads(path.read_text())["figures"]
+    figures = report("busy", *options)["figures"]
     assert {figure["neighbours"] for figure in figures} == {0, 1}
     assert {"own threads", "1 threads"} <= {figure["name"] for figure in figures}
     assert isinstance(bench("busy", "--neighbours", "-1").exception, ConfigError)
@@ -188,14 +189,12 @@ def test_a_peer_that_crashes_costs_its_row(
     assert "crashed (signal 11)" in path.read_text()
 
 
-def test_drafters_run_on_random_weights(bench: Run, tmp_path: Path, tiny_shape: None) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
+def test_drafters_run_on_random_weights(report: Report, bench: Run, tiny_shape: None) -> None:
+    written = report(
         "drafters", "--random-weights", "tiny", "--drafters", "lookahead,auto", "--limit", "1",
-        "--max-tokens", "6", "--json", str(path),
+        "--max-tokens", "6",
     )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    assert {t["category"] for t in json.loads(path.read_text())["trials"]} == {"random"}
+    assert {t["category"] for t in written["trials"]} == {"random"}
     assert isinstance(
         bench("drafters", "--random-weights", "tiny", "--prompts", "x.jsonl").exception, ConfigError
     )
@@ -262,43 +261,33 @@ def test_bad_values_are_explained(bench: Run, arguments: tuple[str, ...], messag
     assert message in str(result.exception)
 
 
-def test_a_draft_model_is_made_by_noise_and_run_with_both_couplings(
-    bench: Run, tmp_path: Path
-) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
+def test_a_draft_model_is_made_by_noise_and_run_with_both_couplings(report: Report) -> None:
+    written = report(
         "drafters", "--noisy-draft-model", "0.05", "--variant", "draft-model", "--coupling", "both",
-        "--temperature", "1", "--limit", "1", "--max-tokens", "12", "--json", str(path),
+        "--temperature", "1", "--limit", "1", "--max-tokens", "12",
     )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    trials = {trial["contender"]: trial for trial in json.loads(path.read_text())["trials"]}
+    trials = {trial["contender"]: trial for trial in written["trials"]}
     assert set(trials) == {"none", "draft_model", "draft_model (drawn)"}
     assert trials["draft_model"]["identical"]
     stats = trials["draft_model"]["stats"]
     assert 0 < stats["accepted"] < stats["drafted"]
 
 
-def test_serving_is_simulated_and_written_down(bench: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    result = bench(
+def test_serving_is_simulated_and_written_down(report: Report) -> None:
+    written = report(
         "serve-sim", "--concurrency", "1,3", "--drafter", "auto,suffix:4,wrong", "--num", "2",
-        "--tokens", "8", "--temperature", "0,0.8", "--json", str(path),
+        "--tokens", "8", "--temperature", "0,0.8",
     )  # fmt: skip
-    assert result.exit_code == 0, result.exception
-    report = json.loads(path.read_text())
-    assert {f["contender"] for f in report["figures"]} == {"auto", "suffix:4", "wrong", "none"}
-    assert not any(figure["num_different"] for figure in report["figures"])
-    assert [f["concurrency"] for f in report["forwards"]] == [1, 3, 1, 3]
+    assert {f["contender"] for f in written["figures"]} == {"auto", "suffix:4", "wrong", "none"}
+    assert not any(figure["num_different"] for figure in written["figures"])
+    assert [f["concurrency"] for f in written["forwards"]] == [1, 3, 1, 3]
 
 
-def test_streaming_is_measured_beside_the_engine(bench: Run, tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
+def test_streaming_is_measured_beside_the_engine(report: Report) -> None:
     asked = ("--drafter", "suffix", "--limit", "1", "--max-tokens", "8", "--rounds", "1")
-    result = bench("serve-stream", *asked, "--json", str(path))
-    assert result.exit_code == 0, result.exception
-    report = json.loads(path.read_text())
-    rates = report["engine_tokens_per_s"], report["served_tokens_per_s"]
-    assert report["rounds"] == [{"added": pytest.approx(rates[0] / rates[1] - 1)}]
+    written = report("serve-stream", *asked)
+    rates = written["engine_tokens_per_s"], written["served_tokens_per_s"]
+    assert written["rounds"] == [{"added": pytest.approx(rates[0] / rates[1] - 1)}]
 
 
 @pytest.mark.parametrize(

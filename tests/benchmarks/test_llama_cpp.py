@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -62,9 +61,7 @@ def test_each_step_starts_from_the_same_context(stand_in: StandIn) -> None:
     assert not stepper.fits(Size(2, 1))
 
 
-def test_a_shape_is_written_as_a_file_with_made_up_weights(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_shape_is_written_as_a_file_with_made_up_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleType("llama_cpp")
     monkeypatch.setattr(package, "Llama", lambda path, **_: path, raising=False)
     monkeypatch.setitem(sys.modules, "llama_cpp", package)

@@ -10,7 +10,6 @@ from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Transcript
 from tests.drafters.tokenizers import END, STYLES, TEXT, codec
 
 PAIRS = list(itertools.product(STYLES, STYLES))
-LOSSLESS = ["bpe", "gpt2", "llama2"]
 
 
 def begun(target: str, draft: str, prompt: list[int]) -> Transcript:

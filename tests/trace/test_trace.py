@@ -47,9 +47,6 @@ class Letters:
 class Counting(BaseDrafter):
     """Drafts the next letters; beside the first of them the one after it."""
 
-    def __init__(self, seed: int = 0, wrong: int = 3) -> None:
-        self._wrong = wrong
-
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [self._one(row) for row in rows]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -104,6 +105,19 @@ def training_target(
 ) -> TrainingTarget:
     weights = weights_digest(Checkpoint(checkpoint), checkpoint.parent)
     return TrainingTarget(NativeTarget.load(checkpoint, dtype), name, weights, "words")
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many texts each forward of targets reads from now on."""
+    counts: list[int] = []
+    read = TrainingTarget.read
+
+    def counting(self: TrainingTarget, texts: Any, taps: Any) -> Any:
+        counts.append(len(texts))
+        return read(self, texts, taps)
+
+    monkeypatch.setattr(TrainingTarget, "read", counting)
+    return counts
 
 
 def some_texts(num: int = 320, seed: int = 0, length: int = 14) -> list[Text]:

@@ -6,7 +6,6 @@ import json
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,15 @@ from foredraft.train import capture as captures
 from foredraft.train.capture import Capture
 from foredraft.train.target import TrainingTarget
 from foredraft.train.writing import check_origin
-from tests.train.helpers import Watch, options_of, some_texts, train, trainer_of, training_target
+from tests.train.helpers import (
+    Watch,
+    counted_reads,
+    options_of,
+    some_texts,
+    train,
+    trainer_of,
+    training_target,
+)
 
 
 @pytest.fixture
@@ -40,14 +47,7 @@ def test_a_fine_tune_has_captures_of_its_own(
     other = training_target(fine_tuned, "tuned")
     assert other.identity.fingerprint == target.identity.fingerprint  # embeddings do not tell
     train(target, tmp_path / "one")
-    read: list[int] = []
-    whole = TrainingTarget.read
-
-    def counting(self: TrainingTarget, texts: Any, taps: Any) -> Any:
-        read.append(len(texts))
-        return whole(self, texts, taps)
-
-    monkeypatch.setattr(TrainingTarget, "read", counting)
+    read = counted_reads(monkeypatch)
     train(other, tmp_path / "two")
     assert sum(read) == len(some_texts())
 

@@ -22,7 +22,15 @@ from foredraft.train.curves import draw_curves, read_curves
 from foredraft.train.learner import take_over
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import split_texts
-from tests.train.helpers import LinearHead, Watch, options_of, some_texts, train, trainer_of
+from tests.train.helpers import (
+    LinearHead,
+    Watch,
+    counted_reads,
+    options_of,
+    some_texts,
+    train,
+    trainer_of,
+)
 
 
 def state_of(out: Path) -> dict[str, Tensor]:
@@ -95,14 +103,7 @@ def test_captures_are_shared_and_found_again(
     target: TrainingTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(target, tmp_path / "one")
-    read: list[int] = []
-    whole = TrainingTarget.read
-
-    def counting(self: TrainingTarget, texts: Any, taps: Any) -> Any:
-        read.append(len(texts))
-        return whole(self, texts, taps)
-
-    monkeypatch.setattr(TrainingTarget, "read", counting)
+    read = counted_reads(monkeypatch)
     train(target, tmp_path / "two")
     assert not read
     # Further text at the end: only that, and the chunk that it joins, is read.
