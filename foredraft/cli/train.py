@@ -80,7 +80,7 @@ Replace = Annotated[
 Target = Annotated[
     LoadOptions,
     o.Derived(
-        only=("model", "device", "max_context"),
+        only=("model", "device", "max_context", "weights"),
         names={"model": "--target"},
         fixed={"drafter": "none", "max_batch_size": _WRITTEN_AT_ONCE, "calibrate": False},
     ),
