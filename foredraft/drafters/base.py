@@ -51,6 +51,7 @@ class DraftRow:
         num_cached: how many of the tokens the target's cache holds. Those that it holds when the
             drafter begins will not be observed.
         source: what an encoder-decoder's reply is written from; None: the model is none.
+        stop_ids: tokens that end the request: nothing chosen is worth drafting behind one.
     """
 
     request_id: int
@@ -64,6 +65,7 @@ class DraftRow:
     tenant: str | None = None
     num_cached: int = 0
     source: Source | None = None
+    stop_ids: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -80,6 +82,7 @@ class DraftRow:
         tenant: str | None = None,
         num_cached: int = 0,
         source: Source | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> DraftRow:
         """A row with the choices that its coupling allows, keyed by its seed and length."""
         params = params or SamplingParams()
@@ -87,7 +90,7 @@ class DraftRow:
         rules = rules or SamplingRules(params)
         return cls(
             *(request_id, tokens, params, budget, choices, rules),
-            *(price, slot, tenant, num_cached, source),
+            *(price, slot, tenant, num_cached, source, stop_ids),
         )
 
     @property

@@ -46,7 +46,13 @@ class ChainDraft:
     @property
     def num_left(self) -> int:
         """How many tokens it may still grow by."""
-        return 0 if self._has_ended else self.row.budget - len(self._draft)
+        return 0 if self._has_ended or self._is_over else self.row.budget - len(self._draft)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the last token ends the request. Drawn drafts are as long as they are to be."""
+        is_chosen = self.row.params.coupling == "seeded"
+        return is_chosen and bool(self.tokens) and self.tokens[-1] in self.row.stop_ids
 
     @property
     def draw_key(self) -> DrawKey | None:

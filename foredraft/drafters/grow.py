@@ -421,7 +421,8 @@ def best_first(
     serial = 0  # breaks ties in the order of discovery, so that places are never compared
     place, path_prob, node, depth = start, 1.0, ROOT, num_drafted
     while len(tokens) < row.budget:
-        found = successors(place)
+        is_over = node != ROOT and tokens[node] in row.stop_ids
+        found = () if is_over else successors(place)
         for token, prob, following in found if is_weighed else _weighed(found, row, depth):
             heapq.heappush(frontier, (-path_prob * prob, serial, token, node, depth + 1, following))
             serial += 1
@@ -560,7 +561,8 @@ class Growth:
             chance, drafted = self._nodes[node].chance, self._nodes[node].drafted
         for choice in choices[: self.num_below(node)]:
             below = (*drafted, choice.token)
-            self._open.append(len(self._nodes))
+            if choice.token not in self.row.stop_ids:
+                self._open.append(len(self._nodes))
             self._nodes.append(
                 _Node(choice.token, node, chance * choice.chance, below, is_copy=is_copy)
             )

@@ -392,6 +392,7 @@ class Request:
             tenant=self.options.tenant,
             num_cached=self.num_cached if num_cached is None else num_cached,
             source=self.draft_source,
+            stop_ids=self.stop_ids,
         )
 
     def fail(self, error: Exception) -> None:

@@ -183,6 +183,18 @@ def test_guesses_change_no_draft_and_save_forwards(
         assert forwards[1] < 0.9 * forwards[0]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_it_drafts_nothing_behind_the_end(target: NativeTarget, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=30, ignore_eos=True, seed=3)
+    (written,) = plain(target, [PROMPTS[0]], params)
+    params = replace(params, stop_token_ids=[written[17]])
+    ends_at = written.index(written[17]) + 1
+    (result,) = run(target, self_draft(target, bits=8), [PROMPTS[0]], params, 6)
+    assert result.token_ids == written[:ends_at]
+    stats = result.stats
+    assert stats.accepted + stats.rejected == stats.drafted, "none is discarded"
+
+
 def test_guesses_are_free_for_one_row_and_cost_four() -> None:
     fit = Fit(0.9, 0.9, shares=(0.3, 0.3, 0.4, 0.5))
     one, four = fit.guess_price(1), fit.guess_price(4)
