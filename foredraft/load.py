@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from foredraft.drafters.heads.store import shipped_head, shipped_head_of_files
 from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus
-from foredraft.models.base import Target
+from foredraft.models.base import PartsTarget, Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
@@ -311,10 +311,12 @@ def native_decoder(name: str, threads: int | None = None) -> DecoderFactory:
     return decoders[name]
 
 
-_AUTO = ("blend", "suffix")
+_AUTO = ("blend", "table", "suffix")
 """What "auto" means without a draft model: the first that can draft for the target.
 
-Encoder-decoders have another one: many of their texts repeat the source.
+On a CPU it is never a head unless one is asked for: where copies in few bits do not pay, a forward
+is cheap, and a run of a head takes a quarter of it. Encoder-decoders have another one: many of
+their texts repeat the source.
 """
 
 
@@ -322,10 +324,18 @@ FOR_PREDICTIONS = "prediction"
 """Drafts for requests that bring a prediction, where the drafter in use does not read it."""
 
 
-def _without_draft_model(target: Target | ModelPlan | None) -> str:
+def _without_draft_model(target: Target | ModelPlan | None, has_options: bool) -> str:
     if target is not None and _has_encoder(target):
         return FOR_PREDICTIONS  # of the source
-    return next(name for name in _AUTO if _comes_with(drafter_spec(name).trained, target))
+    names = _AUTO if has_options or not _is_on_cpu(target) else _AUTO[1:]
+    return next(name for name in names if _comes_with(drafter_spec(name).trained, target))
+
+
+def _is_on_cpu(target: Target | ModelPlan | None) -> bool:
+    if isinstance(target, ModelPlan):
+        return target.device == "cpu"
+    has_parts = target is not None and target.capabilities.parts
+    return has_parts and cast(PartsTarget, target).parts.device.type == "cpu"
 
 
 def _has_encoder(target: Target | ModelPlan) -> bool:
@@ -362,7 +372,8 @@ def resolve_drafter(
         has_draft_model = options.draft_model is not None
     name = drafter_key(options.drafter)
     if name == "auto":
-        name = "draft_model" if has_draft_model else _without_draft_model(target)
+        has_options = bool(options.drafter_options)
+        name = "draft_model" if has_draft_model else _without_draft_model(target, has_options)
     spec = drafter_spec(name)
     if spec.lacks_draft_model(has_draft_model, options.drafter_options):
         raise needs_draft_model(name)

@@ -25,9 +25,8 @@ _BESIDE = ("self_draft", "suffix")
 place."""
 _log = logging.getLogger("foredraft")
 _USUAL_CONTEXT = 256
-_LEAST_SPEEDUP, _AS_GOOD_AS_A_HEAD = 1.05, 1.4
-"""That a drafter which takes a forward a token has to promise to be loaded unasked, and to be
-loaded instead of a trained head."""
+_LEAST_SPEEDUP = 1.05
+"""That a drafter which takes a forward a token has to promise to be loaded unasked."""
 
 
 def policy_for(
@@ -68,29 +67,18 @@ def policy_for(
 
 
 def _loaded_for_auto(name: str, context: DrafterContext, price: Price) -> list[LoadedDrafter]:
-    """What "auto" means: the drafter of this name, and what joins any text at any place.
-
-    A trained head reads every prompt and has to be there from its beginning. Where a copy drafts as
-    well as it without either, the head stays away.
-    """
-    beside = [
-        loaded
-        for loaded in _beside(name, replace(context, options={}))
-        if _speedup(loaded.traits, price) >= _LEAST_SPEEDUP
-    ]
-    has_good_copy = any(
-        loaded.traits.round_share and _speedup(loaded.traits, price) >= _AS_GOOD_AS_A_HEAD
-        for loaded in beside
-    )
-    if has_good_copy and drafter_spec(name).trained and not context.options:
-        return beside
-    return [_loaded(name, context), *beside]
+    """What "auto" means: the drafter of this name, and what joins any text at any place."""
+    beside = _beside(name, replace(context, options={}))
+    paying = [each for each in beside if _speedup(each.traits, price) >= _LEAST_SPEEDUP]
+    return [_loaded(name, context), *paying]
 
 
 def _beside(name: str, context: DrafterContext) -> Iterator[LoadedDrafter]:
     """What can draft beside the drafter of this name, unless there is no memory for it."""
+    copies = drafter_spec(name).copies
     for other in _BESIDE:
-        if other == name or drafter_spec(other).missing_capabilities(context.target):
+        spec = drafter_spec(other)
+        if other == name or (copies and spec.copies) or spec.missing_capabilities(context.target):
             continue
         try:
             yield _loaded(other, context)

@@ -28,7 +28,9 @@ def test_the_built_in_model_has_one() -> None:
     found = shipped_head("hidden_head", target)
     assert found is not None
     assert read_info(found).target.fingerprint == identify(target).fingerprint
-    assert resolve_drafter(LoadOptions(), False, target) == "blend"
+    assert resolve_drafter(LoadOptions(), False, target) == "table"
+    asked = LoadOptions(drafter_options={"max_depth": 3})
+    assert resolve_drafter(asked, False, target) == "blend"
 
 
 @pytest.mark.real_model
@@ -37,7 +39,8 @@ def test_the_files_of_a_target_tell_as_much() -> None:
     assert plan.checkpoint is not None
     found = shipped_head_of_files("hidden_head", plan.checkpoint)
     assert found == shipped_head("hidden_head", NativeTarget.load(resolve_model(DEFAULT_MODEL)))
-    assert resolve_drafter(LoadOptions(), False, plan) == "blend"
+    assert resolve_drafter(LoadOptions(), False, plan) == "table"
+    assert resolve_drafter(LoadOptions(), False, replace(plan, device="cuda")) == "blend"
     assert resolve_drafter(LoadOptions(), False, replace(plan, backend="hf")) == "suffix"
 
 
