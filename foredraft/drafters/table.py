@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from foredraft.drafters.confidence import MatchConfidence
 from foredraft.drafters.grow import NODE_COST, Guide
 from foredraft.drafters.heads.store import (
     WEIGHTS,
-    HeadInfo,
     TargetIdentity,
     check_kind,
     check_target,
@@ -77,7 +76,6 @@ class NgramTable:
         chances_CK: uint8, in 255ths; 0: there is no such successor.
         shares: how often the likeliest token came, by situation and tenths of its chance, in
             "greedy" text and in "sampled"; see `foredraft.drafters.table.opinions`.
-        promise: see `DrafterTraits`.
     """
 
     def __init__(
@@ -86,9 +84,8 @@ class NgramTable:
         tokens_CK: Tensor,
         chances_CK: Tensor,
         shares: Mapping[str, Sequence[Sequence[float]]],
-        promise: tuple[float, float] | None = None,
     ) -> None:
-        self.shares, self.promise = shares, promise
+        self.shares = shares
         self._tensors = {"keys": keys_C, "tokens": tokens_CK, "chances": chances_CK}
         # Single items come out of a memoryview several times faster than out of an array.
         self._keys = keys_C.numpy().data
@@ -141,7 +138,7 @@ def load_table(directory: Path, target: TargetIdentity, vocab_size: int) -> Ngra
     try:
         keys_C, tokens_CK, chances_CK = (stored[n] for n in ("keys", "tokens", "chances"))
         shares = {name: info.config["shares"][name] for name in ("greedy", "sampled")}
-        table = NgramTable(keys_C, tokens_CK, chances_CK, shares, _promise(info))
+        table = NgramTable(keys_C, tokens_CK, chances_CK, shares)
         expected = (len(keys_C), NUM_SUCCESSORS)
         if not tuple(tokens_CK.shape) == tuple(chances_CK.shape) == expected:
             raise ValueError(f"tokens {[*tokens_CK.shape]} and chances {[*chances_CK.shape]}")
@@ -152,13 +149,6 @@ def load_table(directory: Path, target: TargetIdentity, vocab_size: int) -> Ngra
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelLoadError(f"{directory} cannot be used: {error!r:.200}") from error
     return table
-
-
-def _promise(info: HeadInfo) -> tuple[float, float] | None:
-    greedy, sampled = (info.measured[name] for name in ("greedy", "sampled"))
-    if not greedy["places"] or not sampled["places"]:
-        return None
-    return float(greedy[BOTH]), float(sampled[BOTH])
 
 
 NUM_CLASSES = 10
@@ -303,10 +293,7 @@ def _build(context: DrafterContext) -> Drafter:
             "drafter 'table' needs a table of the target's text. Make one with 'foredraft train "
             "table --target MODEL --out DIR', and name its directory with the drafter option head"
         )
-
-    drafter = GuidedDrafter.of(context, partial(new_text, table=table))
-    drafter.traits = replace(drafter.traits, promise=table.promise)
-    return drafter
+    return GuidedDrafter.of(context, partial(new_text, table=table))
 
 
 DRAFTER = DrafterSpec(
