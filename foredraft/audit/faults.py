@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from foredraft.cache.base import Cache
-from foredraft.core.choices import KeyedVerifyChoices, VerifyChoices
+from foredraft.core.choices import VerifyChoices
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.sampling import Law, NodeLaws
 from foredraft.core.tree import ROOT
@@ -184,8 +184,6 @@ class _Warm:
 
 def _draft_temperature_only(proposal: Proposal, laws: NodeLaws, choices: VerifyChoices) -> Verdict:
     """The temperature reaches the draft and not the target."""
-    if isinstance(choices, KeyedVerifyChoices):
-        choices = replace(choices, first=None)  # it was drawn from the right law
     return verify(proposal, _Warm(laws), choices)
 
 

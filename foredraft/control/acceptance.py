@@ -93,13 +93,14 @@ class Hope:
     @cached_property
     def rates_32K(self) -> Array:
         """[3, 2, K] by noise: see `SlotCounts.rates`."""
+        return np.stack([*map(self.rates_2K, self.first)])
+
+    def rates_2K(self, first: float) -> Array:
+        """Likewise, with this chance of the first slot's token."""
         slots = np.arange(MOST_SLOTS)
         filled = self.filled * (1.0 if self.is_chain else 0.95) ** slots
-        by_noise = [
-            np.minimum(filled, first * (first if self.is_chain else _FALLING) ** slots)
-            for first in self.first
-        ]
-        return np.stack([np.stack((filled, accepted)) for accepted in by_noise])
+        falling = first if self.is_chain else _FALLING
+        return np.stack((filled, np.minimum(filled, first * falling**slots)))
 
 
 class SlotCounts:
@@ -119,13 +120,20 @@ class SlotCounts:
         self.counts[0, :budget] += 1.0
         self.counts[1, : min(len(row.proposal.tree), budget)] += 1.0
         if row.verdict is not None and row.verdict.path:
-            self.counts[2, [node for node in row.verdict.path if node < MOST_SLOTS]] += 1.0
+            self.counts[2, [node for node in row.verdict.path if node < budget]] += 1.0
 
     def rates(self, prior_2K: Array, weight: float) -> Array:
         """[2, K]: the chance that a slot is filled, and that it is filled and accepted."""
         allowed_K = self.counts[0]
         rates_2K: Array = (self.counts[1:] + weight * prior_2K) / (allowed_K + weight)
         return rates_2K
+
+    def chain_chance(self, prior: float, weight: float) -> float:
+        """The chance of a chain's token where the one before it was accepted, by all slots."""
+        filled_K, accepted_K = self.counts[1:]
+        chances_K = accepted_K / np.maximum(filled_K, 1e-9)
+        num_decided = float(filled_K[0] + filled_K[1:] @ chances_K[:-1])
+        return (float(accepted_K.sum()) + weight * prior) / (num_decided + weight)
 
 
 _ENOUGH = 100.0
@@ -220,9 +228,14 @@ class Acceptance:
 
     def kind_rates(self, drafter: str, kind: Kind) -> Array:
         """[2, K] of requests like these."""
-        counts = self._kinds.get((drafter, kind))
-        hoped_2K = self.hoped(drafter, kind)
-        return hoped_2K if counts is None else counts.rates(hoped_2K, self._hope(drafter).weight)
+        counts, hope = self._kinds.get((drafter, kind)), self._hope(drafter)
+        if counts is None:
+            return self.hoped(drafter, kind)
+        if not hope.is_chain:
+            return counts.rates(self.hoped(drafter, kind), hope.weight)
+        # Else a slot that was never tried would be thought worse than the one before it for ever.
+        first = counts.chain_chance(hope.first[kind[0]], hope.weight)
+        return counts.rates(hope.rates_2K(first), hope.weight)
 
     def hoped(self, drafter: str, kind: Kind) -> Array:
         """[2, K] of requests like these, had nothing been seen yet."""

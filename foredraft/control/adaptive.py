@@ -162,7 +162,7 @@ class AdaptiveBudget:
         assert name is not None
         num_rounds, share = 1, self._planner.drafters[name].round_share
         if share is not None:
-            num_rounds = max(len(row.proposal.tree) for row in rows)
+            num_rounds = max(min(len(row.proposal.tree), row.budget) for row in rows)
         slowness = max(1.0, times.score_ms / forward_ms)
         return self._times.observe(
             *(name, num_asked, times.draft_ms / slowness),
@@ -227,7 +227,8 @@ class AdaptiveBudget:
         drafter = plan.drafter if budget else row.drafter
         if drafter is not None and not budget and not self._stays(drafter, plan):
             drafter = None
-        return Allowance(drafter, budget, plan.price, row.room)
+        spare = self._planner.drafters[drafter].spare if budget and drafter else 0
+        return Allowance(drafter, budget, plan.price, row.room, spare)
 
     def _stays(self, name: str, plan: Plan) -> bool:
         """Whether a drafter goes on following a row that drafts nothing for now.

@@ -51,6 +51,7 @@ class Allowance:
             middle does not come back.
         budget: the most nodes that this drafter is asked for; 0 is a legal answer.
         price: what nodes cost the row in this step.
+        spare: nodes that it may add: see `DrafterTraits.spare`.
         num_forced: the most tokens that may be drafted because the row's rules leave no choice:
             they need no drafter and are all but certain.
     """
@@ -59,6 +60,7 @@ class Allowance:
     budget: int = 0
     price: Price = USUAL_PRICE
     num_forced: int = 0
+    spare: int = 0
 
 
 class Controller(Protocol):

@@ -240,22 +240,18 @@ class KeyedDrawnChoices(DrawnChoices):
 
 @dataclass(frozen=True)
 class KeyedVerifyChoices:
-    """Verify decisions of one row in one step; ``num_tokens`` tokens are committed before it.
-
-    ``first`` is the target's token at depth 0 where it has been drawn already, with those of other
-    rows in one call.
-    """
+    """Verify decisions of one row in one step; ``num_tokens`` tokens are committed before it."""
 
     seed: int
     num_tokens: int
-    first: int | None = None
 
     def draw_target(self, law: Law, depth: int) -> int:
-        if self.first is not None and depth == 0:
-            return self.first
+        if law.drawn is not None:
+            return law.drawn
         if law.scale is None:
             return law.token
-        return gumbel_argmax(law.logits_V, self.seed, self.num_tokens + depth, law.scale)
+        position = self.num_tokens + depth
+        return gumbel_argmax(law.given_V, self.seed, position, law.scale, law.cut)
 
     def accept(self, probability: float, index: int) -> bool:
         return keyed_uniform(self.seed, self.num_tokens, Purpose.ACCEPT, index) < probability

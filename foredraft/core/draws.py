@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,10 +74,13 @@ class DrawRows:
         self.rows = (DrawRow * len(wanted))(*[DrawRow(*one) for one in wanted])
 
     def found(self) -> list[Draw | None]:
-        """None where the largest logit is not finite or one is NaN."""
-        return [
-            Draw(row.token, row.best, row.logit) if row.token >= 0 else None for row in self.rows
-        ]
+        """See `found_draws`."""
+        return found_draws(self.rows)
+
+
+def found_draws(rows: Iterable[DrawRow]) -> list[Draw | None]:
+    """None where the largest logit is not finite or one is NaN."""
+    return [Draw(row.token, row.best, row.logit) if row.token >= 0 else None for row in rows]
 
 
 def draw_rows(logits_NV: Tensor | Array, wanted: Sequence[Wanted]) -> list[Draw | None]:

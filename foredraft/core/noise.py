@@ -36,6 +36,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from foredraft.core.rng import MULTIPLIERS, WEYL, Purpose
@@ -47,7 +48,13 @@ MAX_VOCAB = 1 << 31
 """A philox index has 32 bits, and one of them tells coarse from fine."""
 
 
-def gumbel_argmax(logits_V: Tensor | Array, seed: int, position: int, scale: float = 1.0) -> int:
+def gumbel_argmax(
+    logits_V: Tensor | Array,
+    seed: int,
+    position: int,
+    scale: float = 1.0,
+    cut: float = -math.inf,
+) -> int:
     """The token with the largest (logit - largest logit) * scale + g(seed, position, token).
 
     Its distribution is softmax(scale * logits) over seeds or positions; of equal sums the smallest
@@ -58,11 +65,25 @@ def gumbel_argmax(logits_V: Tensor | Array, seed: int, position: int, scale: flo
         seed: 0 <= seed < 2**64.
         position: absolute position of the token in its text, 0 <= position < 2**64.
         scale: positive and finite: 1 / temperature, for drafts perhaps times a sharpness.
+        cut: tokens with a smaller logit cannot occur; no larger than the largest logit.
 
     Raises:
         ValueError: the largest logit is not finite, a logit is NaN, or an argument out of range.
         TypeError: the logits have another dtype.
     """
+    library = _library()
+    if library is not None and isinstance(logits_V, Tensor) and _is_plain(logits_V):
+        # No numpy: after a forward the caches have forgotten it.
+        _check_key(seed, position)
+        _check_scale(scale)
+        row = (logits_V.data_ptr(), logits_V.dtype is torch.float64, len(logits_V))
+        token: int = library.foredraft_gumbel_argmax(*row, seed, position, scale, cut)
+        if token < 0:
+            raise _not_finite(_as_array(logits_V))
+        return token
+    if cut > -math.inf:
+        values_V = _as_array(logits_V)
+        logits_V = np.where(values_V < cut, -math.inf, values_V)
     return gumbel_top(logits_V, 1, seed, position, scale)[0][0]
 
 
@@ -90,8 +111,7 @@ def gumbel_top_rows(
     logits_NV = _checked(logits_NV, count)
     for seed, position, scale in zip(seeds, positions, scales, strict=True):
         _check_key(seed, position)
-        if not 0.0 < scale < math.inf:
-            raise ValueError(f"scale is {scale}; it must be positive and finite")
+        _check_scale(scale)
     if len(seeds) != len(logits_NV):
         raise ValueError(f"{len(logits_NV)} rows of logits, but {len(seeds)} seeds")
     library = _library()
@@ -121,6 +141,13 @@ def _as_array(logits: Tensor | Array) -> Array:
     return logits.detach().numpy() if isinstance(logits, Tensor) else logits
 
 
+def _is_plain(logits_V: Tensor) -> bool:
+    """Whether compiled code can read them where they are."""
+    is_float = logits_V.dtype is torch.float32 or logits_V.dtype is torch.float64
+    is_here = logits_V.device.type == "cpu" and logits_V.is_contiguous()
+    return is_float and is_here and logits_V.dim() == 1 and len(logits_V) > 0
+
+
 def _checked(logits: Tensor | Array, count: int) -> Array:
     logits_NV = np.ascontiguousarray(_as_array(logits))
     if logits_NV.dtype not in (np.float32, np.float64):
@@ -136,6 +163,11 @@ def _check_key(seed: int, position: int) -> None:
     for name, value in (("seed", seed), ("position", position)):
         if not 0 <= value < 1 << 64:
             raise ValueError(f"{name} is {value}; it must be in [0, 2**64)")
+
+
+def _check_scale(scale: float) -> None:
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"scale is {scale}; it must be positive and finite")
 
 
 def _not_finite(logits_V: Array) -> ValueError:
@@ -186,9 +218,15 @@ def _library() -> ctypes.CDLL | None:
     except KernelUnavailable:
         return None  # nothing is lost but time: numpy gives the same bits
     pointer, integer, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+    number = ctypes.c_double
     top, noise = library.foredraft_gumbel_top, library.foredraft_gumbel_noise
     top.argtypes = [pointer, *[integer] * 3, pointer, integer, *[pointer] * 3]
     top.restype = integer
+    argmax, cut = library.foredraft_gumbel_argmax, library.foredraft_filter
+    argmax.argtypes = [pointer, *[integer] * 2, word, word, number, number]
+    argmax.restype = integer
+    cut.argtypes = [pointer, *[integer] * 2, *[number] * 3, pointer]
+    cut.restype = integer
     library.foredraft_draw_rows.argtypes = [pointer, *[integer] * 3, pointer]
     library.foredraft_draw_rows.restype = None
     named = library.foredraft_gumbel_top_named

@@ -5,6 +5,7 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,34 +17,52 @@ import torch
 from torch import Tensor
 
 from foredraft.core.errors import NonFiniteScoresError
+from foredraft.core.noise import compiled
 from foredraft.core.params import SamplingParams
 
 Array: TypeAlias = npt.NDArray[Any]
 _BLOCK = 128
 """Numbers that are looked at as one where the largest of many are wanted."""
+_NO_FILTERS = SamplingParams()
+
+_COLDEST = {dtype: torch.finfo(dtype).tiny * 16 for dtype in (torch.float32, torch.float64)}
+"""Of temperatures; what is smaller counts as this, whose inverse the dtype can hold: a tiny
+temperature must not end in 0 * inf."""
 
 
 @dataclass(frozen=True)
 class Law:
     """A distribution over tokens: token v has weight ``exp(scale * logits_V[v])``.
 
-    What is drawn with shared noise needs the logits alone; probabilities are computed when asked
-    for, which greedy and seeded requests never do.
+    What is drawn with shared noise needs the logits and the cut alone; filtered logits and
+    probabilities are computed when asked for, which greedy and seeded requests never do.
 
     Attributes:
-        logits_V: float logits after all filters; -inf is a token that cannot occur.
+        given_V: float logits before top-k, top-p and min-p; -inf is a token that cannot occur.
         scale: 1 / temperature; None puts everything on ``token``.
         token: the likeliest token, of equal ones the first.
+        cut: what the filters say: tokens with a smaller logit cannot occur.
+        drawn: the token that the target draws from it, where that is known already.
     """
 
-    logits_V: Tensor
+    given_V: Tensor
     scale: float | None
     token: int
+    cut: float = -math.inf
+    drawn: int | None = None
 
     @classmethod
     def of_probs(cls, probs_V: Tensor) -> Law:
         """The law with these probabilities (or weights)."""
         return cls(probs_V.log(), 1.0, int(probs_V.argmax()))
+
+    @cached_property
+    def logits_V(self) -> Tensor:
+        """Logits [V] after all filters, in the dtype given; -inf is a token that cannot occur."""
+        if self.cut == -math.inf:
+            return self.given_V
+        values_V = _on_host(self.given_V)
+        return torch.from_numpy(np.where(values_V < self.cut, -math.inf, values_V))
 
     @cached_property
     def probs_V(self) -> Tensor:
@@ -63,29 +82,63 @@ def law_of(logits_V: Tensor, params: SamplingParams) -> Law:
     rows were scored together. All of it runs on the host and on one thread: torch would wake its
     pool of threads for a vocabulary, which then spins on the CPUs of the next forward.
 
+    float32 logits are filtered by compiled code where there is a compiler (kernels/filter.h), all
+    others in numpy. The two have exp functions of their own: a token whose weight is within
+    rounding of a threshold may be kept by one and not by the other. In one process logits of one
+    dtype always go the same way, with and without drafts.
+
     Args:
         logits_V: float32 or float64 logits; -inf is a token that cannot occur.
 
     Raises:
         NonFiniteScoresError: the largest logit is NaN or infinite.
     """
-    token = argmax(logits_V)
-    check_finite(float(logits_V[token]), logits_V.numel())
     if params.temperature == 0.0:
-        return Law(logits_V, None, token)
-    values_V = _on_host(logits_V)
-    # No larger than the dtype can hold: a tiny temperature must not end in 0 * inf.
-    scale = 1.0 / max(params.temperature, float(np.finfo(values_V.dtype).tiny) * 16)
+        return Law(logits_V, None, _likeliest(logits_V))
+    here_V = logits_V.detach().cpu()
+    scale = 1.0 / max(params.temperature, _COLDEST[here_V.dtype])
+    return Law(here_V, scale, *_likeliest_and_cut(here_V, params, scale))
+
+
+def _likeliest(logits_V: Tensor) -> int:
+    if logits_V.device.type == "cpu":
+        return _likeliest_and_cut(logits_V.detach(), _NO_FILTERS, 1.0)[0]
+    token = int(logits_V.argmax().item())  # its number comes to the host, and no logits
+    check_finite(float(logits_V[token]), logits_V.numel())
+    return token
+
+
+def _likeliest_and_cut(logits_V: Tensor, params: SamplingParams, scale: float) -> tuple[int, float]:
+    """The first of the largest logits, and the smallest one that the filters leave.
+
+    Next to no Python: after a forward all of it has left the caches.
+    """
+    library, size = compiled(), logits_V.numel()
+    if library is not None and logits_V.dtype is torch.float32:
+        logits_V, cut = logits_V.contiguous(), ctypes.c_double()
+        filters = (min(params.top_k, size), params.top_p, params.min_p, scale)
+        token = library.foredraft_filter(logits_V.data_ptr(), size, *filters, ctypes.byref(cut))
+        if token >= 0:
+            return token, cut.value
+    values_V: Array = logits_V.numpy()
+    token = int(values_V.argmax())  # of a NaN, if there is one
+    check_finite(float(values_V[token]), size)
+    return token, _cut(values_V, token, params, scale)
+
+
+def _cut(values_V: Array, token: int, params: SamplingParams, scale: float) -> float:
+    """The smallest logit that the filters leave; -inf where there are none."""
+    cut = -math.inf
     if 0 < params.top_k < values_V.size:
-        kth = kth_largest(values_V, params.top_k)
-        values_V = np.where(values_V < kth, -math.inf, values_V)
+        cut = float(kth_largest(values_V, params.top_k))
+        values_V = np.where(values_V < cut, -math.inf, values_V)
     if params.top_p < 1.0 or params.min_p > 0.0:
         weights_V = _weights(values_V, token, scale)
         least = params.min_p  # the largest weight is 1
         if params.top_p < 1.0:
             least = max(least, _top_p_threshold(weights_V, params.top_p))
-        values_V = np.where(weights_V < least, -math.inf, values_V)
-    return Law(torch.from_numpy(values_V), scale, token)
+        cut = max(cut, float(values_V[weights_V >= least].min()))
+    return cut
 
 
 def _on_host(logits_V: Tensor) -> Array:
@@ -114,13 +167,6 @@ def check_finite(best: float, num_logits: int) -> None:
             f"the largest of {num_logits} logits is {best}; the model's weights or activations "
             "are not finite here"
         )
-
-
-def argmax(logits_V: Tensor) -> int:
-    """The first of the largest; a NaN counts as larger than anything."""
-    if logits_V.device.type == "cpu":
-        return int(logits_V.detach().numpy().argmax())  # a tenth of the time that torch takes
-    return int(logits_V.argmax().item())
 
 
 def _top_p_threshold(weights_V: Array, top_p: float) -> float:

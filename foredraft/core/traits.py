@@ -22,6 +22,8 @@ class DrafterTraits:
             a draft takes a forward; None: its time does not grow with what it drafts.
         skips_gaps: whether it goes on where its cache layers lack entries of a text's beginning
             that the target has (see `CacheLayers.next_start`). Else it does not follow such a text.
+        spare: nodes that it may add to those that it is asked for: they take it no time, and it
+            weighs them by their price.
         learns: whether it makes anything of what it observes; else it is not told.
         continues: whether it can go on from a draft as well as from the text: see
             `foredraft.drafters.base.ContinuingDrafter`.
@@ -33,5 +35,6 @@ class DrafterTraits:
     promise: tuple[float, float] | None = None
     round_share: float | None = None
     skips_gaps: bool = False
+    spare: int = 0
     learns: bool = True
     continues: bool = False

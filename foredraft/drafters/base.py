@@ -52,6 +52,7 @@ class DraftRow:
             drafter begins will not be observed.
         source: what an encoder-decoder's reply is written from; None: the model is none.
         stop_ids: tokens that end the request: nothing chosen is worth drafting behind one.
+        spare: nodes beyond the budget that a drafter may add: see `DrafterTraits.spare`.
     """
 
     request_id: int
@@ -66,6 +67,7 @@ class DraftRow:
     num_cached: int = 0
     source: Source | None = None
     stop_ids: frozenset[int] = frozenset()
+    spare: int = 0
 
     @classmethod
     def of(

@@ -46,7 +46,12 @@ class ChainDraft:
     @property
     def num_left(self) -> int:
         """How many tokens it may still grow by."""
-        return 0 if self._has_ended or self._is_over else self.row.budget - len(self._draft)
+        return self.row.budget - len(self._draft) if self.goes_on else 0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more may follow, by what is known of the text."""
+        return not self._has_ended and not self._is_over
 
     @property
     def _is_over(self) -> bool:

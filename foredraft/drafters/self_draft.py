@@ -24,17 +24,16 @@ import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
-from foredraft.core.choices import DrawnChoices
+from foredraft.core.choices import DrawnChoices, SharedChoices
 from foredraft.core.cost import USUAL_PRICE, Price, PriceList, TablePrice, chain_speedup
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
+from foredraft.core.noise import gumbel_argmax
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
 from foredraft.drafters.chain import ChainDraft
-from foredraft.drafters.heads.rows import OutputRows
-from foredraft.drafters.heads.store import shipped_output_ids
 from foredraft.drafters.per_request import GuidedDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.drafters.table import NgramTable, found_table, new_text
@@ -62,8 +61,6 @@ _MOST_GUESSES = 3
 """In a forward of the copy."""
 _GUESSED = 0.5
 """How often a guess is right, roughly."""
-_LOOKED_AT, _COVERED = 64, 0.96
-"""Tokens at the end of a text, and how many of them must be usual ones."""
 
 
 @dataclass(frozen=True)
@@ -99,48 +96,6 @@ class Fit:
         return chain_speedup((self.greedy + self.sampled) / 2, share, USUAL_PRICE)
 
 
-class CopyHead:
-    """A copy with all rows of its head, or with the usual ones: reading them all takes long.
-
-    Args:
-        copy: drafts.
-        vocab_size: of the target.
-        ids_R: the tokens of the head's rows, ascending; None: all.
-    """
-
-    def __init__(self, copy: LowBitCopy, vocab_size: int, ids_R: Tensor | None = None) -> None:
-        self._copy, self._rows = copy, OutputRows(ids_R, vocab_size)
-        self._tokens = frozenset(() if ids_R is None else ids_R.tolist())
-
-    def covers(self, text: Sequence[int]) -> bool:
-        """Whether the end of a text is nearly all of the usual tokens."""
-        last = text[-_LOOKED_AT:]
-        return sum(token in self._tokens for token in last) >= _COVERED * len(last)
-
-    def extend(self, chains: Sequence[ChainDraft], guesses: Sequence[TokenTree]) -> None:
-        """One forward: each chain grows by a token, and by as many more as were guessed."""
-        reads, starts = zip(*map(_next_read, chains, guesses), strict=True)
-        scores = self._copy.score(reads, starts)
-        for chain, guess, span in zip(chains, guesses, scores.heads, strict=True):
-            chain.follow(guess, partial(self._take, chain, scores, span))
-
-    def _take(self, chain: ChainDraft, scores: Scores, span: range, ahead: int) -> int | None:
-        """Add the token after the first of the chain's own that was read, or after one behind it.
-
-        A law of scaled logits alone was drawn from already. Where there are filters besides, only
-        the likeliest tokens are looked at.
-        """
-        row, place = chain.row, span[ahead]
-        if scores.draws is not None and chain.draw_key is not None:
-            draw = scores.draws[place]
-            return chain.take(None if draw is None else draw.token)
-        logits_1R = scores.logits_NV[place : place + 1]
-        if row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
-            (choices,) = self._rows.choices(row, logits_1R, [chain.tokens], 1)
-            return chain.take(choices[0] if choices else None)
-        return chain.extend(self._rows.spread(logits_1R[0]))
-
-
 _USUAL_FIT = Fit(0.9, 0.85, (0.4, 0.45, 0.5, 0.55))
 
 
@@ -152,27 +107,18 @@ class SelfDrafter(BaseDrafter):
         copy: of its layers.
         fit: how well it drafts.
         table: of the target's earlier text; None: the text's own matches alone draft for the copy.
-        usual_ids_R: tokens that most texts are of, ascending; None: they are not known.
     """
 
     def __init__(
-        self,
-        target: LowBitTarget,
-        copy: LowBitCopy,
-        fit: Fit,
-        table: NgramTable | None = None,
-        usual_ids_R: Tensor | None = None,
+        self, target: LowBitTarget, copy: LowBitCopy, fit: Fit, table: NgramTable | None = None
     ) -> None:
         chances = (fit.greedy, fit.sampled)
-        self.traits = DrafterTraits(promise=chances, round_share=fit.token_share(_GUESSED))
-        self._fit = fit
+        self.traits = DrafterTraits(
+            promise=chances, round_share=fit.token_share(_GUESSED), spare=_MOST_GUESSES
+        )
+        self._copy, self._fit = copy, fit
         self._guesser = GuidedDrafter(partial(new_text, table=table), tree=False)
         self._cache, self._max_context = target.cache, target.max_context
-        self._all = CopyHead(copy, target.vocab_size)
-        self._usual: CopyHead | None = None
-        if usual_ids_R is not None:
-            short = copy.with_head_rows(usual_ids_R, target.parts.head_rows(usual_ids_R))
-            self._usual = CopyHead(short, target.vocab_size, usual_ids_R)
         self._first_lengths: dict[int, int] = {}
 
     def begin(self, row: DraftRow) -> None:
@@ -181,16 +127,13 @@ class SelfDrafter(BaseDrafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         chains = {row.request_id: ChainDraft(row) for row in rows if self._has_room(row)}
-        by_head: dict[CopyHead, list[ChainDraft]] = {}
-        for chain in chains.values():
-            by_head.setdefault(self._head_for(chain.row), []).append(chain)
-        for head, alike in by_head.items():
-            while alike:
-                price = self._fit.guess_price(len(alike))
-                head.extend(alike, [self._guess(chain, price) for chain in alike])
-                alike = [chain for chain in alike if chain.num_left]
+        alike = list(chains.values())
+        while alike:
+            price = self._fit.guess_price(len(alike))
+            self._extend(alike, [self._guess(chain, price) for chain in alike])
+            alike = [chain for chain in alike if chain.num_left]
         return [
-            chains[row.request_id].build() if row.request_id in chains else NOT_READY
+            self._built(chains[row.request_id]) if row.request_id in chains else NOT_READY
             for row in rows
         ]
 
@@ -206,6 +149,18 @@ class SelfDrafter(BaseDrafter):
         row = chain.row.chosen(min(chain.num_left - 1, _MOST_GUESSES))
         return self._guesser.propose_after(replace(row, price=price), chain.tokens).tree
 
+    def _built(self, chain: ChainDraft) -> Proposal:
+        """The chain, and guesses behind it where they are worth what their nodes cost."""
+        row, proposal = chain.row, chain.build()
+        if not row.spare or not chain.goes_on or row.params.coupling == "drawn":
+            return proposal
+        price = _spare_price(row.price, len(chain.tokens), self._fit.token_share(_GUESSED))
+        row = replace(row, budget=row.spare, price=price)
+        guess = self._guesser.propose_after(row, chain.tokens).tree
+        if not guess.tokens:
+            return proposal
+        return Proposal.chosen(proposal.tree.hang(guess, len(chain.tokens) - 1))
+
     def _has_room(self, row: DraftRow) -> bool:
         num_tokens = len(row.tokens)
         if not row.budget or num_tokens + row.budget > self._max_context:
@@ -215,12 +170,49 @@ class SelfDrafter(BaseDrafter):
         is_first = num_tokens == self._first_lengths[row.request_id]
         return not is_first and self._cache.length(row.slot) == num_tokens - 1
 
-    def _head_for(self, row: DraftRow) -> CopyHead:
-        """A short one, where the text has been one of usual tokens and no rule needs others."""
-        usual = self._usual
-        if usual is None or not row.rules.filters_only or not usual.covers(row.tokens):
-            return self._all
-        return usual
+    def _extend(self, chains: Sequence[ChainDraft], guesses: Sequence[TokenTree]) -> None:
+        """A forward of the copy: each chain grows by a token, and by as many as were guessed."""
+        reads, starts = zip(*map(_next_read, chains, guesses), strict=True)
+        scores = self._copy.score(reads, starts)
+        for chain, guess, span in zip(chains, guesses, scores.heads, strict=True):
+            chain.follow(guess, partial(self._take, chain, scores, span))
+
+    def _take(self, chain: ChainDraft, scores: Scores, span: range, ahead: int) -> int | None:
+        """Add the token after the first of the chain's own that was read, or after one behind it.
+
+        A law of scaled logits alone was drawn from already.
+        """
+        row, place = chain.row, span[ahead]
+        if scores.draws is not None and chain.draw_key is not None:
+            draw = scores.draws[place]
+            return chain.take(None if draw is None else draw.token)
+        logits_V = scores.logits_NV[place]
+        if row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
+            return chain.take(_filtered_draw(row, row.choices, logits_V, chain.tokens))
+        return chain.extend(logits_V)
+
+
+def _filtered_draw(
+    row: DraftRow, choices: SharedChoices, logits_V: Tensor, drafted: Sequence[int]
+) -> int | None:
+    """What the target draws by these logits, as `SharedChoices.best` has it."""
+    try:
+        law = row.rules.law(logits_V, row.tokens, drafted)
+    except NonFiniteScoresError:
+        return None
+    key = choices.draw_key(len(drafted), law.scale or 0.0)
+    if law.scale is None or key is None:
+        return law.token
+    return gumbel_argmax(law.given_V, key.seed, key.position, law.scale, law.cut)
+
+
+def _spare_price(price: Price, num_drafted: int, token_share: float) -> Price:
+    """Of further nodes, for what a step with so many drafted tokens takes and commits."""
+    before = price.ms(num_drafted)
+    each = (before + num_drafted * token_share * price.ms(0)) / (1 + num_drafted)
+    return PriceList(
+        tuple(each + price.ms(num_drafted + n) - before for n in range(_MOST_GUESSES + 1))
+    )
 
 
 def _next_read(chain: ChainDraft, guess: TokenTree) -> tuple[ScoreRow, int]:
@@ -359,7 +351,7 @@ def _build(context: DrafterContext) -> SelfDrafter:
         copy = target.low_bit_copy(bits)
         fit = measured_fit(target, copy, prompt)
     table = found_table(context, "table")
-    return SelfDrafter(target, copy, fit, table, shipped_output_ids(target))
+    return SelfDrafter(target, copy, fit, table)
 
 
 DRAFTER = DrafterSpec(

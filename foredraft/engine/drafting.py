@@ -174,6 +174,7 @@ class Drafting:
         turn.allowed = max(0, min(allowance.budget, request.room))
         turn.forced = _forced(request, min(allowance.num_forced, request.room))
         turn.budget = turn.allowed if request.drafter is not None and _is_asked(turn) else 0
+        turn.spare = max(0, min(allowance.spare, request.room - turn.budget)) if turn.budget else 0
 
     def _ask(self, loaded: LoadedDrafter, turns: Sequence[Turn]) -> None:
         """Let a drafter propose for its rows, or go on behind what is forced."""

@@ -60,13 +60,14 @@ def _drawn_ahead(
         for i, (key, span) in enumerate(zip(keys, scores.heads, strict=True))
         if key is not None and span
     ]
-    draws = scores.draws
-    if draws is None:
+    if scores.draws is None:
         places = [Wanted(scores.heads[i].start, *key) for i, key in wanted]
-        draws = draw_rows(scores.logits_NV, places)
-    for (i, _), draw in zip(wanted, draws, strict=True):
-        if draw is not None:  # else it is looked at alone, and found out what is wrong
-            rows[i] = replace(rows[i], draw=draw)
+        first = [[draw] for draw in draw_rows(scores.logits_NV, places)]
+    else:
+        spans = [scores.heads[i] for i, _ in wanted]
+        first = [[*scores.draws[span.start : span.stop]] for span in spans]
+    for (i, _), draws in zip(wanted, first, strict=True):
+        rows[i] = replace(rows[i], draws=draws)
     return rows
 
 

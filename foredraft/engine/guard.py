@@ -207,8 +207,9 @@ def check_proposal(proposal: Proposal, row: DraftRow, target: Target) -> None:
 
 
 def _check_tree(tree: TokenTree, row: DraftRow, target: Target) -> None:
-    if len(tree) > row.budget:
-        raise MalformedProposalError(f"{len(tree)} nodes drafted, {row.budget} allowed")
+    if len(tree) > row.budget + row.spare:
+        allowed = row.budget + row.spare
+        raise MalformedProposalError(f"{len(tree)} nodes drafted, {allowed} allowed")
     if max(tree.tokens, default=0) >= target.vocab_size:
         raise MalformedProposalError(
             f"token {max(tree.tokens)} drafted; the target's vocabulary has {target.vocab_size}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from foredraft.core.choices import KeyedVerifyChoices
@@ -37,6 +37,7 @@ class Turn(RowStep):
     Attributes:
         reads_all: whether it reads all pending tokens.
         allowed: nodes that the controller allowed.
+        spare: further nodes that the drafter may add.
         price: what nodes cost in this step.
         forced: a draft that the row's rules force, which is verified without asking anybody.
         path: nodes of the proposal that stay in the cache.
@@ -46,7 +47,7 @@ class Turn(RowStep):
         super().__init__(request.request_id, request.num_cached, num_read, request.drafter)
         self.request, self.may_draft = request, may_draft
         self.reads_all = num_read == request.num_pending
-        self.allowed = 0
+        self.allowed = self.spare = 0
         self.price: Price = USUAL_PRICE
         self.forced: tuple[int, ...] = ()
         self.path: tuple[int, ...] = ()
@@ -55,7 +56,7 @@ class Turn(RowStep):
     @property
     def most_tokens(self) -> int:
         """That the forward may read for it, drafted ones included."""
-        return self.num_read + max(self.budget, len(self.forced))
+        return self.num_read + max(self.budget + self.spare, len(self.forced))
 
     @property
     def num_prefill(self) -> int:
@@ -81,7 +82,8 @@ class Turn(RowStep):
 
     def draft_row(self, num_forced: int = 0) -> DraftRow:
         """What a drafter may know of it, which drafts behind so many forced tokens."""
-        return self.request.draft_row(self.budget - num_forced, self.price)
+        row = self.request.draft_row(self.budget - num_forced, self.price)
+        return replace(row, spare=self.spare) if self.spare else row
 
     def score_row(self) -> ScoreRow:
         """Its part of the forward."""
@@ -161,11 +163,11 @@ class Turn(RowStep):
 
     def _verdict(self, scores: RowScores) -> Verdict:
         request, proposal = self.request, self.proposal
-        drawn = scores.draw.token if scores.draw else None
+        drawn = scores.draws[0] if scores.draws else None
         if drawn is not None and not (proposal.tree.tokens or request.keeps_evidence):
-            return Verdict((), drawn, "bonus")
+            return Verdict((), drawn.token, "bonus")
         num_tokens, rule = len(request.tokens), request.policy.rule
-        choices = KeyedVerifyChoices(request.seed, num_tokens, drawn)
+        choices = KeyedVerifyChoices(request.seed, num_tokens)
         if request.keeps_evidence:
             laws = _RowLaws(proposal, scores, request.rules, tuple(request.tokens))
             evidence = Evidence(laws, choices, request.seed, num_tokens)
@@ -218,8 +220,9 @@ class _RowLaws:
             ForedraftError: the rules allow no token.
         """
         scores, logits_V = self.scores, self.scores.logits_NV[node + 1]
-        if node == ROOT and scores.draw is not None:
-            return Law(logits_V, self.rules.scale or None, scores.draw.best)
+        draw = scores.draws[node + 1] if node + 1 < len(scores.draws) else None
+        if draw is not None:  # else it is looked at alone, and found out what is wrong
+            return Law(logits_V, self.rules.scale or None, draw.best, drawn=draw.token)
         if scores.best is not None:
             token, logit = scores.best[node + 1]
             check_finite(logit, logits_V.numel())

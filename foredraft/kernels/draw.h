@@ -63,8 +63,9 @@ SEPARATE Logit group_maximum(const Logit* __restrict logits, int* strange) {
 template <class Logit>
 class Row {
  public:
-  Row(const Logit* logits, int64_t vocab, Key key, double scale)
-      : logits_(logits), key_(key), scale_(scale), num_whole_(vocab / kGroup) {
+  // A token whose logit is below the cut cannot occur.
+  Row(const Logit* logits, int64_t vocab, Key key, double scale, double cut = kNever)
+      : logits_(logits), key_(key), scale_(scale), cut_(Logit(cut)), num_whole_(vocab / kGroup) {
     std::fill(rest_, rest_ + kGroup, -std::numeric_limits<Logit>::infinity());
     std::copy(logits + num_whole_ * kGroup, logits + vocab, rest_);
     num_groups_ = num_whole_ + (vocab % kGroup != 0);
@@ -80,6 +81,7 @@ class Row {
   }
 
   double largest() const { return base_; }
+  const std::vector<Logit>& group_max() const { return group_max_; }
 
   // False where there is no largest logit (see there).
   bool find(Best& best) {
@@ -88,7 +90,17 @@ class Row {
     return true;
   }
 
-  // The same after `find_largest`.
+  // The likeliest tokens, after `find_largest`.
+  void find_likeliest(Best& best) const {
+    for (int64_t group = 0; group < num_groups_; ++group) {
+      if (double(group_max_[group]) < best.floor()) continue;
+      const Logit* logits = group_logits(group);
+      for (int64_t i = 0; i < kGroup; ++i)
+        if (double(logits[i]) >= best.floor()) best.offer(group * kGroup + i, double(logits[i]));
+    }
+  }
+
+  // What the noise makes first, after `find_largest`.
   void find_known(Best& best) const {
     const int64_t first = std::max_element(group_max_.begin(), group_max_.end()) - group_max_.begin();
     visit(first, best);  // likely to hold the winner
@@ -100,6 +112,7 @@ class Row {
   const Logit* logits_;
   const Key key_;
   const double scale_;
+  const Logit cut_;
   const int64_t num_whole_;
   int64_t num_groups_;
   Logit rest_[kGroup];  // the last tokens, filled up with ones that cannot occur
@@ -110,7 +123,9 @@ class Row {
     return group < num_whole_ ? logits_ + group * kGroup : rest_;
   }
 
-  double scaled(Logit logit) const { return (double(logit) - base_) * scale_; }
+  double scaled(Logit logit) const {
+    return logit < cut_ ? kNever : (double(logit) - base_) * scale_;
+  }
 
   bool find_maxima() {
     int strange = 0;
@@ -187,33 +202,40 @@ void draw(const Logit* logits, int64_t vocab, ForedraftDraw& wanted) {
   row.find_known(drawn);
 }
 
-// A token is passed over where it would take noise this far above the best so far: less than one in
-// 10^5 of them would win.
-constexpr double kFarBelow = 12;
+// So many tokens may win a draw by logits that are estimates.
+constexpr int64_t kMostHopeful = 8;
 
-// Likewise where row i of the logits is of token ids[i]: drafts alone are drawn so, and may now and
-// then be another token than the noise would have it.
+// The tokens that come first by estimated logits and the noise; returns how many. Few estimates change
+// the order by more than a place or two.
 template <class Logit>
-void draw_among(const Logit* logits, const int32_t* ids, int64_t count, ForedraftDraw& wanted) {
-  logits += wanted.row * count;
-  const int64_t first = std::max_element(logits, logits + count) - logits;
-  const double base = double(logits[first]);
-  wanted.token = wanted.best = base - base == 0 ? ids[first] : -1;
-  wanted.logit = base;
-  if (wanted.best < 0 || wanted.scale == 0) return;
+int64_t find_hopeful(const Logit* logits, int64_t vocab, const ForedraftDraw& wanted, int64_t* tokens) {
+  Row row(logits + wanted.row * vocab, vocab, Key{wanted.seed, wanted.position}, wanted.scale);
+  double scores[kMostHopeful];
+  Best best(kMostHopeful, tokens, scores);
+  if (row.find_largest() < 0) return 0;
+  if (wanted.scale == 0) row.find_likeliest(best);
+  else row.find_known(best);
+  return best.found();
+}
+
+// The winner among some tokens.
+template <class Logit>
+void draw_among(const Logit* logits, int64_t vocab, const int64_t* tokens, int64_t count,
+                ForedraftDraw& wanted) {
+  logits += wanted.row * vocab;
+  wanted.token = wanted.best = -1;
+  if (!count) return;
+  double likeliest = 0, score = 0;
+  Best best(1, &wanted.best, &likeliest), drawn(1, &wanted.token, &score);
+  for (int64_t i = 0; i < count; ++i) best.offer(tokens[i], double(logits[tokens[i]]));
+  wanted.logit = likeliest;
   const Key key{wanted.seed, wanted.position};
-  double score;
-  Best drawn(1, &wanted.token, &score);
-  const auto visit = [&](int64_t i) {
-    const double scaled = (double(logits[i]) - base) * wanted.scale;
-    if (!(scaled + kFarBelow >= drawn.floor())) return;
-    const uint8_t coarse = coarse_byte(key, uint32_t(ids[i]));
-    if (scaled + kBounds.of[coarse] < drawn.floor()) return;
-    drawn.offer(ids[i], scaled + gumbel(random_52(key, uint32_t(ids[i]), coarse)));
-  };
-  visit(first);
-  for (int64_t i = 0; i < count; ++i)
-    if (i != first) visit(i);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t token = uint32_t(tokens[i]);
+    const double scaled = (double(logits[token]) - likeliest) * wanted.scale;
+    drawn.offer(token, scaled + gumbel(random_52(key, token, coarse_byte(key, token))));
+  }
+  if (wanted.scale == 0) wanted.token = wanted.best;
 }
 
 }  // namespace noise

@@ -59,7 +59,7 @@ struct ForedraftModel {
   ForedraftMatrix embedding;     // of all tokens, [., E]
   ForedraftMatrix head;          // [V, E]
   const float* final_norm;       // [E]
-  const int32_t* head_ids;       // [V] the token of each row of the head, or null: its number
+  ForedraftMatrix screen;        // [V, E] the head in fewer bits, of a draft's packed ones; or null: none
   int64_t num_ropes;
   const float* inv_freq;         // [ropes, D / 2]
   const int64_t* rope_sizes;     // [ropes] how many of a head's numbers are rotated

@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "draw.h"
+#include "filter.h"
 
 using namespace foredraft::noise;
 
@@ -130,6 +131,31 @@ __attribute__((visibility("default"))) int64_t foredraft_gumbel_top(
     found[n] = best.found();
   }
   return num_rows;
+}
+
+// The token that wins of those whose logit is not below the cut; -1 if the largest logit is not finite.
+__attribute__((visibility("default"))) int64_t foredraft_gumbel_argmax(
+    const void* logits, int64_t is_double, int64_t vocab, uint64_t seed, uint64_t position,
+    double scale, double cut) {
+  int64_t token;
+  double score;
+  Best best(1, &token, &score);
+  const Key key{seed, position};
+  const bool ok =
+      is_double ? Row(static_cast<const double*>(logits), vocab, key, scale, cut).find(best)
+                : Row(static_cast<const float*>(logits), vocab, key, scale, cut).find(best);
+  return ok ? token : -1;
+}
+
+// The first of the largest logits, -1 if it is not finite or one is NaN; and the smallest logit that the
+// filters leave.
+__attribute__((visibility("default"))) int64_t foredraft_filter(
+    const float* logits, int64_t vocab, int64_t top_k, double top_p, double min_p, double scale,
+    double* cut) {
+  Row<float> row(logits, vocab, Key{}, scale);
+  const int64_t token = row.find_largest();
+  if (token >= 0) *cut = cut_of(row, logits, vocab, Filters{top_k, top_p, min_p, float(scale)});
+  return token;
 }
 
 // Draws from each of the rows that are wanted.

@@ -460,14 +460,22 @@ class Worker {
     if (!N) return;
     const typename Form::Session session(N);
     const Range mine = me_.share(V, kShareRows);
-    matmul(matrix(model_.head, E), mine, Form::inputs(prepared_, normed_, N, E), N, nullptr,
-           [&](int64_t token, int64_t row, float value) {
-             forward_.logits[token * V + row] = value;
-           });
+    matmul(matrix(model_.screen.data ? model_.screen : model_.head, E), mine,
+           Form::inputs(prepared_, normed_, N, E), N, nullptr, put_logit());
+    for (int64_t token = 0; token < N; ++token) finish_logits(token, mine);
+  }
+
+  auto put_logit() const {
+    return [this](int64_t token, int64_t row, float value) {
+      forward_.logits[token * model_.vocab + row] = value;
+    };
+  }
+
+  void finish_logits(int64_t token, Range rows) const {
     if (model_.logits_scale == 1 && model_.logits_cap == 0) return;
-    for (int64_t token = 0; token < N; ++token)
-      for (int64_t row = mine.begin; row < mine.end; row += kLanes)
-        finish(forward_.logits + token * V + row, std::min<int64_t>(kLanes, mine.end - row));
+    for (int64_t row = rows.begin; row < rows.end; row += kLanes)
+      finish(forward_.logits + token * model_.vocab + row,
+             std::min<int64_t>(kLanes, rows.end - row));
   }
 
   // Up to a vector of logits, scaled and capped.
@@ -483,13 +491,28 @@ class Worker {
   void draw() {
     if (!forward_.num_draws) return;
     for (int64_t i = me_.index; i < forward_.num_draws; i += me_.size) {
-      ForedraftDraw& wanted = forward_.draws[i];
-      if (model_.head_ids)
-        noise::draw_among(forward_.logits, model_.head_ids, model_.vocab, wanted);
-      else
-        noise::draw(forward_.logits, model_.vocab, wanted);
+      if (model_.screen.data) draw_screened(forward_.draws[i]);
+      else noise::draw(forward_.logits, model_.vocab, forward_.draws[i]);
     }
     end(kOther);
+  }
+
+  // The logits of the tokens that may win, and of their neighbours, become those of the head itself.
+  void draw_screened(ForedraftDraw& wanted) const {
+    if constexpr (std::is_same_v<Rows, PackedMatrix>) {
+      int64_t tokens[noise::kMostHopeful];
+      const int64_t count = noise::find_hopeful(forward_.logits, model_.vocab, wanted, tokens);
+      const Rows rows = matrix(model_.head, E);
+      const Inputs x = Form::inputs(prepared_, normed_, forward_.num_wanted, E);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t begin = tokens[i] / kGroupRows * kGroupRows;
+        const Range group{begin, std::min(begin + kGroupRows, model_.vocab)};
+        some_groups<1>(rows.code->in_vectors[0][0], rows, begin, group.end - begin, x, wanted.row,
+                       {wanted.row, wanted.row + 1}, 0, put_logit());
+        finish_logits(wanted.row, group);
+      }
+      noise::draw_among(forward_.logits, model_.vocab, tokens, count, wanted);
+    }
   }
 };
 

@@ -105,7 +105,8 @@ class ScoreRow:
         wants_logits: False for a chunk after which nothing is to be said yet.
         computed: what is known already of these very tokens, if anything.
         draw: what the token after the pending ones is drawn with, where its law is nothing but
-            scaled logits. A target may draw it in the forward (`Scores.draws`), or ignore this.
+            scaled logits; those after the nodes of a chain with the noise of the positions behind.
+            A target may draw them in the forward (`Scores.draws`), or ignore this.
         source: what the row's text is written from, the same in all forwards of a slot; targets
             without an encoder ignore it.
     """
@@ -129,13 +130,13 @@ class RowScores:
         taps: for each tapped layer its output [T, E] over the tokens read and the nodes.
         best: the likeliest token and its logit at each of the N positions, where the rules of the
             row look at nothing else; the logits may be on the target's device still.
-        draw: the token after the last pending one, where it is drawn already.
+        draws: the tokens after the first of the N positions, as far as they are drawn already.
     """
 
     logits_NV: Tensor
     taps: Mapping[int, Tensor] = field(default_factory=dict)
     best: Sequence[tuple[int, float]] | None = None
-    draw: Draw | None = None
+    draws: Sequence[Draw | None] = ()
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ class Scores(Sequence[RowScores]):
         heads: the rows of ``logits_NV`` that belong to each row of the forward.
         taps: for each tapped layer its output [T, E] over all tokens of the forward.
         tokens: the rows of these that belong to each row of the forward.
-        draws: of the rows that have a `ScoreRow.draw`, in order, as `draw_rows` finds them; None:
-            nothing was drawn.
+        draws: for each row of ``logits_NV`` what `draw_rows` finds, None where nothing was drawn;
+            None: nothing was at all.
     """
 
     logits_NV: Tensor
@@ -477,17 +478,6 @@ class LowBitCopy(Protocol):
     @property
     def identity(self) -> str: ...
 
-    def with_head_rows(self, ids_R: Tensor, rows_RE: Tensor) -> LowBitCopy:
-        """The same copy with some rows of the head, which takes less time and draws no other token.
-
-        Its logits are of these rows alone.
-
-        Args:
-            ids_R: their tokens, ascending.
-            rows_RE: the target's head for these tokens.
-        """
-        ...
-
     @property
     def num_bytes(self) -> int: ...
 
@@ -508,8 +498,9 @@ class LowBitCopy(Protocol):
 
         Returns:
             With a draw for each row of logits, or with none: behind the first token of a chain
-            they are drawn by the noise of the next positions. None where a row has no
-            `ScoreRow.draw`, or its logits are not finite.
+            they are drawn by the noise of the next positions; the likeliest where a row has no
+            `ScoreRow.draw`. None where its logits are not finite. Logits of tokens that come first
+            so are the copy's, those of others may be estimates.
         """
         ...
 

@@ -344,7 +344,7 @@ def test_a_drafter_that_does_not_keep_its_promise_is_named_once(
 
 
 def test_promises_are_compared_with_what_is_seen() -> None:
-    run = Simulation({"self": self_like(), "other": MadeUp(constant(0.2))}).run(300, 1)
+    run = Simulation({"self": self_like(), "other": MadeUp(constant(0.2))}).run(600, 1)
     (promise,) = run.control.promises
     assert (promise.drafter, promise.noise, promise.promised) == ("self", "greedy", 0.95)
     assert promise.seen == pytest.approx(0.97, abs=0.03)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from foredraft.cache.blocks import BLOCK
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.cost import FREE_NODES
+from foredraft.core.cost import FREE_NODES, LinearPrice
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
-from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules
 from foredraft.core.tree import TokenTree
@@ -26,13 +24,14 @@ from foredraft.drafters import build_drafter
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.grow import Guide
 from foredraft.drafters.per_request import GuidedDrafter
-from foredraft.drafters.self_draft import CopyHead, Fit, SelfDrafter, measured_fit
+from foredraft.drafters.self_draft import Fit, SelfDrafter, measured_fit
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.engine import Engine
 from foredraft.engine.policy import GuardedTrace, Policy
 from foredraft.models.base import LowBitCopy, ScoreRow, read
 from foredraft.models.files.kept import KeptFiles
 from foredraft.models.native import low_bit
+from foredraft.models.native.low_bit import NativeLowBitCopy
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.shallow import announce
 from foredraft.models.native.target import NativeTarget
@@ -61,6 +60,12 @@ def self_draft(target: Any, **options: Any) -> SelfDrafter:
     drafter = build_drafter("self_draft", DrafterContext(target, options=options))
     assert isinstance(drafter, SelfDrafter)
     return drafter
+
+
+def without_screen(target: NativeTarget, copy: NativeLowBitCopy) -> NativeLowBitCopy:
+    """All logits are those of the head."""
+    weights = replace(copy.weights, screen_VE=None)
+    return NativeLowBitCopy(target.config, weights, fused_decoder(), target.cache)
 
 
 def entries(target: NativeTarget, slot: int, count: int) -> Tensor:
@@ -158,9 +163,9 @@ def test_guesses_change_no_draft_and_save_forwards(
         forwards.append(0)
         drafts.append([])
 
-        def count(head: CopyHead, chains: Any, guesses: Any, usual: Any = CopyHead.extend) -> None:
+        def count(each: SelfDrafter, *args: Any, usual: Any = SelfDrafter._extend) -> None:
             forwards[-1] += 1
-            usual(head, chains, guesses)
+            usual(each, *args)
 
         known = text if has_guesses else []
         drafter._guesser = GuidedDrafter(
@@ -169,7 +174,7 @@ def test_guesses_change_no_draft_and_save_forwards(
             tree=False,
         )
         with monkeypatch.context() as patched:
-            patched.setattr(CopyHead, "extend", count)
+            patched.setattr(SelfDrafter, "_extend", count)
             policy = Policy.of(target, drafter, FixedBudget(6))
             policy.trace = GuardedTrace(
                 lambda record: drafts[-1].append(record.rows[0].proposal.tree.tokens)
@@ -207,8 +212,8 @@ def test_of_a_long_text_the_copy_reads_the_first_block_and_the_end(
     target: NativeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the entries in between were not there; tokens keep their positions."""
-    text, cache, copy = random_text(5 * BLOCK + 20), target.cache, target.low_bit_copy(8)
-    slot = cache.allocate()
+    text, cache = random_text(5 * BLOCK + 20), target.cache
+    copy, slot = without_screen(target, target.low_bit_copy(8)), cache.allocate()
     read(target, slot, text[:-1])
     num = len(text) - 1
     row = ScoreRow(slot, (text[-1],), TokenTree.chain([3, 5]))
@@ -397,41 +402,54 @@ def test_a_tuned_copy_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_short_head_draws_what_its_rows_say(target: NativeTarget, temperature: float) -> None:
-    """The same token as `gumbel_argmax` of the whole copy's logits without all other tokens."""
-    ids_R = torch.arange(0, target.vocab_size, 3)
+def test_a_screen_finds_what_the_head_draws(target: NativeTarget, temperature: float) -> None:
+    """Nearly always the token that all logits of 8 bits give, and with its very logit."""
     copy = target.low_bit_copy(8)
-    short = copy.with_head_rows(ids_R, target.parts.head_rows(ids_R))
+    whole = without_screen(target, copy)
+    assert copy.weights.screen_VE is not None
+    assert whole.identity != copy.identity
     slot, text = target.cache.allocate(), random_text(12)
     scale = 1.0 / temperature if temperature else 0.0
-    names = {short.identity, copy.identity}
-    assert len(names) == 2
-    for seed in range(20):
+    num_same = num_draws = 0
+    for seed in range(30):
         copy.score([ScoreRow(slot, text[:-1])], [0])
-        row = ScoreRow(slot, text[-1:], TokenTree.chain([3, 5]), draw=DrawKey(seed, 40, scale))
-        scores = copy.score([row], [len(text) - 1])
-        allowed_NV = torch.full((3, target.vocab_size), -math.inf)
-        allowed_NV[:, ids_R] = scores.logits_NV[:, ids_R]
-        draws = short.score([row], [len(text) - 1]).draws
-        assert draws is not None
-        for ahead, (draw, allowed_V) in enumerate(zip(draws, allowed_NV, strict=True)):
+        tree = TokenTree.chain(random_text(2, seed))
+        row = ScoreRow(slot, text[-1:], tree, draw=DrawKey(seed, 40, scale))
+        screened, scores = copy.score([row], [11]), whole.score([row], [11])
+        assert screened.draws is not None
+        assert scores.draws is not None
+        for ahead, (draw, wanted) in enumerate(zip(screened.draws, scores.draws, strict=True)):
             assert draw is not None
-            assert draw.token in ids_R.tolist()
-            if temperature:
-                assert draw.token == gumbel_argmax(allowed_V, seed, 40 + ahead, scale)
-            else:
-                assert draw.token == int(allowed_V.argmax())
+            assert wanted is not None
+            assert screened.logits_NV[ahead, draw.token] == scores.logits_NV[ahead, draw.token]
+            num_same += draw.token == wanted.token
+            num_draws += 1
+    assert num_same > 0.95 * num_draws
 
 
-def test_texts_of_other_tokens_get_the_whole_head(target: NativeTarget) -> None:
-    ids_R = torch.arange(0, target.vocab_size, 2)
+def test_a_row_without_a_draw_has_the_likeliest_logits_of_the_head(target: NativeTarget) -> None:
     copy = target.low_bit_copy(4)
-    drafter = SelfDrafter(target, copy, Fit(0.9, 0.9, (0.4,)), usual_ids_R=ids_R)
-    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=9)
-    prompts = [[2, 4, 6, 8, 10, 12], [1, 3, 5, 7, 9, 11]]
-    results = run(target, drafter, prompts, params, 4)
-    assert [result.token_ids for result in results] == plain(target, prompts, params)
-    head = CopyHead(copy, target.vocab_size, ids_R)
-    assert head.covers([1, 1, *[2] * 62])
-    assert not head.covers([1, 1, 1, *[2] * 61])
-    assert not CopyHead(copy, target.vocab_size).covers([2])
+    whole = without_screen(target, copy)
+    slot, text = target.cache.allocate(), random_text(12)
+    rows = [ScoreRow(slot, text)]
+    screened, scores = (each.score(rows, [0]) for each in (copy, whole))
+    likeliest = scores.logits_NV[0].topk(3).indices
+    assert torch.equal(screened.logits_NV[0, likeliest], scores.logits_NV[0, likeliest])
+    assert not torch.equal(screened.logits_NV, scores.logits_NV)
+
+
+def test_guesses_behind_a_chain_are_worth_their_nodes(target: NativeTarget) -> None:
+    """They come where they are sure and nodes cost little, and texts stay the same."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=3)
+    (written,) = plain(target, PROMPTS[:1], params)
+    text = [*PROMPTS[0], *written]
+    drafter = self_draft(target, bits=8)
+    drafter._guesser = GuidedDrafter(lambda row: Oracle(text, len(row.tokens), 1000), tree=False)
+    row = DraftRow.of(0, PROMPTS[0], params, 3, 3, slot=target.cache.allocate())
+    read(target, row.slot, PROMPTS[0])
+    drafter.begin(row)
+    row = replace(row, tokens=text[: len(PROMPTS[0]) + 1])
+    for price, num_guesses in ((LinearPrice(0.01), 3), (LinearPrice(9.0), 0)):
+        (proposal,) = drafter.propose([replace(row, spare=3, price=price)])
+        assert len(proposal.tree) == 3 + num_guesses
+        assert len(drafter.propose([replace(row, price=price)])[0].tree) == 3

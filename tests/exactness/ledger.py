@@ -157,7 +157,10 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
     shown in tests/core/test_noise.py.
     """
 
-    def argmax(logits_V: Tensor, seed: int, position: int, scale: float = 1.0) -> int:
+    def argmax(
+        logits_V: Tensor, seed: int, position: int, scale: float = 1.0, cut: float = -math.inf
+    ) -> int:
+        logits_V = logits_V.masked_fill(logits_V < cut, -math.inf)
         probs_V = ((logits_V - logits_V.max()) * scale).softmax(0)
         return ledger.decide(probs_V.tolist(), ("noise", seed, position))
 

@@ -344,8 +344,8 @@ class DrawnWithTheNoise(KeyedDrawnChoices):
 class CorrectedWithTheNoise(KeyedVerifyChoices):
     """After the ratio test of one token draws as the target would: with the position's noise."""
 
-    def __init__(self, seed: int, num_tokens: int, first: int | None = None) -> None:
-        super().__init__(seed, num_tokens, first)
+    def __init__(self, seed: int, num_tokens: int) -> None:
+        super().__init__(seed, num_tokens)
         self._results: list[bool]
         object.__setattr__(self, "_results", [])
 

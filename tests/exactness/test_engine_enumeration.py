@@ -151,9 +151,9 @@ def test_no_key_is_used_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         used.append(key)
         return keyed_uniform(*key)  # type: ignore[arg-type]
 
-    def recorded_noise(logits_V: Tensor, seed: int, position: int, scale: float) -> int:
+    def recorded_noise(logits_V: Tensor, seed: int, position: int, scale: float, cut: float) -> int:
         used.append(("noise", seed, position))
-        return gumbel_argmax(logits_V, seed, position, scale)
+        return gumbel_argmax(logits_V, seed, position, scale, cut)
 
     monkeypatch.setattr(keyed_choices, "keyed_uniform", recorded)
 

@@ -35,8 +35,8 @@ def target(checkpoint: Path, num_threads: int = 1) -> NativeTarget:
 
 def rows(model: NativeTarget) -> list[ScoreRow]:
     """With and without drafts, a chunk that says nothing, and one that wants no draw."""
-    slots = [model.cache.allocate() for _ in range(6)]
-    tree = TokenTree((4, 5, 6), (ROOT, ROOT, 0))
+    slots = [model.cache.allocate() for _ in range(7)]
+    tree, chain = TokenTree((4, 5, 6), (ROOT, ROOT, 0)), TokenTree.chain((4, 5))
     return [
         ScoreRow(slots[0], [1, 2, 3], draw=DrawKey(5, 3, 1.25)),
         ScoreRow(slots[1], [4], tree, draw=DrawKey(1 << 63, 1, 0.0)),
@@ -44,6 +44,7 @@ def rows(model: NativeTarget) -> list[ScoreRow]:
         ScoreRow(slots[3], [9], tree),
         ScoreRow(slots[4], [7, 8], tree, draw=DrawKey(0, 1 << 40, 0.5)),
         ScoreRow(slots[5], [2], draw=DrawKey(7, 7, 0.0)),
+        ScoreRow(slots[6], [2, 3], chain, draw=DrawKey(9, 2, 1.5)),
     ]
 
 
@@ -53,20 +54,23 @@ def test_a_forward_draws_what_its_logits_give(checkpoint: Path, num_threads: int
     asked = rows(model)
     scores = model.score(asked)
     wanted = [
-        Wanted(scores.heads[i].start, *row.draw)
-        for i, row in enumerate(asked)
-        if row.draw and row.wants_logits
+        Wanted(place, row.draw.seed, row.draw.position + ahead, row.draw.scale)
+        for row, places in zip(asked, scores.heads, strict=True)
+        if row.draw
+        for ahead, place in enumerate(places if row.tree.is_chain else places[:1])
     ]
-    assert scores.draws is not None
-    assert len(scores.draws) == 4
-    assert [*scores.draws] == draw_rows(scores.logits_NV, wanted)
+    assert len(wanted) == 4 + 3  # of the chain behind each node
+    drawn = dict(
+        zip([each.row for each in wanted], draw_rows(scores.logits_NV, wanted), strict=True)
+    )
+    assert scores.draws == [drawn.get(place) for place in range(len(scores.logits_NV))]
 
 
 def test_a_row_without_a_largest_logit_gets_no_draw(checkpoint: Path) -> None:
     model = target(checkpoint)
     model.weights.head_VE[3] = torch.nan  # read in place
     scores = model.score(rows(model)[:2])
-    assert scores.draws == [None, None]
+    assert scores.draws == [None] * len(scores.logits_NV)
 
 
 def test_a_decoder_that_draws_nothing_leaves_it_to_others(checkpoint: Path) -> None:

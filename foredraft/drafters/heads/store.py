@@ -23,7 +23,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -509,21 +508,6 @@ def shipped_head(kind: str, target: Target, shipped: Path = SHIPPED) -> Path | N
     if not target.capabilities.parts:
         return None
     return _of_fingerprint(kind, identify(target).fingerprint, shipped)
-
-
-def shipped_output_ids(target: Target, shipped: Path = SHIPPED) -> Tensor | None:
-    """The tokens [R] that a head which comes with the target can say: those of its own text.
-
-    None: no such head, or one that can say all.
-    """
-    if not target.capabilities.parts:
-        return None
-    for _, directory in _shipped_for(identify(target).fingerprint, shipped):
-        with safe_open(str(directory / WEIGHTS), framework="pt") as file:
-            if OUTPUT_IDS in {*file.keys()}:
-                ids_R: Tensor = file.get_tensor(OUTPUT_IDS)
-                return ids_R
-    return None
 
 
 def shipped_head_of_files(

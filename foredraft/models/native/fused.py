@@ -21,7 +21,7 @@ from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from foredraft.cache.store import Entries
+from foredraft.cache.store import BlockStore, Entries
 from foredraft.core.errors import ConfigError
 from foredraft.kernels.build import KernelUnavailable, load_library
 from foredraft.kernels.threads import (
@@ -276,7 +276,9 @@ class FusedDecoder:
             embedding=self._matrix(weights.embedding_VE),
             head=self._matrix(weights.head_VE),
             final_norm=self._vector_of_norm(weights.final_norm_E),
-            head_ids=None if weights.head_ids is None else self._address(weights.head_ids),
+            screen=interface.Matrix()
+            if weights.screen_VE is None
+            else self._matrix(weights.screen_VE),
             num_ropes=len(sizes),
             inv_freq=self._vector(speeds),
             rope_sizes=self._address(torch.tensor(sizes)),
@@ -466,9 +468,14 @@ def _point_to_entries(described: interface.Forward, plan: ForwardPlan, cache: En
         address, _ = cache.table(plan.slot(row)).buffer_info()
         tables += [address] * len(row)
     described.tables = (c_void_p * len(tables))(*tables)
-    keys, values = cache.store.keys, cache.store.values
+    point_to_store(described, cache.store)
+
+
+def point_to_store(described: interface.Forward, store: BlockStore) -> None:
+    """Say where the blocks lie, and what they hold."""
+    keys, values = store.keys, store.values
     described.keys, described.values = keys.data_ptr(), values.data_ptr()
-    described.block_entries = cache.store.block_size
+    described.block_entries = store.block_size
     described.int8_entries = keys.dtype == torch.int8
     described.block_stride, described.layer_stride, described.head_stride, _, _ = keys.stride()
 

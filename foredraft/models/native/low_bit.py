@@ -23,7 +23,7 @@ from torch import Tensor
 from foredraft.cache.kv import KVCache
 from foredraft.cache.memory import available_memory
 from foredraft.cache.store import Entries
-from foredraft.core.draws import DrawRows, Wanted
+from foredraft.core.draws import Draw, DrawKey, DrawRows, Wanted
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.models.base import ScoreRow, Scores, Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
@@ -31,8 +31,17 @@ from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native import packed
 from foredraft.models.native.config import DecoderConfig
 from foredraft.models.native.decoder import Decoder, DecoderFactory
-from foredraft.models.native.packed import PACKED, Int8Matrix, PackedMatrix, Stack, tensor_of
+from foredraft.models.native.fused import FusedDecoder
+from foredraft.models.native.packed import (
+    PACKED,
+    Int4Matrix,
+    Matrix,
+    PackedMatrix,
+    Stack,
+    tensor_of,
+)
 from foredraft.models.native.plan import ForwardPlan, plan_forward
+from foredraft.models.native.prepared import MOST_TOKENS, PreparedChain
 from foredraft.models.native.shallow import announce
 from foredraft.models.native.weights import (
     DecoderWeights,
@@ -46,6 +55,8 @@ _BITS = (4, 8)
 """Of a copy."""
 _TUNED_BITS = 4
 _HEAD_BITS = 8
+_SCREEN_BITS = 4
+_LIKELIEST = DrawKey(0, 0, 0.0)
 _LONG, _NEAR = 3072, 1024
 """From how many entries on a text is long, and those at its end that a copy reads at least, beside
 the first block."""
@@ -94,16 +105,11 @@ class NativeLowBitCopy:
         self._config, self.weights = config, weights
         self._new_decoder, self._cache = new_decoder, cache
         self._decoder = new_decoder(config, weights)
+        self._chain = _prepared(self._decoder, cache)
         self.bits = weights.bits
         self.num_bytes = sum(matrix.nbytes for matrix in matrices_of(weights).values())
         last = tensor_of(weights.layers[-1].output_weight)
-        self.identity = recipe_of(self.bits, last, weights.head_ids)
-
-    def with_head_rows(self, ids_R: Tensor, rows_RE: Tensor) -> NativeLowBitCopy:
-        head_RE = Int8Matrix.of_weight(rows_RE.float())
-        weights = replace(self.weights, head_VE=head_RE, head_ids=ids_R.int())
-        config = replace(self._config, logits_scale=1.0)  # the rows are scaled
-        return NativeLowBitCopy(config, weights, self._new_decoder, self._cache)
+        self.identity = recipe_of(self.bits, last, weights.screen_VE is not None)
 
     def on(self, target: Target) -> NativeLowBitCopy:
         assert isinstance(target.cache, KVCache)
@@ -111,6 +117,8 @@ class NativeLowBitCopy:
 
     @torch.no_grad()
     def score(self, rows: Sequence[ScoreRow], starts: Sequence[int]) -> Scores:
+        if self._chain and len(rows) == 1 and _is_short_chain(rows[0], starts[0]):
+            return self._score_chain(self._chain, rows[0], starts[0])
         plan = plan_forward(rows, starts)
         announce(plan, self._cache)
         cache: Entries = self._cache
@@ -122,17 +130,33 @@ class NativeLowBitCopy:
             ]
             # Tokens keep their positions.
             plan = replace(plan_forward(rows, there), positions=plan.positions)
+        # All are drawn: what may win has the head's own logits then, and not those of the screen.
+        keys = [row.draw or _LIKELIEST for row in rows]
         wanted = [
-            Wanted(place, row.draw.seed, row.draw.position + ahead, row.draw.scale)
-            for row, heads in zip(rows, plan.row_heads, strict=True)
-            if row.draw is not None
+            Wanted(place, key.seed, key.position + ahead, key.scale)
+            for key, heads in zip(keys, plan.row_heads, strict=True)
             for ahead, place in enumerate(heads)
         ]
-        scores = scored(self._decoder, plan, cache, wanted)
-        if scores.draws is None:
-            return scores
-        drawn = dict(zip([each.row for each in wanted], scores.draws, strict=True))
-        return replace(scores, draws=[*map(drawn.get, range(len(plan.heads)))])
+        return scored(self._decoder, plan, cache, wanted)
+
+    def _score_chain(self, chain: PreparedChain, row: ScoreRow, start: int) -> Scores:
+        """Likewise for a token and a chain of guesses behind it, with less around the kernel."""
+        tokens = (*row.pending, *row.tree.tokens)
+        written = start + len(tokens) - self._cache.length(row.slot)
+        self._cache.reserve(row.slot, written)
+        self._cache.will_write(row.slot, written)
+        logits_NV, draws = chain.run(row.slot, tokens, start, row.draw or _LIKELIEST)
+        span = range(len(tokens))
+        return Scores(logits_NV, (span,), {}, (span,), draws)
+
+
+def _is_short_chain(row: ScoreRow, start: int) -> bool:
+    is_short = len(row.tree) < MOST_TOKENS and start < _LONG
+    return is_short and len(row.pending) == 1 and row.wants_logits and row.tree.is_chain
+
+
+def _prepared(decoder: Decoder, cache: KVCache) -> PreparedChain | None:
+    return PreparedChain(decoder, cache) if isinstance(decoder, FusedDecoder) else None
 
 
 @dataclass
@@ -213,9 +237,26 @@ class Copies:
 
     def _of(self, weights: DecoderWeights) -> NativeLowBitCopy:
         weights = replace(
-            weights, embedding_VE=self.weights.embedding_VE, states_dtype=self.weights.dtype
+            weights,
+            embedding_VE=self.weights.embedding_VE,
+            states_dtype=self.weights.dtype,
+            screen_VE=self._screen(weights.head_VE),
         )
         return NativeLowBitCopy(self.config, weights, self.new_decoder, self.cache)
+
+    def _screen(self, head_VE: Matrix) -> PackedMatrix | None:
+        """The head in fewer bits: a head of 8 bits takes a quarter of a small model's forward."""
+        if not isinstance(head_VE, PackedMatrix) or head_VE.bits <= _SCREEN_BITS:
+            return None
+        rows, inputs = head_VE.shape
+        recipe = recipe_of(packed, head_VE.packed_GCN)
+
+        tensors = self.kept.tensors("copy-screen", recipe)
+        if tensors is None:
+            screen_VE = Int4Matrix.of_weight(head_VE.dequantised(torch.float32))
+            tensors = {"screen": screen_VE.packed_GCN}
+            self.kept.keep("copy-screen", recipe, tensors)
+        return Int4Matrix(tensors["screen"], (rows,), inputs)
 
     def _recipe(self) -> str:
         modules = sys.modules[load_weights.__module__], packed
@@ -242,7 +283,7 @@ def matrices_of(weights: DecoderWeights) -> dict[str, Tensor]:
         f"{index}.{field.name}": getattr(layer, field.name)
         for index, layer in enumerate(weights.layers)
         for field in fields(LayerWeights)
-    } | {"head": weights.head_VE}
+    } | {"head": weights.head_VE, "screen": weights.screen_VE}
     return {
         name: matrix.packed_GCN
         for name, matrix in found.items()
@@ -278,5 +319,9 @@ def scored(
     if decoder.draws and wanted:
         plan = replace(plan, draws=DrawRows(wanted))
     logits_NV, tapped = decoder.forward(plan, cache, taps)
-    draws = plan.draws.found() if plan.draws else None
+    draws: list[Draw | None] | None = None
+    if plan.draws:
+        draws = [None] * len(plan.heads)
+        for one, draw in zip(wanted, plan.draws.found(), strict=True):
+            draws[one.row] = draw
     return Scores(logits_NV, tuple(plan.row_heads), tapped, tuple(plan.rows), draws)

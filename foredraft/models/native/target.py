@@ -128,10 +128,12 @@ class NativeTarget:
         if resumed:
             plan = resumed.rest(plan, self.decoder, self.cache, self.num_layers)
         to_run = [tap for tap in taps if not resumed or tap >= resumed.exit_layer]
+        # Of a tree few nodes will be looked at, and nearly all of a chain.
         wanted = [
-            Wanted(heads.start, *row.draw)
+            Wanted(place, row.draw.seed, row.draw.position + ahead, row.draw.scale)
             for row, heads in zip(rows, plan.row_heads, strict=True)
-            if row.draw is not None and heads
+            if row.draw is not None
+            for ahead, place in enumerate(heads if row.tree.is_chain else heads[:1])
         ]
         scores = scored(self.decoder, plan, self.cache, wanted, to_run)
         if len(to_run) == len(taps):

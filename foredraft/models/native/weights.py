@@ -116,7 +116,8 @@ class DecoderWeights:
         embedding_VE: in a dtype, or as the model comes.
         no_attention: layers whose attention is left out.
         no_mlp: layers whose feed-forward part is left out.
-        head_ids: the token of each row of the head, int32, ascending; None: all tokens.
+        screen_VE: of drafts the head in fewer bits, which finds the tokens whose logits are then
+            computed with the head itself; None: there is none.
         states_dtype: of activations and cache; None: as the embeddings.
     """
 
@@ -126,7 +127,7 @@ class DecoderWeights:
     head_VE: Matrix
     no_attention: frozenset[int] = frozenset()
     no_mlp: frozenset[int] = frozenset()
-    head_ids: Tensor | None = None
+    screen_VE: PackedMatrix | None = None
     states_dtype: torch.dtype | None = None
 
     @property
