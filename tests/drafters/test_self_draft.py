@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.rules import Rules
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter
+from foredraft.drafters import self_draft as self_draft_file
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.grow import Guide
 from foredraft.drafters.per_request import GuidedDrafter
@@ -312,6 +314,29 @@ def test_its_fit_is_measured(target: NativeTarget) -> None:
     assert drafter.traits.promise is not None
     assert drafter.traits.round_share is not None
     assert not target.cache.slots
+
+
+def test_a_copy_that_errs_is_measured_longer(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few tokens its chance is known too badly to choose between copies."""
+    assert self_draft_file._agreement(target, target.low_bit_copy(4), [1], 0.0)[0] < 129 / 130
+    monkeypatch.setattr(self_draft_file, "_drawn", lambda _: 3)
+    chance, times = self_draft_file._agreement(target, target.low_bit_copy(4), [1], 0.0)
+    assert chance == 33 / 34
+    assert len(times) == 16
+    told = itertools.cycle(range(50))
+    monkeypatch.setattr(self_draft_file, "_drawn", lambda _: next(told))
+    assert self_draft_file._agreement(target, target.low_bit_copy(4), [1], 0.0)[0] == 1 / 130
+
+
+def test_a_copy_is_chosen_by_the_price_of_nodes() -> None:
+    """Where nodes are cheap, chains are long, and errors cost more than time."""
+    shares = (0.2, 0.25, 0.3, 0.35)
+    quick, right = Fit(0.85, 0.85, shares), Fit(0.97, 0.97, tuple(1.4 * x for x in shares))
+    assert right.speedup > quick.speedup * 1.05
+    dear = [replace(fit, node_share=0.8).speedup for fit in (quick, right)]
+    assert dear[0] == pytest.approx(dear[1], rel=0.05)
 
 
 def test_it_is_measured_with_unlike_tokens(
