@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -59,14 +59,18 @@ from foredraft.models.files.kept import recipe_of
 from foredraft.system.machine import cpu_name
 
 _log = logging.getLogger("foredraft")
-_PROMPT = "There are many ways to describe a town by the sea. The first one is"
+_PROMPTS = (
+    "There are many ways to describe a town by the sea. The first one is",
+    "Question: What made the railway change the way people lived in the 19th century?\nAnswer:",
+    'def most_common(words: list[str]) -> str:\n    """The word that comes up most often."""\n',
+    "A bakery sells 12 loaves an hour at 3 dollars each. In a week of six days it",
+)
+"""What the target goes on from while a copy guesses: texts of several kinds, some are easy."""
 _SEED = 2503_13565
 _NUM_MEASURED = 32
-"""Tokens at each temperature, where the copy errs in none of them."""
-_MOST_MEASURED = 128
-"""Likewise where it errs: of 32 the chance is known to some .06 only."""
+"""Tokens behind each prompt and at each temperature."""
 _MOST_SECONDS = 8.0
-"""For those beyond the first 32."""
+"""At each temperature, beyond the first prompt."""
 _NUM_TIMED = 16
 _NUM_VERIFIED = 8
 """Tokens of a forward that verifies, as it is timed."""
@@ -241,31 +245,32 @@ def _next_read(chain: ChainDraft, guess: TokenTree) -> tuple[ScoreRow, int]:
     return ScoreRow(row.slot, (last,), guess, draw=chain.draw_key), start
 
 
-def measured_fit(target: LowBitTarget, copy: LowBitCopy, prompt: Sequence[int]) -> Fit:
+def measured_fit(target: LowBitTarget, copy: LowBitCopy, prompts: Sequence[Sequence[int]]) -> Fit:
     """Let the target write a little and the copy guess each token; kept for later processes.
 
     Where the context or the cache's memory is too small for that, a guess.
 
     Args:
-        prompt: what the target goes on from.
+        prompts: what the target goes on from: all of them, if the copy errs behind the first.
     """
 
     def measure() -> Tensor:
         # Apart: a drafter may be built while an engine runs on the target's own cache.
         other = target.apart(num_tokens)
-        greedy, times = _agreement(other, copy.on(other), prompt, 0.0)
-        sampled, more_times = _agreement(other, copy.on(other), prompt, 1.0)
+        greedy, times = _agreement(other, copy.on(other), prompts, 0.0)
+        sampled, more_times = _agreement(other, copy.on(other), prompts, 1.0)
         best = [min(each) for each in zip(*times, *more_times, strict=True)]
         target_ms, verify_ms, *copy_ms = best
         node_share = max(0.0, verify_ms / target_ms - 1) / (_NUM_VERIFIED - 1)
         return torch.tensor([greedy, sampled, node_share, *(each / target_ms for each in copy_ms)])
 
-    num_tokens = len(prompt) + _MOST_MEASURED + _NUM_VERIFIED
+    num_tokens = max(map(len, prompts)) + _NUM_MEASURED + _NUM_VERIFIED
     if num_tokens > target.max_context:
         return _USUAL_FIT
-    recipe = recipe_of(copy.identity, cpu_name(), torch.get_num_threads(), describe_instructions())
+    here = (cpu_name(), torch.get_num_threads(), describe_instructions())
+    recipe = recipe_of(copy.identity, str(prompts), *here)
     try:
-        kept = target.parts.kept(f"self-draft-agreement-{copy.bits}", recipe, measure)
+        kept = target.parts.kept(f"self-draft-fit-{copy.bits}", recipe, measure)
     except NO_MEMORY as error:
         _log.info("how well a copy drafts is not measured: %s", error)
         return _USUAL_FIT
@@ -274,36 +279,47 @@ def measured_fit(target: LowBitTarget, copy: LowBitCopy, prompt: Sequence[int]) 
 
 
 def _agreement(
-    target: Target, copy: LowBitCopy, prompt: Sequence[int], temperature: float
+    target: Target, copy: LowBitCopy, prompts: Sequence[Sequence[int]], temperature: float
 ) -> tuple[float, list[tuple[float, ...]]]:
     """The share of tokens that copy and target agree on, and seconds of their forwards.
 
     First those of the target, with one token and with many, then those of the copy with one
     token, two and so on.
     """
-    cache, last, num_agreed, num_tokens = target.cache, prompt[-1], 0, 0
     scale = 1.0 / temperature if temperature else 0.0
     times = list[tuple[float, ...]]()
-    slot = cache.allocate()
+    agreed = list[bool]()
     started = time.perf_counter()
+    for prompt in prompts:
+        agreed += _agreed(target, copy, prompt, scale, times)
+        if all(agreed) or time.perf_counter() - started > _MOST_SECONDS:
+            break  # no error, or a large model: what is known so far must do
+    return (sum(agreed) + 1) / (len(agreed) + 2), times
+
+
+def _agreed(
+    target: Target,
+    copy: LowBitCopy,
+    prompt: Sequence[int],
+    scale: float,
+    times: list[tuple[float, ...]],
+) -> Iterator[bool]:
+    """Whether copy and target agree on each token behind a prompt; the first ones are timed."""
+    cache, last = target.cache, prompt[-1]
+    slot = cache.allocate()
     try:
         if prompt[:-1]:
             read(target, slot, prompt[:-1])
-        while num_tokens < _NUM_MEASURED or (
-            num_agreed < num_tokens < _MOST_MEASURED
-            and time.perf_counter() - started < _MOST_SECONDS
-        ):
-            row = ScoreRow(slot, (last,), draw=DrawKey(_SEED, num_tokens, scale))
-            if num_tokens < _NUM_TIMED:
+        for position in range(_NUM_MEASURED):
+            row = ScoreRow(slot, (last,), draw=DrawKey(_SEED, position, scale))
+            if len(times) < _NUM_TIMED:
                 times.append(_times(target, copy, row))
             guess = _drawn(copy.score([row], [cache.length(slot)]))
             last = _drawn(target.score([row]))
             cache.keep(slot, 1, ())
-            num_agreed += guess == last
-            num_tokens += 1
+            yield guess == last
     finally:
         cache.free(slot)
-    return (num_agreed + 1) / (num_tokens + 2), times
 
 
 def _times(target: Target, copy: LowBitCopy, row: ScoreRow) -> tuple[float, ...]:
@@ -341,23 +357,23 @@ def copy_figures(
     found = []
     for bits in target.low_bits:
         copy = target.low_bit_copy(bits)
-        fit = measured_fit(target, copy, _prompt(tokenizer))
+        fit = measured_fit(target, copy, _prompts(tokenizer))
         figures = {"name": f"{bits} bits, {name}", "bits": bits, "megabytes": copy.num_bytes / 1e6}
         rates = {"share": fit.token_share(_GUESSED), "speedup": fit.speedup}
         found.append(figures | asdict(fit) | rates)
     return found
 
 
-def _prompt(tokenizer: TextCodec | None) -> list[int]:
-    return tokenizer.encode(_PROMPT) if tokenizer else [0]
+def _prompts(tokenizer: TextCodec | None) -> list[list[int]]:
+    return [*map(tokenizer.encode, _PROMPTS)] if tokenizer else [[0], [1], [2], [3]]
 
 
-def _best_copy(target: LowBitTarget, prompt: Sequence[int]) -> tuple[LowBitCopy, Fit]:
+def _best_copy(target: LowBitTarget, prompts: Sequence[Sequence[int]]) -> tuple[LowBitCopy, Fit]:
     """The copy that drafts fastest here: more bits agree more often, and take longer."""
     best: tuple[LowBitCopy, Fit] | None = None
     for bits in target.low_bits:
         copy = target.low_bit_copy(bits)
-        fit = measured_fit(target, copy, prompt)
+        fit = measured_fit(target, copy, prompts)
         if best is None or fit.speedup > best[1].speedup:
             best = copy, fit
         if fit.greedy >= _AGREED:  # a larger copy cannot make up for its time
@@ -378,13 +394,13 @@ def low_bit_target(target: Target) -> LowBitTarget:
 
 
 def _build(context: DrafterContext) -> SelfDrafter:
-    target, prompt = low_bit_target(context.target), _prompt(context.tokenizer)
+    target, prompts = low_bit_target(context.target), _prompts(context.tokenizer)
     bits = context.options.get("bits")
     if bits is None:
-        copy, fit = _best_copy(target, prompt)
+        copy, fit = _best_copy(target, prompts)
     else:
         copy = target.low_bit_copy(bits)
-        fit = measured_fit(target, copy, prompt)
+        fit = measured_fit(target, copy, prompts)
     table = found_table(context, "table")
     return SelfDrafter(target, copy, fit, table)
 

@@ -306,7 +306,7 @@ def test_the_copy_shares_the_embedding_and_is_made_once(target: NativeTarget) ->
 
 
 def test_its_fit_is_measured(target: NativeTarget) -> None:
-    fit = measured_fit(target, target.low_bit_copy(8), [1])
+    fit = measured_fit(target, target.low_bit_copy(8), [[1]])
     assert fit.greedy > 0.7
     assert min(fit.shares) > 0.0
     assert 0.0 < fit.token_share(0.9) < fit.token_share(0.1)
@@ -320,14 +320,15 @@ def test_a_copy_that_errs_is_measured_longer(
     target: NativeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of few tokens its chance is known too badly to choose between copies."""
-    assert self_draft_file._agreement(target, target.low_bit_copy(4), [1], 0.0)[0] < 129 / 130
+    agreement, prompts = self_draft_file._agreement, [[1], [2, 3], [4], [5]]
+    assert agreement(target, target.low_bit_copy(4), prompts, 0.0)[0] < 129 / 130
     monkeypatch.setattr(self_draft_file, "_drawn", lambda _: 3)
-    chance, times = self_draft_file._agreement(target, target.low_bit_copy(4), [1], 0.0)
+    chance, times = agreement(target, target.low_bit_copy(4), prompts, 0.0)
     assert chance == 33 / 34
     assert len(times) == 16
     told = itertools.cycle(range(50))
     monkeypatch.setattr(self_draft_file, "_drawn", lambda _: next(told))
-    assert self_draft_file._agreement(target, target.low_bit_copy(4), [1], 0.0)[0] == 1 / 130
+    assert agreement(target, target.low_bit_copy(4), prompts, 0.0)[0] == 1 / 130
 
 
 def test_a_copy_is_chosen_by_the_price_of_nodes() -> None:
@@ -351,7 +352,7 @@ def test_it_is_measured_with_unlike_tokens(
         return score(self, rows, *rest)
 
     monkeypatch.setattr(type(target.low_bit_copy(8)), "score", recorded)
-    measured_fit(target, target.low_bit_copy(8), [1])
+    measured_fit(target, target.low_bit_copy(8), [[1]])
     assert max(map(len, read)) == 4
     assert all(len(set(tokens)) == len(tokens) for tokens in read)
 
@@ -364,7 +365,7 @@ def test_measuring_does_not_touch_the_cache_of_a_running_engine(
 
     for name in ("allocate", "reserve", "keep"):
         monkeypatch.setattr(target.cache, name, refuse)
-    assert measured_fit(target, target.low_bit_copy(8), [1]).greedy > 0.7
+    assert measured_fit(target, target.low_bit_copy(8), [[1]]).greedy > 0.7
 
 
 def test_what_cannot_be_is_said(target: NativeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
