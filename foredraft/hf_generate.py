@@ -109,6 +109,7 @@ _OPTIONS_BY_PROCESSOR = {
 _EXPECTED_INPUTS = {
     "attention_mask",
     "position_ids",
+    "cache",  # from transformers 5.24 on
     "past_key_values",
     "use_cache",
     "logits_to_keep",
@@ -261,7 +262,7 @@ def _refuse_unimplemented(config: Any, model_kwargs: Mapping[str, Any], has_enco
         if value is not None and name not in expected:
             hint = "; pass it as token_streamer" if name == "streamer" else ""
             raise _not_implemented(f"the input {name!r}", hint)
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     if getattr(cache, "_is_user_defined", False):
         raise _not_implemented("past_key_values of your own")
 
