@@ -148,8 +148,8 @@ def quality(
     texts = windows(llm.tokenizer.encode(content), limit)
     if not texts:
         raise ConfigError(f"{text} is a single token; none follows it that could be predicted")
-    in_full, _ = plan_models(replace(load, dtype="float32", weights="auto", cache_dtype="auto"))
-    reference = load_target(in_full)
+    in_full = replace(load, dtype="float32", weights="auto", cache_dtype="auto", activations="auto")
+    reference = load_target(plan_models(in_full)[0])
     with progress_bar(len(texts)) as advance:
         figure = measure_quality(reference, llm.target, texts, lambda: advance("scoring"))
     plan = llm.plan

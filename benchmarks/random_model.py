@@ -6,6 +6,7 @@ that nobody has to download.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -93,6 +94,7 @@ def random_llm(name: str, options: LoadOptions) -> LLM:
         torch.set_num_threads(options.threads)
     assert not isinstance(plan.packed_bits, str)  # there is no file
     weights = random_weights(config, getattr(torch, plan.dtype), plan.device, plan.packed_bits)
+    weights = replace(weights, activation_bits=plan.activation_bits)
     decoder = native_decoder(plan.decoder, options.threads)
     cache_dtype = getattr(torch, plan.cache_dtype)
     target = NativeTarget(config, weights, decoder, plan.max_context, cache_dtype=cache_dtype)

@@ -7,7 +7,7 @@ cost the loading of the target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _AS_STORED = "file"
 _BITS: dict[str, Bits] = {"int8": 8, "int4": 4, _AS_STORED: "file"}
 _TILES = 16
+_EIGHT = 8
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class ModelPlan:
         cache_dtype: of keys and values: "int8", or the same as ``dtype``.
         weights: the form of the linear layers and the head: "int8", "int4" (a head of 8 bits),
             "file" (as a GGUF file has them, the embeddings too), or the same as ``dtype``.
+        activation_bits: of what weights in few bits are multiplied with.
         tiles: whether bfloat16 weights are multiplied on tiles (AMX), for which they are laid out
             anew.
         weight_bytes: weights in memory.
@@ -87,6 +89,7 @@ class ModelPlan:
     num_parameters: int
     cache_bytes_per_token: int
     max_context: int
+    activation_bits: int = 16
     tiles: bool = False
     notes: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -118,14 +121,15 @@ class ModelPlan:
     @property
     def number_format(self) -> str:
         """For people: what the numbers are."""
-        cache = "" if self.cache_dtype == self.dtype else f", {self.cache_dtype} cache"
+        others = ", int8 activations" if self.activation_bits == _EIGHT else ""
+        others += "" if self.cache_dtype == self.dtype else f", {self.cache_dtype} cache"
         if self.tiles:
-            return f"{self.dtype} on tiles{cache}"
+            return f"{self.dtype} on tiles{others}"
         if self.weights == _AS_STORED:
             formats = " and ".join(self.formats)
-            return f"{self.dtype}, {formats} weights as the file has them{cache}"
+            return f"{self.dtype}, {formats} weights as the file has them{others}"
         weights = "" if self.weights == self.dtype else f", {self.weights} weights"
-        return f"{self.dtype}{weights}{cache}"
+        return f"{self.dtype}{weights}{others}"
 
     @cached_property
     def kept(self) -> KeptFiles:
@@ -201,7 +205,8 @@ def plan_models(
     plan = _plan(asked.model, asked, device, progress)
     if asked.draft_model is None:
         return plan, None
-    as_draft = replace(asked, revision=None, exact=False, cache_memory=None)
+    # A draft model reads few tokens at a time: activations of fewer bits would save nothing.
+    as_draft = replace(asked, revision=None, exact=False, cache_memory=None, activations="auto")
     return plan, _plan(asked.draft_model, as_draft, device, progress)
 
 
@@ -269,6 +274,7 @@ def load_target(
         kept=plan.kept,
         progress=progress,
         cache_dtype=getattr(torch, plan.cache_dtype),
+        activation_bits=plan.activation_bits,
     )
     if plan.decoder == "fixed-shape":
         probe(target)
@@ -446,6 +452,8 @@ def plan_native(
         dtype = "bfloat16" if device != "cpu" or _bf16_is_fast(kernel_problem) else "float32"
     cache_dtype = dtype if options.cache_dtype == "auto" else options.cache_dtype
     weights, not_kept = _native_weights(checkpoint, config, options, dtype, kernel_problem)
+    formats = tuple(formats_of(checkpoint)) if checkpoint and checkpoint.is_quantised else ()
+    _check_activations(options, weights, formats)
     tiles = kernel_problem is None and weights == "bfloat16" and config.fits_tiles and has_tiles()
     bits = _TILES if tiles else _BITS.get(weights)
     in_memory, read = _native_bytes(checkpoint, config, dtype, bits)
@@ -464,9 +472,10 @@ def plan_native(
         cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, cache_dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
+        activation_bits=_EIGHT if options.activations == "int8" else 16,
         tiles=tiles,
         notes=(*_native_notes(config, device, kernel_problem), *not_kept),
-        formats=tuple(formats_of(checkpoint)) if checkpoint and checkpoint.is_quantised else (),
+        formats=formats,
         work_bytes=0 if kernel_problem else _work_bytes(config, options, dtype, bits),
     )
 
@@ -490,6 +499,16 @@ def _native_weights(
     if options.weights == _AS_STORED:
         raise ConfigError(f"weights 'file' cannot be had: {problem}; leave weights out")
     return weights, (f"the file's own formats are not kept: {problem}",)
+
+
+def _check_activations(options: LoadOptions, weights: str, formats: Iterable[str]) -> None:
+    """Whether there are matrices of 4 bits for activations of 8."""
+    in_the_file = weights == _AS_STORED and any(name.startswith("Q4") for name in formats)
+    if options.activations == "int8" and weights != "int4" and not in_the_file:
+        raise ConfigError(
+            f"activations 'int8' are for weights in 4 bits, and these are {weights}; give weights "
+            "'int4' too, or leave activations out"
+        )
 
 
 def _native_bytes(
@@ -538,11 +557,11 @@ def _refuse_few_bits(options: LoadOptions, reason: str) -> None:
             f"weights {options.weights!r} are there where they are faster: on CPU with the fused "
             f"kernel ({reason}); leave weights out"
         )
-    if options.cache_dtype == "int8":
-        raise ConfigError(
-            f"cache_dtype 'int8' is there on CPU with the fused kernel ({reason}); leave "
-            "cache_dtype out"
-        )
+    for name in ("cache_dtype", "activations"):
+        if getattr(options, name) == "int8":
+            raise ConfigError(
+                f"{name} 'int8' is there on CPU with the fused kernel ({reason}); leave {name} out"
+            )
 
 
 def _asked_dtype(options: LoadOptions) -> str:

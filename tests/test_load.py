@@ -217,6 +217,19 @@ def test_an_int8_cache_is_refused_where_nothing_reads_it(
         asked(checkpoint, cache_dtype="int4")
 
 
+def test_activations_of_8_bits_are_planned_for_weights_in_4(checkpoint: Path) -> None:
+    plan, _ = plan_models(asked(checkpoint, weights="int4", activations="int8"))
+    if plan.decoder != "fused":
+        pytest.skip("no fused kernel")
+    assert plan.activation_bits == 8
+    assert "int4 weights, int8 activations" in plan.number_format
+    for weights in ("auto", "int8"):
+        with pytest.raises(ConfigError, match=r"activations 'int8' are for weights in 4 bits"):
+            plan_models(asked(checkpoint, weights=weights, activations="int8"))
+    with pytest.raises(ConfigError, match=r"activations 'int8'.*runs through transformers"):
+        plan_models(asked(checkpoint, activations="int8", backend="hf"))
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's figures")
 def test_memory_that_was_freed_goes_back_to_the_system() -> None:
     def resident() -> int:

@@ -1,17 +1,19 @@
-// Integer dot products: sums of unsigned 8-bit weights times 16-bit activations, one implementation
-// for each instruction set. Integer sums are exact, so all of them give the same numbers.
+// Integer dot products: sums of unsigned weights of up to 8 bits times activations of 16 or 8 bits, in one
+// implementation for each instruction set. Integer sums are exact, so all of them give the same numbers.
 //
 // Four inputs that follow each other are a quad. A vector of weights holds one quad of kLanes rows;
 // it meets the same quad of a token's activations, repeated in every lane. So sums lie one row a
 // lane, and nothing is ever added across lanes.
 //
-// Activations are what an instruction set multiplies fastest:
+// Activations of 16 bits are what an instruction set multiplies fastest:
 //   - int16, in the order (0, 2, 1, 3) of a quad: masking and shifting a vector of weights gives the
 //     pairs (0, 2) and (1, 3) of each row as int16, and an instruction multiplies and adds pairs.
 //     Weights of one pair meet all tokens before those of the next, so few registers hold weights;
 //   - two signed digits of 8 bits (kDigits), where an instruction adds four products of bytes: the
 //     high digits of 64 inputs, then their low digits. A product then takes as many instructions, but
 //     weights need no unpacking. Activations stay below 2^15 - 128, so the high digit has 8 bits too.
+// Those of 8 bits, for weights of 4, are one byte each, and take half as many instructions. AVX2 adds
+// products of bytes up in 16 bits, which hold those of 32 inputs: 8 * 2 * 15 * 127 is less than 2^15.
 #pragma once
 
 #include <algorithm>
@@ -32,9 +34,7 @@ namespace foredraft {
 constexpr bool kDigits = DIGITS;
 
 constexpr int64_t kQuad = 4;
-constexpr int64_t kTokenBytes = 2 * kChunkInputs;   // of a token's activations in a chunk
 constexpr int kQuadParts = kDigits ? 1 : 2;  // vectors of weights that a quad is multiplied as
-constexpr int32_t kLargestActivation = 127 * 256 + 127;
 
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t UShorts __attribute__((vector_size(4 * kLanes)));
@@ -55,54 +55,27 @@ inline Ints repeat(const void* source) {
   return word - Ints{};
 }
 
-#if DIGITS
-
-// sum += the products of unsigned weights and signed digits, four in each lane.
-inline void add_quads(Ints& sum, Ints weights, Ints digits) {
+// sum += the products of unsigned weights and signed bytes, four in each lane.
+inline void add_quads(Ints& sum, Ints weights, Ints bytes) {
 #if defined(__AVX512VNNI__)
-  sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)digits);
+  sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)bytes);
+#elif defined(__AVXVNNI__)
+  Ints c = sum;  // see `add_pairs`
+  asm volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(c) : "x"(weights), "x"(bytes));
+  sum = c;
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
-  sum = (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)weights, (int8x16_t)digits);
+  sum = (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)weights, (int8x16_t)bytes);
 #elif defined(__ARM_FEATURE_DOTPROD)
-  // Signed times signed: weights lie 128 lower, and the digits times 128 are added back.
+  // Signed times signed: weights lie 128 lower, and the bytes times 128 are added back.
   const int8x16_t lower = veorq_s8((int8x16_t)weights, vdupq_n_s8(-128));
-  sum = (Ints)vdotq_s32((int32x4_t)sum, lower, (int8x16_t)digits);
-  sum = (Ints)vdotq_s32((int32x4_t)sum, vdupq_n_s8(64), (int8x16_t)digits);
-  sum = (Ints)vdotq_s32((int32x4_t)sum, vdupq_n_s8(64), (int8x16_t)digits);
+  sum = (Ints)vdotq_s32((int32x4_t)sum, lower, (int8x16_t)bytes);
+  sum = (Ints)vdotq_s32((int32x4_t)sum, vdupq_n_s8(64), (int8x16_t)bytes);
+  sum = (Ints)vdotq_s32((int32x4_t)sum, vdupq_n_s8(64), (int8x16_t)bytes);
 #else
   for (int byte = 0; byte < 4; ++byte)
-    sum += (Ints)(((Bits)weights << (24 - 8 * byte)) >> 24) * ((digits << (24 - 8 * byte)) >> 24);
+    sum += (Ints)(((Bits)weights << (24 - 8 * byte)) >> 24) * ((bytes << (24 - 8 * byte)) >> 24);
 #endif
 }
-
-// A quad of a token's activations, in every lane.
-struct Input {
-  Ints high, low;
-
-  explicit Input(const int8_t* x) : high(repeat(x)), low(repeat(x + kChunkInputs)) {}
-};
-
-struct Sum {
-  Ints high, low;
-
-  Sum() = default;
-  explicit Sum(Ints start) : high{}, low(start) {}
-  Ints total() const { return (high << 8) + low; }
-};
-
-// The first of a sum.
-inline void put_products(Sum& sum, Ints weights, const Input& x) {
-  sum = Sum(Ints{});
-  add_quads(sum.high, weights, x.high);
-  add_quads(sum.low, weights, x.low);
-}
-
-inline void add_products(Sum& sum, Ints weights, const Input& x) {
-  add_quads(sum.high, weights, x.high);
-  add_quads(sum.low, weights, x.low);
-}
-
-#else
 
 // a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] in each lane i.
 inline Ints pairs(Shorts a, Shorts b) {
@@ -137,31 +110,125 @@ inline void add_pairs(Ints& sum, Shorts a, Shorts b) {
 #endif
 }
 
-// A pair of a token's activations, in every lane.
-struct Input {
-  Ints pair;
+// Activations of 16 bits.
+struct Sixteen {
+  static constexpr int32_t kLargest = 127 * 256 + 127;
+  static constexpr int64_t kTokenBytes = 2 * kChunkInputs;  // of a token's activations in a chunk
+  static constexpr int kQuadParts = foredraft::kQuadParts;
+  static constexpr bool kScalesBlocks = false;  // each with a scale of its own
 
-  explicit Input(const int8_t* x) : pair(repeat(x)) {}
-};
+  // Of words of weights what one instruction multiplies.
+  template <class Format>
+  static Ints weights(Ints words, int which) { return Format::part(words, which); }
 
-struct Sum {
-  Ints sum;
+#if DIGITS
+  // A quad of a token's activations, in every lane.
+  struct Input {
+    Ints high, low;
 
-  Sum() = default;
-  explicit Sum(Ints start) : sum(start) {}
-  Ints total() const { return sum; }
-};
+    explicit Input(const int8_t* x) : high(repeat(x)), low(repeat(x + kChunkInputs)) {}
+  };
 
-// The first of a sum: saves adding it to zero.
-inline void put_products(Sum& sum, Ints weights, const Input& x) {
-  sum.sum = pairs((Shorts)weights, (Shorts)x.pair);
-}
+  struct Sum {
+    Ints high, low;
 
-inline void add_products(Sum& sum, Ints weights, const Input& x) {
-  add_pairs(sum.sum, (Shorts)weights, (Shorts)x.pair);
-}
+    Sum() = default;
+    explicit Sum(Ints start) : high{}, low(start) {}
+    Ints total() const { return (high << 8) + low; }
+    void add(Ints weights, const Input& x) {
+      add_quads(high, weights, x.high);
+      add_quads(low, weights, x.low);
+    }
+    // The first of a sum.
+    void put(Ints weights, const Input& x) {
+      high = low = Ints{};
+      add(weights, x);
+    }
+  };
+#else
+  // A pair of a token's activations, in every lane.
+  struct Input {
+    Ints pair;
 
+    explicit Input(const int8_t* x) : pair(repeat(x)) {}
+  };
+
+  struct Sum {
+    Ints sum;
+
+    Sum() = default;
+    explicit Sum(Ints start) : sum(start) {}
+    Ints total() const { return sum; }
+    void add(Ints weights, const Input& x) { add_pairs(sum, (Shorts)weights, (Shorts)x.pair); }
+    // The first of a sum: saves adding it to zero.
+    void put(Ints weights, const Input& x) { sum = pairs((Shorts)weights, (Shorts)x.pair); }
+  };
 #endif
+};
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__) && !DIGITS
+#define SUMS_IN_SHORTS 1
+#else
+#define SUMS_IN_SHORTS 0
+#endif
+
+// Activations of 8 bits, each 32 with a scale of their own, for weights of 4.
+struct Eight {
+  static constexpr int32_t kLargest = 127;
+  static constexpr int64_t kTokenBytes = kChunkInputs;
+  static constexpr int kQuadParts = 1;
+  static constexpr bool kScalesBlocks = true;
+
+  template <class Format>
+  static Ints weights(Ints words, int which) { return Format::quad(words, which); }
+
+  struct Input {
+    Ints quad;
+
+    explicit Input(const int8_t* x) : quad(repeat(x)) {}
+  };
+
+#if SUMS_IN_SHORTS
+  // Products of weights below 16 and signed bytes, two added up in each half of a lane.
+  static Shorts halves(Ints weights, Ints bytes) {
+#if defined(__AVX512BW__)
+    return (Shorts)_mm512_maddubs_epi16((__m512i)weights, (__m512i)bytes);
+#else
+    return (Shorts)_mm256_maddubs_epi16((__m256i)weights, (__m256i)bytes);
+#endif
+  }
+  static void add_halves(Shorts& sum, Ints weights, Ints bytes) {
+#if defined(__AVX512BW__)
+    sum += halves(weights, bytes);
+#else
+    Shorts c = sum, products;  // see `add_pairs`
+    asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0"
+                 : "+x"(c), "=&x"(products) : "x"(weights), "x"(bytes));
+    sum = c;
+#endif
+  }
+  static Ints widened(Shorts sum) { return pairs(sum, Shorts{} + 1); }
+
+  struct Sum {
+    Shorts sum;
+
+    Ints total() const { return widened(sum); }
+    void add(Ints weights, const Input& x) { add_halves(sum, weights, x.quad); }
+    void put(Ints weights, const Input& x) { sum = halves(weights, x.quad); }
+  };
+#else
+  struct Sum {
+    Ints sum;
+
+    Ints total() const { return sum; }
+    void add(Ints weights, const Input& x) { add_quads(sum, weights, x.quad); }
+    void put(Ints weights, const Input& x) {
+      sum = Ints{};
+      add(weights, x);
+    }
+  };
+#endif
+};
 
 // kLanes numbers of 16 bits: sign, 5 bits of exponent, 10 of fraction. Exact.
 inline Vec load_halves(const void* source) {
@@ -245,7 +312,15 @@ inline Shorts in_pairs(Shorts numbers, std::integer_sequence<int, kIndex...>) {
 }
 
 // A chunk of whole numbers as the instructions take it.
-inline void store_chunk(const int16_t* numbers, int8_t* target) {
+inline void store_chunk(const int16_t* numbers, int8_t* target, Eight) {
+  typedef int8_t Bytes __attribute__((vector_size(kPair)));
+  UNROLL for (int i = 0; i < kChunkInputs; i += kPair) {
+    const Bytes bytes = __builtin_convertvector((Shorts)load_ints(numbers + i), Bytes);
+    std::memcpy(target + i, &bytes, sizeof bytes);
+  }
+}
+
+inline void store_chunk(const int16_t* numbers, int8_t* target, Sixteen) {
   if constexpr (kDigits) {
     typedef int8_t Digits __attribute__((vector_size(kPair)));
     UNROLL for (int i = 0; i < kChunkInputs; i += kPair) {

@@ -66,11 +66,12 @@ template <bool kSigned>
 struct ByteWeights {
   static constexpr int kQuads = 1;  // of a word
   static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs;
-  static constexpr bool kUnpacks = false, kStartsAtZero = !kSigned;
+  static constexpr bool kUnpacks = false, kStartsAtZero = !kSigned, kHasHalfBytes = false;
 
   // Where a part's sum begins, given its activations' sum times -128.
   static Ints start(Ints sum) { return sum; }
-  // Of a vector of words what one instruction multiplies.
+  static Ints quad(Ints words, int) { return words; }
+  // Of a vector of words what one instruction multiplies with activations of 16 bits.
   static Ints part(Ints words, int which) {
     if (kDigits) return words;
     return which == 1 ? (Ints)((UShorts)words >> 8) : words & 0x00ff00ff;
@@ -87,7 +88,7 @@ template <bool kSigned>
 struct HalfByteWeights {
   static constexpr int kQuads = 2;
   static constexpr int64_t kWeightsBytes = kGroupRows * kChunkInputs / 2;
-  static constexpr bool kUnpacks = true, kStartsAtZero = !kSigned;
+  static constexpr bool kUnpacks = true, kStartsAtZero = !kSigned, kHasHalfBytes = true;
 
   static Ints start(Ints sum) { return sum >> 4; }  // a multiple of 128
   static Ints quad(Ints words, int which) { return (words >> (4 * which)) & 0x0f0f0f0f; }

@@ -1,12 +1,13 @@
-// Products of weights in few bits with 16-bit activations.
+// Products of weights in few bits with activations of 16 bits, or of 8.
 //
 // Shape legend: T tokens (activation rows), K inputs of a product.
 //
 // A weight is an integer times the scale of its row's part of 32 or 16 inputs, plus the part's minimum in
-// some formats (formats.h); an activation is an integer of 16 bits times the scale of its token. A part's
-// products are summed in int32, which is exact: 32 of them stay below 2^29. Parts are then added up in
-// order as float32, one or two multiply-adds each. So an output element has the same bits whatever is
-// computed beside it, as matmul.h promises for other weights, and whatever instructions multiply (dots.h).
+// some formats (formats.h); an activation is an integer of 16 bits times the scale of its token, or one of
+// 8 bits times the scale of 32 of them. A part's products are summed in int32, which is exact: 32 of them
+// stay below 2^29. Parts are then added up in order as float32, one or two multiply-adds each. So an output
+// element has the same bits whatever is computed beside it, as matmul.h promises for other weights, and
+// whatever instructions multiply (dots.h).
 #pragma once
 
 #include <algorithm>
@@ -37,8 +38,9 @@ constexpr int block_groups(int num_tokens) {
 // whole chunks. Weights of every format take them.
 struct PackedInputs {
   // Of a chunk, rows [T]: the sums of two parts of 32 activations times -128 as whole numbers, where sums
-  // of weights with a sign begin; the sums as floats, for minima; those of four parts of 16 times -128.
-  static constexpr int kStarts = 0, kSums = 2, kFineStarts = 4, kNumKept = 8;
+  // of weights with a sign begin; the sums as floats, for minima; those of four parts of 16 times -128; and
+  // of activations of 8 bits the scales of both parts of 32, with which the floats are multiplied already.
+  static constexpr int kStarts = 0, kSums = 2, kFineStarts = 4, kBlockScales = 8, kNumKept = 10;
 
   // The first of the rows that a format needs, one for each of its parts.
   template <class Format>
@@ -49,58 +51,75 @@ struct PackedInputs {
   }
 
   int64_t num_tokens, K;
+  bool are_eight;   // bits; sixteen
   float* scales;    // [T]
   int32_t* kept;    // [chunks, kNumKept, T]
   int8_t* data;     // [chunks, T, kTokenBytes]
 
-  PackedInputs(float* memory, int64_t num_tokens, int64_t K)
+  PackedInputs(float* memory, int64_t num_tokens, int64_t K, bool are_eight)
       : num_tokens(num_tokens),
         K(K),
-        scales(memory + weight_chunks(K) * num_tokens * kTokenBytes / int64_t(sizeof(float))),
+        are_eight(are_eight),
+        scales(memory + weight_chunks(K) * num_tokens * kMostBytes / int64_t(sizeof(float))),
         kept(reinterpret_cast<int32_t*>(scales + num_tokens)),
         data(reinterpret_cast<int8_t*>(memory)) {}
 
   // Floats of memory.
   static int64_t size(int64_t num_tokens, int64_t K) {
-    return num_tokens * (1 + weight_chunks(K) * (kNumKept + kTokenBytes / int64_t(sizeof(float))));
+    return num_tokens * (1 + weight_chunks(K) * (kNumKept + kMostBytes / int64_t(sizeof(float))));
   }
 
   // Takes over a row of K floats that lie in the lane order of `Weight`, zeros behind. A NaN or
   // infinity among them makes the scale NaN, and with it all that is computed from the row.
   template <class Weight>
   void quantise(const float* row, int64_t token) const {
-    const Vec factor = broadcast(put_scale(row, token));
-    const int64_t whole = padded(K);
+    const Scaled all = scaled(row, are_eight ? 0 : padded(K), Sixteen::kLargest);
+    scales[token] = are_eight ? 1.0f : all.scale;
     for (int64_t chunk = 0; chunk < weight_chunks(K); ++chunk) {
       int16_t numbers[kChunkInputs] = {};
-      const int64_t first = chunk * kChunkInputs, end = std::min(whole - first, kChunkInputs);
-      for (int64_t k = 0; k < end; k += kPair)
-        store_shorts(numbers + k, rounded(load(row + first + k) * factor),
-                     rounded(load(row + first + k + kLanes) * factor),
+      Scaled blocks[2] = {all, all};
+      const int64_t first = chunk * kChunkInputs, end = std::min(padded(K) - first, kChunkInputs);
+      for (int64_t k = 0; k < end; k += kPair) {
+        Scaled& block = blocks[k / kScaleInputs];
+        if (are_eight && k % kScaleInputs == 0)
+          block = scaled(row + first + k, std::min(end - k, kScaleInputs), Eight::kLargest);
+        store_shorts(numbers + k, rounded(load(row + first + k) * block.factor),
+                     rounded(load(row + first + k + kLanes) * block.factor),
                      static_cast<const Weight*>(nullptr));
-      put_chunk(numbers, chunk, token);
+      }
+      if (are_eight) put_chunk(numbers, chunk, token, blocks, Eight{});
+      else put_chunk(numbers, chunk, token, blocks, Sixteen{});
     }
   }
 
  private:
-  // Stores a row's scale; what its elements are to be multiplied with.
-  float put_scale(const float* row, int64_t token) const {
+  static constexpr int64_t kMostBytes = Sixteen::kTokenBytes;
+
+  // What integers are to be multiplied with, and what gives them.
+  struct Scaled {
+    float scale, factor;
+  };
+
+  // Of some numbers that become integers up to `most`.
+  static Scaled scaled(const float* numbers, int64_t count, int32_t most) {
     // Two running values of each, for an instruction waits for the one before in its chain.
-    Vec most[2] = {}, broken[2] = {};
-    for (int64_t k = 0; k < padded(K); k += kPair)
+    Vec largest_of[2] = {}, broken[2] = {};
+    for (int64_t k = 0; k < count; k += kPair)
       UNROLL for (int i = 0; i < 2; ++i) {
-        const Vec x = load(row + k + i * kLanes);
-        most[i] = max(max(x, -x), most[i]);
+        const Vec x = load(numbers + k + i * kLanes);
+        largest_of[i] = max(max(x, -x), largest_of[i]);
         broken[i] = fma(x, Vec{}, broken[i]);
       }
-    const float largest = max_lanes(max(most[0], most[1]));
+    const float largest = max_lanes(max(largest_of[0], largest_of[1]));
     const bool is_zero = largest < 1e-30f;  // 1 / largest would overflow
-    scales[token] = (is_zero ? 0.0f : largest / kLargestActivation) + sum_lanes(broken[0] + broken[1]);
-    return is_zero ? 0.0f : kLargestActivation / largest;
+    const float spoiled = sum_lanes(broken[0] + broken[1]);  // 0, or a NaN
+    return {(is_zero ? 0.0f : largest / float(most)) + spoiled, is_zero ? 0.0f : float(most) / largest};
   }
 
-  void put_chunk(const int16_t* numbers, int64_t chunk, int64_t token) const {
-    store_chunk(numbers, data + (chunk * num_tokens + token) * kTokenBytes);
+  template <class Activations>
+  void put_chunk(const int16_t* numbers, int64_t chunk, int64_t token, const Scaled* blocks,
+                 Activations kind) const {
+    store_chunk(numbers, data + (chunk * num_tokens + token) * Activations::kTokenBytes, kind);
     const Quad found = sum_lanes(sums_of_part(numbers), sums_of_part(numbers + kFineInputs),
                                  sums_of_part(numbers + 2 * kFineInputs),
                                  sums_of_part(numbers + 3 * kFineInputs));
@@ -108,9 +127,11 @@ struct PackedInputs {
     for (int part = 0; part < 4; ++part)
       to[(kFineStarts + part) * num_tokens] = -128 * int32_t(found[part]);
     for (int part = 0; part < 2; ++part) {
-      const float sum = found[2 * part] + found[2 * part + 1];
+      const float sum = found[2 * part] + found[2 * part + 1], scale = blocks[part].scale;
+      const float scaled_sum = Activations::kScalesBlocks ? sum * scale : sum;
       to[(kStarts + part) * num_tokens] = -128 * int32_t(sum);
-      std::memcpy(to + (kSums + part) * num_tokens, &sum, sizeof sum);
+      std::memcpy(to + (kSums + part) * num_tokens, &scaled_sum, sizeof sum);
+      std::memcpy(to + (kBlockScales + part) * num_tokens, &scale, sizeof scale);
     }
   }
 };
@@ -120,10 +141,16 @@ struct PackedInputs {
 // values[(t * G + g) * kGroupRows + r] = <row r of group g, token t of x>, short of the token's scale.
 // As many bytes at `ahead` are pulled towards the core meanwhile. Inlined it is a tenth slower: GCC
 // runs out of registers.
-template <class Format, int G, int T>
+template <class Format, class Activations, int G, int T>
 __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group_bytes,
                                              const PackedInputs& inputs, int64_t first_token,
                                              int64_t ahead, float* values) {
+  static_assert(!Activations::kScalesBlocks || Format::kPartInputs == kScaleInputs, "");
+  using Sum = typename Activations::Sum;
+  constexpr int64_t kTokenBytes = Activations::kTokenBytes;
+  // Sums of 16 bits can begin nowhere but at zero, so where others begin is added in the end.
+  constexpr bool kAddsStart = Activations::kScalesBlocks && !Format::kStartsAtZero;
+  constexpr bool kPutsFirst = Format::kStartsAtZero || kAddsStart;
   constexpr int V = G * kGroupVecs, kVecBytes = kLanes * int(sizeof(float)), kLine = 64;
   const auto at = [=](int v) INLINE {
     return v / kGroupVecs * group_bytes + v % kGroupVecs * kVecBytes;
@@ -142,24 +169,25 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
       UNROLL for (int64_t i = 0; i < Format::kHeadBytes; i += kLine)
         __builtin_prefetch(head + g * group_bytes + ahead + i, 0, kToL2);
     const int32_t* of_part = kept + PackedInputs::first_kept<Format>() * num_tokens;
+    const int32_t* const block_scales = kept + PackedInputs::kBlockScales * num_tokens;
     kept += PackedInputs::kNumKept * num_tokens;
     _Pragma("GCC unroll 1") for (int part = 0; part < Format::kParts; ++part) {
       Sum sum[V][T];
-      if constexpr (!Format::kStartsAtZero)
+      if constexpr (!kPutsFirst)
         UNROLL for (int t = 0; t < T; ++t)
           UNROLL for (int v = 0; v < V; ++v) sum[v][t] = Sum(Format::start(repeat(of_part + t)));
       _Pragma("GCC unroll 4") for (int i = 0; i < Format::kPartInputs / kQuad / Format::kQuads; ++i) {
         UNROLL for (int g = 0; g < G; ++g)
           __builtin_prefetch(words + g * group_bytes + ahead, 0, kToL2);
-        UNROLL for (int which = 0; which < Format::kQuads * kQuadParts; ++which) {
+        UNROLL for (int which = 0; which < Format::kQuads * Activations::kQuadParts; ++which) {
           Ints weights[V];
           UNROLL for (int v = 0; v < V; ++v)
-            weights[v] = Format::part(load_ints(words + at(v)), which);
+            weights[v] = Activations::template weights<Format>(load_ints(words + at(v)), which);
           UNROLL for (int t = 0; t < T; ++t) {
-            const Input input(quad_x + t * kTokenBytes);
+            const typename Activations::Input input(quad_x + t * kTokenBytes);
             UNROLL for (int v = 0; v < V; ++v) {
-              if (Format::kStartsAtZero && i + which == 0) put_products(sum[v][t], weights[v], input);
-              else add_products(sum[v][t], weights[v], input);
+              if (kPutsFirst && i + which == 0) sum[v][t].put(weights[v], input);
+              else sum[v][t].add(weights[v], input);
             }
           }
           quad_x += sizeof(int32_t);
@@ -170,8 +198,14 @@ __attribute__((noinline)) void group_product(const uint8_t* group, int64_t group
         const uint8_t* const head_v = head + v / kGroupVecs * group_bytes;
         const int lane = v % kGroupVecs * kLanes;
         const Vec scale = Format::scale(head_v, part, lane);
-        UNROLL for (int t = 0; t < T; ++t)
-          total[v][t] = fma(__builtin_convertvector(sum[v][t].total(), Vec), scale, total[v][t]);
+        UNROLL for (int t = 0; t < T; ++t) {
+          Ints found = sum[v][t].total();
+          if constexpr (kAddsStart) found += Format::start(repeat(of_part + t));
+          Vec factor = scale;
+          if constexpr (Activations::kScalesBlocks)
+            factor *= (Vec)repeat(block_scales + part * num_tokens + t);
+          total[v][t] = fma(__builtin_convertvector(found, Vec), factor, total[v][t]);
+        }
         if constexpr (Format::kHasMinima) {
           const Vec minimum = Format::minimum(head_v, part, lane);
           UNROLL for (int t = 0; t < T; ++t)

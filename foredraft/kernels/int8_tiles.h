@@ -3,7 +3,7 @@
 // Shape legend: T tokens of a pass, G groups of rows.
 //
 // A token's two digits (dots.h) are two rows of a tile, so one instruction multiplies the block of 32
-// inputs of 8 tokens with 16 weight rows. Its integer sums are exact, so what comes out has the bits
+// inputs of 8 tokens with 16 weight rows; of activations of 8 bits each token has one row. Its integer sums are exact, so what comes out has the bits
 // that int8.h gives any other way. They must leave the tiles for each block, to be multiplied with its
 // scale: while the tiles multiply one block, vectors add up the one before.
 #pragma once
@@ -31,33 +31,37 @@ struct DigitPasses {
         tokens(count ? (num_tokens + count - 1) / count : 0) {}
 };
 
+constexpr int digits_each(Sixteen) { return 2; }
+constexpr int digits_each(Eight) { return 1; }
+
 // Tiles 0 to 3 are sums, 4 and 5 weights of a block, 6 its activations.
-inline TileShape digit_tile_shape(int64_t num_tokens) {
-  const uint8_t digits = uint8_t(2 * std::max<int64_t>(1, DigitPasses(num_tokens).tokens));
+inline TileShape digit_tile_shape(int64_t num_tokens, int64_t digits_of_token = digits_each(Sixteen{})) {
+  const uint8_t digits = uint8_t(digits_of_token * std::max<int64_t>(1, DigitPasses(num_tokens).tokens));
   constexpr uint8_t kQuads = kScaleInputs / kQuad, kInputs = kScaleInputs;
   return {{digits, digits, digits, digits, kQuads, kQuads, digits, digits},
           {64, 64, 64, 64, 64, 64, kInputs, kInputs}};
 }
 
 // values[(t * G + g) * kGroupRows + r] as of `group_product`, for T tokens.
-template <class Format, int G, int T>
+template <class Format, class Activations, int G, int T>
 __attribute__((noinline)) void tile_group_product(const uint8_t* group, int64_t group_bytes,
                                                   const PackedInputs& inputs, int64_t first_token,
                                                   int64_t ahead, float* values) {
   static_assert(Format::kPartInputs == kScaleInputs, "");
-  constexpr int V = G * kGroupVecs, kLine = 64;
+  constexpr int V = G * kGroupVecs, kLine = 64, kDigitsEach = digits_each(Activations{});
+  constexpr int64_t kTokenBytes = Activations::kTokenBytes;
   constexpr int64_t kBlockBytes = (Format::kChunkBytes - Format::kHeadBytes) / 2;
   struct alignas(64) Sums {
-    int32_t digits[G][T][2][kGroupRows];
+    int32_t digits[G][T][kDigitsEach][kGroupRows];
   };
   Sums sums[2];
   alignas(64) uint8_t columns[2][G][kScaleInputs * kGroupRows];
-  Tiles tiles(digit_tile_shape(inputs.num_tokens));
+  Tiles tiles(digit_tile_shape(inputs.num_tokens, kDigitsEach));
   Vec total[V][T];
   UNROLL for (int v = 0; v < V; ++v) UNROLL for (int t = 0; t < T; ++t) total[v][t] = Vec{};
   const int64_t num_tokens = inputs.num_tokens, chunks = weight_chunks(inputs.K);
   const int8_t* x = inputs.data + first_token * kTokenBytes;
-  const int32_t* kept = inputs.kept + PackedInputs::first_kept<Format>() * num_tokens + first_token;
+  const int32_t* kept = inputs.kept + first_token;
 
   const auto words = [&](auto block, auto g, const uint8_t* chunk) INLINE {
     return chunk + g.value * group_bytes + Format::kHeadBytes + block.value * kBlockBytes;
@@ -88,21 +92,25 @@ __attribute__((noinline)) void tile_group_product(const uint8_t* group, int64_t 
   };
   const auto add = [&](auto block, const uint8_t* chunk, const int32_t* kept) INLINE {
     constexpr int kBlock = block.value;
+    const int32_t* const of_block = kept + (PackedInputs::first_kept<Format>() + kBlock) * num_tokens;
+    const int32_t* const block_scales = kept + (PackedInputs::kBlockScales + kBlock) * num_tokens;
     UNROLL for (int v = 0; v < V; ++v) {
       const int g = v / kGroupVecs, lane = v % kGroupVecs * kLanes;
       const uint8_t* const head = chunk + g * group_bytes;
       const Vec scale = Format::scale(head, kBlock, lane);
       UNROLL for (int t = 0; t < T; ++t) {
-        Ints sum = (load_ints(&sums[kBlock].digits[g][t][0][lane]) << 8) +
-                   load_ints(&sums[kBlock].digits[g][t][1][lane]);
-        if constexpr (!Format::kStartsAtZero)
-          sum += Format::start(repeat(kept + kBlock * num_tokens + t));
-        total[v][t] = fma(__builtin_convertvector(sum, Vec), scale, total[v][t]);
+        Ints sum = load_ints(&sums[kBlock].digits[g][t][kDigitsEach - 1][lane]);
+        if constexpr (kDigitsEach == 2)
+          sum += load_ints(&sums[kBlock].digits[g][t][0][lane]) << 8;
+        if constexpr (!Format::kStartsAtZero) sum += Format::start(repeat(of_block + t));
+        Vec factor = scale;
+        if constexpr (Activations::kScalesBlocks) factor *= (Vec)repeat(block_scales + t);
+        total[v][t] = fma(__builtin_convertvector(sum, Vec), factor, total[v][t]);
       }
       if constexpr (Format::kHasMinima) {
         const Vec minimum = Format::minimum(head, kBlock, lane);
         UNROLL for (int t = 0; t < T; ++t)
-          total[v][t] = fma((Vec)repeat(kept + kBlock * num_tokens + t), minimum, total[v][t]);
+          total[v][t] = fma((Vec)repeat(of_block + t), minimum, total[v][t]);
       }
     }
   };

@@ -54,6 +54,7 @@ struct ForedraftModel {
   int64_t is_bf16;               // cache, and matrices that are no packed ones; float32 if 0
   int64_t form;                  // of the matrices but the embeddings: a ForedraftForm
   int64_t packs_embedding;       // whether the embeddings are packed as well
+  int64_t int8_activations;      // what packed matrices multiply has 8 bits, 16 if 0
   double norm_eps;
   const ForedraftLayer* layers;  // [L]
   ForedraftMatrix embedding;     // of all tokens, [., E]

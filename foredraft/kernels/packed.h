@@ -22,17 +22,27 @@ namespace foredraft {
 using GroupProduct = void (*)(const uint8_t* group, int64_t group_bytes, const PackedInputs& inputs,
                               int64_t first_token, int64_t ahead, float* values);
 
-// What there is of a format: null for sizes that do not fit the registers.
-struct FormatCode {
-  int64_t chunk_bytes;
+// Null for sizes that do not fit the registers.
+struct ProductCode {
   GroupProduct in_vectors[3][kPackedBlockTokens];                     // [1, 2, 4 groups; tokens - 1]
   GroupProduct on_tiles[2][kMostPassTokens - kFewestTileTokens + 1];  // [1, 2 groups; tokens - 4]
+};
+
+// What there is of a format.
+struct FormatCode {
+  int64_t chunk_bytes;
+  ProductCode of_sixteen, of_eight;  // bits of an activation; null: it has none of 8
   void (*unpack_row)(const uint8_t* group, int64_t row, int64_t K, float* numbers);
 };
 
-template <class Format, int G, int T>
+// Weights of more than 4 bits are there for more precision than activations of 8 would leave.
+template <class Format, class Activations>
+constexpr bool kTakes = Format::kHasHalfBytes || std::is_same_v<Activations, Sixteen>;
+
+template <class Format, class Activations, int G, int T>
 constexpr GroupProduct vector_product() {
-  if constexpr (G <= block_groups(T)) return group_product<Format, G, T>;
+  if constexpr (G <= block_groups(T) && kTakes<Format, Activations>)
+    return group_product<Format, Activations, G, T>;
   else return nullptr;
 }
 
@@ -43,29 +53,29 @@ constexpr bool kTilesFor =
     kTiles && Format::kPartInputs == kScaleInputs &&
     (!kEmulatesTiles || std::is_same_v<Format, Int8> || std::is_same_v<Format, Int4>);
 
-template <class Format, int G, int T>
+template <class Format, class Activations, int G, int T>
 constexpr GroupProduct tile_product_of() {
-  if constexpr (kTilesFor<Format>) return tile_group_product<Format, G, T>;
+  if constexpr (kTilesFor<Format> && kTakes<Format, Activations>)
+    return tile_group_product<Format, Activations, G, T>;
   else return nullptr;
 }
 
-template <class Format, int... kToken, int... kTileToken>
-constexpr FormatCode code_of(std::integer_sequence<int, kToken...>,
-                             std::integer_sequence<int, kTileToken...>) {
-  return {Format::kChunkBytes,
-          {{vector_product<Format, 1, kToken + 1>()...},
-           {vector_product<Format, 2, kToken + 1>()...},
-           {vector_product<Format, 4, kToken + 1>()...}},
-          {{tile_product_of<Format, 1, kTileToken + kFewestTileTokens>()...},
-           {tile_product_of<Format, 2, kTileToken + kFewestTileTokens>()...}},
-          unpack_row<Format>};
+template <class Format, class Activations, int... kToken, int... kTileToken>
+constexpr ProductCode products_of(std::integer_sequence<int, kToken...>,
+                                  std::integer_sequence<int, kTileToken...>) {
+  return {{{vector_product<Format, Activations, 1, kToken + 1>()...},
+           {vector_product<Format, Activations, 2, kToken + 1>()...},
+           {vector_product<Format, Activations, 4, kToken + 1>()...}},
+          {{tile_product_of<Format, Activations, 1, kTileToken + kFewestTileTokens>()...},
+           {tile_product_of<Format, Activations, 2, kTileToken + kFewestTileTokens>()...}}};
 }
 
 template <class Format>
 constexpr FormatCode code_of() {
-  return code_of<Format>(
-      std::make_integer_sequence<int, kPackedBlockTokens>{},
-      std::make_integer_sequence<int, kMostPassTokens - kFewestTileTokens + 1>{});
+  const std::make_integer_sequence<int, kPackedBlockTokens> tokens;
+  const std::make_integer_sequence<int, kMostPassTokens - kFewestTileTokens + 1> tile_tokens;
+  return {Format::kChunkBytes, products_of<Format, Sixteen>(tokens, tile_tokens),
+          products_of<Format, Eight>(tokens, tile_tokens), unpack_row<Format>};
 }
 
 constexpr FormatCode kFormats[kNumFormats] = {  // by ForedraftFormat
@@ -87,6 +97,10 @@ struct PackedMatrix {
   int64_t group_bytes() const { return weight_chunks(K) * code->chunk_bytes; }
   const uint8_t* group(int64_t row) const { return data + row / kGroupRows * group_bytes(); }
   const void* at(int64_t row) const { return group(row); }
+  bool takes_eight() const { return code->of_eight.in_vectors[0][0]; }
+  const ProductCode& products(const PackedInputs& x) const {
+    return x.are_eight ? code->of_eight : code->of_sixteen;
+  }
   // One row as numbers.
   void unpack(int64_t row, float* numbers) const {
     code->unpack_row(group(row), row % kGroupRows, K, numbers);
@@ -110,6 +124,7 @@ inline void some_groups(GroupProduct product, const PackedMatrix& weights, int64
 template <class Put>
 inline void all_tokens_in_vectors(const PackedMatrix& weights, Range rows, const PackedInputs& x,
                                   int64_t num_tokens, int64_t ahead, const Put& put) {
+  const ProductCode& code = weights.products(x);
   const int64_t rounds = (num_tokens + kPackedBlockTokens - 1) / kPackedBlockTokens;
   const int64_t most = block_groups(int((num_tokens + rounds - 1) / rounds));
   int64_t row = rows.begin;
@@ -124,16 +139,18 @@ inline void all_tokens_in_vectors(const PackedMatrix& weights, Range rows, const
       }
   };
   if constexpr (kMostGroups > 1) {
-    in_blocks(std::integral_constant<int, 4>{}, weights.code->in_vectors[2]);
-    in_blocks(std::integral_constant<int, 2>{}, weights.code->in_vectors[1]);
+    in_blocks(std::integral_constant<int, 4>{}, code.in_vectors[2]);
+    in_blocks(std::integral_constant<int, 2>{}, code.in_vectors[1]);
   }
-  in_blocks(std::integral_constant<int, 1>{}, weights.code->in_vectors[0]);
+  in_blocks(std::integral_constant<int, 1>{}, code.in_vectors[0]);
 }
 
 template <class Put>
 inline void all_tokens_on_tiles(const PackedMatrix& weights, Range rows, const PackedInputs& x,
                                 int64_t num_tokens, int64_t ahead, const Put& put) {
+  const ProductCode& code = weights.products(x);
   const DigitPasses passes(num_tokens);
+  if (x.are_eight) TileSession::shape(digit_tile_shape(num_tokens, digits_each(Eight{})));
   int64_t row = rows.begin;
   const auto in_blocks = [&](auto groups, const GroupProduct* products) {
     constexpr int G = decltype(groups)::value;
@@ -145,8 +162,9 @@ inline void all_tokens_on_tiles(const PackedMatrix& weights, Range rows, const P
                        std::min(first, num_tokens - passes.tokens),
                        {first, std::min(first + passes.tokens, num_tokens)}, ahead, put);
   };
-  in_blocks(std::integral_constant<int, 2>{}, weights.code->on_tiles[1]);
-  in_blocks(std::integral_constant<int, 1>{}, weights.code->on_tiles[0]);
+  in_blocks(std::integral_constant<int, 2>{}, code.on_tiles[1]);
+  in_blocks(std::integral_constant<int, 1>{}, code.on_tiles[0]);
+  if (x.are_eight) TileSession::shape(digit_tile_shape(num_tokens, digits_each(Sixteen{})));
 }
 
 // Weight rows `rows`, which begin with a group, against all tokens. As many bytes at `ahead` are
@@ -156,7 +174,7 @@ inline void all_tokens(const PackedMatrix& weights, Range rows, const PackedInpu
                        int64_t num_tokens, const void* ahead, const Put& put) {
   if (!num_tokens) return;
   const int64_t distance = static_cast<const uint8_t*>(ahead) - weights.group(rows.begin);
-  const bool on_tiles = weights.code->on_tiles[0][0] && num_tokens >= kFewestTileTokens;
+  const bool on_tiles = weights.products(x).on_tiles[0][0] && num_tokens >= kFewestTileTokens;
   if (on_tiles && tiles_allowed()) all_tokens_on_tiles(weights, rows, x, num_tokens, distance, put);
   else all_tokens_in_vectors(weights, rows, x, num_tokens, distance, put);
 }

@@ -14,13 +14,14 @@ using namespace foredraft;
 namespace {
 
 template <class Form>
-void multiply(const ForedraftMatrix& weights, Range rows, int64_t K, const float* x, int64_t T, float* out) {
+void multiply(const ForedraftMatrix& weights, Range rows, int64_t K, const float* x, int64_t T, bool in_eight,
+              float* out) {
   using Order = typename Form::Order;
   std::vector<float> in_order(T * padded(K)), memory(Form::prepared_size(T, K));
   for (int64_t t = 0; t < T; ++t)
     for (int64_t k = 0; k < K; ++k) in_order[t * padded(K) + lane_order<Order>(k)] = x[t * K + k];
   const typename Form::Session session(T);
-  const auto inputs = Form::inputs(memory.data(), in_order.data(), T, K);
+  const auto inputs = Form::inputs(memory.data(), in_order.data(), T, K, in_eight);
   Form::template prepare<Order>(inputs, in_order.data(), {0, T});
   matmul(Form::rows(weights, K), rows, inputs, T, nullptr, [&](int64_t token, int64_t row, float value) {
     out[token * (rows.end - rows.begin) + row - rows.begin] = value;
@@ -35,12 +36,12 @@ __attribute__((visibility("default")))
 int64_t foredraft_has_tiles() { return tiles_allowed(); }
 
 // x [T, K] times rows [begin, end) of weights [R, K] in a ForedraftForm, packed ones in a
-// ForedraftFormat, to out [T, end - begin].
+// ForedraftFormat, to out [T, end - begin]. Packed ones with activations of 8 bits, or of 16.
 __attribute__((visibility("default")))
 void foredraft_multiply(int64_t form, int64_t format, const void* weights, int64_t begin, int64_t end,
-                        int64_t K, const float* x, int64_t num_tokens, float* out) {
+                        int64_t K, const float* x, int64_t num_tokens, int64_t in_eight, float* out) {
   with_form<bf16>(form, false, [&](auto kind) {
-    multiply<decltype(kind)>({weights, format, 0}, {begin, end}, K, x, num_tokens, out);
+    multiply<decltype(kind)>({weights, format, 0}, {begin, end}, K, x, num_tokens, in_eight, out);
   });
 }
 

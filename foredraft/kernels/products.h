@@ -3,7 +3,8 @@
 // A form says what its matrices are (`Rows`), what it makes of activations first (`Inputs`), in whose
 // lane order it wants rows of floats (`Order`), how many rows it gives to a thread at least, and what a
 // thread holds while it multiplies so many tokens (`Session`), and whether attention beside it is computed
-// on tiles. Its all_tokens() and panel_rows() are overloads for these types.
+// on tiles. With `in_eight` activations are to have 8 bits, which its matrices must take (`takes_eight`).
+// Its all_tokens() and panel_rows() are overloads for these types.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +38,7 @@ struct Plain {
     return {static_cast<const Weight*>(matrix.data), K};
   }
   static int64_t prepared_size(int64_t, int64_t) { return 0; }
-  static Inputs inputs(float*, const float* rows, int64_t, int64_t K) { return {rows, padded(K)}; }
+  static Inputs inputs(float*, const float* rows, int64_t, int64_t K, bool) { return {rows, padded(K)}; }
 
   template <class Type>
   static void prepare(const Inputs&, const float*, Range) {}
@@ -57,7 +58,9 @@ struct Packed {
 
   static Rows rows(const ForedraftMatrix& matrix, int64_t K) { return {matrix, K}; }
   static int64_t prepared_size(int64_t T, int64_t K) { return Inputs::size(T, K); }
-  static Inputs inputs(float* memory, const float*, int64_t T, int64_t K) { return {memory, T, K}; }
+  static Inputs inputs(float* memory, const float*, int64_t T, int64_t K, bool in_eight) {
+    return {memory, T, K, in_eight};
+  }
 
   template <class Type>
   static void prepare(const Inputs& x, const float* rows, Range tokens) {
@@ -81,7 +84,7 @@ struct Tiled {
     return {static_cast<const uint8_t*>(matrix.data), K};
   }
   static int64_t prepared_size(int64_t T, int64_t K) { return Inputs::size(T, K); }
-  static Inputs inputs(float* memory, const float*, int64_t T, int64_t K) { return {memory, T, K}; }
+  static Inputs inputs(float* memory, const float*, int64_t T, int64_t K, bool) { return {memory, T, K}; }
 
   template <class Type>
   static void prepare(const Inputs& x, const float* rows, Range tokens) {

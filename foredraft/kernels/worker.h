@@ -30,6 +30,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <vector>
 
 #include "attend.h"
@@ -56,6 +57,7 @@ class Worker {
 
   void run() {
     layers();
+    expect({&model_.head, &model_.screen});
     normalise(forward_.num_wanted, forward_.wanted, model_.final_norm);
     head();
     end(kHead);
@@ -70,6 +72,7 @@ class Worker {
   Member me_;
   PhaseClock clock_;
   const typename Form::Session session_{forward_.num_tokens};
+  bool in_eight_ = false;  // the activations of the product to come have 8 bits
 
   const int64_t T = forward_.num_tokens, E = model_.hidden, D = model_.head_dim;
   const int64_t H = model_.num_heads, F = model_.feed_forward;
@@ -99,7 +102,17 @@ class Worker {
     tap(index);
   }
 
+  // These matrices are multiplied next, all with the same activations: of 8 bits, where that is
+  // wanted and all of them take it.
+  void expect(std::initializer_list<const ForedraftMatrix*> matrices) {
+    if constexpr (std::is_same_v<Rows, PackedMatrix>)
+      in_eight_ = model_.int8_activations && std::all_of(
+          matrices.begin(), matrices.end(),
+          [](const ForedraftMatrix* one) { return !one->data || PackedMatrix(*one, 0).takes_eight(); });
+  }
+
   void attention(int64_t index, const ForedraftLayer& layer) {
+    expect({layer.qkv, layer.qkv + 1, layer.qkv + 2});
     normalise(T, nullptr, layer.attention_norm);
     qkv(index, layer);
     end(kLinear);
@@ -112,17 +125,20 @@ class Worker {
     }
     attend(index, layer);
     end(kAttention);
+    expect({&layer.output});
     prepare<Weight>(work_.attended, H * D);
     add_product(layer.output, layer.output_bias, work_.attended, H * D, layer.attention_post_norm,
                 first_gate(layer));
   }
 
   void mlp(int64_t index, const ForedraftLayer& layer) {
+    expect({&layer.gate, &layer.up});
     normalise(T, nullptr, layer.mlp_norm);
     if (layer.router) return mixture(layer);
     gate_up(matrix(layer.gate, E), matrix(layer.up, E), inputs(normed_, E), T, work_.feed_forward,
             matrix(layer.down, F));
     end(kLinear);
+    expect({&layer.down});
     prepare<Order>(work_.feed_forward, F);
     add_product(layer.down, nullptr, work_.feed_forward, F, layer.mlp_post_norm,
                 first_of_layer(index + 1));
@@ -159,7 +175,10 @@ class Worker {
   }
 
   // Rows of K floats as products read them.
-  Inputs inputs(const float* rows, int64_t K) const { return Form::inputs(prepared_, rows, T, K); }
+  Inputs inputs(const float* rows, int64_t K) const { return inputs_of(prepared_, rows, T, K); }
+  Inputs inputs_of(float* memory, const float* rows, int64_t count, int64_t K) const {
+    return Form::inputs(memory, rows, count, K, in_eight_);
+  }
 
   // Of `count` tokens those that this thread prepares as inputs of the product to come.
   Range to_prepare(int64_t count) const {
@@ -232,7 +251,7 @@ class Worker {
       for (; k < E; ++k)
         row[lane_order<Order>(k)] = weight ? weight[k] * (x[k] * scale[0]) : x[k];
     }
-    Form::template prepare<Order>(Form::inputs(prepared_, normed_, count, E), normed_, mine);
+    Form::template prepare<Order>(inputs_of(prepared_, normed_, count, E), normed_, mine);
     end_prepare(kOther);
   }
 
@@ -343,7 +362,7 @@ class Worker {
     float* const rows = work_.gathered + me_.index * work_.gathered_size;
     float* const prepared = rows + work_.gathered_rows;
     const auto prepare_rows = [&](const float* from, int64_t count, int64_t K) {
-      const Inputs x = Form::inputs(prepared, from, count, K);
+      const Inputs x = inputs_of(prepared, from, count, K);
       if constexpr (Form::kPrepares) Form::template prepare<Order>(x, from, {0, count});
       return x;
     };
@@ -357,6 +376,7 @@ class Worker {
               count, work_.feed_forward + first * padded(F), matrix(layer.down, F, expert));
     });
     end(kLinear);
+    expect({&layer.down});
     chosen.each([&](int64_t expert, const int32_t* pairs, int64_t first, int64_t count) {
       const typename Form::Session session(count);
       const Inputs x = prepare_rows(work_.feed_forward + first * padded(F), count, F);
@@ -461,7 +481,7 @@ class Worker {
     const typename Form::Session session(N);
     const Range mine = me_.share(V, kShareRows);
     matmul(matrix(model_.screen.data ? model_.screen : model_.head, E), mine,
-           Form::inputs(prepared_, normed_, N, E), N, nullptr, put_logit());
+           inputs_of(prepared_, normed_, N, E), N, nullptr, put_logit());
     for (int64_t token = 0; token < N; ++token) finish_logits(token, mine);
   }
 
@@ -503,11 +523,11 @@ class Worker {
       int64_t tokens[noise::kMostHopeful];
       const int64_t count = noise::find_hopeful(forward_.logits, model_.vocab, wanted, tokens);
       const Rows rows = matrix(model_.head, E);
-      const Inputs x = Form::inputs(prepared_, normed_, forward_.num_wanted, E);
+      const Inputs x = inputs_of(prepared_, normed_, forward_.num_wanted, E);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t begin = tokens[i] / kGroupRows * kGroupRows;
         const Range group{begin, std::min(begin + kGroupRows, model_.vocab)};
-        some_groups<1>(rows.code->in_vectors[0][0], rows, begin, group.end - begin, x, wanted.row,
+        some_groups<1>(rows.products(x).in_vectors[0][0], rows, begin, group.end - begin, x, wanted.row,
                        {wanted.row, wanted.row + 1}, 0, put_logit());
         finish_logits(wanted.row, group);
       }

@@ -29,6 +29,7 @@ struct Model {
   ForedraftFormat format = kInt8, head = kInt8;
   bool is_mixed = false;  // values in a format of their own, packed embeddings
   bool int8_entries = false;
+  bool int8_activations = false;
 };
 
 struct Sizes {
@@ -78,7 +79,7 @@ class MadeUp {
     model.hidden = E, model.feed_forward = F, model.num_layers = kLayers, model.num_heads = H;
     model.num_kv_heads = kv_heads, model.head_dim = D, model.vocab = sizes.vocab;
     model.layers = layers_;
-    model.packs_embedding = made.is_mixed;
+    model.packs_embedding = made.is_mixed, model.int8_activations = made.int8_activations;
     model.embedding = made.is_mixed ? packed(kNested8WithMinima, sizes.vocab, E)
                                     : ForedraftMatrix{plain(sizes.vocab * E, E), 0, 0};
     const Model head{made.name, made.is_bf16, made.form, made.head};
@@ -412,6 +413,7 @@ int main(int, char** arguments) {
       {"bfloat16 int4", true, kFormPacked, kInt4},
       {"bfloat16 with minima", true, kFormPacked, kInt8WithMinima, kNested8},
       {"bfloat16 mixed", true, kFormPacked, kNested4, kNested8WithMinima, true},
+      {"bfloat16 mixed by bytes", true, kFormPacked, kNested4, kInt4, true, false, true},
       {"bfloat16 over int8", true, kFormPlain, kInt8, kInt8, false, true},
       {"bfloat16 centred over int8", true, kFormPacked, kCentred4, kInt8, false, true}};
   if (kTiles && tiles_allowed()) {

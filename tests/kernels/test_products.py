@@ -42,6 +42,8 @@ HERE = [one for one in INSTRUCTION_SETS if one.runs_on(platform.machine(), cpu_f
 EXACT = [one for one in HERE if one.flags or "aarch64" in platform.machine()]
 """Without multiply-adds, as of the oldest CPUs, blocks are added up with one more rounding."""
 TILES = [one for one in HERE if one.name == "amx"]
+HALF_BYTES = [kind for kind in QUANTISED if kind.bits == 4]
+"""Those that take activations of 8 bits."""
 SIZES = [(64, 128), (48, 576), (50, 45), (16, 1536), (130, 96)]
 TOKENS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 40, 65)
 
@@ -54,7 +56,8 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 def library(instructions: InstructionSet) -> ctypes.CDLL:
     loaded = compiled("products", instructions)
     loaded.foredraft_multiply.argtypes = [
-        *(c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_void_p)
+        *([c_int64] * 2 + [c_void_p] + [c_int64] * 3),
+        *(c_void_p, c_int64, c_int64, c_void_p),
     ]
     loaded.foredraft_multiply.restype = None
     loaded.foredraft_unpack_row.argtypes = [c_int64, c_void_p, c_int64, c_int64, c_void_p]
@@ -66,23 +69,31 @@ def library(instructions: InstructionSet) -> ctypes.CDLL:
 
 
 def multiply(
-    instructions: InstructionSet, weights: PackedMatrix, rows: range, x_TK: Tensor
+    instructions: InstructionSet,
+    weights: PackedMatrix,
+    rows: range,
+    x_TK: Tensor,
+    activation_bits: int = 16,
 ) -> Tensor:
     """Rows of a product [T, R]."""
     out_TR = torch.empty(len(x_TK), len(rows))
     form = FORM_TILED if isinstance(weights, TiledMatrix) else FORM_PACKED
     library(instructions).foredraft_multiply(
         form, weights.format, weights.packed_GCN.data_ptr(), rows.start, rows.stop,
-        x_TK.shape[1], x_TK.data_ptr(), len(x_TK), out_TR.data_ptr(),
+        x_TK.shape[1], x_TK.data_ptr(), len(x_TK), activation_bits == 8, out_TR.data_ptr(),
     )  # fmt: skip
     return out_TR
 
 
 def one_by_one(
-    instructions: InstructionSet, weights: PackedMatrix, rows: range, x_TK: Tensor
+    instructions: InstructionSet,
+    weights: PackedMatrix,
+    rows: range,
+    x_TK: Tensor,
+    activation_bits: int = 16,
 ) -> Tensor:
-    singles = [multiply(instructions, weights, rows, x_K[None].contiguous()) for x_K in x_TK]
-    return torch.cat(singles)
+    alone = (x_K[None].contiguous() for x_K in x_TK)
+    return torch.cat([multiply(instructions, weights, rows, x, activation_bits) for x in alone])
 
 
 def made_up(kind: type[QuantisedMatrix], num_rows: int, num_inputs: int) -> QuantisedMatrix:
@@ -120,10 +131,23 @@ def test_packed_products_have_the_bits_of_the_portable_code(
     num_rows, num_inputs = size
     weights, rows = made_up(kind, *size), range(num_rows)
     x_TK = 10 * noise(max(TOKENS), num_inputs, seed=1)
-    expected = one_by_one(PORTABLE, weights, rows, x_TK)
-    for count in TOKENS:
-        found = multiply(instructions, weights, rows, x_TK[:count].contiguous())
-        assert torch.equal(found, expected[:count])
+    for bits in (16, 8) if kind in HALF_BYTES else (16,):
+        expected = one_by_one(PORTABLE, weights, rows, x_TK, bits)
+        for count in TOKENS:
+            found = multiply(instructions, weights, rows, x_TK[:count].contiguous(), bits)
+            assert torch.equal(found, expected[:count])
+
+
+@pytest.mark.parametrize("kind", HALF_BYTES, ids=lambda kind: kind.__name__)
+def test_activations_of_8_bits_have_a_scale_for_each_32(kind: type[QuantisedMatrix]) -> None:
+    matrix = made_up(kind, 50, 96)
+    x_TK = noise(9, 96, seed=1) * 10.0 ** noise(9, 3, seed=2).repeat_interleave(32, 1)
+    blocks_TBC = x_TK.view(9, 3, 32)
+    step_TB1 = blocks_TBC.abs().amax(-1, keepdim=True) / 127
+    rounded_TK = ((blocks_TBC / step_TB1).round() * step_TB1).view(9, 96)
+    expected = rounded_TK.double() @ matrix.dequantised(torch.float64).T
+    found = multiply(PORTABLE, matrix, range(50), x_TK, 8).double()
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.__name__)

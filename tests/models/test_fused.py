@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
@@ -29,7 +30,7 @@ from foredraft.models.native.eager import EagerDecoder, finished_logits
 from foredraft.models.native.fused import PHASES, FusedDecoder, has_tiles, work_bytes
 from foredraft.models.native.graphed import GraphedDecoder
 from foredraft.models.native.interface import FORM_PACKED, FORM_PLAIN
-from foredraft.models.native.packed import Matrix, as_tensor, tensor_of
+from foredraft.models.native.packed import Matrix, PackedMatrix, as_tensor, tensor_of
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.target import NativeTarget
 from foredraft.models.native.weights import DecoderWeights, load_weights
@@ -104,6 +105,7 @@ def fused(
     num_threads: int = 1,
     bits: int | None = None,
     cache_dtype: torch.dtype | None = None,
+    activation_bits: int = 16,
 ) -> NativeTarget:
     if bits == TILES and not has_tiles():
         pytest.skip("no tiles here")
@@ -111,7 +113,11 @@ def fused(
         pytest.skip("attention on tiles knows no windows and no caps")
     decoder = partial(FusedDecoder, num_threads=num_threads)
     return NativeTarget.load(
-        directory, dtype, new_decoder=decoder, bits=bits, cache_dtype=cache_dtype
+        *(directory, dtype),
+        new_decoder=decoder,
+        bits=bits,
+        cache_dtype=cache_dtype,
+        activation_bits=activation_bits,
     )
 
 
@@ -124,8 +130,14 @@ class Alone:
         dtype: torch.dtype,
         bits: int | None,
         cache_dtype: torch.dtype | None = None,
+        activation_bits: int = 16,
     ) -> None:
-        self.with_threads = partial(fused, directory, dtype, bits=bits, cache_dtype=cache_dtype)
+        self.with_threads = partial(
+            *(fused, directory, dtype),
+            bits=bits,
+            cache_dtype=cache_dtype,
+            activation_bits=activation_bits,
+        )
         """The same model, to be fed in some other way."""
         self._target = self.with_threads(1)
         self._slot = self._target.cache.allocate()
@@ -145,7 +157,12 @@ class Alone:
         return torch.cat(self._logits)
 
 
-IN_COMPANY = [*((name, *form) for name in FEW_CONFIGS for form in FORMATS), *INT8_CACHES]
+INT8_ACTIVATIONS = [(name, torch.bfloat16, 4, None, 8) for name in ("llama", "mixtral")]
+IN_COMPANY = [
+    *((name, *form) for name in FEW_CONFIGS for form in FORMATS),
+    *INT8_CACHES,
+    *INT8_ACTIVATIONS,
+]
 
 
 @pytest.fixture(scope="module", params=IN_COMPANY, ids=str)
@@ -281,6 +298,33 @@ def test_int8_logits_equal_the_eager_decoder_on_the_same_integers(
     eager = NativeTarget(config, rounded_weights(checkpoints[name], dtype, bits=8), Int8Reference)
     tolerance = 1e-3 if dtype == torch.float32 else BFLOAT16_TOLERANCE
     assert difference(name, dtype, target, eager) < tolerance
+
+
+class Int8ActivationsReference(Int8Reference):
+    """Weights of 4 bits are multiplied with activations of int8, each 32 with a scale."""
+
+    def _linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, PackedMatrix)
+        if weight.bits > 4:
+            return super()._linear(x, weight, bias)
+        blocks = F.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+        step = (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
+        rounded = ((blocks / step).round() * step).flatten(-2)[..., : x.shape[-1]]
+        return EagerDecoder._linear(self, rounded, weight, bias)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in MIXTURES])
+def test_activations_of_8_bits_equal_the_eager_decoder_on_the_same_integers(
+    name: str, checkpoints: dict[str, Path]
+) -> None:
+    config, directory = read_config(checkpoints[name]), checkpoints[name]
+    target = fused(directory, torch.float32, num_threads=2, bits=4, activation_bits=8)
+    weights = rounded_weights(directory, torch.float32, bits=4)
+    eager = NativeTarget(config, weights, Int8ActivationsReference)
+    in_sixteen = NativeTarget(config, weights, Int8Reference)
+    off = largest_difference(target, eager)
+    assert off < BFLOAT16_TOLERANCE  # where a number lies between two integers
+    assert off < 0.75 * largest_difference(target, in_sixteen)
 
 
 # ---------------------------------------------------------------------------------------- same bits

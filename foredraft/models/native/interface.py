@@ -44,7 +44,7 @@ class Model(ctypes.Structure):
     _fields_ = [
         *((name, c_int64) for name in ("hidden", "feed_forward", "num_layers", "num_heads")),
         *((name, c_int64) for name in ("num_kv_heads", "head_dim", "vocab", "is_bf16")),
-        *((name, c_int64) for name in ("form", "packs_embedding")),
+        *((name, c_int64) for name in ("form", "packs_embedding", "int8_activations")),
         ("norm_eps", c_double),
         ("layers", POINTER(Layer)),
         *((name, Matrix) for name in ("embedding", "head")),

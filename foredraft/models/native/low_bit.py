@@ -109,7 +109,8 @@ class NativeLowBitCopy:
         self.bits = weights.bits
         self.num_bytes = sum(matrix.nbytes for matrix in matrices_of(weights).values())
         last = tensor_of(weights.layers[-1].output_weight)
-        self.identity = recipe_of(self.bits, last, weights.screen_VE is not None)
+        kind = weights.screen_VE is not None, weights.activation_bits
+        self.identity = recipe_of(self.bits, last, *kind)
 
     def on(self, target: Target) -> NativeLowBitCopy:
         assert isinstance(target.cache, KVCache)
@@ -240,6 +241,7 @@ class Copies:
             weights,
             embedding_VE=self.weights.embedding_VE,
             states_dtype=self.weights.dtype,
+            activation_bits=self.weights.activation_bits,
             screen_VE=self._screen(weights.head_VE),
         )
         return NativeLowBitCopy(self.config, weights, self.new_decoder, self.cache)

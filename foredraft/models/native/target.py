@@ -95,6 +95,7 @@ class NativeTarget:
         kept: KeptFiles | None = None,
         progress: Progress | None = None,
         cache_dtype: torch.dtype | None = None,
+        activation_bits: int = 16,
     ) -> NativeTarget:
         """Load a checkpoint; with ``bits``, weights are quantised (see `load_weights`).
 
@@ -103,6 +104,7 @@ class NativeTarget:
             kept: what is kept of it between processes; None: what `KeptFiles.of` finds, on CPU.
             progress: told how much of the weights is laid out.
             cache_dtype: see `NativeTarget`.
+            activation_bits: see `DecoderWeights`.
 
         Raises:
             ModelLoadError: the checkpoint is incomplete, damaged or of another kind.
@@ -113,6 +115,7 @@ class NativeTarget:
             on_cpu = torch.device(device).type == "cpu"
             kept = KeptFiles.of(checkpoint) if on_cpu else NOTHING_KEPT
         weights = load_weights(checkpoint, config, dtype, device, bits, kept, progress)
+        weights = replace(weights, activation_bits=activation_bits)
         return cls(
             *(config, weights, new_decoder, max_context, cache_memory, kept, checkpoint),
             cache_dtype=cache_dtype,

@@ -45,6 +45,9 @@ Bits = int | Literal["file"] | None
 """The form of matrices: packed in so many bits (`foredraft.models.native.packed.PACKED`), quantised
 as the checkpoint has them, or plain."""
 
+EIGHT_BITS = 8
+"""Of activations, where they are rounded that far."""
+
 _CHECKED_ROWS = 1024
 _MUCH_TO_READ = 1 << 30
 """Bytes of weights that are worth a word where they are read as they are."""
@@ -119,6 +122,8 @@ class DecoderWeights:
         screen_VE: of drafts the head in fewer bits, which finds the tokens whose logits are then
             computed with the head itself; None: there is none.
         states_dtype: of activations and cache; None: as the embeddings.
+        activation_bits: of what matrices in few bits are multiplied with: 16, with a scale for each
+            token, or 8, with one for each 32 inputs.
     """
 
     embedding_VE: Matrix
@@ -129,6 +134,7 @@ class DecoderWeights:
     no_mlp: frozenset[int] = frozenset()
     screen_VE: PackedMatrix | None = None
     states_dtype: torch.dtype | None = None
+    activation_bits: int = 16
 
     @property
     def dtype(self) -> torch.dtype:
