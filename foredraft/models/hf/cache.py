@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,19 @@ from foredraft.cache.index import common_prefix
 from foredraft.cache.memory import UNLIMITED, CacheMemory
 from foredraft.cache.paged import PagedCache
 from foredraft.core.errors import CacheFullError, CapabilityError
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""What transformers calls a cache: from 5.24 on, and before."""
+
+
+def cache_argument(arguments: Container[str]) -> str:
+    """The one that a model's forward takes.
+
+    Args:
+        arguments: names of the forward's parameters.
+    """
+    new, old = CACHE_ARGUMENTS
+    return new if new in arguments else old
 
 
 class SlotLayer(DynamicLayer):  # type: ignore[misc]
