@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from foredraft.cache.base import CacheUsage, check_keep
 from foredraft.cache.blocks import in_blocks
@@ -27,6 +27,14 @@ from foredraft.cache.index import common_prefix
 from foredraft.cache.memory import UNLIMITED, CacheMemory
 from foredraft.cache.paged import PagedCache
 from foredraft.core.errors import CacheFullError, CapabilityError
+
+try:
+    from transformers.cache_utils import DummyLayer
+except ImportError:
+
+    class DummyLayer:  # type: ignore[no-redef]
+        """Nothing is one before 5.23: layers that keep nothing have no place in a cache there."""
+
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """What transformers calls a cache: from 5.24 on, and before."""
