@@ -42,6 +42,7 @@ try:
         TopPLogitsWarper,
     )
 
+    from foredraft.models.hf.cache import CACHE_ARGUMENTS
     from foredraft.models.hf.encoder_decoder import EncoderDecoderTarget
     from foredraft.models.hf.target import HFTarget, check_model
 except ImportError as problem:
@@ -107,10 +108,9 @@ _OPTIONS_BY_PROCESSOR = {
 """How a caller usually comes by a processor or criterion, to be named when it is refused."""
 
 _EXPECTED_INPUTS = {
+    *CACHE_ARGUMENTS,
     "attention_mask",
     "position_ids",
-    "cache",  # from transformers 5.24 on
-    "past_key_values",
     "use_cache",
     "logits_to_keep",
 }
@@ -262,9 +262,9 @@ def _refuse_unimplemented(config: Any, model_kwargs: Mapping[str, Any], has_enco
         if value is not None and name not in expected:
             hint = "; pass it as token_streamer" if name == "streamer" else ""
             raise _not_implemented(f"the input {name!r}", hint)
-    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-    if getattr(cache, "_is_user_defined", False):
-        raise _not_implemented("past_key_values of your own")
+    for name in CACHE_ARGUMENTS:
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
+            raise _not_implemented(f"{name} of your own")
 
 
 def _not_implemented(what: str, hint: str = "") -> ConfigError:

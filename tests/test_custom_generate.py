@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +17,13 @@ from transformers import PreTrainedModel
 import foredraft
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.hf_generate import _read_processors
+from foredraft.models.hf.cache import cache_argument
 from tests.core.reference import logits_to_probs
 from tests.models.checkpoints import NATIVE_CONFIGS, VOCAB_SIZE, tiny_model
 from tests.models.encoder_decoders import CONFIGS as ENCODER_DECODERS
 from tests.models.encoder_decoders import tiny
 
+CACHE = cache_argument(inspect.signature(transformers.LlamaForCausalLM.forward).parameters)
 WINDOW = 16
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": NATIVE_CONFIGS["llama"],
@@ -401,7 +404,7 @@ def test_beams_are_refused_by_name(encoder_decoder: Any) -> None:
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"use_cache": False}, "use_cache=False"),
-        ({"past_key_values": transformers.DynamicCache()}, "past_key_values of your own"),
+        ({CACHE: transformers.DynamicCache()}, f"{CACHE} of your own"),
         ({"position_ids": torch.arange(12)[None] + 3}, "position_ids of your own"),
         ({"inputs_embeds": torch.zeros(1, 12, 64)}, "'inputs_embeds'"),
         (

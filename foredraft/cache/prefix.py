@@ -52,11 +52,6 @@ class PrefixCache:
         self._check_every = 1 if os.environ.get(CHECK_VARIABLE) else _CHECK_EVERY
         self.stats = PrefixStats()
 
-    @property
-    def num_tokens(self) -> int:
-        """Entries in use."""
-        return self._cache.usage.used
-
     def open(self, tokens: Sequence[int], salt: str | None = None) -> tuple[int, int]:
         """A slot for a request, and how many of its tokens the slot holds already.
 

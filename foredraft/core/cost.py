@@ -50,9 +50,6 @@ class LinearPrice:
 USUAL_PRICE = LinearPrice(0.15)
 """Where nothing was measured: a usual CPU."""
 
-FREE_NODES = LinearPrice(0.0)
-"""A step costs the same whatever is drafted: every node that fits the budget is worth it."""
-
 
 def chain_speedup(chance: float, round_share: float, price: Price, most_nodes: int = 16) -> float:
     """Committed tokens by time over plain decoding, with chains of the best length.

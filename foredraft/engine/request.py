@@ -290,13 +290,8 @@ class Request:
         return self.tokens[self.num_prompt :]
 
     @property
-    def pending(self) -> list[int]:
-        """Committed tokens that the cache does not hold yet."""
-        return self.tokens[self.num_cached :]
-
-    @property
     def num_pending(self) -> int:
-        """How many of them there are."""
+        """Committed tokens that the cache does not hold yet."""
         return len(self.tokens) - self.num_cached
 
     @property

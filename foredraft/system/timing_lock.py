@@ -2,6 +2,9 @@
 
 Two files: whoever measures takes a gate first, so that a crowd of trainings, each of which takes
 the lock again right after giving it back, cannot keep it out for ever.
+
+A process that is stopped (SIGSTOP, Ctrl-Z) disturbs no timing, so nobody who measures waits for it.
+One that goes on during a measurement ends the piece of work at hand, and then finds the gate shut.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ SWITCH = "FOREDRAFT_TIMING_LOCK"
 _TO_OTHERS_S = 0.002
 """Asleep between giving the lock back and taking it again: others get it that are not behind the
 gate."""
+_LOOK_EVERY_S = 0.02
+_LOCKS = Path("/proc/locks")
+"""Who holds which lock, on Linux."""
 
 
 def lock_path(environment: Mapping[str, str] = os.environ) -> Path:
@@ -37,7 +43,7 @@ def measuring(say: Callable[[str], None], path: Path | None = None) -> Iterator[
     """Hold the machine for a measurement: others that heed the lock stand still meanwhile.
 
     Args:
-        say: told what is waited for, if anything is.
+        say: told what is waited for, if anything is, and who is not waited for.
     """
     with ExitStack() as held:
         for file in _files(path or lock_path(), held):
@@ -92,8 +98,44 @@ def _files(path: Path, held: ExitStack) -> list[IO[bytes]]:
 
 
 def _take(file: IO[bytes], say: Callable[[str], None]) -> None:
+    """Take a lock, unless all who hold it are stopped."""
+    waits = False
+    while not _is_taken(file):
+        holders = _holders(file)
+        if holders and all(map(_is_stopped, holders)):
+            who = " ".join(map(str, holders))
+            say(f"not waiting for process {who}, which is stopped; afterwards: kill -CONT {who}")
+            return
+        if not waits:
+            say(f"waiting for a training step or another measurement to end ({file.name})")
+        waits = True
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _is_taken(file: IO[bytes]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        say(f"waiting for a training step or another measurement to end ({file.name})")
-        fcntl.flock(file, fcntl.LOCK_EX)
+        return False
+    return True
+
+
+def _holders(file: IO[bytes]) -> list[int]:
+    """Process ids; none where the system does not say."""
+    try:
+        lines = _LOCKS.read_text().splitlines()
+    except OSError:
+        return []
+    # 1: FLOCK  ADVISORY  WRITE 4711 08:01:2342 0 EOF. Some file systems (btrfs) name another device
+    # here than stat does, so the inode alone is compared. Those who wait have "->" before FLOCK.
+    inode = str(os.fstat(file.fileno()).st_ino)
+    locks = [fields for fields in map(str.split, lines) if fields[1] == "FLOCK"]
+    return [int(fields[4]) for fields in locks if fields[5].rpartition(":")[2] == inode]
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:  # it has just ended
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"

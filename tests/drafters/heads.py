@@ -10,7 +10,6 @@ from torch import Tensor
 
 from benchmarks.random_model import random_config, random_weights
 from foredraft.core.choices import Choice
-from foredraft.core.cost import FREE_NODES
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.sampling import Law, law_of
@@ -21,6 +20,7 @@ from foredraft.models.native.decoder import DecoderFactory
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.rope import RotaryEmbedding
 from foredraft.models.native.target import NativeTarget
+from tests.drafters.prices import FREE_NODES
 
 VOCAB = 96
 OUTPUT_IDS = [*range(0, VOCAB, 3)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from foredraft.core.cost import FREE_NODES
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
@@ -31,6 +30,7 @@ from tests.conformance.harness import (
     run,
 )
 from tests.core.reference import logits_to_probs
+from tests.drafters.prices import FREE_NODES
 
 
 class Watched(TableModel):

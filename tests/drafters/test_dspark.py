@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from foredraft import SamplingParams
-from foredraft.core.cost import FREE_NODES, LinearPrice
+from foredraft.core.cost import LinearPrice
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.rules import SamplingRules
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.heads.dspark import DsparkDrafter, DsparkModule
 from foredraft.models.native.target import NativeTarget
 from tests.drafters.heads import TinySource, random_text, shaken, text_batch, tiny_target
+from tests.drafters.prices import FREE_NODES
 
 VOCAB = 96
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from foredraft.core.choices import Choice
-from foredraft.core.cost import FREE_NODES
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import ROOT
 from foredraft.drafters.base import DraftRow
 from foredraft.drafters.grow import Growth, GrowthLimits
+from tests.drafters.prices import FREE_NODES
 
 TEXT = (1, 2, 3)
 LIMITS = GrowthLimits(max_depth=3, width=2, branching=2, round_cost=0.0)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foredraft.core.cost import FREE_NODES
 from foredraft.core.errors import ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
 from foredraft.drafters import build_drafter
@@ -34,6 +33,7 @@ from foredraft.train.table import learn_table, train_table
 from foredraft.train.target import TrainingTarget
 from foredraft.train.texts import Text
 from tests.drafters.heads import VOCAB, tiny_target
+from tests.drafters.prices import FREE_NODES
 
 TARGET = tiny_target()
 

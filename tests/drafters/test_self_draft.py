@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft.cache.blocks import BLOCK
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.cost import FREE_NODES, LinearPrice
+from foredraft.core.cost import LinearPrice
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
@@ -41,6 +41,7 @@ from foredraft.models.native.weights import rounded
 from foredraft.models.table import TableModel
 from tests.conformance.harness import fused_decoder, plain, run
 from tests.drafters.heads import random_text, tiny_target
+from tests.drafters.prices import FREE_NODES
 from tests.engine.helpers import drain, engine_of
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [7, 8, 9, 7, 8, 9, 7])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from foredraft.core.cost import FREE_NODES, LinearPrice, TablePrice
+from foredraft.core.cost import LinearPrice, TablePrice
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
@@ -18,6 +18,7 @@ from foredraft.drafters.base import DraftRow
 from foredraft.drafters.grow import BestFirstShape, FixedShape, TreeShape, Worth, planned_parents
 from foredraft.models.base import ScoreRow
 from foredraft.models.table import TableModel
+from tests.drafters.prices import FREE_NODES
 
 DRAWN = SamplingParams(temperature=1.0, coupling="drawn")
 

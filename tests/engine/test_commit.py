@@ -67,7 +67,7 @@ def test_what_stops_cuts_everything_at_one_token(
     assert (done.committed, done.finish_reason, done.num_accepted) == (tokens, reason, num_accepted)
     assert (done.path, done.num_read) == (path, len(PROMPT))
     assert row.generated == list(tokens)
-    assert row.pending == [tokens[-1]]
+    assert row.tokens[row.num_cached :] == [tokens[-1]]
     assert row.text.text == text
     stats = row.stats
     assert (stats.steps, stats.drafted, stats.committed) == (1, 4, len(tokens))
@@ -95,7 +95,7 @@ def test_without_a_draft_it_is_plain_decoding() -> None:
         done = commit(row, NO_PROPOSAL, Verdict((), token, "bonus"))
         assert (done.committed, done.path, done.num_accepted) == ((token,), (), 0)
     assert row.stats.steps == row.stats.committed == 2
-    assert row.pending == [4]
+    assert row.tokens[row.num_cached :] == [4]
 
 
 def test_a_row_without_a_verdict_ends_in_an_error_and_keeps_what_it_had() -> None:
@@ -113,7 +113,7 @@ def test_a_chunk_of_a_prompt_commits_nothing() -> None:
     row = new_row()
     done = commit(row, NO_PROPOSAL, None, num_read=2)
     assert (done.committed, done.path, done.context, done.num_read) == ((), (), 0, 2)
-    assert row.pending == [9]
+    assert row.tokens[row.num_cached :] == [9]
     assert row.stats.steps == 0
     assert commit(row, NO_PROPOSAL, Verdict((), 3, "bonus")).context == 2
 

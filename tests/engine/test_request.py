@@ -19,7 +19,7 @@ def sequence(prompt: list[int], max_tokens: int = 8) -> Request:
 
 def test_a_new_sequence_is_all_pending() -> None:
     new = sequence([5, 6, 7])
-    assert new.pending == [5, 6, 7]
+    assert new.tokens[new.num_cached :] == [5, 6, 7]
     assert new.generated == []
     assert new.num_remaining == 8
     new.check()
@@ -30,7 +30,7 @@ def test_pending_is_what_the_cache_lacks() -> None:
     one.num_cached = 3
     one.tokens += [8]
     one.stats.record(drafted=0, verified=0, accepted=0, committed=1)
-    assert one.pending == [8]
+    assert one.tokens[one.num_cached :] == [8]
     assert one.generated == [8]
     assert one.num_remaining == 7
     one.check()

@@ -147,7 +147,6 @@ def final_norm(parts: TargetParts, eps: float) -> Tensor:
 
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Rope(BaseModel):

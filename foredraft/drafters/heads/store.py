@@ -43,8 +43,6 @@ META, WEIGHTS, SELF_TEST, CARD = (
     "self_test.safetensors",
     "README.md",
 )
-OUTPUT_IDS = "output_ids_R"
-"""Of a head: the token of each output row (`foredraft.drafters.heads.base.CausalHead`)."""
 _FORMAT = 1
 _NEXT, _READY = ".next", ".ready"
 _SAMPLED_ROWS = 512

@@ -186,9 +186,9 @@ class EncoderDecoderTarget(HFTarget):
         output = self.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=encoded.states_1SE),
             decoder_input_ids=plan.token_ids_T[None].to(self.model.device),
-            past_key_values=EncoderDecoderCache(cache.open(row.slot), encoded.cross),
             use_cache=True,
             return_dict=True,
+            **{self._cache_argument: EncoderDecoderCache(cache.open(row.slot), encoded.cross)},
         )
         cache.set_encoded(row.slot, encoded)  # not before: a failed forward may fill it by half
         return output

@@ -33,7 +33,7 @@ from foredraft.models.base import (
     check_taps,
 )
 from foredraft.models.files.safety import Checkpoint
-from foredraft.models.hf.cache import HFCache, layer_factory
+from foredraft.models.hf.cache import HFCache, cache_argument, layer_factory
 from foredraft.models.hf.parts import HFParts, find_parts
 from foredraft.models.hf.sizes import NO_LIMIT, read_sizes
 from foredraft.models.native.joins import native_join
@@ -90,6 +90,7 @@ class HFTarget:
         self.cache = self.new_cache(layers, self.max_context, model.device, memory)
         self._num_layers: int = config.num_hidden_layers
         self._arguments = frozenset(inspect.signature(model.forward).parameters)
+        self._cache_argument = cache_argument(self._arguments)
         self._mask = _TreeMask(config, model.dtype, model.device)
         may_try = trees and "position_ids" in self._arguments and _masks_are_known(config)
         prompt = _distinct_tokens(self.vocab_size)
@@ -197,7 +198,7 @@ class HFTarget:
         device = self.model.device
         inputs: dict[str, Any] = {
             "input_ids": plan.token_ids_T[None].to(device),
-            "past_key_values": self.cache.open(row.slot),
+            self._cache_argument: self.cache.open(row.slot),
             "use_cache": True,
             "return_dict": True,
         }

@@ -1,0 +1,6 @@
+"""What tests let drafting cost."""
+
+from foredraft.core.cost import LinearPrice
+
+FREE_NODES = LinearPrice(0.0)
+"""A step costs the same whatever is drafted: every node that fits the budget is worth it."""
