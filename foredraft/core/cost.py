@@ -23,6 +23,7 @@ from foredraft.core.errors import ConfigError
 
 _SHARPNESS = 6.0
 _STEP = 0.1
+_SHARE_STEP = 0.03
 _MOST = 0.3
 
 Times = tuple[tuple[int, float], ...]
@@ -193,6 +194,8 @@ class Attention:
 
 _FIRST = 4
 """Steps of a size that may correct it."""
+_KNOWN = 8
+"""Steps of one token after which what they take is known."""
 _MUCH_LESS = 0.75
 """Of what was expected: smaller differences are those of any two steps."""
 
@@ -234,6 +237,38 @@ class _Corrections:
         return not is_usual
 
 
+class _Shares:
+    """What forwards of each measured size take, in what the roofline says: steps it cannot know of.
+
+    They were measured once, perhaps beside a busy neighbour. So a size that is off in another way
+    than all sizes are just now moves; what slows all of them down is the roofline's.
+
+    Args:
+        measured: by rising tokens.
+    """
+
+    def __init__(self, measured: Times) -> None:
+        self._points = measured
+        self._usual = 0.0
+
+    def of(self, num_tokens: int) -> float:
+        last, share = self._points[-1]
+        return share if num_tokens >= last else interpolated(self._points, num_tokens)
+
+    def observe(self, num_tokens: int, change: float) -> None:
+        """A forward of so many tokens took ``1 + change`` times what was said."""
+        change = max(-_MOST, min(_MOST, change))
+        self._usual += _STEP * (change - self._usual)
+        moved = _SHARE_STEP * (change - self._usual)
+        sizes = [size for size, _ in self._points]
+        below = max((size for size in sizes if size <= num_tokens), default=sizes[0])
+        above = min((size for size in sizes if size >= num_tokens), default=below)
+        self._points = tuple(
+            (size, share * (1.0 + moved) if size in (below, above) else share)
+            for size, share in self._points
+        )
+
+
 class CostModel:
     """Milliseconds of a forward, measured and then followed.
 
@@ -251,9 +286,9 @@ class CostModel:
         self.attention = attention or Attention()
         times = tuple((n, self._without_attention([(n, context)], ms)) for n, ms in times)
         self._roofline = Roofline.through(times)
-        # What was measured beside what the roofline says: steps that it cannot know of.
-        self._shares = tuple((n, ms / self._roofline.ms(n)) for n, ms in times)
+        self._shares = _Shares(tuple((n, ms / self._roofline.ms(n)) for n, ms in times))
         self._corrections = _Corrections()
+        self._num_alone = 0
 
     def ms(self, rows: Sequence[tuple[int, int]]) -> float:
         """A forward of these rows, each (tokens, context)."""
@@ -272,10 +307,13 @@ class CostModel:
     def observe(self, rows: Sequence[tuple[int, int]], ms: float) -> None:
         """A forward of these rows took this long: what is said from now on follows."""
         num_tokens, ms = sum(n for n, _ in rows), self._without_attention(rows, ms)
+        self._num_alone += num_tokens == 1
         if self._corrections.takes(num_tokens, ms / self._weights_ms(num_tokens)):
             return
-        in_roofline = ms / (self._share(num_tokens) * self._corrections.of(num_tokens))
+        in_roofline = ms / (self._shares.of(num_tokens) * self._corrections.of(num_tokens))
+        change = in_roofline / self._roofline.ms(num_tokens) - 1.0
         self._roofline = self._roofline.moved(num_tokens, in_roofline)
+        self._shares.observe(num_tokens, change)
 
     def price(self, context: int, num_rows: int = 1) -> Price:
         """For a row of this context beside ``num_rows - 1`` others that draft as it does."""
@@ -289,15 +327,11 @@ class CostModel:
         return max(ms - self.attention.ms(rows), 0.1 * ms)
 
     def _weights_ms(self, num_tokens: int) -> float:
-        factor = self._share(num_tokens) * self._corrections.of(num_tokens)
+        factor = self._shares.of(num_tokens) * self._corrections.of(num_tokens)
         ms = factor * self._roofline.ms(num_tokens)
-        if num_tokens > 1 or not self._corrections.were_made:
+        if num_tokens > 1 or not self._corrections.were_made or self._num_alone >= _KNOWN:
             return ms
         return min(ms, self._weights_ms(2))  # while all steps draft nobody sees one token alone
-
-    def _share(self, num_tokens: int) -> float:
-        last, share = self._shares[-1]
-        return share if num_tokens >= last else interpolated(self._shares, num_tokens)
 
 
 @dataclass(frozen=True)

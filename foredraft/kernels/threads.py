@@ -9,6 +9,7 @@ out: now and then a few forwards run with a neighbouring number. A token's bits 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import MutableMapping
 from statistics import fmean, median_low
 from typing import TypeAlias
@@ -27,6 +28,9 @@ _WON = 0.95
 _SUSPICIOUS, _FOLLOWED = 1.25, 4
 """When most of so many forwards take so many times the usual, fewer threads are tried."""
 _STEP = 0.2
+_COLD = 3
+"""Forwards of a size of which the fastest is the usual: the first find nothing in the caches, and
+whatever is tried after one of them would seem fast."""
 
 OPENMP_SPIN = "GOMP_SPINCOUNT"
 _SPIN_ROUNDS = 20_000
@@ -78,13 +82,14 @@ class ThreadChooser:
     """Follows the fastest number of threads. Starts with the most.
 
     Only times of forwards of one size are compared; a trial counts by how many times the usual its
-    forwards took. Forwards of a size that has no usual yet take no part in it.
+    forwards took. Forwards of a size that is not known yet take no part in it.
     """
 
     def __init__(self, most: int) -> None:
         self._steps = steps_up_to(most)
         self._best = self._trying = len(self._steps) - 1  # among the steps
         self._usual: dict[ForwardSize, float] = {}  # seconds with the best
+        self._counts: Counter[ForwardSize] = Counter()
         self._ratios: list[float] = []  # to the usual: of the trial, or of the last forwards
         self._between = self._left = _FIRST_TRIAL
         self._direction = -1
@@ -96,20 +101,25 @@ class ThreadChooser:
 
     def choose(self, size: ForwardSize) -> int:
         """Threads of the next forward."""
-        return self._steps[self._trying] if size in self._usual else self.best
+        return self._steps[self._trying] if self._is_known(size) else self.best
+
+    def _is_known(self, size: ForwardSize) -> bool:
+        return self._counts[size] >= _COLD
 
     def observe(self, size: ForwardSize, seconds: float) -> None:
         """A forward with as many threads as `choose` said took this long."""
         if len(self._steps) == 1:
             return
-        usual = self._usual.get(size)
-        if self._trying != self._best and usual is not None:
+        usual = self._usual.get(size, seconds)
+        if self._trying != self._best and self._is_known(size):
             self._observe_trial(seconds / usual)
             return
-        self._usual[size] = seconds if usual is None else usual + _STEP * (seconds - usual)
+        followed = usual + _STEP * (seconds - usual)
+        self._usual[size] = followed if self._is_known(size) else min(usual, seconds)
+        self._counts[size] += 1
         if self._trying != self._best:
             return
-        self._ratios = [*self._ratios[1 - _FOLLOWED :], seconds / (usual or seconds)]
+        self._ratios = [*self._ratios[1 - _FOLLOWED :], seconds / usual]
         self._left -= 1
         slower = len(self._ratios) == _FOLLOWED and median_low(self._ratios) > _SUSPICIOUS
         if slower and self._best > 0:

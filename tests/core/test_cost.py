@@ -96,3 +96,34 @@ def test_step_times_are_joined_by_straight_lines() -> None:
 def test_times_that_make_no_sense_are_refused(times: Times) -> None:
     with pytest.raises(ConfigError):
         CostModel(times)
+
+
+def test_a_size_that_was_measured_beside_a_neighbour_finds_its_place() -> None:
+    """Too dear by less than what first steps correct at once, so that nobody would draft."""
+    truth = {1: 3.8, 2: 3.85, 3: 4.5, 4: 5.4}
+    disturbed = {1: 1.0, 2: 1.2, 3: 1.25, 4: 1.1}
+    cost = CostModel(tuple((size, ms * disturbed[size]) for size, ms in truth.items()))
+    for size in (1, 2, 1, 3, 1, 4) * 20:
+        cost.observe([(size, 50)], truth[size])
+    for size, ms in truth.items():
+        assert cost.ms([(size, 50)]) == pytest.approx(ms, rel=0.06)
+
+
+def test_a_slower_machine_is_no_dearer_size() -> None:
+    """Seen by steps of three tokens alone, which say nothing of how they stand to fewer."""
+    cost = CostModel(NEAR)
+    before = [ms for _, ms in cost.times((1, 2, 3))]
+    for _ in range(100):
+        cost.observe([(3, 50)], 2 * before[2])
+    after = [ms for _, ms in cost.times((1, 2, 3))]
+    assert [new / old for new, old in zip(after, before, strict=True)] == pytest.approx(
+        [2.0] * 3, rel=0.05
+    )
+
+
+def test_one_token_alone_is_known_once_it_was_seen() -> None:
+    """Beside first steps of three tokens that were much cheaper than measured."""
+    cost = CostModel(tuple((size, 1.6 * ms) for size, ms in NEAR))
+    for size in (1, 3) * 60:
+        cost.observe([(size, 50)], dict(NEAR)[size])
+    assert cost.ms([(1, 50)]) == pytest.approx(dict(NEAR)[1], rel=0.05)

@@ -136,3 +136,15 @@ def test_a_test_sets_the_number_of_threads_for_itself_alone(turn: str) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     assert before == THREADS
+
+
+def test_cold_forwards_are_not_what_a_trial_is_compared_with() -> None:
+    """As when costs are measured at load: all sizes in turns, the first ones with cold caches."""
+    chooser, chosen = ThreadChooser(2), list[int]()
+    for number, tokens in enumerate((1, 2, 3, 4, 5, 8, 12, 16, 17, 24) * 3):
+        size = forward_size(tokens)
+        chosen.append(chooser.choose(size))
+        cold = 4.0 if number < 10 else 1.0
+        chooser.observe(size, cold * (2.0 + 0.2 * tokens) / chosen[-1])
+    assert chooser.best == 2
+    assert chosen.count(1) <= 3
