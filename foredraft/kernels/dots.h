@@ -55,6 +55,23 @@ inline Ints repeat(const void* source) {
   return word - Ints{};
 }
 
+// a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] in each lane i.
+inline Ints pairs(Shorts a, Shorts b) {
+#if defined(__AVX512BW__)
+  return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (Ints)__builtin_ia32_pmaddwd128(a, b);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+  const int32x4_t first = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+  return (Ints)vpaddq_s32(first, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
+#else
+  const Ints x = (Ints)a, y = (Ints)b;
+  return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
+
 // sum += the products of unsigned weights and signed bytes, four in each lane.
 inline void add_quads(Ints& sum, Ints weights, Ints bytes) {
 #if defined(__AVX512VNNI__)
@@ -72,25 +89,9 @@ inline void add_quads(Ints& sum, Ints weights, Ints bytes) {
   sum = (Ints)vdotq_s32((int32x4_t)sum, vdupq_n_s8(64), (int8x16_t)bytes);
   sum = (Ints)vdotq_s32((int32x4_t)sum, vdupq_n_s8(64), (int8x16_t)bytes);
 #else
-  for (int byte = 0; byte < 4; ++byte)
-    sum += (Ints)(((Bits)weights << (24 - 8 * byte)) >> 24) * ((bytes << (24 - 8 * byte)) >> 24);
-#endif
-}
-
-// a[2 i] * b[2 i] + a[2 i + 1] * b[2 i + 1] in each lane i.
-inline Ints pairs(Shorts a, Shorts b) {
-#if defined(__AVX512BW__)
-  return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-  return (Ints)__builtin_ia32_pmaddwd128(a, b);
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-  const int32x4_t first = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
-  return (Ints)vpaddq_s32(first, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
-#else
-  const Ints x = (Ints)a, y = (Ints)b;
-  return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+  const Shorts x = (Shorts)bytes;
+  sum += pairs((Shorts)(weights & 0x00ff00ff), (x << 8) >> 8) +
+         pairs((Shorts)((UShorts)weights >> 8), x >> 8);
 #endif
 }
 
