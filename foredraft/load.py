@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 _AS_STORED = "file"
 _BITS: dict[str, Bits] = {"int8": 8, "int4": 4, _AS_STORED: "file"}
 _TILES = 16
-_EIGHT = 8
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class ModelPlan:
     @property
     def number_format(self) -> str:
         """For people: what the numbers are."""
-        others = ", int8 activations" if self.activation_bits == _EIGHT else ""
+        others = ", int8 activations" if self.activation_bits == 8 else ""
         others += "" if self.cache_dtype == self.dtype else f", {self.cache_dtype} cache"
         if self.tiles:
             return f"{self.dtype} on tiles{others}"
@@ -472,7 +471,7 @@ def plan_native(
         cache_bytes_per_token=config.kv_shape.bytes_per_token(getattr(torch, cache_dtype)),
         max_context=min(options.max_context or config.max_context, config.max_context),
         cache_memory=checked_memory("cache_memory", options.cache_memory),
-        activation_bits=_EIGHT if options.activations == "int8" else 16,
+        activation_bits=8 if options.activations == "int8" else 16,
         tiles=tiles,
         notes=(*_native_notes(config, device, kernel_problem), *not_kept),
         formats=formats,

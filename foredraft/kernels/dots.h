@@ -34,7 +34,6 @@ namespace foredraft {
 constexpr bool kDigits = DIGITS;
 
 constexpr int64_t kQuad = 4;
-constexpr int kQuadParts = kDigits ? 1 : 2;  // vectors of weights that a quad is multiplied as
 
 typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t UShorts __attribute__((vector_size(4 * kLanes)));
@@ -115,7 +114,7 @@ inline void add_pairs(Ints& sum, Shorts a, Shorts b) {
 struct Sixteen {
   static constexpr int32_t kLargest = 127 * 256 + 127;
   static constexpr int64_t kTokenBytes = 2 * kChunkInputs;  // of a token's activations in a chunk
-  static constexpr int kQuadParts = foredraft::kQuadParts;
+  static constexpr int kQuadParts = kDigits ? 1 : 2;  // vectors of weights that a quad is multiplied as
   static constexpr bool kScalesBlocks = false;  // each with a scale of its own
 
   // Of words of weights what one instruction multiplies.
@@ -167,7 +166,7 @@ struct Sixteen {
 #endif
 };
 
-#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__) && !DIGITS
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !DIGITS
 #define SUMS_IN_SHORTS 1
 #else
 #define SUMS_IN_SHORTS 0

@@ -41,6 +41,8 @@ from tests.models.test_gguf import EDGES, mutated
 KEPT = [name for name in QUANTISATIONS if name.startswith("q")]
 PROMPTS = ([3, 1, 4, 1, 5], [7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 200, 100, 50, 25])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+NEAR_TIE = 5e-3
+"""Between the logits of two tokens, of which activations of 16 bits may turn the order."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,9 +90,15 @@ def _target(model: Path, **options: Any) -> NativeTarget:
     return target
 
 
-def _logits(target: NativeTarget) -> torch.Tensor:
+def _text(num_tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(3)
+    tokens: list[int] = torch.randint(0, 299, (num_tokens,), generator=generator).tolist()
+    return tokens
+
+
+def _logits(target: NativeTarget, num_tokens: int = 48) -> torch.Tensor:
     """Of each token of a text."""
-    tokens = torch.randint(0, 299, (48,), generator=torch.Generator().manual_seed(3)).tolist()
+    tokens = _text(num_tokens)
     slot = target.cache.allocate()
     [scores] = target.score([ScoreRow(slot, tokens[:1], TokenTree.chain(tokens[1:]))])
     return scores.logits_NV
@@ -110,13 +118,13 @@ def _check_kept(family: str, kind: str) -> None:
     path, same = _files(family, kind)
     plan, _ = plan_models(LoadOptions(model=str(path), drafter="none"))
     assert plan.weights == "file"
-    quality = measure_quality(
-        _target(same),
-        _target(path, weights="file"),
-        [torch.randint(0, 299, (96,), generator=torch.Generator().manual_seed(3)).tolist()],
-    )
-    assert quality.mean_kl < 1e-6
-    assert quality.top1_agreement > 0.98  # one of 95 may be a near-tie of two tokens
+    exact, kept = _target(same), _target(path, weights="file")
+    assert measure_quality(exact, kept, [_text(96)]).mean_kl < 1e-6
+    expected = _logits(exact, 96)
+    best, second = expected.topk(2).values.T
+    is_clear = best - second > NEAR_TIE
+    assert is_clear.float().mean() > 0.9
+    assert torch.equal(_logits(kept, 96).argmax(1)[is_clear], expected.argmax(1)[is_clear])
 
 
 @pytest.mark.parametrize("number", range(len(MODELS)), ids=list(MODELS))

@@ -43,7 +43,7 @@ from foredraft.models.native.packed import (
     tensor_of,
 )
 from foredraft.models.native.plan import ForwardPlan, plan_head
-from foredraft.models.native.weights import EIGHT_BITS, DecoderWeights, LayerWeights
+from foredraft.models.native.weights import DecoderWeights, LayerWeights
 
 PHASES = ("linear", "attention", "head", "other")
 """What the kernel's time is split into: matrix products of the layers, attention, the product with
@@ -271,7 +271,7 @@ class FusedDecoder:
             is_bf16=weights.dtype == torch.bfloat16,
             form=self._form(),
             packs_embedding=isinstance(weights.embedding_VE, PackedMatrix),
-            int8_activations=weights.activation_bits == EIGHT_BITS,
+            int8_activations=weights.activation_bits == 8,
             norm_eps=config.rms_norm_eps,
             layers=self._layers,
             embedding=self._matrix(weights.embedding_VE),

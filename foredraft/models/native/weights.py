@@ -45,9 +45,6 @@ Bits = int | Literal["file"] | None
 """The form of matrices: packed in so many bits (`foredraft.models.native.packed.PACKED`), quantised
 as the checkpoint has them, or plain."""
 
-EIGHT_BITS = 8
-"""Of activations, where they are rounded that far."""
-
 _CHECKED_ROWS = 1024
 _MUCH_TO_READ = 1 << 30
 """Bytes of weights that are worth a word where they are read as they are."""
