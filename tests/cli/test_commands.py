@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from foredraft.bench.measure import MeasuredRun
 from foredraft.cli.main import app
-from foredraft.control.acceptance import Promise
+from foredraft.control.acceptance import FirstToken
 from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
 from foredraft.kernels import build
@@ -127,9 +127,9 @@ def test_doctor_names_drafters_of_a_server_that_do_worse_than_when_they_were_mad
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics, controller = Metrics(), SimpleNamespace()
-    controller.promises = [
-        Promise("head", "greedy", 0.7, 0.4, 1000.0),
-        Promise("head", "much", 0.7, 0.68, 1000.0),
+    controller.first_tokens = [
+        FirstToken("head", "greedy", 0.7, 0.4, 1000.0),
+        FirstToken("head", "much", 0.7, 0.68, 1000.0),
     ]
     metrics._controller = cast(AdaptiveBudget, controller)
 

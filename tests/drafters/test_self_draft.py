@@ -15,7 +15,6 @@ from torch import Tensor
 
 from foredraft.cache.blocks import BLOCK
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.cost import LinearPrice
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
@@ -205,10 +204,9 @@ def test_it_drafts_nothing_behind_the_end(target: NativeTarget, temperature: flo
 
 def test_guesses_are_free_for_one_row_and_cost_four() -> None:
     fit = Fit(0.9, 0.9, shares=(0.3, 0.3, 0.4, 0.5))
-    one, four = fit.guess_price(1), fit.guess_price(4)
-    assert (one.ms(0), one.ms(1), one.ms(3)) == (0.3, 0.3, 0.5)
-    assert four.ms(0) == pytest.approx(0.5 / 4)
-    assert four.ms(1) == pytest.approx((0.5 + 4 * 0.1) / 4)
+    one, four = fit.guess_prices(1), fit.guess_prices(4)
+    assert one == pytest.approx((1.0, 1.0, 4 / 3, 5 / 3))
+    assert four[:2] == pytest.approx((1.0, (0.5 + 4 * 0.1) / 0.5))
 
 
 def test_of_a_long_text_the_copy_reads_the_first_block_and_the_end(
@@ -476,7 +474,7 @@ def test_guesses_behind_a_chain_are_worth_their_nodes(target: NativeTarget) -> N
     read(target, row.slot, PROMPTS[0])
     drafter.begin(row)
     row = replace(row, tokens=text[: len(PROMPTS[0]) + 1])
-    for price, num_guesses in ((LinearPrice(0.01), 3), (LinearPrice(9.0), 0)):
-        (proposal,) = drafter.propose([replace(row, spare=3, price=price)])
+    for price, num_guesses in (((1.0, 1.01), 3), ((1.0, 10), 0)):
+        (proposal,) = drafter.propose([replace(row, spare=3, prices=price)])
         assert len(proposal.tree) == 3 + num_guesses
-        assert len(drafter.propose([replace(row, price=price)])[0].tree) == 3
+        assert len(drafter.propose([replace(row, prices=price)])[0].tree) == 3
