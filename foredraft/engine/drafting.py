@@ -100,11 +100,10 @@ class Drafting:
         if loaded.traits.name in request.excluded_drafters:
             return
         request.num_not_ready = 0
-        request.drafter = loaded.traits.name  # also while it begins: an interrupted one is ended
         with self._timed(loaded, "begin_ms"):
-            begins = loaded.begin(request.draft_row(num_cached=num_known))
-        if not begins:
-            self._lose(request)
+            request.drafter = loaded.traits.name  # while it begins: an interrupted one is ended
+            if not loaded.begin(request.draft_row(num_cached=num_known)):
+                self._lose(request)
 
     def _lose(self, request: Request) -> None:
         """The request's drafter has failed for it, and has forgotten it already."""
@@ -172,9 +171,9 @@ class Drafting:
         for loaded, indices in watched.items():
             with self._timed(loaded, "learn_ms"):
                 failed = loaded.observe([batch[i].observation(scores, i) for i in indices])
-            for index in indices if failed else ():
-                if batch[index].request_id in failed:
-                    self._lose(batch[index].request)
+                for index in indices if failed else ():
+                    if batch[index].request_id in failed:
+                        self._lose(batch[index].request)
 
     def report(self, batch: Sequence[Turn], record: StepRecord) -> None:
         """Tell controllers, and the traces of policies, of a step."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -365,6 +365,28 @@ def test_measuring_does_not_touch_the_cache_of_a_running_engine(
     for name in ("allocate", "reserve", "keep"):
         monkeypatch.setattr(target.cache, name, refuse)
     assert measured_fit(target, target.low_bit_copy(8), [[1]]).greedy > 0.7
+
+
+def test_a_copy_that_was_measured_beside_a_busy_neighbour_is_measured_again(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By later processes, three in all; one that pays is not."""
+    kept, copy_seconds = dict[str, Any](), [9.0, 8.0, 0.3, 0.2]
+
+    def agreement(*_: object) -> tuple[float, list[tuple[float, ...]]]:
+        return 0.9, [(1.0, 1.1, *[copy_seconds[0]] * 4)]
+
+    def keep(name: str, recipe: str, make: Callable[[], Any]) -> Any:
+        if name not in kept:
+            kept[name] = make()
+            copy_seconds.pop(0)
+        return kept[name]
+
+    monkeypatch.setattr("foredraft.drafters.self_draft._agreement", agreement)
+    monkeypatch.setattr(type(target.parts), "kept", lambda parts, *args: keep(*args))
+    copy = target.low_bit_copy(8)
+    shares = [measured_fit(target, copy, [[1]]).shares[0] for _ in range(5)]
+    assert shares == pytest.approx([9.0, 9.0, 0.3, 0.3, 0.3])
 
 
 def test_what_cannot_be_is_said(target: NativeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
