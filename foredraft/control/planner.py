@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,6 +31,7 @@ TRIAL_STEPS, _TRIAL_ROWS = 6, 2
 _TRIALS = ((_TRIAL_ROWS, 4), (1, 4), (1, 2), (1, 1))
 """Rows and nodes of each: the first that can be paid."""
 FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
+_LOOK_NODES, _BETWEEN_LOOKS = 4, 32
 _MOST_ROWS = 1 << 20
 _LONGEST_WAIT = 64
 """New requests between two chances of a drafter that does not seem to pay, at most."""
@@ -42,9 +43,9 @@ _LEAVING = 1.1
 _JOIN_STEPS = 16
 """Steps that what joining a text takes is spread over."""
 _NEARLY = 0.8
-"""A draft model that was asked for is tried where it is expected to reach this rate of plain
-decoding, and reads no text that takes longer than this share of the reply."""
-_READ_SHARE = 0.25
+_READ_SHARE = 0.35
+"""A draft model that was asked for is tried where it is expected to reach this share of the rate
+that there is without it, on texts that it reads in this share of the reply's time."""
 _READ_TOKENS = 256
 """Of a prompt's forward, for what a token of it takes before it is measured."""
 
@@ -66,8 +67,8 @@ class Plan:
     plain_ms: float
     plain_rate: float
     prices: Prices = (1.0,)
-    drafters: Mapping[int, str] = field(default_factory=dict)
-    budgets: Mapping[int, int] = field(default_factory=dict)
+    drafters: dict[int, str] = field(default_factory=dict)
+    budgets: dict[int, int] = field(default_factory=dict)
     pooled: Pooled | None = None
     loss_ms: float = 0.0
     is_trial: bool = False
@@ -153,6 +154,7 @@ class Planner:
         # What a user asked for by name is tried at once.
         self.rests_until = 0 if any(each.reads for each in drafters) else FIRST_PAUSE
         self._chances: dict[str, tuple[int, int]] = {}
+        self._next_look = FIRST_PAUSE
         self.num_trials = 0
 
     # ---- the next steps -------------------------------------------------------------------------
@@ -184,7 +186,8 @@ class Planner:
             for name in batch.now:
                 self._pause = FIRST_PAUSE  # it has paid for longer than a trial
                 self._chances.pop(name, None)
-        return max(paying, key=lambda plan: self._weight(batch, plan))
+        best = max(paying, key=lambda plan: self._weight(batch, plan))
+        return self._look(batch, best, num_steps) or best
 
     def _batch(self, rows: Sequence[Row], others: Sequence[Row], current: Plan | None) -> _Batch:
         most = _MOST_NODES[0] + _MOST_NODES[1] * len(rows)
@@ -209,6 +212,10 @@ class Planner:
     def _would_lose(self, now: str | None, wanted: str) -> bool:
         """Whether a row's drafter would have to go for this one, and lose what it has read."""
         return now not in (None, wanted) and self.keeps_text(now)
+
+    def _would_leave(self, now: str | None, wanted: str) -> bool:
+        """Whether a row's drafter would have to go for this one, and could not come back."""
+        return now not in (None, wanted) and not self.drafters[now].joins_late
 
     def keeps_text(self, name: str) -> bool:
         """Whether a drafter cannot come back to a text that it has left, or must read it again."""
@@ -384,7 +391,7 @@ class Planner:
             row
             for row in batch.rows
             if row.room
-            and not self._would_lose(row.drafter, drafter.name)
+            and not self._would_leave(row.drafter, drafter.name)
             and self._can_have(row, drafter, batch)
         ][:num_rows]
         if not able:
@@ -409,6 +416,29 @@ class Planner:
             is_trial=True,
             reason="nothing pays: a few other requests try again",
         )
+
+    def _look(self, batch: _Batch, plan: Plan, num_steps: int) -> Plan | None:
+        """A plan that pays in which one row drafts with a drafter of which next to nothing is known
+        on requests like it: it may pay more. Only until that is known."""
+        if num_steps < self._next_look:
+            return None
+        for row in batch.rows:
+            if row.drafter is None or not row.room or not self.drafters[row.drafter].joins_late:
+                continue
+            for name, drafter in self.drafters.items():
+                is_known = self._acceptance.is_known(name, row.request_id)
+                if name in plan.names or drafter.reads or is_known:
+                    continue
+                look = self._trial_of(replace(batch, rows=[row]), drafter, 1, _LOOK_NODES)
+                if look is None:
+                    continue
+                self._next_look = num_steps + _BETWEEN_LOOKS
+                drafters, budgets = plan.drafters | look.drafters, plan.budgets | look.budgets
+                loss_ms = plan.loss_ms + look.loss_ms
+                return replace(
+                    plan, drafters=drafters, budgets=budgets, loss_ms=loss_ms, is_trial=True
+                )
+        return None
 
     def can_pay(self, plan: Plan) -> bool:
         """Whether another step of a plan may be lost."""
@@ -460,7 +490,7 @@ class Planner:
             hoped = self._rate_for_new(drafter, hoped_2K, num_rows, step_ms)
             if drafter.reads:
                 is_short = self._read_ms(drafter, len(row.tokens)) <= _READ_SHARE * reply_ms
-                is_worth_it = is_short and hoped > _NEARLY * enough
+                is_worth_it = is_short and hoped > _NEARLY * pays
             else:
                 is_worth_it = hoped > pays
             if is_worth_it and self._is_due(name, step_ms[0]):
