@@ -27,9 +27,10 @@ from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus
 from foredraft.models.base import PartsTarget, Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
+from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
-from foredraft.models.files.store import BUILT_IN, resolve_model
+from foredraft.models.files.store import resolve_model
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost, measure_cost
 from foredraft.options import LoadOptions
@@ -219,7 +220,7 @@ def _plan(name: str, options: LoadOptions, device: str, progress: Progress | Non
         progress=progress,
     )
     plan = plan_model(name, Checkpoint(directory), options, device)
-    if directory.name in BUILT_IN and name.lower().endswith(".gguf"):
+    if directory.name in MODELS and name.lower().endswith(".gguf"):
         said = f"the file is that of {directory.name} and runs as it does; weights='file' keeps it"
         return replace(plan, remarks=(said,))
     return plan
