@@ -165,12 +165,12 @@ class _Conversion:
 
 def _packaged(model: PackagedModel, gguf: Path | None = None) -> _Conversion:
     """Of its packages; or of the model's GGUF file, where that is there."""
-    write = model.write
-    if gguf is not None and model.finish is not None:
-        finish = model.finish
 
-        def write(into: Path, _: Path, progress: Progress) -> None:
-            finish([gguf], into, progress)
+    def write(into: Path, download: Path, progress: Progress) -> None:
+        if gguf is not None and model.finish is not None:
+            model.finish([gguf], into, progress)
+        else:
+            model.write(into, download, progress)
 
     return _Conversion(model.name, model.recipe, lambda: model.disk_bytes, write)
 
