@@ -11,8 +11,8 @@ from functools import cache
 from os import PathLike
 from typing import Any, cast
 
-from foredraft.control.adaptive import Experience
 from foredraft.control.base import Controller
+from foredraft.control.experience import Experience
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams, checked_params
@@ -31,7 +31,7 @@ from foredraft.models.text.grammars import Grammars
 from foredraft.models.text.prompts import Message, Prompt, as_batch, is_conversation, prompt_ids
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.options import DEFAULT_MODEL, LoadOptions
-from foredraft.speculation import policy_for
+from foredraft.speculation import USUAL_CONTEXT, experience_of, policy_for
 
 _log = logging.getLogger("foredraft")
 
@@ -86,7 +86,8 @@ class LLM:
     ) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options
         self._draft, self.plan, self.cost = draft, plan, cost
-        self._experience, self._building = Experience(), threading.Lock()
+        self._experience = experience_of(plan, draft.plan if draft else None)
+        self._building = threading.Lock()
         self.grammars = Grammars(tokenizer, target.vocab_size) if tokenizer else None
         self.drafter_name, self.policy = self._new_policy(options, self._experience)
         self.engine = Engine(
@@ -211,10 +212,16 @@ class LLM:
     @property
     def drafter_context(self) -> DrafterContext:
         """What drafters are built from."""
-        draft, options = self._draft, self.options.drafter_options
-        if draft is None:
-            return DrafterContext(self.target, None, options, self.tokenizer)
-        return DrafterContext(self.target, draft.target, options, self.tokenizer, draft.tokenizer)
+        draft = self._draft
+        return DrafterContext(
+            self.target,
+            draft.target if draft else None,
+            self.options.drafter_options,
+            self.tokenizer,
+            draft.tokenizer if draft else None,
+            self.cost.ms([(1, USUAL_CONTEXT)]) if self.cost else None,
+            _size_share(self.plan, self.draft_plan),
+        )
 
     def request_options(
         self, tenant: str | None = None, priority: int = 0, session: Session | None = None
@@ -352,3 +359,8 @@ def _rule_book(target: Target, tokenizer: Tokenizer | None, grammars: Grammars |
 def _say_once(note: str) -> None:
     """Falling back to something slower is not to be silent."""
     _log.warning("foredraft runs slower than it could: %s (see `foredraft doctor`)", note)
+
+
+def _size_share(plan: ModelPlan | None, draft_plan: ModelPlan | None) -> float | None:
+    """Bytes that a forward of the draft model reads, over the target's, where both are known."""
+    return draft_plan.read_bytes / plan.read_bytes if plan and draft_plan else None

@@ -6,11 +6,16 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+
+import torch
 
 from foredraft.cache.base import NO_MEMORY
-from foredraft.control.adaptive import AdaptiveBudget, Experience
+from foredraft.control.adaptive import AdaptiveBudget
+from foredraft.control.experience import Experience
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.cost import USUAL_PRICE, CostModel, Price, chain_speedup
+from foredraft.control.pairs import expected_of_pair
+from foredraft.core.cost import USUAL_PRICES, CostModel, Prices, chain_speedup
 from foredraft.core.errors import ModelLoadError
 from foredraft.core.traits import DrafterTraits
 from foredraft.drafters import build_drafter, check_parts, drafter_spec
@@ -18,13 +23,19 @@ from foredraft.drafters.base import Drafter
 from foredraft.drafters.spec import DrafterContext
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
+from foredraft.kernels.build import describe_instructions
+from foredraft.kernels.threads import available_cpus
+from foredraft.load import ModelPlan
+from foredraft.models.files.kept import recipe_of
 from foredraft.options import LoadOptions
+from foredraft.system.machine import cpu_name
 
 _BESIDE = ("self_draft", "suffix")
 """Loaded beside whatever "auto" means, where they can draft and pay: they join any text at any
 place."""
 _log = logging.getLogger("foredraft")
-_USUAL_CONTEXT = 256
+USUAL_CONTEXT, _MOST_NODES = 256, 16
+"""Tokens before a step, and nodes of it, where what drafts cost is asked beforehand."""
 _LEAST_SPEEDUP = 1.05
 """That a drafter which takes a forward a token has to promise to be loaded unasked."""
 
@@ -57,7 +68,7 @@ def policy_for(
         loaded = [LoadedDrafter(own, context.target, joins_late=joins_late)]
     elif fixed is None and options.drafter == "auto":
         loaded = _loaded_for_auto(
-            name, context, cost.price(_USUAL_CONTEXT) if cost else USUAL_PRICE
+            name, context, cost.prices([USUAL_CONTEXT], _MOST_NODES) if cost else USUAL_PRICES
         )
     else:
         loaded = [_loaded(name, context)]
@@ -66,10 +77,10 @@ def policy_for(
     return Policy(AdaptiveBudget([each.traits for each in loaded], cost, experience), loaded)
 
 
-def _loaded_for_auto(name: str, context: DrafterContext, price: Price) -> list[LoadedDrafter]:
+def _loaded_for_auto(name: str, context: DrafterContext, prices: Prices) -> list[LoadedDrafter]:
     """What "auto" means: the drafter of this name, and what joins any text at any place."""
     beside = _beside(name, replace(context, options={}))
-    paying = [each for each in beside if _speedup(each.traits, price) >= _LEAST_SPEEDUP]
+    paying = [each for each in beside if _speedup(each.traits, prices) >= _LEAST_SPEEDUP]
     return [_loaded(name, context), *paying]
 
 
@@ -86,15 +97,35 @@ def _beside(name: str, context: DrafterContext) -> Iterator[LoadedDrafter]:
             _log.info("no %s: %s", other, error)
 
 
-def _speedup(traits: DrafterTraits, price: Price) -> float:
+def _speedup(traits: DrafterTraits, prices: Prices) -> float:
     """What a drafter promises on average, if it takes a forward a token; inf: it does not."""
     if traits.round_share is None or traits.promise is None:
         return math.inf
-    return chain_speedup(sum(traits.promise) / 2, traits.round_share, price)
+    return chain_speedup(sum(traits.promise) / 2, traits.round_share, prices)
 
 
 def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:
     drafter, spec = build_drafter(name, context), drafter_spec(name)
     # One that needs something of forwards that it was not there for cannot join a text late.
     joins_late = not drafter.taps and not drafter.layers and spec.draft_model == "none"
-    return LoadedDrafter(drafter, context.target, name, spec.num_draft_tokens, joins_late)
+    loaded = LoadedDrafter(drafter, context.target, name, spec.num_draft_tokens, joins_late)
+    if context.draft_model is not None and spec.draft_model != "none":
+        by_token = "shape" not in context.options
+        loaded.traits = expected_of_pair(loaded.traits, context.size_share, by_token)
+    return loaded
+
+
+def experience_of(plan: ModelPlan | None, draft_plan: ModelPlan | None) -> Experience:
+    """What was learnt of this pair of models on this machine, kept for later processes.
+
+    Nothing where there is no draft model.
+    """
+    experience = Experience()
+    if plan is not None and draft_plan is not None:
+        machine = cpu_name(), available_cpus(), torch.get_num_threads(), describe_instructions()
+        models = plan.number_format, draft_plan.directory, draft_plan.number_format
+        recipe = recipe_of(*machine, *models, draft_plan.read_bytes)
+        name = f"pair-{recipe[:8]}"
+        experience.take_json(plan.kept.read_json(name, recipe))
+        experience.keep = partial(plan.kept.keep_json, name, recipe)
+    return experience

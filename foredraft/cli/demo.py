@@ -12,7 +12,7 @@ from rich.table import Table
 
 from foredraft.bench.prompts import BenchPrompt, load_prompts
 from foredraft.cli import options as o
-from foredraft.cli.display import legend, show_pieces
+from foredraft.cli.display import drafted_by, legend, show_pieces
 from foredraft.core.params import SamplingParams
 from foredraft.options import LoadOptions
 
@@ -54,7 +54,7 @@ def _compare(
     console.print(prompt.text, style="dim", markup=False, soft_wrap=True)
     runs = []
     for title, llm in (("plain", plain), ("speculative", speculative)):
-        console.print(Rule(f"{title}, drafter {llm.drafter_name}", align="left", style="dim"))
+        console.print(Rule(title, align="left", style="dim"))
         runs.append(_stream(console, llm, prompt, params))
     return runs[0], runs[1]
 
@@ -74,7 +74,8 @@ def _print_table(
     console.print(Rule("result", align="left"))
     console.print(legend())
     table = Table("prompt", box=None, padding=(0, 2, 0, 0))
-    for title in ("plain tok/s", "speculative tok/s", "speed-up", "committed per step"):
+    titles = ("plain tok/s", "speculative tok/s", "speed-up", "committed per step", "drafted by")
+    for title in titles:
         table.add_column(title, justify="right")
     for prompt, plain, speculative in pairs:
         table.add_row(
@@ -83,6 +84,7 @@ def _print_table(
             f"{speculative.tokens_per_s:.1f}",
             f"{speculative.tokens_per_s / plain.tokens_per_s:.2f}x" if plain.tokens_per_s else "-",
             f"{speculative.result.stats.committed_per_step:.2f}",
+            drafted_by(speculative.result.stats),
         )
     console.print(table)
     if llm.plan is not None:

@@ -53,33 +53,23 @@ def legend() -> Text:
     )
 
 
-def why_nothing_was_drafted(llm: LLM) -> str:
-    """The reason why a reply of several steps holds no drafts, in a few words."""
-    from foredraft.control.adaptive import AdaptiveBudget
-
-    controller = llm.controller
-    if llm.drafter_name == "none" or llm.options.num_draft_tokens == 0:
-        return "plain decoding was asked for"
-    if isinstance(controller, AdaptiveBudget) and not controller.report()["drafting"]:
-        return "the controller expected no draft to pay on this machine and text"
-    return f"drafter {llm.drafter_name} had nothing to propose for this text"
-
-
-def stats_line(stats: SpeculationStats, tokens_per_s: float, why_none: str | None = None) -> Text:
-    """One line of what speculation did.
-
-    Args:
-        why_none: said where nothing was drafted.
-    """
+def stats_line(stats: SpeculationStats, tokens_per_s: float) -> Text:
+    """One line of what speculation did, and why it did little where it did."""
     words = f"{stats.committed} tokens in {stats.steps} steps, {tokens_per_s:.1f} tokens/s"
     if stats.drafted:
         words += (
-            f"; drafted {stats.drafted}: {stats.accepted} accepted, {stats.rejected} rejected, "
-            f"{stats.discarded} past the stop; {stats.committed_per_step:.2f} committed per step"
+            f"; {drafted_by(stats)} drafted {stats.drafted}: {stats.accepted} accepted, "
+            f"{stats.rejected} rejected, {stats.discarded} past the stop; "
+            f"{stats.committed_per_step:.2f} committed per step"
         )
-    elif why_none is not None and stats.steps > 1:
-        words += f"; nothing was drafted: {why_none}"
+    if stats.plain_reason is not None and 2 * sum(stats.plain_steps.values()) > stats.steps > 1:
+        words += f"; {'little' if stats.drafted else 'nothing'} was drafted: {stats.plain_reason}"
     return Text(words, style="dim")
+
+
+def drafted_by(stats: SpeculationStats) -> str:
+    """The names of those that drafted, the one of most tokens first."""
+    return ", ".join(sorted(stats.drafters, key=lambda name: -stats.drafters[name])) or "-"
 
 
 def stats_dict(stats: SpeculationStats) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from foredraft.cli.display import (
     say,
     stats_dict,
     stats_line,
-    why_nothing_was_drafted,
 )
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
@@ -161,7 +160,7 @@ def _show(llm: LLM, events: Iterator[Event], num_prompt_tokens: int) -> None:
     stats, is_stopped = run.result.stats, run.result.finish_reason == "cancelled"
     if stats.accepted and console.is_terminal:
         notes.print(legend())
-    line = stats_line(stats, run.tokens_per_s, why_nothing_was_drafted(llm))
+    line = stats_line(stats, run.tokens_per_s)
     notes.print(Text.assemble(("stopped: ", "dim"), line) if is_stopped else line)
     if is_stopped:
         raise typer.Exit(130)
@@ -175,10 +174,10 @@ def _fail_if(error: str | None) -> None:
 
 
 def _report(llm: LLM, run: MeasuredRun, prompt: str) -> dict[str, Any]:
-    result = run.result
+    result, drafters = run.result, run.result.stats.drafters
     return {
         "model": llm.plan.name if llm.plan else None,
-        "drafter": llm.drafter_name,
+        "drafter": max(drafters, key=lambda name: drafters[name], default=llm.drafter_name),
         "prompt": prompt,
         "text": result.text,
         "token_ids": result.token_ids,

@@ -315,13 +315,15 @@ def _described(plan: Plan, load: int, saved: float) -> dict[str, Any]:
         load: requests at once.
         saved: of the time that the replies would have taken without drafts; negative: lost.
     """
+    from foredraft.core.cost import price_of
+
     pooled, rows = plan.pooled, len(plan.budgets)
-    node_ms = (plan.price.ms(1) - plan.price.ms(0)) * (1.0 if load == 1 else plan.plain_ms / load)
+    node_ms = (price_of(plan.prices, 1) - 1.0) * plan.plain_ms / load
     token_ms = 1.0 / plan.plain_rate
     if plan.is_trial:
         why = "nothing was expected to pay; trying again with a few rows"
     elif plan.drafter is None:
-        why = f"nothing pays: a plain token takes {token_ms:.2f} ms"
+        why = f"{plan.reason}; a plain token takes {token_ms:.2f} ms"
     else:
         assert pooled is not None
         likely = pooled.accepted / max(pooled.nodes, 1e-9)

@@ -1,11 +1,11 @@
-"""How often each slot of a draft is filled, and how often what fills it is accepted.
+"""How often each position of a draft is filled, and how often what fills it is accepted.
 
-Slot k is the k-th node of a proposal. Drafters put what they trust most first, so slots are places
-in an order of trust, in trees and chains alike. Counts of a request begin with those of its kind,
+Position k is the k-th node of a proposal. Drafters put what they trust most first, so positions
+are an order of trust, in trees and chains alike. Counts of a request begin with those of its kind,
 worth a few observations, and forget slowly. Requests whose distribution is bent by something that
 the others do not share (a grammar, bans, penalties) teach nobody but themselves.
 
-Shape legend: K slots; 2 for filled, and filled and accepted; 3 for how much noise there is.
+Shape legend: K positions; 2 for filled, and filled and accepted; 3 for how much noise there is.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ import numpy.typing as npt
 
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import RowStep
+from foredraft.core.traits import DrafterTraits
 
 Array: TypeAlias = npt.NDArray[Any]
-MOST_SLOTS = 32
+MOST_POSITIONS = 32
 
 _REQUEST_MEMORY = 0.97
 """What an observation of a request is still worth after the next: about the last 30 count."""
-_KIND_MEMORY = 0.995
+KIND_MEMORY = 0.995
 _KIND_WEIGHT = 16.0
 """Observations of its own after which a request counts more than its kind."""
 _FALLING = 0.71
-"""Of what is accepted, from slot to slot: before anything is known."""
+"""Prior: each further position is accepted so many times as often as the one before."""
 _KEPT = 0.9
-"""Of what was measured on other text that is expected here."""
+"""Prior: so much of the acceptance that was measured on other text."""
 
 Kind: TypeAlias = tuple[int, str]
 """Requests that teach each other: how much noise there is, and the coupling."""
@@ -60,16 +61,16 @@ def is_constrained(params: SamplingParams) -> bool:
 
 
 @dataclass(frozen=True)
-class Hope:
+class Prior:
     """What a drafter is expected to reach before anything is known of it.
 
     Attributes:
-        first: the chance that the first slot's token is accepted, by noise (see `kind_of`). Of
-            unknown drafters it is hopeful enough to try.
-        filled: the chance that the first slot is filled.
+        first: the chance that the first position's token is accepted, by noise (see `kind_of`). Of
+            unknown drafters it is high enough to try.
+        filled: the chance that the first position is filled.
         weight: observations that it is worth.
         is_measured: whether ``first`` was measured when the drafter was made.
-        is_chain: whether each slot is as good as the one before it, if that one is accepted.
+        is_chain: whether each position is as good as the one before it, if that one is accepted.
     """
 
     first: tuple[float, float, float] = (0.33, 0.25, 0.15)
@@ -79,32 +80,36 @@ class Hope:
     is_measured: bool = False
 
     @classmethod
-    def of(cls, promise: tuple[float, float] | None, is_chain: bool = False) -> Hope:
-        """From what was measured at temperatures 0 and 1 when it was made, if anything was."""
-        if promise is None:
-            return cls()
-        greedy, sampled = ((1.0 if is_chain else _KEPT) * chance for chance in promise)
-        return cls((greedy, (greedy + sampled) / 2, sampled), 1.0, 32.0, is_chain, True)
+    def of(cls, drafter: DrafterTraits) -> Prior:
+        """By what the drafter says of itself."""
+        is_chain = drafter.round_share is not None
+        if drafter.promise is None:
+            return cls(is_chain=is_chain)
+        greedy, sampled = ((1.0 if is_chain else _KEPT) * chance for chance in drafter.promise)
+        chances = (greedy, (greedy + sampled) / 2, sampled)
+        if drafter.is_guess:
+            return cls(chances, 1.0, 8.0, is_chain)
+        return cls(chances, 1.0, 32.0, is_chain, is_measured=True)
 
-    def less(self, share: float) -> Hope:
+    def less(self, share: float) -> Prior:
         greedy, little, much = (share * chance for chance in self.first)
         return replace(self, first=(greedy, little, much))
 
     @cached_property
     def rates_32K(self) -> Array:
-        """[3, 2, K] by noise: see `SlotCounts.rates`."""
+        """[3, 2, K] by noise: see `PositionCounts.rates`."""
         return np.stack([*map(self.rates_2K, self.first)])
 
     def rates_2K(self, first: float) -> Array:
-        """Likewise, with this chance of the first slot's token."""
-        slots = np.arange(MOST_SLOTS)
-        filled = self.filled * (1.0 if self.is_chain else 0.95) ** slots
+        """[2, K] with this chance of the first position's token."""
+        before_K = np.arange(MOST_POSITIONS)
+        filled_K = self.filled * (1.0 if self.is_chain else 0.95) ** before_K
         falling = first if self.is_chain else _FALLING
-        return np.stack((filled, np.minimum(filled, first * falling**slots)))
+        return np.stack((filled_K, np.minimum(filled_K, first * falling**before_K)))
 
 
-class SlotCounts:
-    """Counts [3, K]: how often a slot was allowed, was filled, was accepted.
+class PositionCounts:
+    """Counts [3, K]: how often a position was allowed, was filled, was accepted.
 
     Args:
         memory: what an observation is still worth after the next.
@@ -112,10 +117,10 @@ class SlotCounts:
 
     def __init__(self, memory: float) -> None:
         self._memory = memory
-        self.counts = np.zeros((3, MOST_SLOTS))
+        self.counts = np.zeros((3, MOST_POSITIONS))
 
     def note(self, row: RowStep) -> None:
-        budget = min(row.budget, MOST_SLOTS)
+        budget = min(row.budget, MOST_POSITIONS)
         self.counts[:, :budget] *= self._memory
         self.counts[0, :budget] += 1.0
         self.counts[1, : min(len(row.proposal.tree), budget)] += 1.0
@@ -123,13 +128,13 @@ class SlotCounts:
             self.counts[2, [node for node in row.verdict.path if node < budget]] += 1.0
 
     def rates(self, prior_2K: Array, weight: float) -> Array:
-        """[2, K]: the chance that a slot is filled, and that it is filled and accepted."""
+        """[2, K]: the chance that a position is filled, and that it is filled and accepted."""
         allowed_K = self.counts[0]
         rates_2K: Array = (self.counts[1:] + weight * prior_2K) / (allowed_K + weight)
         return rates_2K
 
     def chain_chance(self, prior: float, weight: float) -> float:
-        """The chance of a chain's token where the one before it was accepted, by all slots."""
+        """The chance of a chain's token where the one before it was accepted, by all positions."""
         filled_K, accepted_K = self.counts[1:]
         chances_K = accepted_K / np.maximum(filled_K, 1e-9)
         num_decided = float(filled_K[0] + filled_K[1:] @ chances_K[:-1])
@@ -138,7 +143,7 @@ class SlotCounts:
 
 _ENOUGH = 100.0
 _BELOW, _DEVIATIONS = 0.1, 4.0
-"""A promise is not kept where so much is missing, and so many standard deviations of the count."""
+"""A drafter is below what was measured by so much, and by so many standard deviations."""
 
 
 LIKELY_CAUSES = "another chat template, other weights or another language than then"
@@ -146,7 +151,7 @@ LIKELY_CAUSES = "another chat template, other weights or another language than t
 
 
 @dataclass(frozen=True)
-class Promise:
+class FirstToken:
     """How often a drafter's first token is right, beside what was measured when it was made.
 
     Attributes:
@@ -162,7 +167,7 @@ class Promise:
     count: float
 
     @property
-    def is_broken(self) -> bool:
+    def is_below(self) -> bool:
         """Whether it stays below by more than chance would have it."""
         if self.count < _ENOUGH:
             return False
@@ -170,37 +175,37 @@ class Promise:
         return self.promised - self.seen > max(_BELOW, _DEVIATIONS * deviation)
 
 
-Lessons: TypeAlias = dict[tuple[str, Kind], SlotCounts]
-"""What was learnt, by drafter and kind of request."""
+KindCounts: TypeAlias = dict[tuple[str, Kind], PositionCounts]
+"""By drafter and kind of request."""
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Request:
     kind: Kind
     is_constrained: bool
-    own: dict[str, SlotCounts]
+    own: dict[str, PositionCounts]
 
 
 class Acceptance:
     """See the module docstring. Drafters are told apart by name.
 
     Args:
-        lessons: what is known already; it grows.
-        hopes: by drafter: what to begin with where nothing is known.
+        kinds: what is known already; it grows.
+        priors: by drafter: what to begin with where nothing is known.
     """
 
     def __init__(
-        self, lessons: Lessons | None = None, hopes: Mapping[str, Hope] | None = None
+        self, kinds: KindCounts | None = None, priors: Mapping[str, Prior] | None = None
     ) -> None:
-        self._kinds = {} if lessons is None else lessons
-        self._hopes = dict(hopes or {})
-        self._requests: dict[int, _Kept] = {}
+        self._kinds = {} if kinds is None else kinds
+        self._priors = dict(priors or {})
+        self._requests: dict[int, _Request] = {}
 
     def begin(self, request_id: int, params: SamplingParams) -> None:
         """From now on this request is known; not when it is known already."""
         if request_id not in self._requests:
-            kept = _Kept(kind_of(params), is_constrained(params), {})
-            self._requests[request_id] = kept
+            known = _Request(kind_of(params), is_constrained(params), {})
+            self._requests[request_id] = known
 
     def knows(self, request_id: int) -> bool:
         """Whether a request has begun here, and not ended."""
@@ -210,47 +215,52 @@ class Acceptance:
         self._requests.pop(request_id, None)
 
     def observe(self, drafter: str, row: RowStep) -> None:
-        """One step of one row; nothing is learnt where the drafter was not asked."""
-        kept = self._requests.get(row.request_id)
-        if kept is None or not row.budget:
+        """One step of one row. Nothing is learnt where the drafter was not asked, nor from tokens
+        that rules forced or that come behind such."""
+        request = self._requests.get(row.request_id)
+        if request is None or not row.budget or row.num_forced:
             return
-        kept.own.setdefault(drafter, SlotCounts(_REQUEST_MEMORY)).note(row)
-        if not kept.is_constrained:
-            key = drafter, kept.kind
-            self._kinds.setdefault(key, SlotCounts(_KIND_MEMORY)).note(row)
+        request.own.setdefault(drafter, PositionCounts(_REQUEST_MEMORY)).note(row)
+        if not request.is_constrained:
+            key = drafter, request.kind
+            self._kinds.setdefault(key, PositionCounts(KIND_MEMORY)).note(row)
 
     def rates(self, drafter: str, request_id: int) -> Array:
-        """[2, K] of a request: see `SlotCounts.rates`."""
-        kept = self._requests[request_id]
-        kind_2K = self.kind_rates(drafter, kept.kind)
-        own = kept.own.get(drafter)
-        return kind_2K if own is None else own.rates(kind_2K, _KIND_WEIGHT)
+        """[2, K] of a request: see `PositionCounts.rates`."""
+        request = self._requests[request_id]
+        kind_2K = self.kind_rates(drafter, request.kind)
+        own, prior = request.own.get(drafter), self._prior(drafter)
+        if own is None:
+            return kind_2K
+        if prior.is_chain:
+            kind_2K = prior.rates_2K(own.chain_chance(float(kind_2K[1, 0]), _KIND_WEIGHT))
+        return own.rates(kind_2K, _KIND_WEIGHT)
 
     def kind_rates(self, drafter: str, kind: Kind) -> Array:
         """[2, K] of requests like these."""
-        counts, hope = self._kinds.get((drafter, kind)), self._hope(drafter)
+        counts, prior = self._kinds.get((drafter, kind)), self._prior(drafter)
         if counts is None:
-            return self.hoped(drafter, kind)
-        if not hope.is_chain:
-            return counts.rates(self.hoped(drafter, kind), hope.weight)
-        # Else a slot that was never tried would be thought worse than the one before it for ever.
-        first = counts.chain_chance(hope.first[kind[0]], hope.weight)
-        return counts.rates(hope.rates_2K(first), hope.weight)
+            return self.prior_rates(drafter, kind)
+        if not prior.is_chain:
+            return counts.rates(self.prior_rates(drafter, kind), prior.weight)
+        # Else a position never tried would be thought worse than the one before it for ever.
+        first = counts.chain_chance(prior.first[kind[0]], prior.weight)
+        return counts.rates(prior.rates_2K(first), prior.weight)
 
-    def hoped(self, drafter: str, kind: Kind) -> Array:
+    def prior_rates(self, drafter: str, kind: Kind) -> Array:
         """[2, K] of requests like these, had nothing been seen yet."""
-        rates_2K: Array = self._hope(drafter).rates_32K[kind[0]]
+        rates_2K: Array = self._prior(drafter).rates_32K[kind[0]]
         return rates_2K
 
-    def promises(self) -> list[Promise]:
+    def first_tokens(self) -> list[FirstToken]:
         """Of all drafters that were measured when they were made, and have drafted since."""
         return [
-            Promise(drafter, _NOISES[noise], hope.first[noise], right / filled, filled)
+            FirstToken(drafter, _NOISES[noise], prior.first[noise], right / filled, filled)
             for (drafter, (noise, coupling)), counts in self._kinds.items()
-            if (hope := self._hope(drafter)).is_measured and coupling == "seeded"
+            if (prior := self._prior(drafter)).is_measured and coupling == "seeded"
             for _, filled, right in [counts.counts[:, 0].tolist()]
             if filled
         ]
 
-    def _hope(self, drafter: str) -> Hope:
-        return self._hopes.setdefault(drafter, Hope())
+    def _prior(self, drafter: str) -> Prior:
+        return self._priors.setdefault(drafter, Prior())

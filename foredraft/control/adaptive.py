@@ -1,10 +1,11 @@
 """The default controller: drafts where it pays and as much as pays, and hardly loses elsewhere.
 
-Every few steps, and whenever rows come or go, it plans anew: for each loaded drafter it pools the
-slots of all rows (`pooled`), weighs what they are expected to commit (`acceptance`) against the
-forward and the drafter's own time (`times`), and compares the best of them with plain decoding.
-Where nothing pays, drafters are sent away: following a text costs time, too. They come back for
-short trials, ever more rarely as long as these fail. All of it lives within what a `Ledger` leaves.
+Every few steps, and whenever rows come or go, it plans anew: each row gets the drafter that pays
+most for it, the draft positions of all rows are pooled (`pooled`), and what they are expected to
+commit (`acceptance`) is weighed against the forward and the drafters' own times (`times`). The best
+plan is compared with plain decoding. Where nothing pays, drafters are sent away: following a text
+costs time, too. They come back for short trials, ever more rarely as long as these fail. All of it
+lives within what a `Ledger` leaves.
 
 It looks at records of past steps only. So no budget depends on a token that is drafted under it,
 which drawn drafts need (docs/understand/verify.md#non-anticipation). docs/understand/control.md
@@ -14,36 +15,29 @@ has the whole story.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from foredraft.control.acceptance import LIKELY_CAUSES, Acceptance, Hope, Lessons, Promise
+from foredraft.control.acceptance import LIKELY_CAUSES, Acceptance, FirstToken, Prior
 from foredraft.control.base import Allowance, Row
+from foredraft.control.experience import Experience
 from foredraft.control.ledger import Ledger
 from foredraft.control.planner import TRIAL_STEPS, Plan, Planner
-from foredraft.control.times import DraftTimes
+from foredraft.control.times import HICCUP
 from foredraft.core.cost import CostModel
-from foredraft.core.record import RowStep, StepRecord
+from foredraft.core.record import DrafterTimes, RowStep, StepRecord
 from foredraft.core.traits import DrafterTraits
 
 _log = logging.getLogger("foredraft")
 _EVERY, _EVERY_PLAIN = 8, 32
 """Steps between two plans, at most: while rows draft, and while nothing is learnt."""
 _LOOKED_AT = 64
-"""Steps between two looks at what drafters promised."""
-_LATER_HOPE = 0.3
-"""Of drafters behind the first that promise nothing, until something is known of them."""
+"""Steps between two comparisons of first tokens with what was measured."""
+_LATER_SHARE = 0.3
+"""Prior acceptance of drafters behind the first, of which nothing was measured: so much less."""
 _USUAL_TIMES = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.0), (16, 3.3))
 """In plain steps, where nothing was measured: a usual CPU."""
-
-
-@dataclass
-class Experience:
-    """What was learnt of drafters; engines on the same models share it."""
-
-    lessons: Lessons = field(default_factory=dict)
-    times: DraftTimes = field(default_factory=DraftTimes)
 
 
 class AdaptiveBudget:
@@ -68,24 +62,27 @@ class AdaptiveBudget:
         ledger: Ledger | None = None,
     ) -> None:
         self._is_measured, self._cost = cost is not None, cost or CostModel(_USUAL_TIMES)
-        experience = experience or Experience()
+        self._experience = experience = experience or Experience()
         self._times = experience.times
-        hopes = {
-            d.name: Hope.of(d.promise, d.round_share is not None).less(
-                _LATER_HOPE if i and d.promise is None else 1.0
-            )
+        priors = {
+            d.name: Prior.of(d).less(_LATER_SHARE if i and d.promise is None else 1.0)
             for i, d in enumerate(drafters)
         }
-        self._acceptance = Acceptance(experience.lessons, hopes)
+        self._acceptance = Acceptance(experience.kinds, priors)
         self.ledger = ledger or Ledger()
         times = self._times if self._is_measured else None
-        self._planner = Planner(drafters, self._cost, times, self._acceptance, self.ledger)
+        self._planner = Planner(
+            drafters, self._cost, times, self._acceptance, self.ledger, experience.lengths
+        )
         self._plan: Plan | None = None
         self._planned_for: tuple[int, ...] = ()
         self._left, self._every = 0, 1
         self._context = 64
         self._num_steps = self._num_drafting = 0
         self._told: set[tuple[str, str]] = set()
+        self._followed: dict[int, str] = {}  # by request: the drafter in its last step
+        self._has_drafted: set[int] = set()  # requests with their drafter of now
+        self._num_committed: dict[int, int] = {}
 
     # ---- what the engine asks -------------------------------------------------------------------
 
@@ -93,8 +90,7 @@ class AdaptiveBudget:
         self._acceptance.begin(row.request_id, row.params)
         if row.params.speculation in self._planner.drafters:  # one that is asked for by name
             return row.params.speculation
-        drafters = [other.drafter for other in others]
-        return self._planner.best_for_new(row.params, drafters, self._context)
+        return self._planner.best_for_new(row, others, self._context)
 
     def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
         if not rows:
@@ -107,8 +103,8 @@ class AdaptiveBudget:
         if plan is None or ids != self._planned_for or self._left <= 0 or not can_pay(plan):
             plan = self._planner.plan(rows, others, plan, self._num_steps)
             rest = min(self._planner.rests_until - self._num_steps, _EVERY_PLAIN)
-            self._every = min(2 * self._every, _EVERY) if plan.drafter else max(_EVERY, rest)
-            if self._plan is None or plan.drafter != self._plan.drafter:
+            self._every = min(2 * self._every, _EVERY) if plan.budgets else max(_EVERY, rest)
+            if self._plan is None or plan.names != self._plan.names:
                 self._every = 1
             self._left = TRIAL_STEPS if plan.is_trial else self._every
             self._plan, self._planned_for = plan, ids
@@ -130,58 +126,122 @@ class AdaptiveBudget:
             self.ledger.book(times.score_ms + drafter_ms, times.score_ms, times.score_ms)
         self._num_steps += 1
         if self._num_steps % _LOOKED_AT == 0:
-            self._tell_of_promises()
-        self._num_drafting += any(len(row.proposal.tree) for row in rows)
+            self._warn_of_first_tokens()
+        if any(len(row.proposal.tree) for row in rows):
+            self._num_drafting += 1
+            self._experience.note_step()
         for row in rows:
-            if row.drafter is not None:
-                self._acceptance.observe(row.drafter, row)
+            self._note(row)
+
+    def _note(self, row: RowStep) -> None:
+        number = row.request_id
+        committed = self._num_committed.get(number, 0) + len(row.committed)
+        self._num_committed[number] = committed
+        if row.drafter != self._followed.get(number):
+            self._followed.pop(number, None)
+            self._has_drafted.discard(number)
+        if row.drafter is not None:
+            self._followed[number] = row.drafter
+            self._acceptance.observe(row.drafter, row)
+            if row.budget:
+                self._has_drafted.add(number)
+        if row.finish_reason in ("stop", "length"):
+            self._experience.lengths.note(committed)
 
     def _drafter_ms(
         self, record: StepRecord, rows: Sequence[RowStep], plain_ms: float, forward_ms: float
     ) -> float:
-        """What drafters take in a step for these rows; the times of a single drafter are kept.
+        """What drafters take in a step for these rows. Hiccups of the machine are left out.
 
         Args:
             plain_ms: the forward as it would be without drafts.
             forward_ms: the forward as it should be: where it took longer, all else did, too.
         """
-        times, drafters = record.times, {row.drafter for row in rows} - {None}
-        if not self._is_measured:
-            return plain_ms * self._promised_share(rows)
-        if not drafters:
-            return 0.0
-        spent_ms = times.draft_ms + times.learn_ms
-        num_followed = sum(row.drafter is not None for row in rows)
-        num_followed_in_all = sum(row.drafter is not None for row in record.rows)
-        if num_followed < num_followed_in_all:  # other controllers' drafters took their part
-            return spent_ms * num_followed / num_followed_in_all
-        if len(drafters) > 1 or not record.is_decoding:
-            return spent_ms
-        num_asked = sum(row.budget > 0 for row in rows)
-        (name,) = drafters
-        assert name is not None
-        num_rounds, share = 1, self._planner.drafters[name].round_share
-        if share is not None:
-            num_rounds = max(min(len(row.proposal.tree), row.budget) for row in rows)
-        slowness = max(1.0, times.score_ms / forward_ms)
-        return self._times.observe(
-            *(name, num_asked, times.draft_ms / slowness),
-            *(num_followed, times.learn_ms / slowness, num_rounds),
-            expected_ms=None if share is None else share * plain_ms,
-        )
-
-    def _promised_share(self, rows: Sequence[RowStep]) -> float:
-        """What the drafters' forwards of a step should take, in plain steps; other work is free."""
-        most_nodes: dict[str, int] = {}
+        times = record.times
+        by_drafter: dict[str, list[RowStep]] = {}
         for row in rows:
             if row.drafter is not None:
-                nodes = max(most_nodes.get(row.drafter, 0), len(row.proposal.tree))
-                most_nodes[row.drafter] = nodes
+                by_drafter.setdefault(row.drafter, []).append(row)
+        if not self._is_measured:
+            return plain_ms * self._promised_share(by_drafter)
+        num_followed = sum(map(len, by_drafter.values()))
+        num_followed_in_all = sum(row.drafter is not None for row in record.rows)
+        if num_followed < num_followed_in_all:  # other controllers' drafters took their part
+            all_ms = times.draft_ms + times.learn_ms + times.begin_ms + times.read_ms
+            return all_ms * num_followed / num_followed_in_all
+        taken = _by_drafter(record, by_drafter)
+        if taken is None:
+            self.ledger.invest(times.read_ms)
+            return times.draft_ms + times.learn_ms + times.begin_ms
+        return sum(
+            self._joining_ms(name, mine, taken[name])
+            + self._drafting_ms(record, name, mine, taken[name], plain_ms, forward_ms)
+            for name, mine in by_drafter.items()
+        )
+
+    def _joining_ms(self, name: str, rows: Sequence[RowStep], taken: DrafterTimes) -> float:
+        """What beginning to follow texts took, and what draft models read, which is invested."""
+        new = sum(r.context + r.num_read for r in rows if self._followed.get(r.request_id) != name)
+        old = sum(
+            r.num_read for r in rows if r.num_read > 1 and self._followed.get(r.request_id) == name
+        )
+        if self._planner.drafters[name].reads and (taken.read_ms or new or old):
+            self._invest(name, taken.read_ms, new + old)
+        return self._times.joined(name, new, taken.begin_ms) if new else taken.begin_ms
+
+    def _invest(self, name: str, read_ms: float, num_tokens: int) -> None:
+        self.ledger.invest(read_ms)
+        self._times.has_read(name, num_tokens, read_ms)
+
+    def _drafting_ms(
+        self,
+        record: StepRecord,
+        name: str,
+        rows: Sequence[RowStep],
+        taken: DrafterTimes,
+        plain_ms: float,
+        forward_ms: float,
+    ) -> float:
+        """What a drafter took to propose and to follow: its times are learnt."""
+        num_asked = sum(row.budget > 0 for row in rows)
+        num_rounds, drafter = 1, self._planner.drafters[name]
+        share, draft_ms, expected_ms = drafter.round_share, taken.draft_ms, None
+        if share is not None:
+            num_rounds = max(min(len(row.proposal.tree), row.budget) for row in rows)
+            expected_ms = share * plain_ms
+        known_ms = self._times.round_ms(name, num_asked)
+        usual_ms = expected_ms if known_ms is None else known_ms
+        if usual_ms is not None:
+            most_ms = HICCUP * max(num_rounds, 1) * usual_ms
+            is_new = any(row.budget and row.request_id not in self._has_drafted for row in rows)
+            if drafter.reads and is_new and draft_ms > most_ms:  # it read the text, too
+                self._invest(name, draft_ms - most_ms / HICCUP, 0)
+                draft_ms = most_ms / HICCUP
+            if not record.is_decoding:
+                return min(draft_ms, most_ms) + taken.learn_ms
+        if not record.is_decoding:
+            return draft_ms + taken.learn_ms
+        slowness = max(1.0, record.times.score_ms / forward_ms)
+        return self._times.observe(
+            *(name, num_asked, draft_ms / slowness),
+            *(len(rows), taken.learn_ms / slowness, num_rounds),
+            expected_ms=expected_ms,
+        )
+
+    def _promised_share(self, by_drafter: Mapping[str, Sequence[RowStep]]) -> float:
+        """What the drafters' forwards of a step should take, in plain steps; other work is free."""
         drafters = self._planner.drafters
-        return sum(n * (drafters[name].round_share or 0.0) for name, n in most_nodes.items())
+        return sum(
+            max(len(row.proposal.tree) for row in rows) * (drafters[name].round_share or 0.0)
+            for name, rows in by_drafter.items()
+        )
 
     def end(self, request_id: int) -> None:
         self._acceptance.end(request_id)
+        self._followed.pop(request_id, None)
+        self._has_drafted.discard(request_id)
+        self._num_committed.pop(request_id, None)
+        self._experience.keep_now_and_then()
 
     # ---- for people -----------------------------------------------------------------------------
 
@@ -206,43 +266,65 @@ class AdaptiveBudget:
         return self._plan
 
     @property
-    def promises(self) -> list[Promise]:
+    def first_tokens(self) -> list[FirstToken]:
         """What drafters do, beside what was measured when they were made."""
-        return self._acceptance.promises()
+        return self._acceptance.first_tokens()
 
-    def _tell_of_promises(self) -> None:
-        for promise in self.promises:
-            if promise.is_broken and (promise.drafter, promise.noise) not in self._told:
-                self._told.add((promise.drafter, promise.noise))
+    def _warn_of_first_tokens(self) -> None:
+        for found in self.first_tokens:
+            if found.is_below and (found.drafter, found.noise) not in self._told:
+                self._told.add((found.drafter, found.noise))
                 _log.warning(
                     "drafter %s: its first token is right in %.0f %% of drafts (%s), and %.0f %% "
                     "were measured when it was made. Texts stay right and come slower. Likely "
                     "causes: %s",
-                    *(promise.drafter, 100 * promise.seen, promise.noise, 100 * promise.promised),
+                    *(found.drafter, 100 * found.seen, found.noise, 100 * found.promised),
                     LIKELY_CAUSES,
                 )
 
     def _allowance(self, row: Row, plan: Plan) -> Allowance:
         budget = max(0, min(plan.budgets.get(row.request_id, 0), row.room))
-        drafter = plan.drafter if budget else row.drafter
+        drafter = plan.drafters[row.request_id] if budget else row.drafter
         if drafter is not None and not budget and not self._stays(drafter, plan):
             drafter = None
         spare = self._planner.drafters[drafter].spare if budget and drafter else 0
-        return Allowance(drafter, budget, plan.price, row.room, spare)
+        return Allowance(drafter, budget, plan.prices, row.room, spare, plan.reason)
 
     def _stays(self, name: str, plan: Plan) -> bool:
         """Whether a drafter goes on following a row that drafts nothing for now.
 
-        One that could come back at any time does not. One that could not stays as long as following
-        can be paid, unless another has taken its place.
+        One that could come back at any time does not. One that could not, or would have to read
+        the text again, stays as long as following can be paid, unless another has taken its place.
         """
-        if plan.drafter == name:
+        if name in plan.names:
             return True
-        if self._planner.drafters[name].joins_late or (
-            plan.drafter is not None and not plan.is_trial
-        ):
+        if not self._planner.keeps_text(name) or (plan.budgets and not plan.is_trial):
             return False
         return self.ledger.left_ms(plan.plain_ms) > 0.0
+
+
+def _by_drafter(
+    record: StepRecord, rows: Mapping[str, Sequence[RowStep]]
+) -> dict[str, DrafterTimes] | None:
+    """What each drafter took; None where there are several and it is not known.
+
+    Planning and the like, which no drafter did, are shared out by the rows that were asked for.
+    """
+    times = record.times
+    if len(rows) == 1:
+        (name,) = rows
+        whole = DrafterTimes(times.begin_ms, times.draft_ms, times.learn_ms, times.read_ms)
+        return {name: whole}
+    if not all(name in times.drafters for name in rows):
+        return None
+    asked = {name: sum(row.budget > 0 for row in mine) for name, mine in rows.items()}
+    other_ms = times.draft_ms - sum(times.drafters[name].draft_ms for name in rows)
+    each_ms = max(0.0, other_ms) / max(1, sum(asked.values()))
+    return {
+        name: replace(found, draft_ms=found.draft_ms + each_ms * asked[name])
+        for name in rows
+        for found in [times.drafters[name]]
+    }
 
 
 def _plain_sizes(record: StepRecord, rows: Sequence[RowStep]) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from foredraft.core.cost import USUAL_PRICE, Price
+from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.params import SamplingParams
 from foredraft.core.record import StepRecord
 
@@ -21,6 +21,7 @@ class Row(Protocol):
         excluded_drafters: drafters that do not draft for it: it asks for another one or for none,
             they failed for it, are left out because they kept failing, or could not draft for it.
         room: the most nodes that it may draft in the step to come.
+        num_remaining: tokens that it may still commit.
     """
 
     @property
@@ -41,6 +42,9 @@ class Row(Protocol):
     @property
     def room(self) -> int: ...
 
+    @property
+    def num_remaining(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class Allowance:
@@ -50,17 +54,20 @@ class Allowance:
         drafter: who drafts for it from now on; None: nobody. One that cannot join a text in the
             middle does not come back.
         budget: the most nodes that this drafter is asked for; 0 is a legal answer.
-        price: what nodes cost the row in this step.
+        prices: what nodes cost the row in this step.
         spare: nodes that it may add: see `DrafterTraits.spare`.
+        reason: why the budget is 0, where it is, in a few words for people. What is behind a colon
+            may differ from step to step.
         num_forced: the most tokens that may be drafted because the row's rules leave no choice:
             they need no drafter and are all but certain.
     """
 
     drafter: str | None = None
     budget: int = 0
-    price: Price = USUAL_PRICE
+    prices: Prices = USUAL_PRICES
     num_forced: int = 0
     spare: int = 0
+    reason: str = ""
 
 
 class Controller(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.control.base import Allowance, Row
-from foredraft.core.cost import USUAL_PRICE, CostModel, Price
+from foredraft.core.cost import USUAL_PRICES, CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.record import StepRecord
 from foredraft.core.traits import OWN
@@ -39,17 +39,15 @@ class FixedBudget:
     def allow(self, rows: Sequence[Row], others: Sequence[Row] = ()) -> list[Allowance]:
         most = self.num_draft_tokens
         if not most:
-            return [Allowance(row.drafter) for row in rows]
-        num_rows = len(rows) + len(others)
-        return [Allowance(row.drafter, most, self._price(row, num_rows), most) for row in rows]
+            reason = "plain decoding was asked for"
+            return [Allowance(row.drafter, reason=reason) for row in rows]
+        prices = USUAL_PRICES
+        if self._cost is not None and rows:
+            prices = self._cost.prices([len(row.tokens) for row in (*rows, *others)], most)
+        return [Allowance(row.drafter, most, prices, most) for row in rows]
 
     def observe(self, record: StepRecord) -> None:
         """The budget does not depend on what happens."""
 
     def end(self, request_id: int) -> None:
         """Nothing is kept of a request."""
-
-    def _price(self, row: Row, num_rows: int) -> Price:
-        if self._cost is None:
-            return USUAL_PRICE
-        return self._cost.price(len(row.tokens), num_rows)

@@ -10,6 +10,11 @@ nothing accepted is there. So, whatever happens,
 
 by the times that the cost model and the drafters' own clocks gave. Given those it is arithmetic,
 not chance. The limit keeps savings of long ago from paying for losses now.
+
+A prompt that a draft model reads is an investment and has an account of its own: what is owed is
+paid back by what drafts save beyond that limit, and by as small a share of plain time. While more
+is owed than a reply is expected to save, no other text is read. So reading adds to the right side
+what is owed at most, and the same share once more.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ SHARE = 0.0075
 """Of all plain time that may be lost."""
 FIRST_TOKENS, FIRST_STEPS = 4.0, 1.5
 _MOST_STEPS = 8.0
+_PAYS = 1.25
+"""How many times what reading takes a reply has to be expected to save."""
 
 
 @dataclass
@@ -31,12 +38,14 @@ class Ledger:
         plain_ms: what all tokens so far would have taken without drafts.
         spent_ms: what they took.
         balance_ms: what may still be lost; None before `begin`.
+        owed_ms: what draft models have read and drafts have not saved yet.
     """
 
     share: float = SHARE
     plain_ms: float = 0.0
     spent_ms: float = 0.0
     balance_ms: float | None = None
+    owed_ms: float = 0.0
 
     @property
     def saved_ms(self) -> float:
@@ -56,6 +65,19 @@ class Ledger:
         """Whether a step may be run that loses this much if nothing is accepted."""
         return ms <= self.left_ms(plain_step_ms)
 
+    def can_invest(self, read_ms: float, saving_ms: float) -> bool:
+        """Whether a draft model may read a text for this long.
+
+        Args:
+            saving_ms: what the rest of the reply is expected to save with it.
+        """
+        return _PAYS * read_ms <= saving_ms and self.owed_ms <= saving_ms
+
+    def invest(self, read_ms: float) -> None:
+        """A draft model has read for this long."""
+        self.spent_ms += read_ms
+        self.owed_ms += read_ms
+
     def book(self, spent_ms: float, plain_ms: float, plain_step_ms: float) -> None:
         """A step has been run.
 
@@ -68,5 +90,7 @@ class Ledger:
         self.plain_ms += plain_ms
         before = self.left_ms(plain_step_ms)
         after = before + (1.0 + self.share) * plain_ms - spent_ms
-        # Lowering a full account because steps have become shorter would be a loss nobody made.
+        # Never lower a balance only because the limit, which is in plain steps, has shrunk.
         self.balance_ms = min(after, max(before, _MOST_STEPS * plain_step_ms))
+        paid_ms = after - self.balance_ms + self.share * plain_ms
+        self.owed_ms = max(0.0, self.owed_ms - paid_ms)

@@ -1,32 +1,32 @@
-"""Plans: which drafter, which rows, how many nodes; and when to try what does not seem to pay.
+"""Plans: which rows draft, with which drafters, how many nodes; and when to try what does not seem
+to pay.
 
 docs/understand/control.md has the whole story.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
-from foredraft.control.acceptance import MOST_SLOTS, Acceptance, Array, Kind, kind_of
+import numpy as np
+
+from foredraft.control.acceptance import MOST_POSITIONS, Acceptance, Array, kind_of
 from foredraft.control.base import Row
+from foredraft.control.experience import ReplyLengths
 from foredraft.control.ledger import Ledger
-from foredraft.control.pooled import Pooled, PooledRow, best_prefix
+from foredraft.control.pooled import DrafterCost, Pooled, PooledRow, best_prefix
 from foredraft.control.times import DraftTimes
-from foredraft.core.cost import CostModel, LinearPrice, Price, PriceList
-from foredraft.core.params import SamplingParams
+from foredraft.core.cost import CostModel, Prices, price_of, relative
 from foredraft.core.traits import DrafterTraits
-
-Drafters = Sequence[str | None]
-"""Who drafts for each of the running requests; None: nobody."""
 
 _MOST_NODES = 16, 4
 """Of one step: so many, and so many a row."""
 _MARGIN = 1.01
 """By how much drafting has to be better before it begins; once begun it has to be better at all."""
 _STAKE = 0.5
-"""Of what may still be lost that one step may put at risk."""
+"""A single step may risk at most this fraction of what may still be lost."""
 TRIAL_STEPS, _TRIAL_ROWS = 6, 2
 _TRIALS = ((_TRIAL_ROWS, 4), (1, 4), (1, 2), (1, 1))
 """Rows and nodes of each: the first that can be paid."""
@@ -35,10 +35,18 @@ _MOST_ROWS = 1 << 20
 _LONGEST_WAIT = 64
 """New requests between two chances of a drafter that does not seem to pay, at most."""
 _UNKNOWN, _UNKNOWN_HEAD = 0.02, 0.2
-"""Of a plain step, for each row: how long drafting takes before anything is known. A drafter that
-promises something was trained, and runs layers."""
+"""Assumed drafting time of a row, in plain steps, before any is measured: of drafters that copy
+text, and of trained ones."""
 _LEAVING = 1.1
-"""How much better it has to go with another drafter before one is let go that cannot return."""
+"""How much more throughput a switch needs where the row's drafter would lose what it has read."""
+_JOIN_STEPS = 16
+"""Steps that what joining a text takes is spread over."""
+_NEARLY = 0.8
+"""A draft model that was asked for is tried where it is expected to reach this rate of plain
+decoding, and reads no text that takes longer than this share of the reply."""
+_READ_SHARE = 0.25
+_READ_TOKENS = 256
+"""Of a prompt's forward, for what a token of it takes before it is measured."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +54,70 @@ class Plan:
     """How the next few steps draft.
 
     Attributes:
-        drafter: for all rows that can have it; None: plain decoding.
-        budgets: by request; others draft nothing.
+        drafters, budgets: by request; others draft nothing.
         plain_ms, plain_rate: of plain decoding: a step, and committed tokens a millisecond.
         pooled: what is expected.
-        price: of a row's nodes.
+        prices: of a row's nodes.
         loss_ms: of a step in which nothing is accepted.
         is_trial: tried although it is not expected to pay.
+        reason: why rows without a budget have none.
     """
 
-    drafter: str | None
-    budgets: Mapping[int, int]
     plain_ms: float
     plain_rate: float
-    pooled: Pooled | None
-    price: Price
+    prices: Prices = (1.0,)
+    drafters: Mapping[int, str] = field(default_factory=dict)
+    budgets: Mapping[int, int] = field(default_factory=dict)
+    pooled: Pooled | None = None
     loss_ms: float = 0.0
     is_trial: bool = False
+    reason: str = ""
+
+    @property
+    def drafter(self) -> str | None:
+        """The one that drafts for most rows; None: plain decoding."""
+        names = Counter(self.drafters.values()).most_common(1)
+        return names[0][0] if names else None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the drafters that draft."""
+        return frozenset(self.drafters.values())
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The rows that a plan is made for, and what a step of them takes.
+
+    Attributes:
+        rows: that may draft.
+        num_rows: all of the batch.
+        step_ms: the forward with 0, 1, … nodes.
+        drafter_of: who drafts for each of the rows now.
+        now: the names of the drafters of the plan so far.
+    """
+
+    rows: Sequence[Row]
+    num_rows: int
+    step_ms: tuple[float, ...]
+    drafter_of: Mapping[int, str | None]
+    now: frozenset[str]
+
+    @property
+    def plain_ms(self) -> float:
+        return self.step_ms[0]
+
+    @property
+    def plain_rate(self) -> float:
+        return self.num_rows / self.step_ms[0]
+
+    def prices(self, num_nodes: float) -> Prices:
+        """Of a row's nodes, in the batch as it is going to be: an average node of it."""
+        if self.num_rows == 1:
+            return relative(self.step_ms)
+        nodes = max(1, min(round(num_nodes), len(self.step_ms) - 1))
+        rise = (self.step_ms[nodes] - self.step_ms[0]) / (nodes * self.step_ms[0])
+        return 1.0, 1.0 + self.num_rows * rise
 
 
 class Planner:
@@ -74,6 +129,7 @@ class Planner:
         times: of drafters; None: not to be had. Then a drafter takes what its forwards promise.
         acceptance: of what they draft.
         ledger: what may be lost.
+        lengths: of replies.
 
     Attributes:
         drafters: by name.
@@ -88,15 +144,18 @@ class Planner:
         times: DraftTimes | None,
         acceptance: Acceptance,
         ledger: Ledger,
+        lengths: ReplyLengths,
     ) -> None:
         self.drafters = {drafter.name: drafter for drafter in drafters}
-        self._cost, self._times = cost, times
+        self._cost, self._times, self._lengths = cost, times, lengths
         self._acceptance, self._ledger = acceptance, ledger
-        self._drafter_of: dict[int, str | None] = {}
-        self._num_rows = 0
-        self._pause, self.rests_until, self._next_trial = FIRST_PAUSE, FIRST_PAUSE, 0
+        self._pause, self._next_trial = FIRST_PAUSE, 0
+        # What a user asked for by name is tried at once.
+        self.rests_until = 0 if any(each.reads for each in drafters) else FIRST_PAUSE
         self._chances: dict[str, tuple[int, int]] = {}
         self.num_trials = 0
+
+    # ---- the next steps -------------------------------------------------------------------------
 
     def plan(
         self, rows: Sequence[Row], others: Sequence[Row], current: Plan | None, num_steps: int
@@ -109,135 +168,198 @@ class Planner:
             current: the plan so far.
             num_steps: how many steps have been run.
         """
-        self._drafter_of = {row.request_id: row.drafter for row in rows}
-        self._num_rows = num_rows = len(rows) + len(others)
-        most = _MOST_NODES[0] + _MOST_NODES[1] * len(rows)
-        prices = self._cost.with_nodes([(1, len(row.tokens)) for row in (*rows, *others)], most)
-        self._ledger.begin(prices[0], num_rows)
-        plain = Plan(None, {}, prices[0], num_rows / prices[0], None, LinearPrice(1.0))
-        plans = [self._with_drafter(d, rows, prices, current) for d in self.drafters.values()]
-        paying = [p for p in plans if p is not None and self._weight(p) > plain.plain_rate]
+        batch = self._batch(rows, others, current)
+        self._ledger.begin(batch.plain_ms, batch.num_rows)
+        able = {name: self._able(batch, each) for name, each in self.drafters.items()}
+        able = {name: rows for name, rows in able.items() if rows}
+        found = [self._alone(batch, name, rows) for name, rows in able.items()]
+        if len(able) > 1 and (mixed := self._assigned(batch, able)):
+            found.append(self._pooled(batch, mixed))
+        paying = [plan for plan in found if self._weight(batch, plan) > batch.plain_rate]
         if not paying:
-            return self._trial(rows, prices, current, num_steps) or plain
-        if current is not None and current.drafter is not None and not current.is_trial:
-            self._pause = FIRST_PAUSE  # it has paid for longer than a trial
-            self._chances.pop(current.drafter, None)
-        return max(paying, key=self._weight)
+            reason = _why_plain(found, batch)
+            plain = Plan(batch.plain_ms, batch.plain_rate, reason=reason)
+            return self._trial(batch, current, num_steps) or plain
+        if current is not None and not current.is_trial:
+            for name in batch.now:
+                self._pause = FIRST_PAUSE  # it has paid for longer than a trial
+                self._chances.pop(name, None)
+        return max(paying, key=lambda plan: self._weight(batch, plan))
 
-    def _weight(self, plan: Plan) -> float:
-        """What plans are compared by: the rate, less where a drafter is let go that stays away."""
+    def _batch(self, rows: Sequence[Row], others: Sequence[Row], current: Plan | None) -> _Batch:
+        most = _MOST_NODES[0] + _MOST_NODES[1] * len(rows)
+        step_ms = self._cost.with_nodes([(1, len(row.tokens)) for row in (*rows, *others)], most)
+        drafter_of = {row.request_id: row.drafter for row in rows}
+        now = frozenset() if current is None else current.names
+        return _Batch(rows, len(rows) + len(others), step_ms, drafter_of, now)
+
+    def _weight(self, batch: _Batch, plan: Plan) -> float:
+        """Plans are compared by rate, less where a drafter is let go that loses by it; 0: a plan
+        that drafts nothing, or is hardly better than plain decoding."""
         assert plan.pooled is not None
-        leaves = any(self._would_leave(number, plan.drafter) for number in plan.budgets)
+        least = 1.0 if plan.names & batch.now else _MARGIN
+        if not plan.budgets or plan.pooled.rate <= least * batch.plain_rate:
+            return 0.0
+        leaves = any(
+            self._would_lose(batch.drafter_of[number], name)
+            for number, name in plan.drafters.items()
+        )
         return plan.pooled.rate / (_LEAVING if leaves else 1.0)
 
-    def _would_leave(self, request_id: int, wanted: str | None) -> bool:
-        """Whether a request's drafter would have to go for this one, and could not come back."""
-        now = self._drafter_of.get(request_id)
-        return now not in (None, wanted) and not self.drafters[now].joins_late
+    def _would_lose(self, now: str | None, wanted: str) -> bool:
+        """Whether a row's drafter would have to go for this one, and lose what it has read."""
+        return now not in (None, wanted) and self.keeps_text(now)
 
-    def _with_drafter(
-        self,
-        drafter: DrafterTraits,
-        rows: Sequence[Row],
-        prices: Sequence[float],
-        current: Plan | None,
-    ) -> Plan | None:
-        """The best plan with this drafter; None if plain decoding is as good, or if a loss could
-        not be paid.
+    def keeps_text(self, name: str) -> bool:
+        """Whether a drafter cannot come back to a text that it has left, or must read it again."""
+        return not self.drafters[name].joins_late or self.drafters[name].reads
 
-        Where it could not be paid for all rows it may be for some.
-        """
-        able = [row for row in rows if self._can_have(row, drafter)]
-        able = able[: max(1, 2 * self._most_rows(drafter.name))]
-        while able:
-            plan = self._with_drafter_for(able, drafter, rows, prices, current)
-            if plan is not None:
+    def _able(self, batch: _Batch, drafter: DrafterTraits) -> list[Row]:
+        """The rows that it may draft for; of a drafter that is new only few."""
+        rows = [row for row in batch.rows if row.room and self._can_have(row, drafter, batch)]
+        return rows[: max(1, 2 * self._most_rows(drafter.name))]
+
+    def _can_have(self, row: Row, drafter: DrafterTraits, batch: _Batch) -> bool:
+        if row.drafter == drafter.name:
+            return True
+        if not drafter.joins_late or drafter.name in row.excluded_drafters:
+            return False
+        return not drafter.reads or self._may_read(row, drafter, batch.num_rows, batch.step_ms)
+
+    def _alone(self, batch: _Batch, name: str, able: Sequence[Row]) -> Plan:
+        """The best plan with one drafter; where it could not be paid for all rows, for some."""
+        while True:
+            plan = self._pooled(batch, {name: able})
+            assert plan.pooled is not None
+            if plan.budgets or len(able) == 1:
                 return plan
-            asking_ms = self._asking_ms(drafter, rows, prices[0], len(able), len(able))
-            if asking_ms < self._stake(prices[0]):
-                return None
+            asking_ms = self._drafter_cost(batch, name, len(able)).ms(len(able), 1.0)
+            if asking_ms < self._stake(batch.plain_ms):
+                return plan
             able = able[: len(able) // 2]
-        return None
 
-    def _with_drafter_for(
-        self,
-        able: Sequence[Row],
-        drafter: DrafterTraits,
-        rows: Sequence[Row],
-        prices: Sequence[float],
-        current: Plan | None,
-    ) -> Plan | None:
+    def _assigned(
+        self, batch: _Batch, able: Mapping[str, Sequence[Row]]
+    ) -> dict[str, list[Row]] | None:
+        """Each row with the drafter that pays most for it; None if one is best for all."""
+        best: dict[int, tuple[float, str]] = {}
+        for name, rows in able.items():
+            for row, rate in zip(rows, self._row_rates(batch, name, rows), strict=True):
+                if self._would_lose(row.drafter, name):
+                    rate /= _LEAVING
+                best[row.request_id] = max(best.get(row.request_id, (0.0, "")), (rate, name))
+        found: dict[str, list[Row]] = {}
+        for row in batch.rows:
+            if row.request_id in best:
+                found.setdefault(best[row.request_id][1], []).append(row)
+        return found if len(found) > 1 else None
+
+    def _row_rates(self, batch: _Batch, name: str, rows: Sequence[Row]) -> list[float]:
+        """Committed tokens by time of each row by itself, with its share of the batch's costs."""
+        num_asked, drafter = len(rows), self.drafters[name]
+        cost = self._drafter_cost(batch, name, num_asked)
+        rates_R2K = np.stack([self._acceptance.rates(name, row.request_id) for row in rows])
+        nodes_RK, accepted_RK = rates_R2K[:, :, : drafter.most_nodes].cumsum(2).transpose(1, 0, 2)
+        depth_K = np.arange(1, nodes_RK.shape[1] + 1) if cost.by_token else 1.0
+        asking_K = (cost.asking[num_asked] * depth_K + cost.following[num_asked]) / num_asked
+        usual = max(1, min(batch.num_rows, len(batch.step_ms) - 1))
+        node_ms = (batch.step_ms[usual] - batch.plain_ms) / usual
+        ms_RK = batch.plain_ms / batch.num_rows + nodes_RK * node_ms + asking_K
+        rates: list[float] = ((1.0 + accepted_RK) / ms_RK).max(1).tolist()
+        return rates
+
+    def _pooled(self, batch: _Batch, assigned: Mapping[str, Sequence[Row]]) -> Plan:
+        """The best plan in which these rows may draft with these drafters."""
+        pairs = [(row, name) for name, rows in assigned.items() for row in rows]
+        costs = {
+            name: self._drafter_cost(batch, name, len(rows)) for name, rows in assigned.items()
+        }
         pool = [
             PooledRow(
-                min(drafter.most_nodes, row.room, MOST_SLOTS),
-                self._acceptance.rates(drafter.name, row.request_id),
+                min(self.drafters[name].most_nodes, row.room, MOST_POSITIONS),
+                self._acceptance.rates(name, row.request_id),
+                name,
+                self._join_ms(row, name) / _JOIN_STEPS,
             )
-            for row in able
+            for row, name in pairs
         ]
-        pooled = best_prefix(
-            pool,
-            self._num_rows,
-            PriceList(tuple(prices)).between,
-            partial(self._asking_ms, drafter, rows, prices[0]),
-            most_nodes=len(prices) - 1,
-            most_ms=prices[0] + self._stake(prices[0]),
+        most_ms = batch.plain_ms + self._stake(batch.plain_ms)
+        pooled = best_prefix(pool, batch.num_rows, batch.step_ms, costs, most_ms)
+        given = zip(pairs, pooled.budgets, strict=True)
+        drafting = [(row, name, num_nodes) for (row, name), num_nodes in given if num_nodes]
+        return Plan(
+            batch.plain_ms,
+            batch.plain_rate,
+            batch.prices(pooled.nodes),
+            {row.request_id: name for row, name, _ in drafting},
+            {row.request_id: num_nodes for row, _, num_nodes in drafting},
+            pooled,
+            pooled.worst_ms - batch.plain_ms,
+            reason="drafts of other requests pay more",
         )
-        plain_rate = self._num_rows / prices[0]
-        drafts_now = current is not None and current.drafter == drafter.name
-        if not pooled.nodes or pooled.rate <= plain_rate * (1.0 if drafts_now else _MARGIN):
-            return None
-        budgets = {row.request_id: n for row, n in zip(able, pooled.budgets, strict=True) if n}
-        price = _price(prices, self._num_rows, pooled.nodes)
-        loss_ms = pooled.worst_ms - prices[0]
-        return Plan(drafter.name, budgets, prices[0], plain_rate, pooled, price, loss_ms)
 
-    def _asking_ms(
-        self,
-        drafter: DrafterTraits,
-        rows: Sequence[Row],
-        plain_ms: float,
-        num_asked: int,
-        num_nodes: float,
-    ) -> float:
-        """What a drafter takes for some of the rows, and so many nodes of all of them together."""
-        if not num_asked:
+    # ---- what drafters take ---------------------------------------------------------------------
+
+    def _drafter_cost(self, batch: _Batch, name: str, most: int) -> DrafterCost:
+        """What a drafter takes for up to so many of the rows."""
+        now = sum(drafter == name for drafter in batch.drafter_of.values())
+        return self._cost_of(self.drafters[name], most, now, batch.plain_ms)
+
+    def _cost_of(
+        self, drafter: DrafterTraits, most: int, following: int, plain_ms: float
+    ) -> DrafterCost:
+        times, share = self._times, drafter.round_share
+        numbers = range(1, most + 1)
+        if times is None:
+            asking = [(share or 0.0) * plain_ms] * most
+            return DrafterCost((0.0, *asking), (0.0,) * (most + 1), share is not None)
+        known = [times.round_ms(drafter.name, n) for n in numbers]
+        if share is None:
+            guess = plain_ms * (_UNKNOWN if drafter.promise is None else _UNKNOWN_HEAD)
+            asking = [n * guess if ms is None else ms for n, ms in zip(numbers, known, strict=True)]
+        else:
+            asking = [share * plain_ms if ms is None else ms for ms in known]
+        follow = [times.follow_ms(drafter.name, max(following, n)) for n in numbers]
+        return DrafterCost((0.0, *asking), (0.0, *follow), share is not None)
+
+    def _join_ms(self, row: Row, name: str) -> float:
+        """What beginning to follow the row takes, where the drafter does not follow it yet."""
+        if self._times is None or row.drafter == name:
             return 0.0
-        now = sum(row.drafter == drafter.name for row in rows)
-        following = max(now, num_asked)
-        return self._drafter_ms(drafter, num_asked, following, plain_ms, num_nodes / num_asked)
-
-    def _drafter_ms(
-        self,
-        drafter: DrafterTraits,
-        num_asked: int,
-        num_following: int,
-        plain_ms: float,
-        depth: float,
-    ) -> float:
-        """Likewise; ``depth``: nodes of each row that is asked for."""
-        share = drafter.round_share
-        if self._times is None:
-            return 0.0 if share is None else depth * share * plain_ms
-        round_ms = self._times.round_ms(drafter.name, num_asked)
-        if round_ms is None:
-            guess = num_asked * (_UNKNOWN if drafter.promise is None else _UNKNOWN_HEAD)
-            round_ms = plain_ms * (guess if share is None else share)
-        num_rounds = 1.0 if share is None else depth
-        return num_rounds * round_ms + self._times.follow_ms(drafter.name, num_following)
+        return self._times.join_ms(name, len(row.tokens))
 
     def _most_rows(self, name: str) -> int:
         """That it is known to draft for at once."""
         return _MOST_ROWS if self._times is None else self._times.most_rows(name)
 
-    def _trial(
-        self,
-        rows: Sequence[Row],
-        prices: Sequence[float],
-        current: Plan | None,
-        num_steps: int,
-    ) -> Plan | None:
+    def _read_ms(self, drafter: DrafterTraits, num_tokens: int) -> float:
+        """What a draft model takes to read a text."""
+        known = self._times.read_ms(drafter.name, num_tokens) if self._times else None
+        if known is not None:
+            return known
+        token_ms = self._cost.ms([(_READ_TOKENS, 0)]) / _READ_TOKENS
+        return num_tokens * token_ms * (drafter.round_share or _UNKNOWN_HEAD)
+
+    def _may_read(
+        self, row: Row, drafter: DrafterTraits, num_rows: int, step_ms: tuple[float, ...]
+    ) -> bool:
+        """Whether what a draft model reads of a text is worth what it is expected to save."""
+        rates_2K = self._acceptance.rates(drafter.name, row.request_id)
+        rate = self._rate_for_new(drafter, rates_2K, num_rows, step_ms)
+        saved = max(0.0, 1.0 - num_rows / (step_ms[0] * rate))
+        read_ms = self._read_ms(drafter, len(row.tokens))
+        return self._ledger.can_invest(read_ms, saved * self._reply_ms(row, num_rows, step_ms))
+
+    def _reply_ms(self, row: Row, num_rows: int, step_ms: tuple[float, ...]) -> float:
+        """The row's share of the time that the rest of its reply is expected to take plainly."""
+        num_committed = row.params.max_tokens - row.num_remaining
+        return self._lengths.remaining(num_committed, row.num_remaining) * step_ms[0] / num_rows
+
+    # ---- trials ---------------------------------------------------------------------------------
+
+    def _trial(self, batch: _Batch, current: Plan | None, num_steps: int) -> Plan | None:
         """A few rows draft a little, if the pause is over and the loss can be paid."""
-        if current is not None and current.drafter is not None:  # it has just stopped
+        if current is not None and current.budgets:  # it has just stopped
             if current.is_trial:
                 self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             self.rests_until = num_steps + self._pause
@@ -249,122 +371,44 @@ class Planner:
             drafter = self.drafters[names[self._next_trial % len(names)]]
             self._next_trial += 1
             for num_rows, num_nodes in _TRIALS:
-                trial = self._trial_of(drafter, rows, prices, num_rows, num_nodes)
+                trial = self._trial_of(batch, drafter, num_rows, num_nodes)
                 if trial is not None:
                     self.num_trials += 1
                     return trial
         return None
 
     def _trial_of(
-        self,
-        drafter: DrafterTraits,
-        rows: Sequence[Row],
-        prices: Sequence[float],
-        num_rows: int,
-        num_nodes: int,
+        self, batch: _Batch, drafter: DrafterTraits, num_rows: int, num_nodes: int
     ) -> Plan | None:
         able = [
             row
-            for row in rows
-            if self._can_have(row, drafter)
-            and row.room
-            and not self._would_leave(row.request_id, drafter.name)
+            for row in batch.rows
+            if row.room
+            and not self._would_lose(row.drafter, drafter.name)
+            and self._can_have(row, drafter, batch)
         ][:num_rows]
+        if not able:
+            return None
         budgets = {row.request_id: min(num_nodes, row.room) for row in able}
         num_nodes = sum(budgets.values())
-        loss = self._asking_ms(drafter, rows, prices[0], len(budgets), num_nodes)
-        loss += prices[num_nodes] - prices[0]
+        cost = self._drafter_cost(batch, drafter.name, len(able))
+        loss = cost.ms(len(able), num_nodes / len(able))
+        loss += batch.step_ms[num_nodes] - batch.plain_ms
+        loss += sum(self._join_ms(row, drafter.name) for row in able) / TRIAL_STEPS
         # The last resort is worth one step: if steps were thought too dear, it corrects that.
         num_lost = TRIAL_STEPS / 2 if num_nodes > 1 else 1.0
-        if not budgets or not self._ledger.can_lose(num_lost * loss, prices[0]):
+        if not self._ledger.can_lose(num_lost * loss, batch.plain_ms):
             return None
-        price = _price(prices, self._num_rows, num_nodes)
-        plain_rate = self._num_rows / prices[0]
-        return Plan(drafter.name, budgets, prices[0], plain_rate, None, price, loss, True)
-
-    def best_for_new(self, params: SamplingParams, drafters: Drafters, context: int) -> str | None:
-        """Who is to follow a new request: by requests like it, in a batch of rows like it.
-
-        A drafter that cannot join later is tried with few requests until it is known what it takes.
-
-        Args:
-            drafters: of the running requests.
-            context: tokens in the cache of a usual row.
-        """
-        num_rows = len(drafters) + 1
-        most = _MOST_NODES[0] + _MOST_NODES[1] * num_rows
-        prices = PriceList(self._cost.with_nodes([(1, context)] * num_rows, most))
-        kind = kind_of(params)
-        rates = {
-            name: self._rate_for_new(
-                drafter, self._acceptance.kind_rates(name, kind), num_rows, prices
-            )
-            for name, drafter in self.drafters.items()
-        }
-        enough = _MARGIN * num_rows / prices.ms(0)
-        for name in sorted(rates, key=lambda name: -rates[name]):
-            if rates[name] > enough and self._may_follow(name, drafters, prices):
-                best = name
-                break
-        else:
-            best = None
-        if best is None or self.drafters[best].joins_late:
-            pays = enough if best is None else rates[best]
-            return self._given_a_chance(kind, drafters, prices, pays) or best
-        return best
-
-    def _may_follow(self, name: str, drafters: Drafters, prices: PriceList) -> bool:
-        """Whether one more request with it is not too new, and what it drafts can be paid."""
-        same = sum(other == name for other in drafters)
-        asking = self._drafter_ms(self.drafters[name], same + 1, same + 1, prices.ms(0), 1.0)
-        is_known = same < max(_TRIAL_ROWS, 2 * self._most_rows(name))
-        return is_known and self._ledger.can_lose(asking, prices.ms(0))
-
-    def _given_a_chance(
-        self, kind: Kind, drafters: Drafters, prices: PriceList, enough: float
-    ) -> str | None:
-        """One that does not seem to pay, and could not come later, follows now and then.
-
-        Only where it would pay if it did what was hoped, and ever more seldom. Following is cheap;
-        whether it gets to draft is decided as for all others.
-
-        Args:
-            enough: the rate that pays.
-        """
-        num_rows = len(drafters) + 1
-        for name, drafter in self.drafters.items():
-            if drafter.joins_late or name in drafters:
-                continue
-            hoped = self._rate_for_new(
-                drafter, self._acceptance.hoped(name, kind), num_rows, prices
-            )
-            if hoped <= enough:
-                continue
-            left, pause = self._chances.get(name, (0, 1))
-            is_due = left <= 0 and self._may_follow(name, drafters, prices)
-            new = (pause, min(2 * pause, _LONGEST_WAIT)) if is_due else (left - 1, pause)
-            self._chances[name] = new
-            if is_due:
-                return name
-        return None
-
-    def _rate_for_new(
-        self, drafter: DrafterTraits, rates_2K: Array, num_rows: int, prices: PriceList
-    ) -> float:
-        """The best rate of so many rows that draft alike."""
-        kept_2K = rates_2K[:, : drafter.most_nodes]
-        totals: list[tuple[float, float]] = [(n, a) for n, a in kept_2K.cumsum(1).T.tolist()]
-
-        def step_ms(nodes: float) -> float:
-            asking = self._drafter_ms(drafter, num_rows, num_rows, prices.ms(0), nodes)
-            return prices.between(num_rows * nodes) + asking
-
-        return max(num_rows * (1.0 + accepted) / step_ms(nodes) for nodes, accepted in totals)
-
-    def _can_have(self, row: Row, drafter: DrafterTraits) -> bool:
-        if row.drafter == drafter.name:
-            return True
-        return drafter.joins_late and drafter.name not in row.excluded_drafters
+        return Plan(
+            batch.plain_ms,
+            batch.plain_rate,
+            batch.prices(num_nodes),
+            dict.fromkeys(budgets, drafter.name),
+            budgets,
+            loss_ms=loss,
+            is_trial=True,
+            reason="nothing pays: a few other requests try again",
+        )
 
     def can_pay(self, plan: Plan) -> bool:
         """Whether another step of a plan may be lost."""
@@ -374,11 +418,90 @@ class Planner:
         """Milliseconds that one step may put at risk."""
         return _STAKE * self._ledger.left_ms(plain_ms)
 
+    # ---- new requests ---------------------------------------------------------------------------
 
-def _price(prices: Sequence[float], num_rows: int, num_nodes: float) -> Price:
-    """Of one row's nodes, in the batch as it is going to be: an average node of it."""
-    if num_rows == 1:
-        return PriceList(tuple(prices))
-    nodes = max(1, round(num_nodes))
-    node_ms = (prices[min(nodes, len(prices) - 1)] - prices[0]) / nodes
-    return LinearPrice(num_rows * node_ms / prices[0])
+    def best_for_new(self, row: Row, others: Sequence[Row], context: int) -> str | None:
+        """Who is to follow a new request: by requests like it, in a batch of rows like it.
+
+        A drafter that cannot join later is tried with few requests until it is known what it takes.
+
+        Args:
+            others: the running requests.
+            context: tokens in the cache of a usual row.
+        """
+        following = Counter(other.drafter for other in others)
+        num_rows = len(others) + 1
+        most = _MOST_NODES[0] + _MOST_NODES[1] * num_rows
+        step_ms = self._cost.with_nodes([(1, context)] * num_rows, most)
+        kind = kind_of(row.params)
+        allowed = {n: d for n, d in self.drafters.items() if n not in row.excluded_drafters}
+        rates = {
+            name: self._rate_for_new(
+                drafter, self._acceptance.kind_rates(name, kind), num_rows, step_ms
+            )
+            for name, drafter in allowed.items()
+        }
+        enough, best = _MARGIN * num_rows / step_ms[0], None
+        for name in sorted(rates, key=lambda name: -rates[name]):
+            drafter = self.drafters[name]
+            if drafter.reads and not self._may_read(row, drafter, num_rows, step_ms):
+                continue
+            if rates[name] > enough and self._may_follow(name, following[name], step_ms[0]):
+                best = name
+                break
+        if best is not None and self.keeps_text(best):
+            return best
+        pays = enough if best is None else rates[best]
+        reply_ms = self._reply_ms(row, num_rows, step_ms)
+        for name, drafter in allowed.items():
+            if not self.keeps_text(name) or following[name]:
+                continue
+            hoped_2K = self._acceptance.prior_rates(name, kind)
+            hoped = self._rate_for_new(drafter, hoped_2K, num_rows, step_ms)
+            if drafter.reads:
+                is_short = self._read_ms(drafter, len(row.tokens)) <= _READ_SHARE * reply_ms
+                is_worth_it = is_short and hoped > _NEARLY * enough
+            else:
+                is_worth_it = hoped > pays
+            if is_worth_it and self._is_due(name, step_ms[0]):
+                return name
+        return best
+
+    def _may_follow(self, name: str, following: int, plain_ms: float) -> bool:
+        """Whether one more request with it is not too new, and what it drafts can be paid."""
+        cost = self._cost_of(self.drafters[name], following + 1, following + 1, plain_ms)
+        is_known = following < max(_TRIAL_ROWS, 2 * self._most_rows(name))
+        return is_known and self._ledger.can_lose(cost.ms(following + 1, 1.0), plain_ms)
+
+    def _is_due(self, name: str, plain_ms: float) -> bool:
+        """Whether a drafter that does not seem to pay, and could not come later, has its chance:
+        ever more seldom. Whether it gets to draft is decided as for all others."""
+        left, pause = self._chances.get(name, (0, 1))
+        is_due = left <= 0 and self._may_follow(name, 0, plain_ms)
+        new = (pause, min(2 * pause, _LONGEST_WAIT)) if is_due else (left - 1, pause)
+        self._chances[name] = new
+        return is_due
+
+    def _rate_for_new(
+        self, drafter: DrafterTraits, rates_2K: Array, num_rows: int, step_ms: tuple[float, ...]
+    ) -> float:
+        """The best rate of so many rows that draft alike."""
+        cost = self._cost_of(drafter, num_rows, num_rows, step_ms[0])
+        totals: list[tuple[float, float]] = rates_2K[:, : drafter.most_nodes].cumsum(1).T.tolist()
+        return max(
+            num_rows
+            * (1.0 + accepted)
+            / (price_of(step_ms, num_rows * nodes) + cost.ms(num_rows, nodes))
+            for nodes, accepted in totals
+        )
+
+
+def _why_plain(found: Sequence[Plan], batch: _Batch) -> str:
+    """Why none of these plans is followed."""
+    pooled = [plan.pooled for plan in found if plan.pooled is not None]
+    if not pooled:
+        return "no drafter can join this text"
+    best = max(each.best_rate for each in pooled) / batch.plain_rate
+    if best > _MARGIN:
+        return f"budget of loss used up: best {best:.2f}"
+    return f"nothing pays: best {best:.2f}"

@@ -1,19 +1,26 @@
-"""Which slots of all rows are worth a step's time: one pool, the likeliest first.
+"""Which draft positions of all rows are worth a step's time: one pool, the likeliest first.
 
-All slots of all rows go into one pool, ordered by the chance that what fills them is accepted; a
-row's slots keep their order. Of all prefixes of the pool the one with the most expected committed
-tokens per millisecond is taken; the empty one is plain decoding (TETRIS, arXiv 2502.15197; DSpark's
-confidence scheduling). A slot that a drafter leaves empty costs nothing: what is weighed is the
-nodes that it is expected to fill.
+Each row comes with the drafter that is to draft for it. All positions of all rows go into one pool,
+ordered by the chance that what fills them is accepted; a row's positions keep their order. Of all
+prefixes of the pool the one with the most expected committed tokens per millisecond is taken; the
+empty one is plain decoding (TETRIS, arXiv 2502.15197; DSpark's confidence scheduling). A position
+that a drafter leaves empty costs nothing: what is weighed is the nodes that it is expected to fill.
+What a drafter takes whatever it drafts is charged once, with its first row; where it takes a
+forward for each token, each depth is charged once for all rows that get there.
+
+Shape legend: K positions; 2 for filled, and filled and accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
+
+from foredraft.core.cost import price_of
 
 
 @dataclass(frozen=True)
@@ -22,11 +29,38 @@ class PooledRow:
 
     Attributes:
         room: most nodes.
-        rates_2K: the chance of each slot to be filled, and to be filled and accepted.
+        rates_2K: the chance of each position to be filled, and to be filled and accepted.
+        drafter: drafts for it.
+        join_ms: what beginning to follow it takes the drafter, for each of the steps to come.
     """
 
     room: int
     rates_2K: npt.NDArray[Any]
+    drafter: str = ""
+    join_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class DrafterCost:
+    """What a drafter takes in a step, in milliseconds by the number of rows: 0, 1, 2, …
+
+    Attributes:
+        asking: to propose, or one of its forwards where it takes one for each token.
+        following: to follow texts, where it drafts for so many rows.
+        by_token: whether each token of a draft takes a forward.
+    """
+
+    asking: Sequence[float]
+    following: Sequence[float]
+    by_token: bool = False
+
+    def ms(self, num_rows: int, depth: float) -> float:
+        """For so many rows that draft to this depth."""
+        asking = self.asking[num_rows] * (depth if self.by_token else 1.0)
+        return asking + self.following[num_rows]
+
+
+FREE = DrafterCost((0.0,) * 1024, (0.0,) * 1024)
 
 
 @dataclass(frozen=True)
@@ -34,12 +68,14 @@ class Pooled:
     """A prefix of the pool.
 
     Attributes:
-        budgets: slots of each row.
+        budgets: positions of each row.
         nodes: how many are expected to be filled.
         accepted: how many are expected to be accepted.
         ms: what the step is expected to take.
-        worst_ms: what it takes if all slots are filled.
+        worst_ms: what it takes if all positions are filled.
         rate: expected committed tokens a millisecond.
+        best_rate: of the best prefix that drafts anything, also where it is below plain decoding or
+            may not be taken; 0: there is none.
     """
 
     budgets: tuple[int, ...]
@@ -48,10 +84,11 @@ class Pooled:
     ms: float
     worst_ms: float
     rate: float
+    best_rate: float = 0.0
 
 
 class _Segment(NamedTuple):
-    """Slots of one row that only come together, up to number ``end``."""
+    """Positions of one row that only come together, up to number ``end``."""
 
     share: float
     row: int
@@ -60,12 +97,33 @@ class _Segment(NamedTuple):
     accepted: float
 
 
+@dataclass
+class _Asked:
+    """What a drafter takes for the rows that are in the prefix so far."""
+
+    cost: DrafterCost
+    num_rows: int = 0
+    by_depth: Counter[int] = field(default_factory=Counter)
+
+    def grow(self, before: int, after: int) -> float:
+        """A row drafts up to another position; returns the milliseconds that are added."""
+        cost, added_ms = self.cost, 0.0
+        if not before:
+            self.num_rows = n = self.num_rows + 1
+            added_ms += cost.following[n] - cost.following[n - 1]
+            if not cost.by_token:
+                added_ms += cost.asking[n] - cost.asking[n - 1]
+        for depth in range(before, after) if cost.by_token else ():
+            self.by_depth[depth] = n = self.by_depth[depth] + 1
+            added_ms += cost.asking[n] - cost.asking[n - 1]
+        return added_ms
+
+
 def best_prefix(
     rows: Sequence[PooledRow],
     num_plain: int,
-    step_ms: Callable[[float], float],
-    asking_ms: Callable[[int, float], float],
-    most_nodes: int,
+    step_ms: Sequence[float],
+    costs: Mapping[str, DrafterCost],
     most_ms: float = float("inf"),
 ) -> Pooled:
     """The best prefix; an empty one if nothing pays.
@@ -73,50 +131,48 @@ def best_prefix(
     Args:
         rows: that may draft.
         num_plain: rows of the batch, each of which commits a token anyway.
-        step_ms: the forward with so many nodes.
-        asking_ms: what the drafter takes for so many rows and nodes of all of them together; what
-            it takes to follow rows included.
-        most_nodes: of all budgets together.
-        most_ms: that the step may take if all slots are filled.
+        step_ms: the forward with 0, 1, … nodes; no more may be drafted.
+        costs: of the drafters.
+        most_ms: that the step may take if all positions are filled.
     """
     pool = sorted(
         (segment for i, row in enumerate(rows) for segment in _segments(i, row)),
         key=lambda segment: -segment.share,
     )
-    budgets, asked, total = [0] * len(rows), 0, 0
-    nodes = accepted = 0.0
-    plain_ms = step_ms(0.0) + asking_ms(0, 0.0)
-    nothing = (0,) * len(rows)
-    best, taken = Pooled(nothing, 0.0, 0.0, plain_ms, plain_ms, num_plain / plain_ms), 0
-    for count, segment in enumerate(pool, start=1):
-        asked += budgets[segment.row] == 0
-        total += segment.end - budgets[segment.row]
-        budgets[segment.row] = segment.end
-        nodes, accepted = nodes + segment.nodes, accepted + segment.accepted
-        worst_ms = step_ms(total) + asking_ms(asked, total)
-        if total > most_nodes or worst_ms > most_ms:
+    asked = {row.drafter: _Asked(costs[row.drafter]) for row in rows}
+    times, most_nodes = tuple(step_ms), len(step_ms) - 1
+    budgets, total = [0] * len(rows), 0
+    nodes = accepted = draft_ms = best_rate = 0.0
+    plain_rate = num_plain / times[0]
+    best, taken = Pooled((0,) * len(rows), 0.0, 0.0, times[0], times[0], plain_rate), 0
+    for count, (_, index, end, more_nodes, more_accepted) in enumerate(pool, start=1):
+        row, before = rows[index], budgets[index]
+        draft_ms += asked[row.drafter].grow(before, end) + (0.0 if before else row.join_ms)
+        total, budgets[index] = total + end - before, end
+        nodes, accepted = nodes + more_nodes, accepted + more_accepted
+        if total > most_nodes:
             break
-        ms = step_ms(nodes) + asking_ms(asked, nodes)
-        if (num_plain + accepted) / ms > best.rate:
-            rate = (num_plain + accepted) / ms
+        worst_ms = price_of(times, total) + draft_ms
+        ms = price_of(times, nodes) + draft_ms
+        rate = (num_plain + accepted) / ms
+        best_rate = max(best_rate, rate)
+        if rate > best.rate and worst_ms <= most_ms:
             best, taken = Pooled((), nodes, accepted, ms, worst_ms, rate), count
-    if not taken:
-        return best
     final = [0] * len(rows)
     for segment in pool[:taken]:
         final[segment.row] = segment.end
-    return replace(best, budgets=tuple(final))
+    return replace(best, budgets=tuple(final), best_rate=best_rate)
 
 
 def _segments(index: int, row: PooledRow) -> list[_Segment]:
-    """A row's slots, joined where a later one is likelier than one it stands behind."""
+    """A row's positions, joined where a later one is likelier than one it stands behind."""
     found: list[_Segment] = []
     filled, accepted = row.rates_2K[:, : row.room].tolist()
-    for slot, (n, a) in enumerate(zip(filled, accepted, strict=True), start=1):
-        segment = _Segment(a / max(n, 1e-9), index, slot, n, a)
+    for end, (n, a) in enumerate(zip(filled, accepted, strict=True), start=1):
+        segment = _Segment(a / max(n, 1e-9), index, end, n, a)
         while found and segment.share >= found[-1].share:
             n, a = segment.nodes + found[-1].nodes, segment.accepted + found[-1].accepted
-            segment = _Segment(a / max(n, 1e-9), index, slot, n, a)
+            segment = _Segment(a / max(n, 1e-9), index, end, n, a)
             found.pop()
         found.append(segment)
     return found

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 _STEP = 0.2
 _FIRST = 3
 """Of so many times the shortest counts."""
-_HICCUP = 3.0
-"""What takes so many times the usual is the machine's doing."""
+HICCUP = 3.0
+"""Times are clipped to so many times the usual: what is beyond is the machine's doing."""
 _PATIENCE = 24, 1024
 """Steps without a drafter until what it took is doubted, at first and at most."""
+_MEMORY = 0.9
+"""Weight of a text that was read, after the next."""
 
 
 @dataclass
@@ -39,23 +43,23 @@ class _Curve:
         Args:
             expected_ms: what it was thought to take before anything was seen, if anything.
         """
-        place, per_row = _place(num_rows), ms / num_rows
+        bucket, per_row = _bucket(num_rows), ms / num_rows
         least = per_row if expected_ms is None else min(per_row, expected_ms / num_rows)
-        self.least[place] = min(least, self.least.get(place, least))
-        if expected_ms is not None and place not in self.known:
-            per_row = min(per_row, _HICCUP * expected_ms / num_rows)
+        self.least[bucket] = min(least, self.least.get(bucket, least))
+        if expected_ms is not None and bucket not in self.known:
+            per_row = min(per_row, HICCUP * expected_ms / num_rows)
         self.idle, self.patience = 0, max(_PATIENCE[0], self.patience - 1)
         if self.is_doubted:
             self.is_doubted = False
             self.seen.clear()
-        before = self.known.get(place, per_row)
-        self.seen[place] += 1
-        if self.seen[place] <= _FIRST:  # what happens only once is not how long it takes
-            self.known[place] = min(before, per_row)
+        before = self.known.get(bucket, per_row)
+        self.seen[bucket] += 1
+        if self.seen[bucket] <= _FIRST:  # what happens only once is not how long it takes
+            self.known[bucket] = min(before, per_row)
         else:
-            after = min(per_row, _HICCUP * before) if before > 0.0 else per_row
-            self.known[place] = before + _STEP * (after - before)
-        return self.known[place] * num_rows
+            after = min(per_row, HICCUP * before) if before > 0.0 else per_row
+            self.known[bucket] = before + _STEP * (after - before)
+        return self.known[bucket] * num_rows
 
     def wait(self) -> None:
         """A step begins; see `DraftTimes.wait`."""
@@ -70,8 +74,8 @@ class _Curve:
             return 0.0
         if not self.known:
             return None
-        place, times = _place(num_rows), self.least if self.is_doubted else self.known
-        nearest = min(times, key=lambda known: (abs(known - place), -known))
+        bucket, times = _bucket(num_rows), self.least if self.is_doubted else self.known
+        nearest = min(times, key=lambda known: (abs(known - bucket), -known))
         return times[nearest] * num_rows
 
     @property
@@ -79,12 +83,25 @@ class _Curve:
         return 1 << max(self.known) if self.known else 0
 
 
+@dataclass
+class _PerToken:
+    """Milliseconds by the tokens of a text; recent texts count more."""
+
+    ms: float = 0.0
+    tokens: float = 0.0
+
+    def note(self, tokens: float, ms: float) -> None:
+        self.ms, self.tokens = _MEMORY * self.ms + ms, _MEMORY * self.tokens + tokens
+
+
 class DraftTimes:
-    """What each drafter takes a step: to propose, and to follow what was committed."""
+    """Times of each drafter: to propose and to follow in a step, to join and to read a text."""
 
     def __init__(self) -> None:
         self._proposing: dict[str, _Curve] = {}
         self._learning: dict[str, _Curve] = {}
+        self._joining: dict[str, _PerToken] = {}
+        self._reading: dict[str, _PerToken] = {}
 
     def observe(
         self,
@@ -96,7 +113,7 @@ class DraftTimes:
         num_rounds: int = 1,
         expected_ms: float | None = None,
     ) -> float:
-        """A step in which this drafter was the only one.
+        """A drafter's part of a step.
 
         Args:
             num_rounds: forwards that it drafted with, where its time grows with them; else 1.
@@ -113,10 +130,8 @@ class DraftTimes:
         return draft_ms + learn_ms
 
     def wait(self) -> None:
-        """A step: who was not seen for long is taken to be as quick as ever.
-
-        It was perhaps measured beside a busy neighbour, and who is never asked is never corrected.
-        """
+        """Call once a step. A drafter that has not run for a while falls back to its best known
+        time, so that a bad measurement cannot exclude it for good."""
         for curve in self._proposing.values():
             curve.wait()
 
@@ -133,11 +148,54 @@ class DraftTimes:
         curve = self._learning.get(drafter)
         return (curve.ms(num_following) if curve else None) or 0.0
 
+    def joined(self, drafter: str, num_tokens: int, ms: float) -> float:
+        """It began to follow texts of so many tokens; returns the time without hiccups."""
+        known = self.join_ms(drafter, num_tokens)
+        self._joining.setdefault(drafter, _PerToken()).note(num_tokens, ms)
+        return min(ms, HICCUP * known) if known else ms
+
+    def join_ms(self, drafter: str, num_tokens: int) -> float:
+        """To begin to follow a text; 0 where that is not known yet."""
+        return self._per_token(self._joining, drafter) * num_tokens
+
+    def has_read(self, drafter: str, num_tokens: int, ms: float) -> None:
+        """Its model read so many tokens of texts, or took so long for what was counted before."""
+        self._reading.setdefault(drafter, _PerToken()).note(num_tokens, ms)
+
+    def read_ms(self, drafter: str, num_tokens: int) -> float | None:
+        """For its model to read a text; None: that is not known yet."""
+        per_token = self._per_token(self._reading, drafter)
+        return per_token * num_tokens if per_token else None
+
+    def _per_token(self, kept: Mapping[str, _PerToken], drafter: str) -> float:
+        found = kept.get(drafter)
+        return found.ms / found.tokens if found and found.tokens else 0.0
+
     def most_rows(self, drafter: str) -> int:
         """The most rows that it is known to have drafted for at once, roughly."""
         curve = self._proposing.get(drafter)
         return curve.most_rows if curve else 0
 
+    # ---- between processes -----------------------------------------------------------------------
 
-def _place(num_rows: int) -> int:
+    def as_json(self) -> dict[str, Any]:
+        """What is known of drafting and reading, in values that JSON has."""
+        known = {name: [*curve.known.items()] for name, curve in self._proposing.items()}
+        reading = {name: [each.ms, each.tokens] for name, each in self._reading.items()}
+        return {"proposing": known, "reading": reading}
+
+    def take_json(self, value: Mapping[str, Any]) -> None:
+        """What `as_json` returned in another process: it counts until it is seen anew.
+
+        Raises:
+            TypeError, ValueError, KeyError: it is something else.
+        """
+        for name, points in value["proposing"].items():
+            known = {int(bucket): float(ms) for bucket, ms in points}
+            self._proposing[str(name)] = _Curve(known, dict(known))
+        for name, (ms, tokens) in value["reading"].items():
+            self._reading[str(name)] = _PerToken(float(ms), float(tokens))
+
+
+def _bucket(num_rows: int) -> int:
     return (num_rows - 1).bit_length()

@@ -2,7 +2,7 @@
 
 One model of it serves everyone: it is measured once (`foredraft.models.timing`), follows the
 machine through the steps that are run, and is shared out. The controller prices a row's nodes for
-the batch as it is now, and hands the price to the drafter with the row.
+the batch as it is now, and hands the `Prices` to the drafter with the row.
 
 A forward reads all weights, which takes ``read_ms``, and multiplies them with n tokens; it takes
 about as long as the longer of the two, ``(read^p + multiply(n)^p)^(1/p)``, with a corner as round
@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
 
 from foredraft.core.errors import ConfigError
 
@@ -30,92 +29,43 @@ Times = tuple[tuple[int, float], ...]
 """(tokens, milliseconds), by rising tokens."""
 
 
-class Price(Protocol):
-    """What drafting costs one row in the step to come."""
+Prices = tuple[float, ...]
+"""What a row's step takes with 0, 1, 2, … draft nodes, in plain steps of that row: the first is 1.
+Beyond the last it goes on rising as it did on average."""
 
-    def ms(self, num_nodes: int) -> float:
-        """The row's share of the step, in milliseconds, if it drafts this many nodes."""
-        ...
-
-
-@dataclass(frozen=True)
-class LinearPrice:
-    """Each node adds ``node_cost`` plain steps; a plain step is 1."""
-
-    node_cost: float
-
-    def ms(self, num_nodes: int) -> float:
-        return 1.0 + num_nodes * self.node_cost
-
-
-USUAL_PRICE = LinearPrice(0.15)
+USUAL_PRICES: Prices = (1.0, 1.15)
 """Where nothing was measured: a usual CPU."""
 
 
-def chain_speedup(chance: float, round_share: float, price: Price, most_nodes: int = 16) -> float:
+def price_of(prices: Prices, num_nodes: float) -> float:
+    """What so many nodes cost; the number need not be whole, as an expected one is not."""
+    last = len(prices) - 1
+    if num_nodes >= last:
+        rise = (prices[-1] - prices[0]) / last if last else 0.0
+        return prices[-1] + (num_nodes - last) * rise
+    whole = int(num_nodes)
+    return prices[whole] + (num_nodes - whole) * (prices[whole + 1] - prices[whole])
+
+
+def relative(times: Sequence[float]) -> Prices:
+    """Times of 0, 1, 2, … nodes, in units of the first."""
+    return tuple(ms / times[0] for ms in times)
+
+
+def chain_speedup(chance: float, round_share: float, prices: Prices, most_nodes: int = 16) -> float:
     """Committed tokens by time over plain decoding, with chains of the best length.
 
     Args:
         chance: that a token is accepted if those before it are.
         round_share: time of the forward that drafts a token, in plain steps.
-        price: of nodes to verify.
+        prices: of nodes to verify.
         most_nodes: of a chain.
     """
-    plain, tokens, best = price.ms(0), 1.0, 1.0
+    tokens, best = 1.0, 1.0
     for num_nodes in range(1, most_nodes + 1):
         tokens += chance**num_nodes
-        ms = price.ms(num_nodes) + num_nodes * round_share * plain
-        best = max(best, tokens * plain / ms)
+        best = max(best, tokens / (price_of(prices, num_nodes) + num_nodes * round_share))
     return best
-
-
-@dataclass(frozen=True)
-class TablePrice:
-    """Times by the tokens of the forward: the root and the nodes.
-
-    Attributes:
-        times: straight lines between them, and beyond the last.
-
-    Raises:
-        ConfigError: sizes do not rise from 1 on, or a time is no time.
-    """
-
-    times: Times
-
-    def __post_init__(self) -> None:
-        sizes = [size for size, _ in self.times]
-        if not sizes or any(a >= b for a, b in pairwise([0, *sizes])):
-            raise ConfigError(f"step times for {sizes} tokens; the numbers must rise from 1 on")
-        for _, ms in self.times:
-            if not isinstance(ms, int | float) or not 0.0 < ms < math.inf:
-                raise ConfigError(f"{ms!r} is no time in milliseconds")
-
-    def ms(self, num_nodes: int) -> float:
-        return interpolated(self.times, num_nodes + 1)
-
-
-@dataclass(frozen=True)
-class PriceList:
-    """The price of 0, 1, 2, … nodes; beyond, it rises as it did on average.
-
-    Attributes:
-        prices: in milliseconds, or in any other unit.
-    """
-
-    prices: tuple[float, ...]
-
-    def ms(self, num_nodes: int) -> float:
-        last = len(self.prices) - 1
-        if num_nodes <= last:
-            return self.prices[num_nodes]
-        rise = (self.prices[-1] - self.prices[0]) / last if last else 0.0
-        return self.prices[-1] + (num_nodes - last) * rise
-
-    def between(self, num_nodes: float) -> float:
-        """Likewise for a number that is not whole: an expected one."""
-        whole = int(num_nodes)
-        below = self.ms(whole)
-        return below + (num_nodes - whole) * (self.ms(whole + 1) - below)
 
 
 def interpolated(points: Times, x: int) -> float:
@@ -278,11 +228,11 @@ class CostModel:
         context: of that row.
 
     Raises:
-        ConfigError: see `TablePrice`.
+        ConfigError: sizes do not rise from 1 on, or a time is no time.
     """
 
     def __init__(self, times: Times, attention: Attention | None = None, context: int = 0) -> None:
-        TablePrice(times)
+        _check_times(times)
         self.attention = attention or Attention()
         times = tuple((n, self._without_attention([(n, context)], ms)) for n, ms in times)
         self._roofline = Roofline.through(times)
@@ -297,12 +247,14 @@ class CostModel:
 
     def with_nodes(self, rows: Sequence[tuple[int, int]], most_nodes: int) -> tuple[float, ...]:
         """A forward of these rows with 0, 1, … ``most_nodes`` tokens more, of an average row."""
+        return self._with_each(rows, range(most_nodes + 1))
+
+    def _with_each(
+        self, rows: Sequence[tuple[int, int]], nodes: Sequence[int]
+    ) -> tuple[float, ...]:
         num_tokens, attention_ms = sum(n for n, _ in rows), self.attention.ms(rows)
         node_ms = self.attention.pair_ms * sum(context for _, context in rows) / len(rows)
-        return tuple(
-            self._weights_ms(num_tokens + n) + attention_ms + n * node_ms
-            for n in range(most_nodes + 1)
-        )
+        return tuple(self._weights_ms(num_tokens + n) + attention_ms + n * node_ms for n in nodes)
 
     def observe(self, rows: Sequence[tuple[int, int]], ms: float) -> None:
         """A forward of these rows took this long: what is said from now on follows."""
@@ -315,9 +267,15 @@ class CostModel:
         self._roofline = self._roofline.moved(num_tokens, in_roofline)
         self._shares.observe(num_tokens, change)
 
-    def price(self, context: int, num_rows: int = 1) -> Price:
-        """For a row of this context beside ``num_rows - 1`` others that draft as it does."""
-        return _SharedPrice(self, context, num_rows)
+    def prices(self, contexts: Sequence[int], most_nodes: int) -> Prices:
+        """For each of the rows of a batch, which all draft alike.
+
+        Args:
+            contexts: tokens in the cache of each row.
+        """
+        num_rows = len(contexts)
+        rows = [(1, context) for context in contexts]
+        return relative(self._with_each(rows, range(0, most_nodes * num_rows + 1, num_rows)))
 
     def times(self, sizes: Sequence[int], context: int = 0) -> Times:
         """What one row costs as of now, for people."""
@@ -334,12 +292,10 @@ class CostModel:
         return min(ms, self._weights_ms(2))  # while all steps draft nobody sees one token alone
 
 
-@dataclass(frozen=True)
-class _SharedPrice:
-    cost: CostModel
-    context: int
-    num_rows: int
-
-    def ms(self, num_nodes: int) -> float:
-        rows = [(num_nodes + 1, self.context)] * self.num_rows
-        return self.cost.ms(rows) / self.num_rows
+def _check_times(times: Times) -> None:
+    sizes = [size for size, _ in times]
+    if not sizes or any(a >= b for a, b in pairwise([0, *sizes])):
+        raise ConfigError(f"step times for {sizes} tokens; the numbers must rise from 1 on")
+    for _, ms in times:
+        if not isinstance(ms, int | float) or not 0.0 < ms < math.inf:
+            raise ConfigError(f"{ms!r} is no time in milliseconds")

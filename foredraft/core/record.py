@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +24,9 @@ class SpeculationStats:
         discarded: draft tokens accepted by verification but past the stop.
         committed: all tokens committed, drafted or the target's own.
         drafters: draft tokens by who drafted them; "rules" where rules left no choice.
+        plain_steps: steps without a draft, by the kind of the reason.
+        plain_reason: why most of them had none, such as "nothing pays: best 0.98"; None: all steps
+            drafted.
     """
 
     steps: int = 0
@@ -32,6 +36,8 @@ class SpeculationStats:
     discarded: int = 0
     committed: int = 0
     drafters: dict[str, int] = field(default_factory=dict)
+    plain_steps: dict[str, int] = field(default_factory=dict)
+    plain_reason: str | None = None
 
     @property
     def committed_per_step(self) -> float:
@@ -43,19 +49,26 @@ class SpeculationStats:
         """Share of the draft tokens that were committed; 0.0 if there were none."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
-    def record(
-        self, drafted: int, verified: int, accepted: int, committed: int, drafter: str | None = None
-    ) -> None:
+    def record(self, drafted: int, verified: int, accepted: int, committed: int) -> None:
         """Add one step: ``verified`` nodes passed verification, ``accepted`` of them were kept."""
-        if drafted:
-            name = drafter or "rules"
-            self.drafters[name] = self.drafters.get(name, 0) + drafted
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
         self.rejected += drafted - verified
         self.discarded += verified - accepted
         self.committed += committed
+
+    def credit(self, drafter: str, num_drafted: int) -> None:
+        """So many draft tokens of a step were this drafter's."""
+        if num_drafted:
+            self.drafters[drafter] = self.drafters.get(drafter, 0) + num_drafted
+
+    def note_plain(self, reason: str) -> None:
+        """A step had no draft. Reasons of one kind differ behind the colon."""
+        kind = reason.partition(":")[0]
+        self.plain_steps[kind] = self.plain_steps.get(kind, 0) + 1
+        if self.plain_steps[kind] == max(self.plain_steps.values()):
+            self.plain_reason = reason
 
 
 @dataclass(eq=False)
@@ -72,6 +85,8 @@ class RowStep:
         committed: the tokens that were committed, in order.
         num_accepted: how many of them were drafted.
         finish_reason: why the request is over, or None.
+        num_forced: leading nodes of the proposal that the row's rules force.
+        plain_reason: why nothing was drafted, where nothing was; "" where the row was not to draft.
     """
 
     request_id: int
@@ -84,6 +99,8 @@ class RowStep:
     committed: tuple[int, ...] = ()
     num_accepted: int = 0
     finish_reason: FinishReason | None = None
+    num_forced: int = 0
+    plain_reason: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -92,24 +109,41 @@ class RowStep:
 
 
 @dataclass(frozen=True)
+class DrafterTimes:
+    """Milliseconds that one drafter took in a step, of those in `StepTimes`."""
+
+    begin_ms: float = 0.0
+    draft_ms: float = 0.0
+    learn_ms: float = 0.0
+    read_ms: float = 0.0
+
+
+@dataclass(frozen=True)
 class StepTimes:
     """Milliseconds of a step by what was done.
 
     Attributes:
-        draft_ms: the drafters proposed.
+        draft_ms: controllers planned, memory was reserved, and the drafters proposed.
         score_ms: the target's forward, until what verification needs of it was there.
         verify_ms: verification, commits, and the cache.
         learn_ms: the drafters observed.
+        read_ms: draft models read prompts.
+        begin_ms: drafters began to follow texts, those included that began since the step before.
+        drafters: by drafter, as far as it is known.
     """
 
     draft_ms: float
     score_ms: float
     verify_ms: float
     learn_ms: float
+    read_ms: float = 0.0
+    begin_ms: float = 0.0
+    drafters: Mapping[str, DrafterTimes] = field(default_factory=dict)
 
     @property
     def total_ms(self) -> float:
-        return self.draft_ms + self.score_ms + self.verify_ms + self.learn_ms
+        parts = self.draft_ms, self.score_ms, self.verify_ms, self.learn_ms
+        return sum(parts) + self.read_ms + self.begin_ms
 
 
 @dataclass(frozen=True)

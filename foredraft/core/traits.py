@@ -25,6 +25,9 @@ class DrafterTraits:
         spare: nodes that it may add to those that it is asked for: they take it no time, and it
             weighs them by their price.
         learns: whether it makes anything of what it observes; else it is not told.
+        reads: whether it reads a text with a model of its own before it drafts for it: that takes
+            time, and is lost when it leaves the text.
+        is_guess: whether ``promise`` and ``round_share`` are guesses, such as by a model's size.
         continues: whether it can go on from a draft as well as from the text: see
             `foredraft.drafters.base.ContinuingDrafter`.
     """
@@ -38,3 +41,5 @@ class DrafterTraits:
     spare: int = 0
     learns: bool = True
     continues: bool = False
+    reads: bool = False
+    is_guess: bool = False

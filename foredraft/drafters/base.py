@@ -24,7 +24,7 @@ from foredraft.core.choices import (
     KeyedSharedChoices,
     LikeliestChoices,
 )
-from foredraft.core.cost import USUAL_PRICE, Price
+from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.draft import ChosenDraft, Draft, DrawnDraft
 from foredraft.core.errors import NoTokenError
 from foredraft.core.params import SamplingParams
@@ -45,7 +45,7 @@ class DraftRow:
         budget: the most nodes to draft; 0 asks for an empty proposal.
         choices: what the row's tokens are chosen or drawn with. `draft` knows which it is.
         rules: what the request makes of any logits: applied before a token is chosen or drawn.
-        price: what nodes cost in this step, for drafters that weigh them.
+        prices: what nodes cost in this step, for drafters that weigh them; see `Prices`.
         slot: the row's slot in the target's cache, for drafters that run the target's own layers.
         tenant: whose request it is: nothing of one tenant's text may draft for another.
         num_cached: how many of the tokens the target's cache holds. Those that it holds when the
@@ -61,7 +61,7 @@ class DraftRow:
     budget: int
     choices: DraftChoices
     rules: Rules
-    price: Price = USUAL_PRICE
+    prices: Prices = USUAL_PRICES
     slot: int = -1
     tenant: str | None = None
     num_cached: int = 0
@@ -79,7 +79,7 @@ class DraftRow:
         seed: int = 0,
         *,
         rules: Rules | None = None,
-        price: Price = USUAL_PRICE,
+        prices: Prices = USUAL_PRICES,
         slot: int = -1,
         tenant: str | None = None,
         num_cached: int = 0,
@@ -92,7 +92,7 @@ class DraftRow:
         rules = rules or SamplingRules(params)
         return cls(
             *(request_id, tokens, params, budget, choices, rules),
-            *(price, slot, tenant, num_cached, source, stop_ids),
+            *(prices, slot, tenant, num_cached, source, stop_ids),
         )
 
     @property

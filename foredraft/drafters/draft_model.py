@@ -7,6 +7,7 @@ parameters and hands the distribution along.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -132,7 +133,7 @@ def _build(context: DrafterContext) -> Drafter:
         )
     if model is context.target:
         raise ConfigError("the draft model is the target itself: load it a second time")
-    shape = _shape(context.options)
+    shape = _shape(context.options, context.plain_ms)
     if shape is None:
         return DraftModelDrafter(model)
     for who, each in (("target", context.target), ("draft model", model)):
@@ -159,8 +160,11 @@ def _build_distilled(context: DrafterContext) -> Drafter:
     return StepDrafter(module, cast(HeadTarget, context.target), limits)
 
 
-def _shape(options: Mapping[str, Any]) -> TreeShape | None:
+def _shape(options: Mapping[str, Any], plain_ms: float | None) -> TreeShape | None:
     """The tree shape asked for; None for a chain.
+
+    Args:
+        plain_ms: milliseconds of a plain step; None: not measured, and forwards count as free.
 
     Raises:
         ConfigError: an option that does not fit.
@@ -174,10 +178,11 @@ def _shape(options: Mapping[str, Any]) -> TreeShape | None:
     if name == "chain":
         return None
     if name == "best-first":
+        draft_ms = checked_ms("draft_ms", options.get("draft_ms", 0.0))
         return BestFirstShape(
             width=checked_count("width", options.get("width", 4)),
             max_depth=checked_count("max_depth", options.get("max_depth", 6)),
-            draft_ms=checked_ms("draft_ms", options.get("draft_ms", 0.0)),
+            round_cost=draft_ms / (plain_ms or math.inf),
         )
     counts = name.split(",")
     if not all(count.strip().isdecimal() for count in counts):

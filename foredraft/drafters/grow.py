@@ -5,9 +5,9 @@
 anything is drafted, so its tokens may be drawn; `BestFirstGrowth` grows one depth at a time and is
 cut afterwards, so its tokens are chosen.
 
-A step with n nodes takes the row's price of n milliseconds, and d draft forwards before it. It
-commits one token plus the accepted ones. The best draft has the most expected committed tokens per
-millisecond (Sequoia, arXiv 2402.12374; OPT-Tree, arXiv 2406.17276); `Worth` weighs that.
+A step with n nodes takes the row's price of n plain steps, and d draft forwards before it. It
+commits one token plus the accepted ones. The best draft has the most expected committed tokens by
+time (Sequoia, arXiv 2402.12374; OPT-Tree, arXiv 2406.17276); `Worth` weighs that.
 
 Looking at a token before it is dropped is fine where drafts are chosen: they are accepted only
 where the target draws the same (EAGLE-2, arXiv 2406.16858).
@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from foredraft.core.choices import Choice
-from foredraft.core.cost import LinearPrice, Price
+from foredraft.core.cost import Prices, price_of
 from foredraft.core.errors import ConfigError
 from foredraft.core.proposal import Proposal
 from foredraft.core.tree import EMPTY_TREE, ROOT, TokenTree
@@ -205,14 +205,14 @@ class BestFirstShape:
     Attributes:
         width: nodes expanded at each depth, and children looked at for each.
         max_depth: the most tokens on a path.
-        draft_ms: one draft forward, in milliseconds.
-        price: what nodes cost; the row's when None.
+        round_cost: time of a draft forward, in plain steps.
+        prices: what nodes cost; the row's when None.
     """
 
     width: int = 4
     max_depth: int = 6
-    draft_ms: float = 0.0
-    price: Price | None = None
+    round_cost: float = 0.0
+    prices: Prices | None = None
 
     def grow(self, row: DraftRow) -> DepthGrowth:
         if row.params.coupling == "drawn":
@@ -243,7 +243,7 @@ class BestFirstGrowth:
 
     def __init__(self, shape: BestFirstShape, row: DraftRow) -> None:
         self._shape, self._row, self._budget = shape, row, row.budget
-        self._worth = Worth(shape.price or row.price, shape.draft_ms)
+        self._worth = Worth(shape.prices or row.prices, shape.round_cost)
         self._candidates: list[_Candidate] = []
         self._expanded: list[int] = []  # candidates that are nodes of `tree`
         self._num_forwards = 0
@@ -318,32 +318,14 @@ NODE_COST = MappingProxyType(
 )
 
 
-def asked_price(context: DrafterContext) -> Price | None:
-    """The price that the option of `NODE_COST` asks for; None leaves it to the controller.
+def asked_prices(context: DrafterContext) -> Prices | None:
+    """The prices that the option of `NODE_COST` asks for; None leaves them to the controller.
 
     Raises:
         ConfigError: the option is not a number above 0.
     """
     given = context.options.get("node_cost")
-    return None if given is None else LinearPrice(checked_cost("node_cost", given))
-
-
-@dataclass(frozen=True)
-class KnownPrice:
-    """A `Price` that was asked once for every number of nodes up to a budget.
-
-    Attributes:
-        by_nodes: milliseconds, beginning with no node.
-    """
-
-    by_nodes: tuple[float, ...]
-
-    @classmethod
-    def of(cls, price: Price, budget: int) -> KnownPrice:
-        return cls(tuple(price.ms(num_nodes) for num_nodes in range(budget + 1)))
-
-    def ms(self, num_nodes: int) -> float:
-        return self.by_nodes[num_nodes]
+    return None if given is None else (1.0, 1.0 + checked_cost("node_cost", given))
 
 
 @dataclass(frozen=True)
@@ -351,12 +333,12 @@ class Worth:
     """Weighs nodes and draft forwards against their time.
 
     Attributes:
-        price: of the row's nodes.
-        draft_ms: one draft forward.
+        prices: of the row's nodes.
+        round_cost: time of a draft forward, in plain steps.
     """
 
-    price: Price
-    draft_ms: float = 0.0
+    prices: Prices
+    round_cost: float = 0.0
 
     def best_num_nodes(self, values: Sequence[float], num_forwards: int) -> int:
         """How many of the nodes to keep, given their values in descending order; may be 0.
@@ -366,7 +348,7 @@ class Worth:
             num_forwards: draft forwards that have been spent.
         """
         rates = [
-            expected / (self.price.ms(num_nodes) + num_forwards * self.draft_ms)
+            expected / (price_of(self.prices, num_nodes) + num_forwards * self.round_cost)
             for num_nodes, expected in enumerate(accumulate(values, initial=1.0))
         ]
         return max(range(len(rates)), key=lambda num_nodes: (rates[num_nodes], num_nodes))
@@ -381,8 +363,8 @@ class Worth:
         """
         size = self.best_num_nodes(values, num_forwards)
         expected = 1.0 + sum(values[:size])
-        spent = self.price.ms(size) + num_forwards * self.draft_ms
-        return bound > 0.0 and (expected + bound) / (spent + self.draft_ms) >= expected / spent
+        spent = price_of(self.prices, size) + num_forwards * self.round_cost
+        return bound > 0.0 and (expected + bound) / (spent + self.round_cost) >= expected / spent
 
 
 Place = TypeVar("Place")
@@ -395,7 +377,7 @@ def best_first(
     successors: Successors[Place],
     row: DraftRow,
     branch: bool = True,
-    price: Price | None = None,
+    prices: Prices | None = None,
     num_drafted: int = 0,
     is_weighed: bool = False,
 ) -> TokenTree:
@@ -409,14 +391,14 @@ def best_first(
         start: where the committed text ends, and what is drafted already.
         row: its budget is the most nodes; its noise, where it has some, reweighs what may follow.
         branch: whether nodes may have siblings; else the likeliest successor alone is followed.
-        price: of the nodes; the row's when None.
+        prices: of the nodes; the row's when None.
         num_drafted: tokens between the committed text and ``start``.
         is_weighed: the probabilities are what the row's noise leaves already.
     """
-    price = price or row.price
+    prices = prices or row.prices
     tokens: list[int] = []
     parents: list[int] = []
-    expected, best_rate, best_size = 1.0, 1.0 / price.ms(0), 0
+    expected, best_rate, best_size = 1.0, 1.0 / prices[0], 0
     frontier: list[tuple[float, int, int, int, int, Place]] = []
     serial = 0  # breaks ties in the order of discovery, so that places are never compared
     place, path_prob, node, depth = start, 1.0, ROOT, num_drafted
@@ -432,14 +414,14 @@ def best_first(
             break
         negated, _, token, parent, depth, place = heapq.heappop(frontier)
         path_prob, node = -negated, len(tokens)
-        ms = price.ms(node + 1)
-        if (expected + path_prob * (row.budget - node)) / ms <= best_rate:
+        cost = price_of(prices, node + 1)
+        if (expected + path_prob * (row.budget - node)) / cost <= best_rate:
             break  # not even if all that follow were as probable
         tokens.append(token)
         parents.append(parent)
         expected += path_prob
-        if expected / ms > best_rate:
-            best_rate, best_size = expected / ms, node + 1
+        if expected / cost > best_rate:
+            best_rate, best_size = expected / cost, node + 1
     return TokenTree(tuple(tokens[:best_size]), tuple(parents[:best_size]))
 
 
@@ -550,8 +532,7 @@ class Growth:
     _open: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        price = KnownPrice.of(self.row.price, self.row.budget)
-        self._worth = Worth(price, self.limits.round_cost * price.ms(0))
+        self._worth = Worth(self.row.prices, self.limits.round_cost)
 
     def hang(self, node: int, choices: Sequence[Choice], is_copy: bool = False) -> None:
         """Hang the likeliest tokens below a node (or `ROOT`)."""

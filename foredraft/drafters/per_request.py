@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence, Sized
 from functools import reduce
 from typing import Generic, Self, TypeVar
 
-from foredraft.core.cost import Price
+from foredraft.core.cost import Prices
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
-from foredraft.drafters.grow import Guide, asked_price, best_first
+from foredraft.drafters.grow import Guide, asked_prices, best_first
 from foredraft.drafters.spec import DrafterContext
 
 Request = TypeVar("Request")
@@ -75,30 +75,30 @@ class GuidedDrafter(PerRequestDrafter[Guide]):
 
     Args:
         new_text: makes the text of a request that starts.
-        price: what nodes cost; the row's when None.
+        prices: what nodes cost; the row's when None.
         tree: whether drafts may branch.
     """
 
     def __init__(
         self,
         new_text: Callable[[DraftRow], Guide],
-        price: Price | None = None,
+        prices: Prices | None = None,
         tree: bool = True,
     ) -> None:
         super().__init__()
-        self._new_text, self._price, self._tree = new_text, price, tree
+        self._new_text, self._prices, self._tree = new_text, prices, tree
 
     @classmethod
     def of(cls, context: DrafterContext, new_text: Callable[[DraftRow], Guide]) -> Self:
-        """With the price that the user asked for, and trees where the target takes them."""
-        return cls(new_text, asked_price(context), context.target.capabilities.tree_attention)
+        """With the prices that the user asked for, and trees where the target takes them."""
+        return cls(new_text, asked_prices(context), context.target.capabilities.tree_attention)
 
     def begin_request(self, row: DraftRow) -> Guide:
         return self._new_text(row)
 
     def draft_tree(self, request: Guide, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         place = reduce(request.advance, draft, request.place)
-        return best_first(place, request.successors, row, self._tree, self._price, len(draft))
+        return best_first(place, request.successors, row, self._tree, self._prices, len(draft))
 
     def observe_request(self, request: Guide, seen: Observation) -> None:
         for token in seen.committed:

@@ -42,6 +42,9 @@ class DrafterContext:
         options: the user's options for this drafter, checked against `DrafterSpec.options`.
         tokenizer: the target's; None when requests come as token ids only.
         draft_tokenizer: the draft model's.
+        plain_ms: milliseconds of a step of the target without drafts; None: not measured.
+        size_share: bytes that a forward of the draft model reads, over the target's; None: not
+            known.
     """
 
     target: Target
@@ -49,6 +52,8 @@ class DrafterContext:
     options: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TextCodec | None = None
     draft_tokenizer: TextCodec | None = None
+    plain_ms: float | None = None
+    size_share: float | None = None
 
     @property
     def fingerprint(self) -> str | None:

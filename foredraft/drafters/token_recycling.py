@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from foredraft.core.cost import Price
+from foredraft.core.cost import Prices
 from foredraft.core.errors import ConfigError
 from foredraft.core.sampling import largest
 from foredraft.core.tree import TokenTree
 from foredraft.drafters.base import DraftRow, Observation
 from foredraft.drafters.confidence import priors
-from foredraft.drafters.grow import NODE_COST, asked_price, best_first
+from foredraft.drafters.grow import NODE_COST, asked_prices, best_first
 from foredraft.drafters.per_request import PerRequestDrafter, PerTenant
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_flag
 
@@ -141,7 +141,7 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
 
     Args:
         num_candidates: candidates kept for each token.
-        price: what nodes cost; the controller's when None.
+        prices: what nodes cost; the controller's when None.
         shared: one table for all requests of a tenant, instead of one each.
         tree: whether drafts may branch.
     """
@@ -149,7 +149,7 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
     def __init__(
         self,
         num_candidates: int = 8,
-        price: Price | None = None,
+        prices: Prices | None = None,
         shared: bool = False,
         tree: bool = True,
     ) -> None:
@@ -159,7 +159,7 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
             raise ConfigError(
                 f"num_candidates is {num_candidates}; more than {most} are never drafted"
             )
-        self._num_candidates, self._price, self._tree = num_candidates, price, tree
+        self._num_candidates, self._prices, self._tree = num_candidates, prices, tree
         self._shared = PerTenant(self._new, _MOST_SHARED) if shared else None
 
     def begin_request(self, row: DraftRow) -> _Request:
@@ -172,7 +172,7 @@ class TokenRecyclingDrafter(PerRequestDrafter[_Request]):
 
     def draft_tree(self, request: _Request, row: DraftRow, draft: Sequence[int]) -> TokenTree:
         last = draft[-1] if draft else request.last
-        return best_first(last, request.following, row, self._tree, self._price, len(draft))
+        return best_first(last, request.following, row, self._tree, self._prices, len(draft))
 
     def observe_request(self, request: _Request, seen: Observation) -> None:
         nodes = [0, *(node + 1 for node in seen.path)]
@@ -184,7 +184,7 @@ def _build(context: DrafterContext) -> TokenRecyclingDrafter:
     options = context.options
     return TokenRecyclingDrafter(
         checked_count("num_candidates", options.get("num_candidates", 8)),
-        asked_price(context),
+        asked_prices(context),
         checked_flag("shared", options.get("shared", False)),
         context.target.capabilities.tree_attention,
     )

@@ -8,13 +8,15 @@ drafter fails.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from foredraft.control.base import Allowance
 from foredraft.core.errors import ForedraftError
 from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, DrawnProposal, Proposal
-from foredraft.core.record import StepRecord
+from foredraft.core.record import DrafterTimes, StepRecord
 from foredraft.core.tree import ROOT, TokenTree
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
@@ -32,10 +34,32 @@ class Drafting:
 
     Args:
         max_context: most tokens that a request may hold, drafted ones included.
+        clock: seconds, for what each drafter takes.
     """
 
-    def __init__(self, max_context: int) -> None:
-        self._max_context = max_context
+    def __init__(self, max_context: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._max_context, self._clock = max_context, clock
+        self._taken: dict[str, DrafterTimes] = {}
+
+    def take_times(self) -> dict[str, DrafterTimes]:
+        """What drafters took since this was called last."""
+        taken, self._taken = self._taken, {}
+        return taken
+
+    @property
+    def begin_ms(self) -> float:
+        """Of it, what beginning to follow texts took."""
+        return sum(taken.begin_ms for taken in self._taken.values())
+
+    @contextmanager
+    def _timed(self, loaded: LoadedDrafter, field: str) -> Iterator[None]:
+        """Adds what is done meanwhile to this field of a drafter's times."""
+        started = self._clock()
+        yield
+        name = loaded.traits.name
+        before = self._taken.get(name, DrafterTimes())
+        ms = getattr(before, field) + 1e3 * (self._clock() - started)
+        self._taken[name] = replace(before, **{field: ms})
 
     # ---- a request comes, changes its drafter, and goes ------------------------------------------
 
@@ -76,9 +100,10 @@ class Drafting:
         if loaded.traits.name in request.excluded_drafters:
             return
         request.num_not_ready = 0
-        request.drafter = loaded.traits.name  # also while it begins: an interrupted one is ended
-        if not loaded.begin(request.draft_row(num_cached=num_known)):
-            self._lose(request)
+        with self._timed(loaded, "begin_ms"):
+            request.drafter = loaded.traits.name  # while it begins: an interrupted one is ended
+            if not loaded.begin(request.draft_row(num_cached=num_known)):
+                self._lose(request)
 
     def _lose(self, request: Request) -> None:
         """The request's drafter has failed for it, and has forgotten it already."""
@@ -118,10 +143,12 @@ class Drafting:
         asked: dict[LoadedDrafter, list[Turn]] = {}
         for turn in batch:
             turn.proposal = _chain(turn.forced) if turn.forced else NO_PROPOSAL
+            turn.num_forced = len(turn.forced)
             if turn.budget:
                 asked.setdefault(_loaded(turn.request), []).append(turn)
         for loaded, turns in asked.items():
-            self._ask(loaded, turns)
+            with self._timed(loaded, "draft_ms"):
+                self._ask(loaded, turns)
 
     def taps(self, batch: Sequence[Turn]) -> Sequence[int]:
         """Layers whose outputs drafters want of this step.
@@ -142,10 +169,11 @@ class Drafting:
             if turn.request.drafter is not None and _loaded(turn.request).traits.learns:
                 watched.setdefault(_loaded(turn.request), []).append(index)
         for loaded, indices in watched.items():
-            failed = loaded.observe([batch[i].observation(scores, i) for i in indices])
-            for index in indices if failed else ():
-                if batch[index].request_id in failed:
-                    self._lose(batch[index].request)
+            with self._timed(loaded, "learn_ms"):
+                failed = loaded.observe([batch[i].observation(scores, i) for i in indices])
+                for index in indices if failed else ():
+                    if batch[index].request_id in failed:
+                        self._lose(batch[index].request)
 
     def report(self, batch: Sequence[Turn], record: StepRecord) -> None:
         """Tell controllers, and the traces of policies, of a step."""
@@ -170,7 +198,8 @@ class Drafting:
         request = turn.request
         if allowance.drafter != request.drafter:
             self._move(request, allowance.drafter)
-        turn.drafter, turn.price = request.drafter, allowance.price
+        turn.drafter, turn.prices = request.drafter, allowance.prices
+        turn.plain_reason = _why_plain(request, allowance)
         turn.allowed = max(0, min(allowance.budget, request.room))
         turn.forced = _forced(request, min(allowance.num_forced, request.room))
         turn.budget = turn.allowed if request.drafter is not None and _is_asked(turn) else 0
@@ -193,6 +222,7 @@ class Drafting:
                 continue
             if proposal is NOT_READY:
                 turn.budget = 0
+                turn.plain_reason = "reading" if loaded.traits.reads else "not ready"
                 self._wait(turn.request)
                 continue
             turn.request.num_not_ready = 0
@@ -200,13 +230,24 @@ class Drafting:
                 tree = TokenTree.chain(turn.forced).hang(proposal.tree, len(turn.forced) - 1)
                 turn.proposal = permitted(Proposal.chosen(tree), turn.request)
             elif len(proposal.tree):
-                turn.proposal = permitted(proposal, turn.request)
+                turn.proposal, turn.num_forced = permitted(proposal, turn.request), 0
 
 
 def _loaded(request: Request) -> LoadedDrafter:
     """Who drafts for a request; somebody must."""
     assert request.drafter is not None
     return request.policy.drafters[request.drafter]
+
+
+def _why_plain(request: Request, allowance: Allowance) -> str:
+    """Why nothing is drafted for a request, if nothing is."""
+    if request.params.speculation == "off" or request.params.max_draft_tokens == 0:
+        return "plain decoding was asked for"
+    if not request.room:
+        return "no room for drafts"
+    if not allowance.budget:
+        return allowance.reason
+    return "no drafter can join this text" if request.drafter is None else "nothing to propose"
 
 
 def _is_asked(turn: Turn) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from foredraft.cache.base import Cache
-from foredraft.core.cost import USUAL_PRICE, Price
+from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.errors import ConfigError, ForedraftError, NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
 from foredraft.core.params import SamplingParams
@@ -366,13 +366,13 @@ class Request:
         return self.text.push(token, is_drafted) or self.rules.is_complete(self.tokens)
 
     def draft_row(
-        self, budget: int = 0, price: Price = USUAL_PRICE, num_cached: int | None = None
+        self, budget: int = 0, prices: Prices = USUAL_PRICES, num_cached: int | None = None
     ) -> DraftRow:
         """What a drafter may know of it.
 
         Args:
             budget: the most nodes to draft.
-            price: what nodes cost.
+            prices: what nodes cost.
             num_cached: tokens that will not be observed; None: those that the cache holds.
         """
         return DraftRow.of(
@@ -382,7 +382,7 @@ class Request:
             budget,
             self.seed,
             rules=self.rules,
-            price=price,
+            prices=prices,
             slot=self.slot,
             tenant=self.options.tenant,
             num_cached=self.num_cached if num_cached is None else num_cached,

@@ -57,6 +57,8 @@ class Scheduler:
         self._must_wait = must_wait
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._by_id: dict[int, Request] = {}
+        self._num_waiting: Counter[Policy | None] = Counter()  # by those that share their steps
         self._arrivals = itertools.count()
         self._num_steps = 0
 
@@ -65,17 +67,19 @@ class Scheduler:
         priority = max(-MAX_PRIORITY, min(request.options.priority, MAX_PRIORITY))
         came = self._num_steps - PRIORITY_STEPS * priority
         request.order = (came, next(self._arrivals))
-        insort(self._waiting, request, key=_order)
+        self._by_id[request.request_id] = request
+        self._wait(request)
 
     def next_waiting(self) -> Request | None:
         """The first request that may begin; None when nobody waits that there is room for.
 
         A place in the batch is kept for each request before it that waits for another to read what
-        it begins with: nobody passes it for good.
+        it begins with: nobody passes it for good. The queue is not looked through where the batch
+        is full.
         """
-        if not self._waiting:
-            return None
         num_taken = Counter(map(_apart, self._running))  # by those that share their steps
+        if all(num_taken[apart] >= self._max_batch_size for apart in self._num_waiting):
+            return None
         for request in self._waiting:
             if num_taken[_apart(request)] >= self._max_batch_size:
                 continue
@@ -86,13 +90,21 @@ class Scheduler:
 
     def start(self, request: Request) -> None:
         """A waiting request enters the batch."""
-        self._waiting.remove(request)
+        self._stop_waiting(request)
         insort(self._running, request, key=_order)
 
     def preempt(self, request: Request) -> None:
         """A running request waits again, in its old place."""
         self._running.remove(request)
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
         insort(self._waiting, request, key=_order)
+        self._num_waiting[_apart(request)] += 1
+
+    def _stop_waiting(self, request: Request) -> None:
+        self._waiting.remove(request)
+        self._num_waiting = self._num_waiting - Counter((_apart(request),))
 
     def next_batch(self, policy: Policy | None = None) -> list[Turn]:
         """The turns of the next step: rows that decode always take part, prompts share the rest.
@@ -128,11 +140,14 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Take a running or waiting request out."""
-        (self._running if request in self._running else self._waiting).remove(request)
+        del self._by_id[request.request_id]
+        if request in self._running:
+            self._running.remove(request)
+        else:
+            self._stop_waiting(request)
 
     def find(self, request_id: int) -> Request | None:
-        requests = (*self._running, *self._waiting)
-        return next((each for each in requests if each.request_id == request_id), None)
+        return self._by_id.get(request_id)
 
     def __len__(self) -> int:
         return len(self._running) + len(self._waiting)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from foredraft.cache.base import NO_MEMORY, Cache
-from foredraft.core.record import StepRecord, StepTimes
+from foredraft.core.record import DrafterTimes, StepRecord, StepTimes
 from foredraft.engine.drafting import Drafting
 from foredraft.engine.fetch import fetch
 from foredraft.engine.places import as_cache_full
@@ -38,6 +38,7 @@ class Stepper:
             CacheFullError: there is no room for the entries; nothing has been drafted or read.
         """
         target, drafting, laps = self.target, self.drafting, [self.clock()]
+        begun_before_ms = drafting.begin_ms
         drafting.allow(batch)
         _reserve(target.cache, batch)
         drafting.propose(batch)
@@ -55,7 +56,7 @@ class Stepper:
         laps.append(self.clock())
         drafting.observe(batch, scores)
         laps.append(self.clock())
-        return StepRecord(tuple(batch), _times(laps))
+        return StepRecord(tuple(batch), _times(laps, begun_before_ms, drafting.take_times()))
 
 
 def _reserve(cache: Cache, batch: Sequence[Turn]) -> None:
@@ -68,5 +69,19 @@ def _reserve(cache: Cache, batch: Sequence[Turn]) -> None:
         raise as_cache_full(error) from error
 
 
-def _times(laps: Sequence[float]) -> StepTimes:
-    return StepTimes(*(1e3 * (end - start) for start, end in pairwise(laps)))
+def _times(
+    laps: Sequence[float], begun_before_ms: float, drafters: Mapping[str, DrafterTimes]
+) -> StepTimes:
+    """Times of the parts of a step.
+
+    Args:
+        laps: seconds at which they ended; the first part is drafting.
+        begun_before_ms: what beginning to follow texts took before the step.
+    """
+    draft_ms, score_ms, verify_ms, learn_ms = (1e3 * (end - start) for start, end in pairwise(laps))
+    begin_ms = sum(taken.begin_ms for taken in drafters.values())
+    read_ms = sum(taken.read_ms for taken in drafters.values())
+    draft_ms -= begin_ms - begun_before_ms + read_ms
+    return StepTimes(
+        *(max(0.0, draft_ms), score_ms, verify_ms, learn_ms, read_ms, begin_ms), drafters=drafters
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from foredraft.core.choices import KeyedVerifyChoices
-from foredraft.core.cost import USUAL_PRICE, Price
+from foredraft.core.cost import USUAL_PRICES, Prices
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import NonFiniteScoresError
 from foredraft.core.logprobs import TokenLogprobs
@@ -38,7 +38,7 @@ class Turn(RowStep):
         reads_all: whether it reads all pending tokens.
         allowed: nodes that the controller allowed.
         spare: further nodes that the drafter may add.
-        price: what nodes cost in this step.
+        prices: what nodes cost in this step.
         forced: a draft that the row's rules force, which is verified without asking anybody.
         path: nodes of the proposal that stay in the cache.
     """
@@ -48,7 +48,7 @@ class Turn(RowStep):
         self.request, self.may_draft = request, may_draft
         self.reads_all = num_read == request.num_pending
         self.allowed = self.spare = 0
-        self.price: Price = USUAL_PRICE
+        self.prices: Prices = USUAL_PRICES
         self.forced: tuple[int, ...] = ()
         self.path: tuple[int, ...] = ()
         self._logprobs: list[TokenLogprobs] = []
@@ -82,7 +82,7 @@ class Turn(RowStep):
 
     def draft_row(self, num_forced: int = 0) -> DraftRow:
         """What a drafter may know of it, which drafts behind so many forced tokens."""
-        row = self.request.draft_row(self.budget - num_forced, self.price)
+        row = self.request.draft_row(self.budget - num_forced, self.prices)
         return replace(row, spare=self.spare) if self.spare else row
 
     def score_row(self) -> ScoreRow:
@@ -122,11 +122,7 @@ class Turn(RowStep):
             num_taken = len(self.committed)
             self.num_accepted = min(num_taken, verdict.num_accepted)
             request.logprobs += self._logprobs[:num_taken]
-            num_drafted = len(self.proposal.tree)
-            author = self.drafter if self.budget else None
-            request.stats.record(
-                *(num_drafted, verdict.num_accepted, self.num_accepted, num_taken, author)
-            )
+            self._count(verdict.num_accepted, num_taken)
             # The last committed token stays pending, also when a stop made it a drafted one.
             self.path = verdict.path[: max(0, min(self.num_accepted, num_taken - 1))]
             if verdict.error is not None:
@@ -137,6 +133,16 @@ class Turn(RowStep):
         if request.finish_reason != "error":
             request.check()
         self.finish_reason = request.finish_reason
+
+    def _count(self, num_verified: int, num_committed: int) -> None:
+        """In the request's statistics."""
+        stats, num_drafted = self.request.stats, len(self.proposal.tree)
+        stats.record(num_drafted, num_verified, self.num_accepted, num_committed)
+        stats.credit("rules", self.num_forced)
+        if self.drafter is not None:
+            stats.credit(self.drafter, num_drafted - self.num_forced)
+        if not num_drafted:
+            stats.note_plain(self.plain_reason or "no memory for drafts")
 
     @property
     def kept(self) -> tuple[int, Sequence[int]]:

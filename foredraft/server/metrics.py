@@ -136,11 +136,11 @@ class Metrics:
 
     def render(self) -> bytes:
         """In Prometheus' text format."""
-        for promise in self._controller.promises if self._controller else ():
-            of = promise.drafter, promise.noise
-            self._seen.labels(*of).set(promise.seen)
-            self._promised.labels(*of).set(promise.promised)
-            self._below.labels(*of).set(promise.is_broken)
+        for found in self._controller.first_tokens if self._controller else ():
+            of = found.drafter, found.noise
+            self._seen.labels(*of).set(found.seen)
+            self._promised.labels(*of).set(found.promised)
+            self._below.labels(*of).set(found.is_below)
         return generate_latest(self._registry)
 
     def add_step(self, record: StepRecord) -> None:

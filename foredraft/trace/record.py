@@ -37,7 +37,7 @@ class Tracer:
             type="step",
             step=self._num_steps,
             at_ms=round(at_ms, 3),
-            times=StepTimes(**{name: round(ms, 3) for name, ms in vars(record.times).items()}),
+            times=_rounded(record.times),
             num_waiting=record.num_waiting,
             num_preempted=record.num_preempted,
             rows=tuple(map(self._row, record.rows)),
@@ -76,3 +76,9 @@ class Tracer:
             )
             for i, token in enumerate(row.committed)
         ]
+
+
+def _rounded(times: StepTimes) -> StepTimes:
+    """Without those of single drafters."""
+    parts = {name: ms for name, ms in vars(times).items() if name != "drafters"}
+    return StepTimes(**{name: round(ms, 3) for name, ms in parts.items()})

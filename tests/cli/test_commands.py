@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from foredraft.bench.measure import MeasuredRun
 from foredraft.cli.main import app
-from foredraft.control.acceptance import Promise
+from foredraft.control.acceptance import FirstToken
 from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.core.errors import ConfigError, ForedraftError, ModelLoadError
 from foredraft.kernels import build
@@ -47,7 +47,7 @@ def test_it_is_said_why_nothing_was_drafted(run: Run) -> None:
     assert "nothing was drafted: plain decoding" in said("--num-draft-tokens", "0")
     long = ("--drafter-option", "min-ngram-size=9", "--drafter-option", "max-ngram-size=9")
     found = said("--drafter", "ngram", "--num-draft-tokens", "3", *long)
-    assert "nothing was drafted: drafter ngram had nothing to propose for this text" in found
+    assert "nothing was drafted: nothing to propose" in found
 
 
 def test_generate_json_holds_everything(run: Run) -> None:
@@ -127,9 +127,9 @@ def test_doctor_names_drafters_of_a_server_that_do_worse_than_when_they_were_mad
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics, controller = Metrics(), SimpleNamespace()
-    controller.promises = [
-        Promise("head", "greedy", 0.7, 0.4, 1000.0),
-        Promise("head", "much", 0.7, 0.68, 1000.0),
+    controller.first_tokens = [
+        FirstToken("head", "greedy", 0.7, 0.4, 1000.0),
+        FirstToken("head", "much", 0.7, 0.68, 1000.0),
     ]
     metrics._controller = cast(AdaptiveBudget, controller)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from foredraft.control.adaptive import AdaptiveBudget, Experience
+from foredraft.control.adaptive import AdaptiveBudget
+from foredraft.control.experience import Experience
 from foredraft.core.cost import CostModel, Times
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, Proposal
-from foredraft.core.record import RowStep, StepRecord, StepTimes
+from foredraft.core.record import DrafterTimes, RowStep, StepRecord, StepTimes
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.core.verify import Verdict
@@ -33,7 +35,10 @@ class MadeUp:
         draft_ms, learn_ms: of one row.
         nodes: drafts so many where it may.
         round_ms: of one row and node, where each takes a forward; 0: none does.
-        promise: see `DrafterTraits`.
+        promise, is_guess: see `DrafterTraits`.
+        read_ms: of a token of the prompt, with a model of its own; 0: it has none.
+        reads_at_once: whether it reads in its first draft, and says so to nobody.
+        join_ms: to begin to follow a row in the middle of its text.
     """
 
     accepts: Callable[[int, int], float]
@@ -43,10 +48,15 @@ class MadeUp:
     joins_late: bool = True
     round_ms: float = 0.0
     promise: tuple[float, float] | None = None
+    is_guess: bool = False
+    read_ms: float = 0.0
+    reads_at_once: bool = False
+    join_ms: float = 0.0
 
     def traits(self, name: str, round_share: float) -> DrafterTraits:
         share = round_share if self.round_ms else None
-        return DrafterTraits(name, self.nodes, self.joins_late, self.promise, share)
+        found = DrafterTraits(name, self.nodes, self.joins_late, self.promise, share)
+        return replace(found, reads=self.read_ms > 0.0, is_guess=self.is_guess)
 
 
 @dataclass
@@ -56,6 +66,8 @@ class Simulation:
     Attributes:
         believed: what the controller takes steps to cost at first; None: what they do cost.
         round_share: what it takes a draft forward to cost at first, in plain steps.
+        prompt: tokens of a prompt.
+        named: the drafter that a request asks for, by its number.
         slowness: of drafting and of the target's forward, by the number of the step: how many times
             as long they take there, because of others on the machine.
     """
@@ -68,6 +80,8 @@ class Simulation:
     believed: Times | None = None
     round_share: float = 0.35
     slowness: Callable[[int], tuple[float, float]] = lambda step: (1.0, 1.0)
+    prompt: int = 32
+    named: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -78,6 +92,10 @@ class Simulation:
         self.rows: list[Request] = []
         self.count = 0
         self.at: dict[int, str | None] = {}
+        self.last_drafted: dict[int, int] = {}
+        self.drafted_by: Counter[str] = Counter()
+        self._unread: set[int] = set()
+        self._begun: dict[str, DrafterTimes] = {}
         self.spent_ms = self.plain_ms = 0.0
         self.worst_ms = 0.0
         self.drafted = self.committed = self.num_steps = 0
@@ -96,8 +114,15 @@ class Simulation:
         return self.plain_ms / self.spent_ms
 
     def _add(self) -> None:
-        row = new_request([1] * 32, self.params, self.count, num_cached=31)
+        params, named = self.params, self.named.get(self.count)
+        if named is not None:
+            params = replace(params, speculation=named)
+        row = new_request([1] * self.prompt, params, self.count, num_cached=self.prompt - 1)
+        if named is not None:
+            row.excluded_drafters |= self.drafters.keys() - {named}
         row.drafter = self.at[row.request_id] = self.control.begin(row, self.rows)
+        if row.drafter is not None:
+            self._unread.add(row.request_id)
         self.rows.append(row)
         if self.believed is not None:  # its prompt is read
             self.model.observe([(32, 0)], self.cost.ms([(32, 0)]))
@@ -108,23 +133,45 @@ class Simulation:
         self.control.end(row.request_id)
 
     def _step(self) -> None:
-        records, drafting, following = [], 0.0, 0.0
+        records = []
+        by: dict[str, Counter[str]] = defaultdict(Counter)
+        rounds: dict[str, list[int]] = defaultdict(list)
         for row in self.rows:
             row.room = row.num_remaining - 1
         for row, allowed in zip(self.rows, self.control.allow(self.rows), strict=True):
             if allowed.drafter != row.drafter:
                 late = allowed.drafter is not None and self.drafters[allowed.drafter].joins_late
                 row.drafter = self.at[row.request_id] = allowed.drafter if late else None
+                if row.drafter is not None:
+                    self._unread.add(row.request_id)
+                    by[row.drafter]["begin_ms"] += self.drafters[row.drafter].join_ms
             name = row.drafter
             records.append(self._row(row, allowed.budget, name))
             if name is not None:
-                drafting += self.drafters[name].draft_ms * (allowed.budget > 0)
-                drafting += self.drafters[name].round_ms * len(records[-1].proposal.tree)
-                following += self.drafters[name].learn_ms
+                drafter, mine = self.drafters[name], by[name]
+                mine["draft_ms"] += drafter.draft_ms * (allowed.budget > 0)
+                rounds[name].append(len(records[-1].proposal.tree))
+                mine["learn_ms"] += drafter.learn_ms
+                if allowed.budget and row.request_id in self._unread:
+                    self._unread.discard(row.request_id)
+                    kind = "draft_ms" if drafter.reads_at_once else "read_ms"
+                    mine[kind] += drafter.read_ms * len(row.tokens)
         sizes = [(record.num_tokens, record.context) for record in records]
         slower_drafting, slower_forward = self.slowness(self.num_steps)
-        drafting, forward = drafting * slower_drafting, self.cost.ms(sizes) * slower_forward
-        record = StepRecord(tuple(records), StepTimes(drafting, forward, 0.0, following))
+        for name, depths in rounds.items():
+            by[name]["draft_ms"] += self.drafters[name].round_ms * sum(depths)
+        for mine in by.values():
+            mine["draft_ms"] *= slower_drafting
+        forward = self.cost.ms(sizes) * slower_forward
+        drafters = {name: DrafterTimes(**mine) for name, mine in by.items()}
+        drafting, following, reading, joining = (
+            sum(getattr(each, part) for each in drafters.values())
+            for part in ("draft_ms", "learn_ms", "read_ms", "begin_ms")
+        )
+        record = StepRecord(
+            tuple(records),
+            StepTimes(drafting, forward, 0.0, following, reading, joining, drafters),
+        )
         plain = self.cost.ms([(1, context) for _, context in sizes]) * slower_forward
         tokens = sum(len(each.committed) for each in records)
         self.spent_ms += record.times.total_ms
@@ -149,6 +196,9 @@ class Simulation:
             ):
                 path += 1
         self.drafted += len(proposal.tree)
+        if proposal.tree.tokens:
+            self.last_drafted[row.request_id] = self.num_steps
+            self.drafted_by[str(name)] += len(proposal.tree)
         committed = (1,) * min(path + 1, row.num_remaining)
         context = row.num_cached
         row.tokens.extend(committed)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft.control.adaptive import AdaptiveBudget, Experience
+from foredraft.control.adaptive import AdaptiveBudget
 from foredraft.control.base import Allowance, Row
+from foredraft.control.experience import Experience, ReplyLengths
 from foredraft.control.ledger import SHARE
+from foredraft.control.pairs import expected_of_pair
 from foredraft.core.cost import CostModel, Times
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
@@ -169,9 +173,9 @@ def test_a_drafter_that_was_not_asked_is_not_blamed() -> None:
         for _ in range(50):
             step = RowStep(row.request_id, 9, 1, drafter, budget, committed=(1,))
             control.observe(StepRecord((step,), times))
-    assert not experience.lessons
+    assert not experience.kinds
     control.observe(StepRecord((RowStep(row.request_id, 9, 1, "a", 4, committed=(1,)),), times))
-    assert experience.lessons
+    assert experience.kinds
 
 
 def test_rows_of_other_controllers_count_in_its_prices() -> None:
@@ -195,7 +199,7 @@ def test_the_drafts_of_other_controllers_are_not_its_own() -> None:
     draft = Proposal.chosen(TokenTree.chain([1] * 7))
     theirs = RowStep(1, 9, 1, "theirs", 7, draft, committed=(1,) * 5)
     control.observe(StepRecord((mine, theirs), StepTimes(5.0, cost.ms([(1, 9), (8, 9)]), 0.0, 0.0)))
-    assert not experience.lessons
+    assert not experience.kinds
     assert control.ledger.spent_ms == pytest.approx(control.ledger.plain_ms)
 
 
@@ -203,10 +207,10 @@ def test_constrained_requests_teach_nobody_but_themselves() -> None:
     experience = Experience()
     bent = SamplingParams(max_tokens=96, repetition_penalty=1.3)
     Simulation({"a": MadeUp(constant(0.0))}, params=bent, experience=experience).run(60, 2)
-    assert not experience.lessons
+    assert not experience.kinds
     plain = replace(bent, repetition_penalty=1.0)
     Simulation({"a": MadeUp(constant(0.0))}, params=plain, experience=experience).run(60, 2)
-    assert experience.lessons
+    assert experience.kinds
 
 
 def test_without_measured_times_it_goes_by_a_usual_machine() -> None:
@@ -345,7 +349,188 @@ def test_a_drafter_that_does_not_keep_its_promise_is_named_once(
 
 def test_promises_are_compared_with_what_is_seen() -> None:
     run = Simulation({"self": self_like(), "other": MadeUp(constant(0.2))}).run(600, 1)
-    (promise,) = run.control.promises
+    (promise,) = run.control.first_tokens
     assert (promise.drafter, promise.noise, promise.promised) == ("self", "greedy", 0.95)
     assert promise.seen == pytest.approx(0.97, abs=0.03)
-    assert not promise.is_broken
+    assert not promise.is_below
+
+
+# ------------------------------------------------------------------------- two models, a row each
+
+
+def best_depth(accepts: float, times: Times, load: int, round_ms: float) -> int:
+    """The length of chains that commits the most by time, by trying all."""
+    cost = CostModel(times)
+
+    def rate(depth: int) -> float:
+        tokens = 1.0 + sum(accepts**each for each in range(1, depth + 1))
+        return tokens / (cost.ms([(1 + depth, 64)] * load) + depth * load * round_ms)
+
+    return max(range(9), key=rate)
+
+
+def chain(accepts: float, round_ms: float, **more: Any) -> MadeUp:
+    """Like a draft model: a forward a token."""
+    return MadeUp(constant(accepts), nodes=8, round_ms=round_ms, **more)
+
+
+@pytest.mark.parametrize("load", [1, 4])
+@pytest.mark.parametrize("times", [FLAT, STEEP], ids=["flat", "steep"])
+@pytest.mark.parametrize(("share", "accepts"), [(0.3, 0.6), (0.2, 0.75), (0.1, 0.9)])
+def test_a_drafter_that_takes_a_forward_a_token_drafts_as_long_as_pays(
+    share: float, accepts: float, times: Times, load: int
+) -> None:
+    round_ms = share * dict(times)[1]
+    model = chain(accepts, round_ms, promise=(0.75, 0.7), is_guess=True)
+    done = Simulation({"model": model}, times, round_share=0.5).run(300, load)
+    seen = done.drafted
+    done.run(100, load)
+    best = best_depth(accepts, times, load, round_ms)
+    assert (done.drafted - seen) / 100 / load == pytest.approx(best, abs=1.0)
+
+
+def test_the_first_reply_drafts_and_the_budget_is_learnt_in_it() -> None:
+    """Nothing was measured: what a pair of models is expected to do comes from their sizes."""
+    expected = expected_of_pair(DrafterTraits("model", 8, True), 0.44, by_token=True)
+    assert expected.reads
+    assert expected.promise is not None
+    model = chain(0.9, 4.4, read_ms=0.05, promise=expected.promise, is_guess=True)
+    done = Simulation({"model": model}, round_share=0.44, prompt=100).run(3, 1)
+    assert done.drafted > 0
+    assert done.run(40, 1).speedup > 1.3
+
+
+def test_a_draft_model_that_seems_not_to_pay_is_tried_at_once() -> None:
+    model = chain(0.9, 6.0, read_ms=0.05, promise=(0.55, 0.5), is_guess=True)
+    done = Simulation({"model": model}, round_share=0.6, prompt=100).run(12, 1)
+    assert done.drafted > 0
+
+
+@pytest.mark.parametrize("reads_at_once", [False, True])
+def test_a_long_prompt_does_not_keep_a_draft_model_from_drafting(reads_at_once: bool) -> None:
+    """8,000 tokens take it as long as two hundred steps; it drafts on soon behind them."""
+    params = SamplingParams(max_tokens=4000)
+    model = chain(0.8, 2.0, read_ms=0.25, reads_at_once=reads_at_once, promise=(0.75, 0.7))
+    model.is_guess = True
+    long = Experience(lengths=ReplyLengths(4000.0))
+    run = Simulation({"model": model}, params=params, experience=long, prompt=8000, round_share=0.2)
+    run.run(50, 1)
+    assert run.drafted_by["model"] > 50
+    ledger = run.control.ledger
+    assert ledger.owed_ms > 1000.0
+    assert ledger.left_ms(10.0) > 0.0
+    assert run.run(2000, 1).speedup > 1.3
+    assert ledger.owed_ms == 0.0
+
+
+def test_a_short_reply_is_not_worth_reading_a_long_prompt() -> None:
+    params = SamplingParams(max_tokens=30)
+    model = chain(0.8, 2.0, read_ms=0.25, promise=(0.75, 0.7), is_guess=True)
+    run = Simulation({"model": model}, params=params, prompt=8000, round_share=0.2).run(300, 1)
+    assert run.drafted == 0
+
+
+def test_reading_that_brings_nothing_is_given_up() -> None:
+    """Its acceptance is far below what its size lets expect."""
+    model = chain(0.1, 2.0, read_ms=0.1, promise=(0.75, 0.7), is_guess=True)
+    run = Simulation({"model": model}, prompt=200, round_share=0.2).run(3000, 1)
+    assert run.speedup > 0.985
+
+
+def test_each_row_drafts_with_what_pays_most_for_it() -> None:
+    """One request copies, the other does not; a model drafts for it. Both in each step."""
+    params = SamplingParams(max_tokens=400)
+    drafters = {
+        "copies": MadeUp(lambda number, _: 0.98 if number % 2 else 0.05, 0.05, 0.02, nodes=4),
+        "model": chain(0.7, 1.0, promise=(0.7, 0.7)),
+    }
+    done = Simulation(drafters, params=params, round_share=0.1).run(300, 2)
+    assert min(done.drafted_by.values()) > 0.2 * done.drafted
+    single = max(
+        Simulation({n: d}, params=params, round_share=0.1).run(300, 2).speedup
+        for n, d in drafters.items()
+    )
+    assert done.speedup > single
+
+
+def test_a_request_that_names_its_drafter_gets_it_in_a_mixed_batch() -> None:
+    drafters = {"suffix": MadeUp(constant(1.0), 0.05), "copies": chain(1.0, 2.0)}
+    named = {number: ("suffix", "copies")[number % 2] for number in range(200)}
+    done = Simulation(drafters, named=named).run(100, 2)
+    assert min(done.drafted_by["suffix"], done.drafted_by["copies"]) > 100
+
+
+def test_what_joining_a_text_takes_is_booked_and_weighed() -> None:
+    """A copier that takes fifteen steps to read a long text joins it once, or not at all."""
+    moody = lambda number, length: 0.9 if length // 20 % 2 else 0.0  # noqa: E731
+    params = SamplingParams(max_tokens=2000)
+    dear = MadeUp(moody, 0.05, 0.02, join_ms=150.0)
+    done = Simulation({"copies": dear}, params=params, prompt=8000).run(1500, 1)
+    assert done.control.ledger.spent_ms == pytest.approx(done.spent_ms, rel=0.05)
+    assert done.speedup > 0.98
+
+
+def test_tokens_that_rules_force_teach_nothing() -> None:
+    experience = Experience()
+    control = AdaptiveBudget([DrafterTraits("a", 8, True)], experience=experience)
+    row = new_request([1] * 10, SamplingParams(max_tokens=50), num_prompt=5, num_cached=9)
+    control.begin(row, [])
+    draft = Proposal.chosen(TokenTree.chain([1] * 3))
+    step = RowStep(row.request_id, 9, 1, "a", 4, draft, committed=(1,) * 4, num_forced=2)
+    control.observe(StepRecord((step,), StepTimes(0.0, 10.0, 0.0, 0.0)))
+    assert not experience.kinds
+
+
+def test_a_plan_takes_time_by_the_rows_and_not_by_their_square() -> None:
+    """Questions to the times and rates of drafters, counted."""
+
+    def num_asked(load: int) -> int:
+        run = Simulation({"a": MadeUp(constant(0.5), 0.1), "b": chain(0.5, 1.0)}).run(60, load)
+        times, acceptance = run.control._times, run.control._acceptance
+        count = 0
+
+        def counted(ask: Callable[..., Any]) -> Callable[..., Any]:
+            def asked(*args: Any) -> Any:
+                nonlocal count
+                count += 1
+                return ask(*args)
+
+            return asked
+
+        times.round_ms = counted(times.round_ms)  # type: ignore[method-assign]
+        times.follow_ms = counted(times.follow_ms)  # type: ignore[method-assign]
+        acceptance.rates = counted(acceptance.rates)  # type: ignore[method-assign]
+        run.control._planner.plan(run.rows, [], None, 0)
+        return count
+
+    assert num_asked(64) < 6 * num_asked(16)
+
+
+def test_a_result_says_why_nothing_pays() -> None:
+    for accepts, reason in ((0.0, "nothing pays: best 0."), (0.9, "")):
+        run = Simulation({"a": chain(accepts, 3.0, promise=(accepts, accepts))}).run(300, 1)
+        allowance = run.control.allow(run.rows)[0]
+        assert allowance.budget or allowance.reason.startswith(reason)
+    none = AdaptiveBudget([DrafterTraits("head", 8)], CostModel(FLAT))
+    row = new_request([1] * 10, SamplingParams(max_tokens=50), room=9)
+    none.begin(row, [])
+    row.drafter = None
+    assert none.allow([row])[0].reason == "no drafter can join this text"
+
+
+def test_what_was_learnt_is_kept_for_later_processes() -> None:
+    kept: list[dict[str, Any]] = []
+    model = chain(0.9, 4.0, read_ms=0.05, promise=(0.7, 0.65), is_guess=True)
+    first = Experience(keep=kept.append)
+    Simulation({"model": model}, experience=first).run(400, 1)
+    later = Experience()
+    later.take_json(json.loads(json.dumps(kept[-1])))
+    assert later.times.round_ms("model", 1) == pytest.approx(4.0)
+    run = Simulation({"model": model}, experience=later, round_share=0.9)
+    run.run(10, 1)
+    assert run.control._acceptance.kind_rates("model", (0, "seeded"))[1, 0] > 0.8
+    assert run.drafted >= 20
+    broken = Experience()
+    for nonsense in ({}, {"kinds": [[1, 2]]}, {"kinds": [], "times": 3}, []):
+        broken.take_json(nonsense)  # type: ignore[arg-type]
+    assert not broken.kinds

@@ -51,14 +51,14 @@ def test_refuses_what_is_no_number_of_tokens(bad: object) -> None:
 def test_a_price_is_the_rows_share_of_a_batch_that_drafts_alike() -> None:
     cost = CostModel(((1, 10.0), (2, 10.0), (4, 12.0), (8, 20.0)), Attention(0.001, 0.0))
     (alone,) = FixedBudget(5, cost).allow([row(100)])
-    assert alone.price.ms(0) == pytest.approx(10.0 + 0.1)
-    assert alone.price.ms(3) == pytest.approx(12.0 + 0.1)
+    assert alone.prices[0] == 1.0
+    assert alone.prices[3] == pytest.approx((12.0 + 0.1) / (10.0 + 0.1))
     both = FixedBudget(5, cost).allow([row(100), row(100)])
-    assert both[0].price.ms(3) == pytest.approx(20.0 / 2 + 0.1)
+    assert both[0].prices[3] == pytest.approx((20.0 + 0.2) / (10.0 + 0.2))
 
 
 def test_rows_of_other_controllers_share_the_step() -> None:
     cost = CostModel(((1, 10.0), (2, 10.0), (4, 12.0), (8, 20.0)), Attention(0.001, 0.0))
     (one, _) = FixedBudget(5, cost).allow([row(100), row(100)])
     (beside,) = FixedBudget(5, cost).allow([row(100)], [row(100)])
-    assert beside.price.ms(3) == one.price.ms(3)
+    assert beside.prices == one.prices

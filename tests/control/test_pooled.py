@@ -1,16 +1,18 @@
-"""One pool of slots, the likeliest first."""
+"""One pool of draft positions, the likeliest first."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from foredraft.control.acceptance import SlotCounts, is_constrained, kind_of
+from foredraft.control.acceptance import PositionCounts, is_constrained, kind_of
 from foredraft.control.ledger import Ledger
-from foredraft.control.pooled import PooledRow, best_prefix
+from foredraft.control.pooled import FREE, DrafterCost, Pooled, PooledRow, best_prefix
 from foredraft.control.times import DraftTimes
 from foredraft.core.params import SamplingParams
 
@@ -20,6 +22,19 @@ def row(*chances: float) -> PooledRow:
     return PooledRow(len(chances), np.array([[1.0] * len(chances), chances]))
 
 
+def pooled(
+    rows: Sequence[PooledRow],
+    num_plain: int,
+    slope: float,
+    cost: DrafterCost = FREE,
+    most_nodes: int = 99,
+    most_ms: float = float("inf"),
+) -> Pooled:
+    """Where each node adds ``slope`` plain steps."""
+    step_ms = [1.0 + slope * n for n in range(most_nodes + 1)]
+    return best_prefix(rows, num_plain, step_ms, {"": cost}, most_ms)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_it_is_the_best_of_all_budgets(seed: int) -> None:
     """Where later slots of a row are never likelier than earlier ones, and times never fall."""
@@ -27,10 +42,10 @@ def test_it_is_the_best_of_all_budgets(seed: int) -> None:
     rows = [row(*sorted((draw.random() for _ in range(3)), reverse=True)) for _ in range(3)]
     slope = draw.choice([0.02, 0.1, 0.3])
 
-    def step_ms(nodes: float) -> float:
+    def step_ms(nodes: int) -> float:
         return 1.0 + slope * nodes
 
-    best = best_prefix(rows, 3, step_ms, lambda *_: 0.0, most_nodes=9)
+    best = pooled(rows, 3, slope)
     rates = [
         (3 + sum(sum(r.rates_2K[1][:n]) for r, n in zip(rows, budgets, strict=True)))
         / step_ms(sum(budgets))
@@ -40,29 +55,44 @@ def test_it_is_the_best_of_all_budgets(seed: int) -> None:
 
 
 def test_a_slot_behind_an_unlikely_one_comes_with_it_or_not_at_all() -> None:
-    best = best_prefix([row(0.1, 0.9)], 1, lambda n: 1.0 + 0.3 * n, lambda *_: 0.0, most_nodes=9)
-    assert best.budgets == (2,)
-    best = best_prefix([row(0.1, 0.3)], 1, lambda n: 1.0 + 0.3 * n, lambda *_: 0.0, most_nodes=9)
-    assert best.budgets == (0,)
+    assert pooled([row(0.1, 0.9)], 1, 0.3).budgets == (2,)
+    assert pooled([row(0.1, 0.3)], 1, 0.3).budgets == (0,)
 
 
 def test_limits_hold() -> None:
     rows = [row(*(0.9 - 0.01 * slot for slot in range(8)))] * 4
-    free = best_prefix(rows, 4, lambda n: 1.0 + 0.01 * n, lambda *_: 0.0, most_nodes=16)
-    assert sum(free.budgets) == 16
-    paid = best_prefix(
-        rows, 4, lambda n: 1.0 + 0.01 * n, lambda *_: 0.0, most_nodes=99, most_ms=1.055
-    )
+    assert sum(pooled(rows, 4, 0.01, most_nodes=16).budgets) == 16
+    paid = pooled(rows, 4, 0.01, most_ms=1.055)
     assert sum(paid.budgets) == 5
     assert paid.worst_ms <= 1.055
-    dear = best_prefix(
-        rows, 4, lambda n: 1.0 + 0.01 * n, lambda asked, _: 9.0 * asked, most_nodes=99
-    )
+    assert paid.best_rate > paid.rate
+    dear = pooled(rows, 4, 0.01, DrafterCost((0.0, 9.0, 18.0, 27.0, 36.0), FREE.following))
     assert sum(dear.budgets) == 0
+    assert 0.0 < dear.best_rate < 4.0
+
+
+def test_a_forward_a_token_is_charged_by_depth_and_once_for_all_rows() -> None:
+    """Two rows to depth 2: two forwards of both."""
+    rows = [row(0.9, 0.8), row(0.9, 0.8)]
+    cost = DrafterCost((0.0, 0.1, 0.12), FREE.following, by_token=True)
+    both = pooled(rows, 2, 0.0, cost)
+    assert both.budgets == (2, 2)
+    assert both.ms == pytest.approx(1.0 + 2 * 0.12)
+
+
+def test_two_drafters_share_a_step_and_each_is_charged_once() -> None:
+    rows = [replace(row(0.9, 0.8), drafter=name) for name in ("a", "a", "b")]
+    costs = {
+        "a": DrafterCost((0.0, 0.3, 0.3), FREE.following),
+        "b": DrafterCost((0.0, 0.2), FREE.following),
+    }
+    best = best_prefix(rows, 3, [1.0] * 10, costs)
+    assert best.budgets == (2, 2, 2)
+    assert best.ms == pytest.approx(1.5)
 
 
 def test_slots_are_counted_where_they_were_allowed() -> None:
-    counts = SlotCounts(memory=1.0)
+    counts = PositionCounts(memory=1.0)
     counts.counts[:, :2] = [[10.0, 10.0], [8.0, 4.0], [6.0, 1.0]]
     rates_2K = counts.rates(np.zeros((2, counts.counts.shape[1])), weight=1e-9)
     assert rates_2K[:, :2] == pytest.approx(np.array([[0.8, 0.4], [0.6, 0.1]]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foredraft.core.cost import Attention, CostModel, Roofline, TablePrice, Times
+from foredraft.core.cost import Attention, CostModel, Roofline, Times, price_of
 from foredraft.core.errors import ConfigError
 
 NEAR = ((1, 9.1), (2, 9.1), (3, 9.2), (4, 9.3), (5, 11.2), (8, 15.9), (12, 23.2), (17, 32.8))
@@ -62,24 +62,24 @@ def test_the_context_that_times_were_measured_at_is_not_counted_twice() -> None:
 def test_a_long_text_does_not_make_the_next_short_one_dear() -> None:
     attention = Attention(entry_ms=0.002, pair_ms=0.0005)
     cost, truth = CostModel(NEAR, attention), CostModel(NEAR, attention)
-    before = cost.price(100)
-    dearness = before.ms(4) / before.ms(0)
+    before = cost.prices([100], 4)
     for size in (1, 3, 5, 8) * 30:
         cost.observe([(size, 1500)], truth.ms([(size, 1500)]))
-    after = cost.price(100)
-    assert after.ms(4) / after.ms(0) == pytest.approx(dearness, rel=1e-6)
+    assert cost.prices([100], 4) == pytest.approx(before, rel=1e-6)
 
 
 def test_a_price_is_a_share_of_what_all_rows_cost_together() -> None:
     cost = CostModel(NEAR)
-    assert cost.price(context=0, num_rows=4).ms(1) == pytest.approx(15.9 / 4)
-    assert cost.price(context=0).ms(3) == pytest.approx(9.3)
+    assert cost.prices([0] * 4, 1) == pytest.approx((1.0, 15.9 / 9.3))
+    assert cost.prices([0], 3)[3] == pytest.approx(9.3 / 9.1)
 
 
-def test_step_times_are_joined_by_straight_lines() -> None:
-    price = TablePrice(((1, 10.0), (4, 13.0), (8, 21.0)))
-    assert [price.ms(n) for n in (0, 1, 3, 5, 7, 11)] == pytest.approx([10, 11, 13, 17, 21, 29])
-    assert TablePrice(((4, 7.0),)).ms(0) == TablePrice(((4, 7.0),)).ms(8) == 7.0
+def test_prices_are_joined_by_straight_lines_and_rise_on() -> None:
+    prices = (1.0, 1.1, 1.3)
+    assert [price_of(prices, n) for n in (0, 1, 1.5, 2, 4)] == pytest.approx(
+        [1.0, 1.1, 1.2, 1.3, 1.6]
+    )
+    assert price_of((1.0,), 8) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.core.cost import LinearPrice, Price, TablePrice
+from foredraft.core.cost import CostModel, Prices
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import ROOT, TokenTree
@@ -29,14 +29,14 @@ def always(*probs: float) -> object:
 
 
 def grown(
-    successors: object, budget: int, price: Price, branch: bool = True, **params: Any
+    successors: object, budget: int, price: Prices, branch: bool = True, **params: Any
 ) -> TokenTree:
-    row = DraftRow.of(0, (5,), SamplingParams(**params), budget, price=price)
+    row = DraftRow.of(0, (5,), SamplingParams(**params), budget, prices=price)
     return best_first((), successors, row, branch)  # type: ignore[arg-type]
 
 
 def paths(successors: object, budget: int, node_cost: float, branch: bool = True) -> list[Word]:
-    tree = grown(successors, budget, LinearPrice(node_cost), branch)
+    tree = grown(successors, budget, (1.0, 1.0 + node_cost), branch)
     return [tuple(tree.tokens[node] for node in path) for path in tree.paths]
 
 
@@ -60,13 +60,13 @@ def test_the_rate_is_the_best_of_all_sizes() -> None:
 
 def test_nodes_that_cost_nothing_are_taken_up_to_the_next_rise() -> None:
     """A forward takes tokens in blocks: five cost what two cost, the sixth costs a lot."""
-    price = TablePrice(((1, 10.0), (5, 10.1), (6, 14.0), (9, 14.1)))
+    price = CostModel(((1, 10.0), (5, 10.1), (6, 14.0), (9, 14.1))).prices([0], 16)
     tree = grown(always(0.5), 8, price)
     assert len(tree) == 4
 
 
 def test_a_block_that_pays_as_a_whole_is_taken_as_a_whole() -> None:
-    price = TablePrice(((1, 10.0), (2, 14.0), (5, 14.1)))
+    price = CostModel(((1, 10.0), (2, 14.0), (5, 14.1))).prices([0], 16)
     tree = grown(always(0.9), 4, price)
     assert len(tree) == 4
 
@@ -76,12 +76,12 @@ def test_without_branches_the_likeliest_successor_is_followed() -> None:
 
 
 def test_nothing_to_draft_and_nothing_allowed() -> None:
-    assert grown(lambda word: (), 4, LinearPrice(0.1)).tokens == ()
+    assert grown(lambda word: (), 4, (1.0, 1.1)).tokens == ()
     assert paths(always(1.0), 0, 0.1) == []
 
 
 def test_parents_come_before_children() -> None:
-    tree = grown(always(0.5, 0.4), 12, LinearPrice(1e-9))
+    tree = grown(always(0.5, 0.4), 12, (1.0, 1.0 + 1e-9))
     assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
 
 

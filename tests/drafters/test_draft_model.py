@@ -200,7 +200,7 @@ def test_trees_share_forwards_and_leave_out_rows_that_are_done(model: Watched) -
 
 def test_a_tree_needs_room_in_the_context(model: Watched) -> None:
     model.max_context = 8
-    shape = BestFirstShape(width=2, max_depth=3, price=FREE_NODES)
+    shape = BestFirstShape(width=2, max_depth=3, prices=FREE_NODES)
     drafter = DraftTreeDrafter(model, shape)
     drafter.begin(DraftRow.of(0, [1]))
     assert len(drafter.propose([row([1, 2, 3, 4], 3)])[0].tree) == 3

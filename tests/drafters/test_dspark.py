@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from foredraft import SamplingParams
-from foredraft.core.cost import LinearPrice
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.rules import SamplingRules
 from foredraft.drafters.base import DraftRow
@@ -31,7 +30,7 @@ def new_module(target: NativeTarget, **options: int) -> DsparkModule:
 def drafted(drafter: DsparkDrafter, seed: int, price: float) -> Proposal:
     """A draft, drawn from a block that says the same at every place."""
     params = SamplingParams(temperature=1.0, coupling="drawn", seed=seed)
-    row = DraftRow.of(1, (1, 2, 3), params, 4, seed, price=LinearPrice(price))
+    row = DraftRow.of(1, (1, 2, 3), params, 4, seed, prices=(1.0, 1.0 + price))
     return drafter._drawn(row, torch.zeros(4, 64), torch.zeros(4, VOCAB))
 
 
@@ -64,7 +63,7 @@ def test_a_sure_head_drafts_more_than_an_unsure_one() -> None:
             module.confidence.weight.zero_()
             module.confidence.bias.fill_(bias)
         drafter = DsparkDrafter(module, target)
-        row = DraftRow.of(1, (1, 2, 3), SamplingParams(), 4, price=LinearPrice(0.2))
+        row = DraftRow.of(1, (1, 2, 3), SamplingParams(), 4, prices=(1.0, 1.2))
         proposal = drafter._chosen(row, torch.zeros(4, 64), torch.randn(4, VOCAB))
         sizes.append(len(proposal.tree))
     assert sizes == sorted(sizes)
@@ -79,7 +78,7 @@ def test_dflash_is_the_special_case() -> None:
     assert not {name for name in module.state_dict() if "markov" in name or "confidence" in name}
     drafter = DsparkDrafter(module, target)
     row = replace(
-        DraftRow.of(1, (1, 2, 3), SamplingParams(temperature=0.0), 4, price=FREE_NODES),
+        DraftRow.of(1, (1, 2, 3), SamplingParams(temperature=0.0), 4, prices=FREE_NODES),
         rules=SamplingRules(SamplingParams(temperature=0.0)),
     )
     logits_SR = torch.randn(4, VOCAB)

@@ -16,7 +16,7 @@ LIMITS = GrowthLimits(max_depth=3, width=2, branching=2, round_cost=0.0)
 
 
 def row(budget: int) -> DraftRow:
-    return DraftRow.of(0, TEXT, SamplingParams(temperature=0.0), budget, price=FREE_NODES)
+    return DraftRow.of(0, TEXT, SamplingParams(temperature=0.0), budget, prices=FREE_NODES)
 
 
 class Counting:

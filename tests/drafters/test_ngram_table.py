@@ -124,7 +124,7 @@ def test_it_drafts_what_it_learnt(folder: Path) -> None:
     tokens = [90, 6, 7]
     drafter.begin(DraftRow.of(0, tokens))
     params = SamplingParams.of(temperature=0.0)
-    row = DraftRow.of(0, tokens, params, 4, price=FREE_NODES)
+    row = DraftRow.of(0, tokens, params, 4, prices=FREE_NODES)
     (proposal,) = drafter.propose([row])
     assert proposal.tree.tokens[:3] == (8, 9, 10)
 

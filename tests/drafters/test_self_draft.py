@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from foredraft.cache.blocks import BLOCK
 from foredraft.control.fixed import FixedBudget
-from foredraft.core.cost import LinearPrice
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, ConfigError, ModelLoadError
 from foredraft.core.params import SamplingParams
@@ -205,10 +204,9 @@ def test_it_drafts_nothing_behind_the_end(target: NativeTarget, temperature: flo
 
 def test_guesses_are_free_for_one_row_and_cost_four() -> None:
     fit = Fit(0.9, 0.9, shares=(0.3, 0.3, 0.4, 0.5))
-    one, four = fit.guess_price(1), fit.guess_price(4)
-    assert (one.ms(0), one.ms(1), one.ms(3)) == (0.3, 0.3, 0.5)
-    assert four.ms(0) == pytest.approx(0.5 / 4)
-    assert four.ms(1) == pytest.approx((0.5 + 4 * 0.1) / 4)
+    one, four = fit.guess_prices(1), fit.guess_prices(4)
+    assert one == pytest.approx((1.0, 1.0, 4 / 3, 5 / 3))
+    assert four[:2] == pytest.approx((1.0, (0.5 + 4 * 0.1) / 0.5))
 
 
 def test_of_a_long_text_the_copy_reads_the_first_block_and_the_end(
@@ -369,6 +367,28 @@ def test_measuring_does_not_touch_the_cache_of_a_running_engine(
     assert measured_fit(target, target.low_bit_copy(8), [[1]]).greedy > 0.7
 
 
+def test_a_copy_that_was_measured_beside_a_busy_neighbour_is_measured_again(
+    target: NativeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By later processes, three in all; one that pays is not."""
+    kept, copy_seconds = dict[str, Any](), [9.0, 8.0, 0.3, 0.2]
+
+    def agreement(*_: object) -> tuple[float, list[tuple[float, ...]]]:
+        return 0.9, [(1.0, 1.1, *[copy_seconds[0]] * 4)]
+
+    def keep(name: str, recipe: str, make: Callable[[], Any]) -> Any:
+        if name not in kept:
+            kept[name] = make()
+            copy_seconds.pop(0)
+        return kept[name]
+
+    monkeypatch.setattr("foredraft.drafters.self_draft._agreement", agreement)
+    monkeypatch.setattr(type(target.parts), "kept", lambda parts, *args: keep(*args))
+    copy = target.low_bit_copy(8)
+    shares = [measured_fit(target, copy, [[1]]).shares[0] for _ in range(5)]
+    assert shares == pytest.approx([9.0, 9.0, 0.3, 0.3, 0.3])
+
+
 def test_what_cannot_be_is_said(target: NativeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="bits is 5; this target has weights of 32 bits"):
         self_draft(target, bits=5)
@@ -476,7 +496,7 @@ def test_guesses_behind_a_chain_are_worth_their_nodes(target: NativeTarget) -> N
     read(target, row.slot, PROMPTS[0])
     drafter.begin(row)
     row = replace(row, tokens=text[: len(PROMPTS[0]) + 1])
-    for price, num_guesses in ((LinearPrice(0.01), 3), (LinearPrice(9.0), 0)):
-        (proposal,) = drafter.propose([replace(row, spare=3, price=price)])
+    for price, num_guesses in (((1.0, 1.01), 3), ((1.0, 10), 0)):
+        (proposal,) = drafter.propose([replace(row, spare=3, prices=price)])
         assert len(proposal.tree) == 3 + num_guesses
-        assert len(drafter.propose([replace(row, price=price)])[0].tree) == 3
+        assert len(drafter.propose([replace(row, prices=price)])[0].tree) == 3

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from foredraft.core.cost import LinearPrice, TablePrice
+from foredraft.core.cost import CostModel, price_of
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
@@ -24,7 +24,7 @@ DRAWN = SamplingParams(temperature=1.0, coupling="drawn")
 
 
 def row(budget: int, params: SamplingParams | None = None, seed: int = 0) -> DraftRow:
-    return DraftRow.of(0, (0, 1), params or SamplingParams(), budget, seed, price=FREE_NODES)
+    return DraftRow.of(0, (0, 1), params or SamplingParams(), budget, seed, prices=FREE_NODES)
 
 
 def grown(shape: TreeShape, model: TableModel, drafted: DraftRow) -> Proposal:
@@ -195,35 +195,35 @@ def test_where_nodes_are_free_every_one_is_kept() -> None:
 
 def test_the_number_of_nodes_maximises_expected_tokens_per_time() -> None:
     generator = random.Random(1)
-    price = TablePrice(((1, 10.0), (2, 11.5), (8, 19.0), (16, 36.0)))
+    price = CostModel(((1, 10.0), (2, 11.5), (8, 19.0), (16, 36.0))).prices([0], 16)
     for _ in range(50):
         values = sorted((generator.random() ** 3 for _ in range(12)), reverse=True)
-        rates = [(1 + sum(values[:n])) / (price.ms(n) + 2 * 0.7) for n in range(13)]
-        assert rates[Worth(price, 0.7).best_num_nodes(values, 2)] == max(rates)
+        rates = [(1 + sum(values[:n])) / (price_of(price, n) + 2 * 0.07) for n in range(13)]
+        assert rates[Worth(price, 0.07).best_num_nodes(values, 2)] == max(rates)
 
 
 def test_a_node_that_costs_more_than_it_brings_is_left_out() -> None:
     model = TableModel.random(8, seed=6, sharpness=2.0)
-    price = LinearPrice(0.2)
-    tree = grown(BestFirstShape(4, 4, price=price), model, row(12)).tree
+    price = (1.0, 1.2)
+    tree = grown(BestFirstShape(4, 4, prices=price), model, row(12)).tree
     probs = sorted(path_probs(model, (0, 1), tree), reverse=True)
     everything = grown(BestFirstShape(4, 4), model, row(12)).tree
     all_probs = sorted(path_probs(model, (0, 1), everything), reverse=True)
     assert 0 < len(tree) < 12
     assert probs == pytest.approx(all_probs[: len(tree)])
-    rate = (1 + sum(probs)) / price.ms(len(tree))
+    rate = (1 + sum(probs)) / price_of(price, len(tree))
     for n in range(13):
-        assert rate >= (1 + sum(all_probs[:n])) / price.ms(n) - 1e-12
+        assert rate >= (1 + sum(all_probs[:n])) / price_of(price, n) - 1e-12
 
 
 def test_a_hopeless_draft_is_not_proposed() -> None:
     flat = TableModel(100, lambda context: [0.01] * 100)
-    proposal = grown(BestFirstShape(price=LinearPrice(0.2)), flat, row(8))
+    proposal = grown(BestFirstShape(prices=(1.0, 1.2)), flat, row(8))
     assert len(proposal.tree) == 0
 
 
 def test_a_forward_is_not_spent_on_depth_that_cannot_pay() -> None:
-    worth = Worth(TablePrice(((1, 10.0), (2, 11.0))), draft_ms=5.0)
+    worth = Worth(CostModel(((1, 10.0), (2, 11.0))).prices([0], 16), round_cost=0.5)
     assert worth.is_worth_a_forward([0.9, 0.1], 0.9, 1)
     assert not worth.is_worth_a_forward([0.3, 0.1], 0.2, 1)
     assert not Worth(FREE_NODES).is_worth_a_forward([0.3], 0.0, 1)
@@ -235,8 +235,8 @@ def test_values_are_probabilities_at_temperature_one() -> None:
     growth.extend(logits_FV)
     assert growth.build().tree.tokens == (0, 1, 2)
     # A one-hot reading of temperature 0 would leave nothing for the second and third token.
-    price = LinearPrice(0.1)
-    growth = BestFirstShape(3, 1, price=price).grow(row(3, SamplingParams(temperature=0.0)))
+    price = (1.0, 1.1)
+    growth = BestFirstShape(3, 1, prices=price).grow(row(3, SamplingParams(temperature=0.0)))
     growth.extend(logits_FV)
     probs = sorted(logits_FV.softmax(1)[0].tolist(), reverse=True)
     assert len(growth.build().tree) == Worth(price).best_num_nodes(probs, 1) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,3 +118,26 @@ def test_no_priority_is_a_right_to_go_first_for_ever() -> None:
         scheduler.next_batch()
     scheduler.add(row_of(1, 1, priority=2**31))
     assert scheduler.next_waiting() is first
+
+
+def test_a_step_takes_no_longer_because_thousands_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, num_looked_at = Scheduler(max_batch_size=2), 0
+
+    def is_ready(request: Request) -> bool:
+        nonlocal num_looked_at
+        num_looked_at += 1
+        return True
+
+    monkeypatch.setattr(Request, "is_ready", property(is_ready))
+    for number in range(1000):
+        scheduler.add(row_of(number, 1, 0))
+    while (row := scheduler.next_waiting()) is not None:
+        scheduler.start(row)
+    num_looked_at = 0
+    assert scheduler.next_waiting() is None
+    assert num_looked_at == 0
+    assert scheduler.find(999) in scheduler._waiting
+    scheduler.remove(row_one := scheduler.running[0])
+    assert scheduler.find(row_one.request_id) is None
+    assert scheduler.next_waiting() is scheduler.find(2)
+    assert num_looked_at == 1

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import KeyedSharedChoices
-from foredraft.core.cost import LinearPrice
 from foredraft.core.draws import Draw, Wanted, draw_rows
 from foredraft.core.noise import gumbel_argmax
 from foredraft.core.params import SamplingParams
@@ -52,8 +51,8 @@ ANY_COUPLING: dict[str, NewDrafter] = {
     "draft model": lambda w: DraftModelDrafter(w.draft()),
     "draft tree": lambda w: DraftTreeDrafter(w.draft(), FixedShape((2, 1))),
     "best-first tree": lambda w: DraftTreeDrafter(w.draft(), BestFirstShape(2, 2)),
-    "suffix": lambda w: GuidedDrafter(lambda r: SuffixText(r.tokens), LinearPrice(0.01)),
-    "token recycling": lambda w: TokenRecyclingDrafter(3, LinearPrice(0.01)),
+    "suffix": lambda w: GuidedDrafter(lambda r: SuffixText(r.tokens), (1.0, 1.01)),
+    "token recycling": lambda w: TokenRecyclingDrafter(3, (1.0, 1.01)),
     "chosen tree": table_drafter(Chosen(SHAPES["unbalanced"])),
 }
 DRAFTERS = ANY_COUPLING | {

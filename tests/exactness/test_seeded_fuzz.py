@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foredraft.core.cost import LinearPrice
 from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import Proposal
 from foredraft.drafters.base import BaseDrafter, DraftRow
@@ -22,7 +21,7 @@ from tests.exactness.worlds import Tokens, world
 
 WORLD = world("random", 6)
 REQUESTS: tuple[Tokens, ...] = ((1,), (5, 0, 2))
-FREE = LinearPrice(0.001)
+FREE = (1.0, 1.001)
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class WildWeigher(BaseDrafter):
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         return [
-            Proposal.chosen(best_first(len(row.tokens), self._successors, row, price=FREE))
+            Proposal.chosen(best_first(len(row.tokens), self._successors, row, prices=FREE))
             for row in rows
         ]
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from foredraft.cli.main import app
-from foredraft.control.acceptance import SlotCounts
+from foredraft.control.acceptance import PositionCounts
 from foredraft.core.cost import CostModel
 from foredraft.core.errors import ConfigError
 from foredraft.core.params import SamplingParams
@@ -196,7 +196,7 @@ def test_what_is_said_of_fewer_nodes_is_what_runs_with_fewer_do(llm: LLM, work: 
         said, seen = outlook(many, 1, costs, number), outlook(few, 1, costs, number)
         assert said.committed == pytest.approx(seen.committed, rel=0.06)
         assert said.gain == pytest.approx(seen.gain, rel=0.06)
-        slots = SlotCounts(1.0)
+        slots = PositionCounts(1.0)
         steps: list[StepRecord] = [step for step in runner.records if step.is_decoding]
         for step in steps:
             slots.note(step.rows[0])

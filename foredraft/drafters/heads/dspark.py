@@ -392,11 +392,11 @@ class DsparkDrafter(BaseDrafter):
             survival *= confidence if is_greedy and confidence is not None else found[0].chance
             tokens = [*tokens, found[0].token]
             values.append(survival)
-        size = Worth(row.price).best_num_nodes(values, 0)
+        size = Worth(row.prices).best_num_nodes(values, 0)
         return Proposal.chosen(TokenTree.chain(tokens[:size]))
 
     def _drawn(self, row: DraftRow, states_SE: Tensor, logits_SR: Tensor) -> Proposal:
-        draft, node, values, worth = row.draft(), ROOT, list[float](), Worth(row.price)
+        draft, node, values, worth = row.draft(), ROOT, list[float](), Worth(row.prices)
         for place in range(min(len(states_SE), row.budget)):
             before = draft.tokens[-1] if draft.tokens else row.tokens[-1]
             logits_R, confidence = self._place(place, before, states_SE, logits_SR)
