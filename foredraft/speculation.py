@@ -96,5 +96,6 @@ def _speedup(traits: DrafterTraits, price: Price) -> float:
 def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:
     drafter, spec = build_drafter(name, context), drafter_spec(name)
     # One that needs something of forwards that it was not there for cannot join a text late.
-    joins_late = not drafter.taps and not drafter.layers and spec.draft_model == "none"
+    knows_text = spec.draft_model == "none" or drafter.traits.reads
+    joins_late = knows_text and not drafter.taps and not drafter.layers
     return LoadedDrafter(drafter, context.target, name, spec.num_draft_tokens, joins_late)

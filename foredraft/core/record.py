@@ -100,16 +100,18 @@ class StepTimes:
         score_ms: the target's forward, until what verification needs of it was there.
         verify_ms: verification, commits, and the cache.
         learn_ms: the drafters observed.
+        read_ms: drafters with a model of their own read texts that they had not seen.
     """
 
     draft_ms: float
     score_ms: float
     verify_ms: float
     learn_ms: float
+    read_ms: float = 0.0
 
     @property
     def total_ms(self) -> float:
-        return self.draft_ms + self.score_ms + self.verify_ms + self.learn_ms
+        return self.draft_ms + self.score_ms + self.verify_ms + self.learn_ms + self.read_ms
 
 
 @dataclass(frozen=True)

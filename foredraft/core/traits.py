@@ -25,6 +25,8 @@ class DrafterTraits:
         spare: nodes that it may add to those that it is asked for: they take it no time, and it
             weighs them by their price.
         learns: whether it makes anything of what it observes; else it is not told.
+        reads: whether it reads texts with a model of its own, piece by piece: see
+            `foredraft.drafters.base.ReadingDrafter`.
         continues: whether it can go on from a draft as well as from the text: see
             `foredraft.drafters.base.ContinuingDrafter`.
     """
@@ -37,4 +39,5 @@ class DrafterTraits:
     skips_gaps: bool = False
     spare: int = 0
     learns: bool = True
+    reads: bool = False
     continues: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from foredraft.cache.base import NO_MEMORY, Cache
@@ -40,6 +40,7 @@ class Stepper:
         target, drafting, laps = self.target, self.drafting, [self.clock()]
         drafting.allow(batch)
         _reserve(target.cache, batch)
+        read_ms = self._timed_read(batch)
         drafting.propose(batch)
         laps.append(self.clock())
         scores = target.score([turn.score_row() for turn in batch], drafting.taps(batch))
@@ -55,7 +56,13 @@ class Stepper:
         laps.append(self.clock())
         drafting.observe(batch, scores)
         laps.append(self.clock())
-        return StepRecord(tuple(batch), _times(laps))
+        return StepRecord(tuple(batch), _times(laps, read_ms))
+
+    def _timed_read(self, batch: Sequence[Turn]) -> float:
+        """Let drafters read; how many milliseconds that took."""
+        started = self.clock()
+        self.drafting.read(batch)
+        return 1e3 * (self.clock() - started)
 
 
 def _reserve(cache: Cache, batch: Sequence[Turn]) -> None:
@@ -68,5 +75,6 @@ def _reserve(cache: Cache, batch: Sequence[Turn]) -> None:
         raise as_cache_full(error) from error
 
 
-def _times(laps: Sequence[float]) -> StepTimes:
-    return StepTimes(*(1e3 * (end - start) for start, end in pairwise(laps)))
+def _times(laps: Sequence[float], read_ms: float) -> StepTimes:
+    times = StepTimes(*(1e3 * (end - start) for start, end in pairwise(laps)))
+    return replace(times, draft_ms=times.draft_ms - read_ms, read_ms=read_ms)
