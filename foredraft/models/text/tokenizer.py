@@ -25,6 +25,8 @@ from foredraft.system.paths import cache_root
 if TYPE_CHECKING:
     from foredraft.models.text.chat_encoding import ChatEncoder
 
+_FILLER = re.compile(r"\[PAD\d+\]")
+"""What GGUF files call the ids that their tokenizer never gives."""
 _LARGE_BYTES = 1 << 20
 """Of a file with a vocabulary whose hash is worth keeping."""
 _MAX_HELD = 32
@@ -249,10 +251,12 @@ class Tokenizer:
         digest = hashlib.sha256(file).hexdigest()
         is_large = len(file) >= _LARGE_BYTES
         kept = KeptFiles(cache_root() / "kept" / "tokenizers" if is_large else None)
-        return str(kept.json(digest[:16], digest, self._vocabulary_hash))
+        return str(kept.json(digest[:16], f"{digest} {_FILLER.pattern}", self._vocabulary_hash))
 
     def _vocabulary_hash(self) -> str:
-        vocab = sorted(self._fast.get_vocab(with_added_tokens=True).items())
+        """Files fill a vocabulary up to the rows of their model, and models of one differ there."""
+        found = self._fast.get_vocab(with_added_tokens=True).items()
+        vocab = sorted((name, number) for name, number in found if not _FILLER.fullmatch(name))
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
 
 
