@@ -5,7 +5,7 @@
 # make test-all, make lint, make types, make example: what CI and contributors run besides
 # make sizes: lines by package and their budgets; make newcomer: the README's commands, run in order
 # make test-clients: real clients (SDKs, lm-eval, guidellm, Schemathesis, ...) against the server
-# make test-gemma: a second real model (Gemma 3 270M, 240 MB under Gemma's terms) against llama.cpp
+# make test-real: larger real models (Qwen2.5-Coder 1.5B with 0.5B, Gemma 3 270M: 1.9 GB once), against llama.cpp too
 # make heads: train the drafters of the default model again; make heads-gpu: longer, on a GPU
 # make kinds: train all kinds small, and compare them
 # make docs: build the documentation's site in site/; make results: write docs/results/index.md
@@ -21,7 +21,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-input
 TORCH ?= torch==2.13.*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-all test-clients test-gemma lint types example docs results heads heads-gpu kinds clean
+.PHONY: help demo newcomer sizes wheel test test-page test-cluster test-all test-clients test-real lint types example docs results heads heads-gpu kinds clean
 
 help:
 	@sed -n '1,/^$$/s/^# //p' Makefile
@@ -74,10 +74,10 @@ test-clients: $(CLIENTS)/.installed
 	    --file '$(OPENAI_TESTS)'/openai-*.tar.gz; }
 	OPENAI_TESTS='$(abspath $(OPENAI_TESTS))' $(CLIENTS)/bin/python -m pytest -n 0 tests/clients
 
-# Fetches the model, whose licence is Google's: https://ai.google.dev/gemma/terms. llama-cpp-python
-# is compared with where it is installed: pip install '.[bench-llama-cpp]' compiles for some minutes.
-test-gemma: $(VENV)/.installed-dev
-	FOREDRAFT_GEMMA="$$($(BIN)/python -m benchmarks.gemma)" $(BIN)/python -m pytest -n 0 tests/gemma
+# Fetches the models, each under its own licence, which is said. llama-cpp-python is compared with
+# where it is installed: pip install '.[bench-llama-cpp]' compiles for some minutes.
+test-real: $(VENV)/.installed-dev
+	FOREDRAFT_REAL=1 $(BIN)/python -m pytest -n 0 tests/real $(TEST_OPTIONS)
 
 $(CLIENTS)/.installed: pyproject.toml
 	$(MAKE) --no-print-directory VENV='$(CLIENTS)' '$(CLIENTS)/.torch'

@@ -27,9 +27,10 @@ from foredraft.kernels.build import LIBRARIES, KernelUnavailable, load_library
 from foredraft.kernels.threads import available_cpus
 from foredraft.models.base import PartsTarget, Target
 from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
+from foredraft.models.files.packaged import MODELS
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
-from foredraft.models.files.store import BUILT_IN, resolve_model
+from foredraft.models.files.store import resolve_model
 from foredraft.models.text.tokenizer import Tokenizer
 from foredraft.models.timing import kept_cost, measure_cost
 from foredraft.options import LoadOptions
@@ -179,15 +180,15 @@ def load_models(
             plan, load_target(plan, asked.threads, progress=progress), tokenizer
         ), None
     draft_tokenizer = Tokenizer(draft_plan.directory)
-    if spec.draft_model != "any vocabulary":
+    is_shared = spec.draft_model != "any vocabulary"
+    if is_shared:
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
     memory = CacheMemory.of(plan.cache_memory, plan.device)  # for both
-    return (
-        LoadedModel(plan, load_target(plan, asked.threads, memory, progress), tokenizer),
-        LoadedModel(
-            draft_plan, load_target(draft_plan, asked.threads, memory, progress), draft_tokenizer
-        ),
-    )
+    target = load_target(plan, asked.threads, memory, progress)
+    # Rows beyond are for no token.
+    num_rows = min(target.vocab_size, tokenizer.vocab_size) if is_shared else None
+    draft = load_draft_model(draft_plan, num_rows, asked.threads, memory, progress)
+    return LoadedModel(plan, target, tokenizer), LoadedModel(draft_plan, draft, draft_tokenizer)
 
 
 def plan_models(
@@ -204,9 +205,22 @@ def plan_models(
     plan = _plan(asked.model, asked, device, progress)
     if asked.draft_model is None:
         return plan, None
-    # A draft model reads few tokens at a time: activations of fewer bits would save nothing.
-    as_draft = replace(asked, revision=None, exact=False, cache_memory=None, activations="auto")
-    return plan, _plan(asked.draft_model, as_draft, device, progress)
+    return plan, _plan_draft_model(asked, device, progress)
+
+
+def _plan_draft_model(asked: LoadOptions, device: str, progress: Progress | None) -> ModelPlan:
+    """In 4 bits, which no text depends on, where our own kernel runs them."""
+    assert asked.draft_model is not None
+    weights = asked.weights if asked.draft_weights == "auto" else asked.draft_weights
+    as_draft = replace(
+        asked, weights=weights, activations="auto", revision=None, exact=False, cache_memory=None
+    )
+    plan = _plan(asked.draft_model, as_draft, device, progress)
+    if asked.draft_weights == "auto" and plan.decoder == "fused":
+        plan = _plan(asked.draft_model, replace(as_draft, weights="int4"), device, progress)
+    if plan.weights == "int4":
+        plan = replace(plan, activation_bits=8)
+    return plan
 
 
 def _plan(name: str, options: LoadOptions, device: str, progress: Progress | None) -> ModelPlan:
@@ -219,7 +233,7 @@ def _plan(name: str, options: LoadOptions, device: str, progress: Progress | Non
         progress=progress,
     )
     plan = plan_model(name, Checkpoint(directory), options, device)
-    if directory.name in BUILT_IN and name.lower().endswith(".gguf"):
+    if directory.name in MODELS and name.lower().endswith(".gguf"):
         said = f"the file is that of {directory.name} and runs as it does; weights='file' keeps it"
         return replace(plan, remarks=(said,))
     return plan
@@ -279,6 +293,26 @@ def load_target(
         probe(target)
     give_memory_back()
     return target
+
+
+def load_draft_model(
+    plan: ModelPlan,
+    num_rows: int | None = None,
+    threads: int | None = None,
+    memory: CacheMemory | None = None,
+    progress: Progress | None = None,
+) -> Target:
+    """Load a model that drafts: `load_target`, and where that is native what makes drafts faster.
+
+    Args:
+        num_rows: of its head: how many tokens it shares with its target, from the first on; None:
+            all of them.
+    """
+    from foredraft.models.native.draft_model import NativeDraftModel
+    from foredraft.models.native.target import NativeTarget
+
+    loaded = load_target(plan, threads, memory, progress)
+    return NativeDraftModel.of(loaded, num_rows) if isinstance(loaded, NativeTarget) else loaded
 
 
 def _hf_class(encoder: bool) -> type[HFTarget]:

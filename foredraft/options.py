@@ -53,6 +53,8 @@ class LoadOptions:
             others lose more than with int8. "file" keeps every weight of a GGUF file of 4 to 8 bits
             as it comes, which "auto" takes for such files. All three on CPU with the fused kernel
             only. "bf16" means dtype bfloat16.
+        draft_weights: of the draft model, as ``weights``. No text depends on them, so "auto" takes
+            what drafts fastest: "int4", with activations of 8 bits, where our own kernel runs it.
         activations: "int8" rounds what weights in 4 bits are multiplied with to 8 bits, with a
             scale for each 32, as llama.cpp does: prompts, batches and drafts take less time, and
             texts differ more than by such weights alone. "auto" keeps 16 bits.
@@ -85,6 +87,7 @@ class LoadOptions:
     dtype: str = "auto"
     cache_dtype: str = "auto"
     weights: str = "auto"
+    draft_weights: str = "auto"
     activations: str = "auto"
     device: str = "auto"
     backend: str = "auto"
@@ -100,7 +103,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         choices = {"dtype": DTYPES, "cache_dtype": CACHE_DTYPES, "weights": WEIGHTS}
-        choices |= {"activations": ACTIVATIONS, "backend": BACKENDS}
+        choices |= {"draft_weights": WEIGHTS, "activations": ACTIVATIONS, "backend": BACKENDS}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise unknown(name, str(getattr(self, name)), known)

@@ -107,7 +107,8 @@ def _speedup(traits: DrafterTraits, prices: Prices) -> float:
 def _loaded(name: str, context: DrafterContext) -> LoadedDrafter:
     drafter, spec = build_drafter(name, context), drafter_spec(name)
     # One that needs something of forwards that it was not there for cannot join a text late.
-    joins_late = not drafter.taps and not drafter.layers and spec.draft_model == "none"
+    knows_text = spec.draft_model == "none" or drafter.traits.reads
+    joins_late = knows_text and not drafter.taps and not drafter.layers
     loaded = LoadedDrafter(drafter, context.target, name, spec.num_draft_tokens, joins_late)
     if context.draft_model is not None and spec.draft_model != "none":
         by_token = "shape" not in context.options

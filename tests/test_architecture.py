@@ -27,6 +27,7 @@ LAYERS = {
     "train": 5,
     "engine": 5,
     "options": 6,
+    "mini": 4,
     "load": 7,
     "speculation": 7,
     "llm": 8,

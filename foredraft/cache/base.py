@@ -5,6 +5,7 @@ Shape legend: L layers, H key-value heads, T tokens, D head size.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -248,3 +249,8 @@ def check_keep(num_pending: int, path: Sequence[int], num_written: int) -> None:
     num_nodes = num_written - num_pending
     if path and path[-1] >= num_nodes:
         raise ValueError(f"path {[*path]} leads out of a tree of {num_nodes} nodes")
+
+
+def owner_of(salt: str | None) -> bytes:
+    """The name that the first block of a text follows: other salts share nothing with it."""
+    return hashlib.sha256(repr(salt).encode(errors="surrogatepass")).digest()

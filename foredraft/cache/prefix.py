@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from foredraft.cache.base import Cache
+from foredraft.cache.base import Cache, owner_of
 
 CHECK_VARIABLE = "FOREDRAFT_CHECK"
 """Set in the environment: the accounts of the cache are checked after each step."""
@@ -126,8 +125,3 @@ class PrefixCache:
         self.stats.hits += num_cached > 0
         self.stats.tokens += num_tokens
         self.stats.cached_tokens += num_cached
-
-
-def owner_of(salt: str | None) -> bytes:
-    """The name that the first block of a text follows."""
-    return hashlib.sha256(repr(salt).encode(errors="surrogatepass")).digest()

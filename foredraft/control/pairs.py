@@ -16,7 +16,7 @@ _USUAL_SHARE = 0.3
 def expected_of_pair(
     drafter: DrafterTraits, size_share: float | None, by_token: bool
 ) -> DrafterTraits:
-    """A drafter that reads with a draft model, with guesses by size where it says nothing.
+    """A drafter that has a draft model, with guesses by size where it says nothing.
 
     Args:
         size_share: bytes that a forward of the draft model reads, over the target's; None: not
@@ -29,7 +29,6 @@ def expected_of_pair(
     is_guess = drafter.promise is None or drafter.is_guess
     return replace(
         drafter,
-        reads=True,
         promise=drafter.promise or chances,
         round_share=round_share,
         is_guess=is_guess,

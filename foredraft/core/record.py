@@ -127,7 +127,7 @@ class StepTimes:
         score_ms: the target's forward, until what verification needs of it was there.
         verify_ms: verification, commits, and the cache.
         learn_ms: the drafters observed.
-        read_ms: draft models read prompts.
+        read_ms: drafters with a model of their own read texts that they had not seen.
         begin_ms: drafters began to follow texts, those included that began since the step before.
         drafters: by drafter, as far as it is known.
     """

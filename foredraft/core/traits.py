@@ -25,8 +25,9 @@ class DrafterTraits:
         spare: nodes that it may add to those that it is asked for: they take it no time, and it
             weighs them by their price.
         learns: whether it makes anything of what it observes; else it is not told.
-        reads: whether it reads a text with a model of its own before it drafts for it: that takes
-            time, and is lost when it leaves the text.
+        reads: whether it reads texts with a model of its own, piece by piece, before it drafts for
+            them: see `foredraft.drafters.base.ReadingDrafter`. What it has read is lost when it
+            leaves a text.
         is_guess: whether ``promise`` and ``round_share`` are guesses, such as by a model's size.
         continues: whether it can go on from a draft as well as from the text: see
             `foredraft.drafters.base.ContinuingDrafter`.
@@ -40,6 +41,6 @@ class DrafterTraits:
     skips_gaps: bool = False
     spare: int = 0
     learns: bool = True
-    continues: bool = False
     reads: bool = False
+    continues: bool = False
     is_guess: bool = False

@@ -53,6 +53,7 @@ class DraftRow:
         source: what an encoder-decoder's reply is written from; None: the model is none.
         stop_ids: tokens that end the request: nothing chosen is worth drafting behind one.
         spare: nodes beyond the budget that a drafter may add: see `DrafterTraits.spare`.
+        shares: whether what a drafter reads of its text may serve others of the tenant.
     """
 
     request_id: int
@@ -68,6 +69,7 @@ class DraftRow:
     source: Source | None = None
     stop_ids: frozenset[int] = frozenset()
     spare: int = 0
+    shares: bool = True
 
     @classmethod
     def of(
@@ -266,6 +268,22 @@ class ContinuingDrafter(Drafter, Protocol):
         """Draft what follows the row's tokens and ``draft``: chosen tokens, ``row.budget`` at most.
 
         ``draft`` is a guess that may be rejected: nothing of it may be left in the drafter's state.
+        """
+        ...
+
+
+class ReadingDrafter(Drafter, Protocol):
+    """A drafter whose traits say that it ``reads``: with a model of its own, it reads each text."""
+
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[int]:
+        """Read on in the texts of rows, before `propose` is asked for those that may draft.
+
+        Args:
+            rows: that it follows. Their prompts need not have been read by the target.
+            most_tokens: to be read in all.
+
+        Returns:
+            How many tokens of each row it has to read before it can draft; 0: it can.
         """
         ...
 

@@ -16,8 +16,14 @@ from foredraft.core.proposal import NO_PROPOSAL, NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import EMPTY_TREE, TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import ContinuingDrafter, Drafter, DraftRow, Observation
-from foredraft.drafters.chain import ChainDraft, DraftCache, read_by
+from foredraft.drafters.base import (
+    ContinuingDrafter,
+    Drafter,
+    DraftRow,
+    Observation,
+    ReadingDrafter,
+)
+from foredraft.drafters.chain import ChainDraft, DraftCache
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
 from foredraft.models.base import ScoreRow, Target
 
@@ -90,11 +96,12 @@ class VerticalCascade(Cascade):
 
     def __init__(self, guessers: Sequence[Stage], model: Target) -> None:
         super().__init__(guessers)
+        self.traits = replace(self.traits, reads=True)
         self._model, self._cache = model, DraftCache(model)
 
     def begin(self, row: DraftRow) -> None:
         super().begin(row)
-        self._cache.begin(row.request_id)
+        self._cache.begin(row)
 
     def end(self, request_id: int) -> None:
         try:
@@ -110,8 +117,11 @@ class VerticalCascade(Cascade):
             active = [chain for chain in active if chain.num_left]
         return [chain.build() if chain in able else NOT_READY for chain in chains]
 
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+        return self._cache.read(rows, most_tokens)
+
     def _has_room(self, row: DraftRow) -> bool:
-        return len(read_by(self._model, row)) + row.budget <= self._model.max_context
+        return self._cache.has_room(row, row.budget)
 
     def _guess(self, chains: Sequence[ChainDraft]) -> dict[int, TokenTree]:
         """What the draft model may say next, by request.
@@ -212,7 +222,16 @@ class HorizontalCascade(Cascade):
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         super().__init__(stages)
+        readers = [stage.drafter for stage in stages if stage.drafter.traits.reads]
+        self._readers = [cast(ReadingDrafter, drafter) for drafter in readers]
+        self.traits = replace(self.traits, reads=bool(readers))
         self._num_waits: Counter[int] = Counter()
+
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+        """All of them read; a row waits until each of them can draft."""
+        share = most_tokens // len(self._readers)
+        unread = [reader.read(rows, share) for reader in self._readers]
+        return [max(each) for each in zip(*unread, strict=True)]
 
     def end(self, request_id: int) -> None:
         self._num_waits.pop(request_id, None)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from foredraft.cache.base import owner_of
 from foredraft.core.choices import Choice
 from foredraft.core.draws import DrawKey
 from foredraft.core.proposal import NOT_READY, Proposal
@@ -148,10 +149,13 @@ class ModelPredictor:
         self._model, self._cache = model, DraftCache(model)
 
     def begin(self, row: DraftRow) -> None:
-        self._cache.begin(row.request_id)
+        self._cache.begin(row)
 
     def has_room(self, row: DraftRow) -> bool:
-        return len(read_by(self._model, row)) + row.budget <= self._model.max_context
+        return self._cache.has_room(row, row.budget)
+
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+        return self._cache.read(rows, most_tokens)
 
     def next_logits(
         self, rows: Sequence[DraftRow], drafts: Sequence[Sequence[int]]
@@ -179,11 +183,17 @@ class ChainDrafter(BaseDrafter):
     Args:
         predictor: predicts the next token.
         min_confidence: see `ChainDraft`.
+        round_share: see `DrafterTraits`.
     """
 
-    traits = DrafterTraits(learns=False)
-
-    def __init__(self, predictor: Predictor, min_confidence: float = 0.0) -> None:
+    def __init__(
+        self,
+        predictor: Predictor,
+        min_confidence: float = 0.0,
+        round_share: float | None = None,
+    ) -> None:
+        reads = isinstance(predictor, ModelPredictor)
+        self.traits = DrafterTraits(learns=False, reads=reads, round_share=round_share)
         self._predictor, self._min_confidence = predictor, min_confidence
 
     def begin(self, row: DraftRow) -> None:
@@ -201,6 +211,11 @@ class ChainDrafter(BaseDrafter):
             active = [chain for chain in active if chain.num_left]
         return [chain.build() if chain in able else NOT_READY for chain in chains]
 
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+        """Of predictors with a cache of their own; others read along with the target."""
+        assert isinstance(self._predictor, ModelPredictor)
+        return self._predictor.read(rows, most_tokens)
+
     def end(self, request_id: int) -> None:
         self._predictor.end(request_id)
 
@@ -212,6 +227,8 @@ def read_by(model: Target, row: DraftRow) -> Sequence[int]:
 
 _MOST_PENDING = 512
 """A longer text is read but for its end, so that a draft forward stays small."""
+_FEW = 8
+"""Unread tokens that the first forward of a draft reads along: alone they would take another."""
 
 
 @dataclass
@@ -220,19 +237,25 @@ class _Slot:
 
     Attributes:
         number: of the slot in the cache.
+        owner: others share what it holds under the same name alone; None: with nobody.
         cached: the tokens whose entries it holds.
         num_confirmed: how many of them are known to be committed.
     """
 
     number: int
+    owner: bytes | None = None
     cached: list[int] = field(default_factory=list)
     num_confirmed: int = 0
 
-    def rewind(self, tokens: Sequence[int]) -> None:
-        """Forget cached tokens that were not committed; the last of ``tokens`` stays pending."""
+    def rewind(self, tokens: Sequence[int], rewrites: bool) -> None:
+        """Forget cached tokens that were not committed; the last of ``tokens`` stays pending.
+
+        Args:
+            rewrites: whether committed tokens may have changed.
+        """
         limit = min(len(self.cached), len(tokens) - 1)
         agreed = min(self.num_confirmed, limit)
-        if self.cached[:agreed] != list(tokens[:agreed]):  # a translated text may be rewritten
+        if rewrites and self.cached[:agreed] != list(tokens[:agreed]):
             agreed = 0
         while agreed < limit and self.cached[agreed] == tokens[agreed]:
             agreed += 1
@@ -243,32 +266,80 @@ class _Slot:
 class DraftCache:
     """The requests' slots in the cache of a draft model.
 
+    Texts that begin alike share entries, as they do in the target's cache: with requests that are
+    running, with those that are over, and with themselves before they made way for others.
+
     Args:
         model: the draft model.
+        rewrites: whether a committed text may change: one that was translated does.
     """
 
-    def __init__(self, model: Target) -> None:
-        self._model, self._cache = model, model.cache
+    def __init__(self, model: Target, rewrites: bool = False) -> None:
+        self._model, self._cache, self._rewrites = model, model.cache, rewrites
         self._slots: dict[int, _Slot] = {}
 
-    def begin(self, request_id: int) -> None:
-        self._slots[request_id] = _Slot(self._cache.allocate())
+    def begin(self, row: DraftRow) -> None:
+        if not row.shares:
+            self._slots[row.request_id] = _Slot(self._cache.allocate())
+            return
+        tokens, source = read_by(self._model, row), row.source
+        salt = row.tenant if source is None else f"{source.digest} of {row.tenant!r}"
+        owner = owner_of(salt)
+        number, num_found = self._cache.share(owner, tokens)
+        for other in self._slots.values():
+            alike = _num_alike(other.cached, tokens) if other.owner == owner else 0
+            if alike > num_found:
+                self._cache.free(number)
+                number, num_found = self._cache.fork(other.number), alike
+        num_found = max(0, min(num_found, len(tokens) - 1))
+        self._cache.truncate(number, num_found)
+        self._slots[row.request_id] = _Slot(number, owner, [*tokens[:num_found]], num_found)
 
     def end(self, request_id: int) -> None:
-        self._cache.free(self._slots.pop(request_id).number)
+        slot = self._slots.pop(request_id)
+        if slot.owner is None:
+            self._cache.free(slot.number)
+        else:
+            self._cache.retire(slot.number, slot.cached[: self._cache.length(slot.number)])
 
     def slot(self, request_id: int) -> int:
         return self._slots[request_id].number
 
+    def has_room(self, row: DraftRow, num_drafted: int) -> bool:
+        """Whether the model can read a row's text and so many draft tokens."""
+        return len(read_by(self._model, row)) + num_drafted <= self._model.max_context
+
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+        """Read on in texts, in one forward of ``most_tokens`` at the most.
+
+        Returns:
+            How many tokens of each row are to be read before a draft; 0: it can be drafted for.
+        """
+        left, reads, unread = most_tokens, list[tuple[DraftRow, ScoreRow]](), list[int]()
+        for row in rows:
+            missing = len(self._unread(row)) - 1 if self.has_room(row, 0) else 0
+            num_read = min(missing, left) if missing > _FEW else 0
+            if num_read:
+                slot = self._slots[row.request_id]
+                start = len(slot.cached)
+                tokens = [*read_by(self._model, row)[start : start + num_read]]
+                read = ScoreRow(slot.number, tokens, wants_logits=False, source=row.source)
+                reads.append((row, read))
+            left -= num_read
+            unread.append(missing - num_read if missing - num_read > _FEW else 0)
+        if reads:
+            self._model.score([read for _, read in reads])
+        for row, read in reads:
+            self.keep(row.request_id, read.pending)
+            self._cache.name(read.slot, self._slots[row.request_id].cached)
+        return unread
+
     def catch_up(self, row: DraftRow) -> list[int]:
         """Drop what was rejected since the last draft; return what is to be read.
 
-        That is never nothing. Of a long text all but the end is read here.
+        That is never nothing. Of a long text all but the end is read here: what `read` has left.
         """
-        slot, tokens = self._slots[row.request_id], read_by(self._model, row)
-        slot.rewind(tokens)
-        self._cache.truncate(slot.number, slot.num_confirmed)
-        pending = list(tokens[slot.num_confirmed :])
+        slot, pending = self._slots[row.request_id], self._unread(row)
         num_early = (len(pending) - 1) // _MOST_PENDING * _MOST_PENDING
         read(self._model, slot.number, pending[:num_early], row.source)
         slot.cached += pending[:num_early]
@@ -285,3 +356,16 @@ class DraftCache:
         slot = self._slots[request_id]
         self._cache.keep(slot.number, len(pending), path)
         slot.cached += [*pending, *(tree.tokens[node] for node in path)]
+
+    def _unread(self, row: DraftRow) -> list[int]:
+        """The tokens behind those that are cached, once what was rejected is dropped."""
+        slot, tokens = self._slots[row.request_id], read_by(self._model, row)
+        slot.rewind(tokens, self._rewrites)
+        self._cache.truncate(slot.number, slot.num_confirmed)
+        return [*tokens[slot.num_confirmed :]]
+
+
+def _num_alike(cached: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens two texts begin with that are the same."""
+    most = min(len(cached), len(tokens))
+    return next((i for i in range(most) if cached[i] != tokens[i]), most)

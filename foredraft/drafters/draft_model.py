@@ -7,33 +7,147 @@ parameters and hands the distribution along.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
+from foredraft.cache.base import NO_MEMORY
 from foredraft.core.errors import CapabilityError, ConfigError, VocabularyMismatchError, unknown
 from foredraft.core.proposal import NOT_READY, Proposal
 from foredraft.core.traits import DrafterTraits
-from foredraft.core.tree import ROOT
+from foredraft.core.tree import ROOT, TokenTree
 from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
-from foredraft.drafters.chain import ChainDrafter, DraftCache, ModelPredictor, read_by
+from foredraft.drafters.chain import ChainDraft, DraftCache, read_by
 from foredraft.drafters.grow import BestFirstShape, DepthGrowth, FixedShape, TreeShape
 from foredraft.drafters.heads.distilled import DraftModelModule
 from foredraft.drafters.heads.steps import StepDrafter, growth_limits
 from foredraft.drafters.heads.store import trained_head
-from foredraft.drafters.spec import DrafterContext, DrafterSpec, checked_count, checked_ms
-from foredraft.models.base import HeadTarget, ScoreRow, Target
+from foredraft.drafters.per_request import GuidedDrafter
+from foredraft.drafters.spec import (
+    DrafterContext,
+    DrafterSpec,
+    checked_count,
+    checked_flag,
+    checked_ms,
+)
+from foredraft.drafters.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
+from foredraft.drafters.table import found_table
+from foredraft.kernels.build import describe_instructions
+from foredraft.models.base import HeadTarget, PartsTarget, ScoreRow, Scores, Target, read
+from foredraft.models.files.kept import recipe_of
+from foredraft.system.machine import cpu_name
+
+_log = logging.getLogger("foredraft")
 
 
-class DraftModelDrafter(ChainDrafter):
-    """Drafts chains. All rows that still draft share each forward of the draft model.
+_USUAL_FIT = Fit(0.75, 0.7, (0.25, 0.26, 0.28, 0.3))
+"""Of a small model of the target's family: it is right less often in chats, and oftener in code."""
+_NUM_TIMED = 6
+_CONTEXT = 128
+_NUM_VERIFIED = 8
+"""Tokens of a forward that verifies, as it is timed."""
+
+
+class DraftModelDrafter(StagedDrafter):
+    """Drafts chains.
 
     Args:
         model: the draft model, with a cache of its own.
+        fit: how well it drafts.
+        guesser: see `StagedDrafter`.
+        vocab_size: of the target; None: the draft model's own.
     """
 
-    def __init__(self, model: Target) -> None:
-        super().__init__(ModelPredictor(model))
+    def __init__(
+        self,
+        model: Target,
+        fit: Fit = _USUAL_FIT,
+        guesser: GuidedDrafter | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        super().__init__(fit, guesser, vocab_size or model.vocab_size)
+        # How often it is right is not known yet: what is expected of a pair stands in for it.
+        self.traits = replace(self.traits, reads=True, promise=None)
+        self._model, self._cache = model, DraftCache(model, rewrites=guesser is None)
+
+    def begin(self, row: DraftRow) -> None:
+        self._cache.begin(row)
+        super().begin(row)
+
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+        return self._cache.read(rows, most_tokens)
+
+    def end(self, request_id: int) -> None:
+        try:
+            super().end(request_id)
+        finally:
+            self._cache.end(request_id)
+
+    def _has_room(self, row: DraftRow) -> bool:
+        return self._cache.has_room(row, row.budget)
+
+    def _next_read(self, chain: ChainDraft, guess: TokenTree) -> ScoreRow:
+        row = chain.row
+        pending = chain.tokens[-1:] or self._cache.catch_up(row)
+        slot = self._cache.slot(row.request_id)
+        return ScoreRow(slot, pending, guess, draw=chain.draw_key, source=row.source)
+
+    def _score(self, chains: Sequence[ChainDraft], reads: Sequence[ScoreRow]) -> Scores:
+        return self._model.score(reads)
+
+    def _keep(self, chain: ChainDraft, read: ScoreRow, path: Sequence[int]) -> None:
+        self._cache.keep(chain.row.request_id, read.pending, read.tree, path)
+
+
+def measured_fit(target: Target, model: Target) -> Fit:
+    """What forwards of a draft model take beside the target's; kept for later processes.
+
+    How often it is right is not measured, for that takes longer than a start may: it is that of a
+    usual pair until requests have shown it.
+    """
+    if not (target.capabilities.parts and model.capabilities.parts):
+        return _USUAL_FIT
+    own, others = cast(PartsTarget, target), cast(PartsTarget, model)
+    if min(own.max_context, others.max_context) < _CONTEXT + _NUM_VERIFIED:
+        return _USUAL_FIT
+
+    def measure() -> Tensor:
+        both = own.apart(_CONTEXT + _NUM_VERIFIED), others.apart(_CONTEXT + _NUM_VERIFIED)
+        slots = [each.cache.allocate() for each in both]
+        for each, slot in zip(both, slots, strict=True):
+            read(each, slot, [i % each.vocab_size for i in range(_CONTEXT)])
+        times = [_times(both, slots) for _ in range(_NUM_TIMED)]
+        target_s, verify_s, *model_s = (min(each) for each in zip(*times, strict=True))
+        node_share = max(0.0, verify_s / target_s - 1) / (_NUM_VERIFIED - 1)
+        return torch.tensor([node_share, *(each / target_s for each in model_s)])
+
+    here = (cpu_name(), torch.get_num_threads(), describe_instructions())
+    recipe = recipe_of(own.parts.identity, others.parts.identity, *here)
+    try:
+        node_share, *shares = own.parts.kept("draft-model-fit", recipe, measure).tolist()
+    except NO_MEMORY as error:
+        _log.info("what a draft model takes is not measured: %s", error)
+        return _USUAL_FIT
+    return replace(_USUAL_FIT, shares=tuple(shares), node_share=node_share)
+
+
+def _times(both: Sequence[Target], slots: Sequence[int]) -> list[float]:
+    """Seconds of forwards of the target with one token and with several, and of the model's."""
+    sizes = [(0, 1), (0, _NUM_VERIFIED), *((1, 1 + more) for more in range(MOST_GUESSES + 1))]
+    laps = [time.perf_counter()]
+    for which, size in sizes:
+        vocab_size = both[which].vocab_size
+        tree = TokenTree.chain([i % vocab_size for i in range(1, size)])
+        both[which].score([ScoreRow(slots[which], [0], tree)])
+        laps.append(time.perf_counter())
+    return [end - begin for begin, end in pairwise(laps)]
 
 
 class DraftTreeDrafter(BaseDrafter):
@@ -47,15 +161,20 @@ class DraftTreeDrafter(BaseDrafter):
         shape: how the trees grow.
     """
 
-    traits = DrafterTraits(learns=False)
+    traits = DrafterTraits(learns=False, reads=True)
 
     def __init__(self, model: Target, shape: TreeShape) -> None:
         self._model, self._shape = model, shape
-        self._cache = DraftCache(model)
+        self._cache = DraftCache(model, rewrites=True)
         self._last_reads: dict[int, ScoreRow] = {}
 
     def begin(self, row: DraftRow) -> None:
-        self._cache.begin(row.request_id)
+        self._cache.begin(row)
+
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+        for row in rows:
+            self._keep_accepted(row)
+        return self._cache.read(rows, most_tokens)
 
     def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
         growths = {row.request_id: self._shape.grow(row) for row in rows if self._has_room(row)}
@@ -76,10 +195,7 @@ class DraftTreeDrafter(BaseDrafter):
 
     def _has_room(self, row: DraftRow) -> bool:
         num_scored = self._shape.max_scored(row.budget)
-        return (
-            row.budget > 0
-            and len(read_by(self._model, row)) + num_scored <= self._model.max_context
-        )
+        return row.budget > 0 and self._cache.has_room(row, num_scored)
 
     def _grow(self, rows: Sequence[DraftRow], growths: Sequence[DepthGrowth]) -> None:
         """Add one depth to each tree."""
@@ -93,31 +209,31 @@ class DraftTreeDrafter(BaseDrafter):
             for row, growth in zip(rows, growths, strict=True)
         ]
         scores = self._model.score(reads)
-        for row, growth, read, score in zip(rows, growths, reads, scores, strict=True):
-            if read.tree.tokens:
-                self._last_reads[row.request_id] = read
+        for row, growth, done, score in zip(rows, growths, reads, scores, strict=True):
+            if done.tree.tokens:
+                self._last_reads[row.request_id] = done
             else:
-                self._cache.keep(row.request_id, read.pending)
+                self._cache.keep(row.request_id, done.pending)
             growth.extend(score.logits_NV[[node + 1 for node in growth.frontier]])
 
     def _keep_accepted(self, row: DraftRow) -> None:
         """Keep the entries of the last forward that turned out to be text."""
-        read = self._last_reads.pop(row.request_id, None)
-        if read is None:
+        last = self._last_reads.pop(row.request_id, None)
+        if last is None:
             return
-        start = self._model.cache.length(read.slot)
-        after = start + len(read.pending)
+        start = self._model.cache.length(last.slot)
+        after = start + len(last.pending)
         tokens = read_by(self._model, row)
-        if tuple(tokens[start:after]) != tuple(read.pending):
+        if tuple(tokens[start:after]) != tuple(last.pending):
             return
         node, path = ROOT, list[int]()
         for token in tokens[after:]:
-            child = read.tree.child_with_token(node, token)
+            child = last.tree.child_with_token(node, token)
             if child is None:
                 break
             path.append(child)
             node = child
-        self._cache.keep(row.request_id, read.pending, read.tree, path)
+        self._cache.keep(row.request_id, last.pending, last.tree, path)
 
 
 def _build(context: DrafterContext) -> Drafter:
@@ -125,17 +241,17 @@ def _build(context: DrafterContext) -> Drafter:
         return _build_distilled(context)
     model = context.draft_model
     assert model is not None  # the registry has checked that there is one
-    if model.vocab_size != context.target.vocab_size:
-        raise VocabularyMismatchError(
-            f"the draft model has {model.vocab_size} tokens and the target "
-            f"{context.target.vocab_size}: they must share one vocabulary; choose a draft model "
-            "of the target's family, or the drafter 'cross-tokenizer'"
-        )
+    _check_vocabularies(context, model)
     if model is context.target:
         raise ConfigError("the draft model is the target itself: load it a second time")
     shape = _shape(context.options, context.plain_ms)
     if shape is None:
-        return DraftModelDrafter(model)
+        # Whoever has no parts hands no observations on, or is run where guesses save nothing.
+        guesses = checked_flag("guesses", context.options.get("guesses", True))
+        guesses = guesses and context.target.capabilities.parts
+        guesser = text_guesser(found_table(context, "table")) if guesses else None
+        fit = measured_fit(context.target, model)
+        return DraftModelDrafter(model, fit, guesser, context.target.vocab_size)
     for who, each in (("target", context.target), ("draft model", model)):
         if not each.capabilities.tree_attention:
             raise CapabilityError(
@@ -143,6 +259,19 @@ def _build(context: DrafterContext) -> Drafter:
                 f"({type(each).__name__}) does not offer; use shape 'chain'"
             )
     return DraftTreeDrafter(model, shape)
+
+
+def _check_vocabularies(context: DrafterContext, model: Target) -> None:
+    """One tokenizer, or as many tokens where none is known: models have rows for no token, too."""
+    if model.vocab_size == context.target.vocab_size:
+        return
+    ours, others = context.fingerprint, context.draft_tokenizer
+    if ours is None or (others is not None and others.fingerprint != ours):
+        raise VocabularyMismatchError(
+            f"the draft model has {model.vocab_size} tokens and the target "
+            f"{context.target.vocab_size}: they must share one vocabulary; choose a draft model "
+            "of the target's family, or the drafter 'cross-tokenizer'"
+        )
 
 
 def _build_distilled(context: DrafterContext) -> Drafter:
@@ -172,7 +301,10 @@ def _shape(options: Mapping[str, Any], plain_ms: float | None) -> TreeShape | No
     name = str(options.get("shape", "chain")).replace("_", "-")
     if of_head := [option for option in ("branching", "round_cost") if option in options]:
         raise ConfigError(f"{of_head[0]} is of use with head alone")
-    others = [option for option in options if option != "shape"]
+    of_chains = {"guesses", "table"} & {*options} if name != "chain" else ()
+    if of_chains:
+        raise ConfigError(f"{min(of_chains)} is of use with shape 'chain' alone")
+    others = [option for option in options if option not in ("shape", "guesses", "table")]
     if name != "best-first" and others:
         raise ConfigError(f"{others[0]} is of use with shape 'best-first' alone")
     if name == "chain":
@@ -195,6 +327,8 @@ DRAFTER = DrafterSpec(
     summary="a smaller model of the same vocabulary drafts a chain or a tree",
     options={
         "shape": "chain, children at each depth such as 3,2,1, or best-first (chain)",
+        "guesses": "chain: copies of earlier text guess for the draft model (true)",
+        "table": "chain: directory of a table that guesses too (the one that comes with the model)",
         "width": "best-first and head: nodes looked below at each depth (4)",
         "max_depth": "best-first and head: most tokens on a path (6)",
         "draft_ms": "best-first: time of one draft forward, in milliseconds (0)",

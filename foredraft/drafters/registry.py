@@ -33,7 +33,7 @@ _PACKAGE = "foredraft.drafters"
 _FOLDER = Path(__file__).parent
 SHARED = frozenset(
     {
-        *("base", "spec", "registry", "chain", "confidence", "per_request", "grow"),
+        *("base", "spec", "registry", "chain", "confidence", "per_request", "staged", "grow"),
         *("heads", "layers", "rows", "steps", "store", "published", "distilled"),
     }
 )

@@ -15,36 +15,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import accumulate, pairwise
-from statistics import mean
+from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from foredraft.cache.base import NO_MEMORY
-from foredraft.core.choices import DrawnChoices, SharedChoices
-from foredraft.core.cost import (
-    USUAL_PRICES,
-    Prices,
-    chain_speedup,
-    interpolated,
-    price_of,
-    relative,
-)
 from foredraft.core.draws import DrawKey
 from foredraft.core.errors import CapabilityError, NonFiniteScoresError
-from foredraft.core.noise import gumbel_argmax
-from foredraft.core.proposal import NOT_READY, Proposal
-from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.base import DraftRow
 from foredraft.drafters.chain import ChainDraft
-from foredraft.drafters.per_request import GuidedDrafter
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
-from foredraft.drafters.table import NgramTable, found_table, new_text
+from foredraft.drafters.staged import GUESSED, MOST_GUESSES, Fit, StagedDrafter, text_guesser
+from foredraft.drafters.table import NgramTable, found_table
 from foredraft.kernels.build import describe_instructions
 from foredraft.models.base import (
     Capabilities,
@@ -76,53 +62,12 @@ _NUM_VERIFIED = 8
 """Tokens of a forward that verifies, as it is timed."""
 _STRIDE = 977
 _AGREED = 0.95
-_MOST_GUESSES = 3
-"""In a forward of the copy."""
-_GUESSED = 0.5
-"""How often a guess is right, roughly."""
 _PAYS, _MOST_MEASURED, _WEEK_SECONDS = 1.05, 3, 7 * 24 * 3600
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How well a copy drafts for its target on this machine.
-
-    Attributes:
-        greedy: the chance that the target takes its token at temperature 0.
-        sampled: likewise at temperature 1, with the same noise.
-        shares: time of a forward of the copy with one token, two and so on, in forwards of the
-            target with one.
-        node_share: what a node adds to a forward of the target, likewise.
-    """
-
-    greedy: float
-    sampled: float
-    shares: tuple[float, ...]
-    node_share: float = USUAL_PRICES[1] - USUAL_PRICES[0]
-
-    def token_share(self, guessed: float) -> float:
-        """Time of a drafted token, in plain steps, with guesses right by this chance."""
-        tokens = accumulate(guessed**depth for depth in range(len(self.shares)))
-        return min(share / count for share, count in zip(self.shares, tokens, strict=True))
-
-    def guess_prices(self, num_rows: int) -> Prices:
-        """Of a row's guesses in a forward of the copy for so many rows that guess as much."""
-        times, most = tuple(enumerate(self.shares, start=1)), num_rows * (_MOST_GUESSES + 1)
-        return relative([interpolated(times, n) for n in range(num_rows, most + 1, num_rows)])
-
-    @property
-    def speedup(self) -> float:
-        """Roughly, over plain decoding: the mean of both temperatures."""
-        share, prices = self.token_share(_GUESSED), (1.0, 1.0 + self.node_share)
-        chances = (self.greedy, self.sampled)
-        return mean(chain_speedup(chance, share, prices) for chance in chances)
-
-
 _USUAL_FIT = Fit(0.9, 0.85, (0.4, 0.45, 0.5, 0.55))
 
 
-class SelfDrafter(BaseDrafter):
-    """See the module docstring. All rows that still draft share each forward of the copy.
+class SelfDrafter(StagedDrafter):
+    """See the module docstring.
 
     Args:
         target: whose cache the copy drafts on.
@@ -134,114 +79,34 @@ class SelfDrafter(BaseDrafter):
     def __init__(
         self, target: LowBitTarget, copy: LowBitCopy, fit: Fit, table: NgramTable | None = None
     ) -> None:
-        chances = (fit.greedy, fit.sampled)
-        self.traits = DrafterTraits(
-            promise=chances, round_share=fit.token_share(_GUESSED), spare=_MOST_GUESSES
-        )
-        self._copy, self._fit = copy, fit
-        self._guesser = GuidedDrafter(partial(new_text, table=table), tree=False)
-        self._cache, self._max_context = target.cache, target.max_context
+        super().__init__(fit, text_guesser(table), target.vocab_size)
+        self._copy, self._cache, self._max_context = copy, target.cache, target.max_context
         self._first_lengths: dict[int, int] = {}
 
     def begin(self, row: DraftRow) -> None:
-        self._guesser.begin(row)
+        super().begin(row)
         self._first_lengths[row.request_id] = len(row.tokens)
-
-    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
-        chains = {row.request_id: ChainDraft(row) for row in rows if self._has_room(row)}
-        alike = list(chains.values())
-        while alike:
-            prices = self._fit.guess_prices(len(alike))
-            self._extend(alike, [self._guess(chain, prices) for chain in alike])
-            alike = [chain for chain in alike if chain.num_left]
-        return [
-            self._built(chains[row.request_id]) if row.request_id in chains else NOT_READY
-            for row in rows
-        ]
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        self._guesser.observe(observations)
 
     def end(self, request_id: int) -> None:
         self._first_lengths.pop(request_id, None)
-        self._guesser.end(request_id)
-
-    def _guess(self, chain: ChainDraft, prices: Prices) -> TokenTree:
-        """What the copy may say behind its next token, which a forward yields in any case."""
-        row = chain.row.chosen(min(chain.num_left - 1, _MOST_GUESSES))
-        return self._guesser.propose_after(replace(row, prices=prices), chain.tokens).tree
-
-    def _built(self, chain: ChainDraft) -> Proposal:
-        """The chain, and guesses behind it where they are worth what their nodes cost."""
-        row, proposal = chain.row, chain.build()
-        if not row.spare or not chain.goes_on or row.params.coupling == "drawn":
-            return proposal
-        prices = _spare_prices(row.prices, len(chain.tokens), self._fit.token_share(_GUESSED))
-        row = replace(row, budget=row.spare, prices=prices)
-        guess = self._guesser.propose_after(row, chain.tokens).tree
-        if not guess.tokens:
-            return proposal
-        return Proposal.chosen(proposal.tree.hang(guess, len(chain.tokens) - 1))
+        super().end(request_id)
 
     def _has_room(self, row: DraftRow) -> bool:
         num_tokens = len(row.tokens)
-        if not row.budget or num_tokens + row.budget > self._max_context:
+        if num_tokens + row.budget > self._max_context:
             return False
         # The copy reads no prompt. Also where the cache holds nearly all of it, the first step
         # drafts nothing: else a drawn text would depend on what is in the cache.
         is_first = num_tokens == self._first_lengths[row.request_id]
         return not is_first and self._cache.length(row.slot) == num_tokens - 1
 
-    def _extend(self, chains: Sequence[ChainDraft], guesses: Sequence[TokenTree]) -> None:
-        """A forward of the copy: each chain grows by a token, and by as many as were guessed."""
-        reads, starts = zip(*map(_next_read, chains, guesses), strict=True)
-        scores = self._copy.score(reads, starts)
-        for chain, guess, span in zip(chains, guesses, scores.heads, strict=True):
-            chain.follow(guess, partial(self._take, chain, scores, span))
+    def _next_read(self, chain: ChainDraft, guess: TokenTree) -> ScoreRow:
+        last = chain.tokens[-1] if chain.tokens else chain.row.tokens[-1]
+        return ScoreRow(chain.row.slot, (last,), guess, draw=chain.draw_key)
 
-    def _take(self, chain: ChainDraft, scores: Scores, span: range, ahead: int) -> int | None:
-        """Add the token after the first of the chain's own that was read, or after one behind it.
-
-        A law of scaled logits alone was drawn from already.
-        """
-        row, place = chain.row, span[ahead]
-        if scores.draws is not None and chain.draw_key is not None:
-            draw = scores.draws[place]
-            return chain.take(None if draw is None else draw.token)
-        logits_V = scores.logits_NV[place]
-        if row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
-            return chain.take(_filtered_draw(row, row.choices, logits_V, chain.tokens))
-        return chain.extend(logits_V)
-
-
-def _filtered_draw(
-    row: DraftRow, choices: SharedChoices, logits_V: Tensor, drafted: Sequence[int]
-) -> int | None:
-    """What the target draws by these logits, as `SharedChoices.best` has it."""
-    try:
-        law = row.rules.law(logits_V, row.tokens, drafted)
-    except NonFiniteScoresError:
-        return None
-    key = choices.draw_key(len(drafted), law.scale or 0.0)
-    if law.scale is None or key is None:
-        return law.token
-    return gumbel_argmax(law.given_V, key.seed, key.position, law.scale, law.cut)
-
-
-def _spare_prices(prices: Prices, num_drafted: int, token_share: float) -> Prices:
-    """Of further nodes, for what a step with so many drafted tokens takes and commits."""
-    before = price_of(prices, num_drafted)
-    each = (before + num_drafted * token_share) / (1 + num_drafted)
-    rises = (price_of(prices, num_drafted + n) - before for n in range(_MOST_GUESSES + 1))
-    return relative([each + rise for rise in rises])
-
-
-def _next_read(chain: ChainDraft, guess: TokenTree) -> tuple[ScoreRow, int]:
-    """What the copy is to read for the chain's next tokens, and at which place."""
-    row = chain.row
-    last = chain.tokens[-1] if chain.tokens else row.tokens[-1]
-    start = len(row.tokens) - 1 + len(chain.tokens)
-    return ScoreRow(row.slot, (last,), guess, draw=chain.draw_key), start
+    def _score(self, chains: Sequence[ChainDraft], reads: Sequence[ScoreRow]) -> Scores:
+        starts = [len(chain.row.tokens) - 1 + len(chain.tokens) for chain in chains]
+        return self._copy.score(reads, starts)
 
 
 def measured_fit(target: LowBitTarget, copy: LowBitCopy, prompts: Sequence[Sequence[int]]) -> Fit:
@@ -338,7 +203,7 @@ def _times(target: Target, copy: LowBitCopy, row: ScoreRow) -> tuple[float, ...]
     # Unlike tokens: of a mixture they touch more experts than like ones do.
     unlike = [(last + _STRIDE * i) % target.vocab_size for i in range(1, _NUM_VERIFIED)]
     laps = [time.perf_counter()]
-    for num_guesses in range(_MOST_GUESSES, -1, -1):
+    for num_guesses in range(MOST_GUESSES, -1, -1):
         tree = TokenTree.chain(unlike[:num_guesses])
         copy.score([replace(row, tree=tree)], [start])
         laps.append(time.perf_counter())
@@ -369,7 +234,7 @@ def copy_figures(
         copy = target.low_bit_copy(bits)
         fit = measured_fit(target, copy, _prompts(tokenizer))
         figures = {"name": f"{bits} bits, {name}", "bits": bits, "megabytes": copy.num_bytes / 1e6}
-        rates = {"share": fit.token_share(_GUESSED), "speedup": fit.speedup}
+        rates = {"share": fit.token_share(GUESSED), "speedup": fit.speedup}
         found.append(figures | asdict(fit) | rates)
     return found
 

@@ -21,6 +21,7 @@ from foredraft.core.tree import ROOT, TokenTree
 from foredraft.engine.guard import LoadedDrafter
 from foredraft.engine.policy import Policy
 from foredraft.engine.request import Request
+from foredraft.engine.scheduler import MAX_STEP_TOKENS
 from foredraft.engine.turn import Turn
 from foredraft.models.base import Scores
 
@@ -34,11 +35,17 @@ class Drafting:
 
     Args:
         max_context: most tokens that a request may hold, drafted ones included.
+        max_read: most tokens that drafters read in a step: what others wait for.
         clock: seconds, for what each drafter takes.
     """
 
-    def __init__(self, max_context: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._max_context, self._clock = max_context, clock
+    def __init__(
+        self,
+        max_context: int,
+        max_read: int = MAX_STEP_TOKENS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._max_context, self._max_read, self._clock = max_context, max_read, clock
         self._taken: dict[str, DrafterTimes] = {}
 
     def take_times(self) -> dict[str, DrafterTimes]:
@@ -137,6 +144,26 @@ class Drafting:
             others = [turn.request for turn in able if turn.request.policy is not policy]
             for turn, allowance in zip(turns, policy.allow(rows, others), strict=True):
                 self._take(turn, allowance)
+
+    def read(self, batch: Sequence[Turn]) -> None:
+        """Drafters with a model of their own read on: prompts along with the target, and what they
+        lack of texts that are to be drafted for. Where something is left, nobody is asked yet.
+        """
+        reading: dict[LoadedDrafter, list[Turn]] = {}
+        for turn in batch:
+            follows = turn.request.drafter is not None and (turn.budget or not turn.reads_all)
+            if follows and _loaded(turn.request).traits.reads:
+                reading.setdefault(_loaded(turn.request), []).append(turn)
+        for loaded, turns in reading.items():
+            rows = [turn.request.draft_row() for turn in turns]
+            with self._timed(loaded, "read_ms"):
+                unread = loaded.read(rows, max(1, self._max_read // len(reading)))
+            for turn in turns:
+                if turn.request_id not in unread:
+                    self._lose(turn.request)
+                if unread.get(turn.request_id, 1):
+                    turn.budget = turn.spare = 0
+                    turn.plain_reason = "reading"
 
     def propose(self, batch: Sequence[Turn]) -> None:
         """A proposal for each row, empty where there is none."""

@@ -108,7 +108,7 @@ class Engine:
         can_encode = target.capabilities.encoder
         self._encoder = cast(EncoderTarget, target) if can_encode else None
         self._trace = GuardedTrace(options.trace)
-        self._drafting = Drafting(target.max_context, options.clock)
+        self._drafting = Drafting(target.max_context, options.max_step_tokens, options.clock)
         self._stepper = Stepper(target, self._drafting, options.clock)
         self._places = Places(target, options.prefix_caching)
         self._scheduler = Scheduler(

@@ -16,7 +16,13 @@ from foredraft.core.errors import MalformedProposalError
 from foredraft.core.proposal import DrawnProposal, Proposal
 from foredraft.core.traits import OWN
 from foredraft.core.tree import TokenTree
-from foredraft.drafters.base import ContinuingDrafter, Drafter, DraftRow, Observation
+from foredraft.drafters.base import (
+    ContinuingDrafter,
+    Drafter,
+    DraftRow,
+    Observation,
+    ReadingDrafter,
+)
 from foredraft.models.base import Target, check_taps
 
 _log = logging.getLogger("foredraft")
@@ -110,6 +116,18 @@ class LoadedDrafter:
             return {}
         pairs = zip(rows, proposals, strict=True)
         return {row.request_id: p for row, p in pairs if self._is_sound(p, row)}
+
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> dict[int, int]:
+        """How much rows have to read, by request; see `ReadingDrafter`. None where it failed."""
+        try:
+            unread = cast(ReadingDrafter, self._drafter).read(rows, most_tokens)
+        except Exception as error:
+            if len(rows) > 1:
+                share = max(1, most_tokens // len(rows))
+                return {k: v for row in rows for k, v in self.read([row], share).items()}
+            self._abandon(rows[0].request_id, "read", error)
+            return {}
+        return {row.request_id: left for row, left in zip(rows, unread, strict=True)}
 
     def propose_after(self, row: DraftRow, draft: Sequence[int]) -> Proposal | None:
         """What follows ``draft``, of a drafter that ``continues``; None where it failed."""

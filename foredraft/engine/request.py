@@ -375,7 +375,7 @@ class Request:
             prices: what nodes cost.
             num_cached: tokens that will not be observed; None: those that the cache holds.
         """
-        return DraftRow.of(
+        row = DraftRow.of(
             self.request_id,
             TextView(self.tokens),
             self.draft_params,
@@ -389,6 +389,7 @@ class Request:
             source=self.draft_source,
             stop_ids=self.stop_ids,
         )
+        return row if self.options.prefix_caching else replace(row, shares=False)
 
     def fail(self, error: Exception) -> None:
         """End this request, and no other. What it committed stays; one that is over stays so.

@@ -41,6 +41,7 @@ class Stepper:
         begun_before_ms = drafting.begin_ms
         drafting.allow(batch)
         _reserve(target.cache, batch)
+        drafting.read(batch)
         drafting.propose(batch)
         laps.append(self.clock())
         scores = target.score([turn.score_row() for turn in batch], drafting.taps(batch))

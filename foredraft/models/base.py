@@ -345,7 +345,11 @@ class TargetParts(Protocol):
         hidden_size: E.
         dtype: of embeddings and hidden states.
         device: where they are.
+        identity: tells models, and forms of one model, apart.
     """
+
+    @property
+    def identity(self) -> str: ...
 
     @property
     def hidden_size(self) -> int: ...
@@ -389,6 +393,14 @@ class PartsTarget(Target, Protocol):
 
     @property
     def parts(self) -> TargetParts: ...
+
+    def apart(self, num_tokens: int) -> Target:
+        """The same target with a small cache of its own: to try things while this one is in use.
+
+        Args:
+            num_tokens: that the cache has room for.
+        """
+        ...
 
 
 class Join(Protocol):
@@ -521,14 +533,6 @@ class LowBitTarget(PartsTarget, Protocol):
         Raises:
             ConfigError: there is no such copy.
             ModelLoadError: there is no memory for it.
-        """
-        ...
-
-    def apart(self, num_tokens: int) -> Target:
-        """The same target with a small cache of its own: to try things while this one is in use.
-
-        Args:
-            num_tokens: that the cache has room for.
         """
         ...
 

@@ -253,10 +253,11 @@ _FAMILIES = (
         "gemma",
         reads=frozenset({"attention_bias"}),
         defaults={
-            "hidden_act": "gelu_pytorch_tanh",
             "head_dim": 256,
             "tie_word_embeddings": True,
         },
+        # Its releases say "gelu" and mean this one, as transformers knows.
+        fixed={"hidden_act": "gelu_pytorch_tanh"},
         neutral={"use_bidirectional_attention": False},
         norm_offset=1.0,
         scales_embeddings=True,

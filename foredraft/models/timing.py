@@ -9,6 +9,7 @@ memory, and a virtual machine's cores move.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -20,17 +21,21 @@ from foredraft.core.tree import TokenTree
 from foredraft.models.base import ScoreRow, Target
 from foredraft.models.files.kept import KeptFiles, recipe_of
 
-_SIZES = (1, 2, 3, 4, 5, 8, 12, 16, 17, 24, 32, 33, 48)
-"""Both sides of each multiple of 16 tokens: kernels with matrix tiles take a step there."""
+_SIZES = (1, 4, 8, 2, 3, 16, 5, 12, 17, 32, 24, 33, 48)
+"""Tokens of the forwards that are timed, the most telling first: what one to eight take decides how
+much is drafted. Both sides of each multiple of 16: kernels with matrix tiles take a step there."""
+_NUM_TELLING = 5
+"""Sizes that are timed before a long context is."""
 _LEAST_MOST = 17
 _ROUNDS = 2
+_MOST_SECONDS = 2.0
+"""For all forwards. A large model is timed at fewer sizes; steps teach the others as it runs."""
 _CONTEXT = 64
 _LONG_CONTEXT = 1024
 _LONG_SIZES = (1, 8)
 _WEEK_SECONDS = 7 * 24 * 3600
-_NEARLY = 0.15
 _STRIDE = 977
-_MOST_MEASURED = 3
+_MOST_MEASURED = 2
 """Processes that measure before the least of their times is kept."""
 
 _Place = tuple[int, int]
@@ -40,24 +45,21 @@ _Place = tuple[int, int]
 def kept_cost(kept: KeptFiles, recipe: str, target: Target, max_rows: int = 1) -> CostModel:
     """What a forward costs, as earlier processes measured it; else `measure_cost`.
 
-    A measurement beside a busy neighbour must not decide for long how much is drafted. So the
-    least of several processes counts, and is then kept for a week: once two have measured nearly
-    the same, or after three, for where neighbours are always busy no two ever do. The model of
+    A measurement beside a busy neighbour must not decide for long how much is drafted. So two
+    processes measure, the least time of each size counts, and is kept for a week. The model of
     costs follows the steps that are run in any case.
 
     Args:
-        recipe: what the times depend on: machine, kernel, form of the weights, threads.
+        recipe: names all that the times depend on: machine, kernel, form of the weights, threads.
     """
-    week = int(time.time() // _WEEK_SECONDS)
-    recipe = recipe_of(recipe, max_rows, week)
-    name = f"costs-{recipe[:8]}"
+    name = f"costs-{recipe_of(recipe, max_rows)[:8]}"
+    recipe = recipe_of(recipe, max_rows, int(time.time() // _WEEK_SECONDS))
     times, attention, context, num_left = _parsed(kept.read_json(name, recipe))
     if num_left:
         earlier = times
         times, attention, context = _measure(target, max_rows)
-        times, are_near = _least(times, earlier)
-        num_left = 0 if are_near else num_left - 1
-        kept.keep_json(name, recipe, [times, attention, context, num_left])
+        times = _least(times, earlier)
+        kept.keep_json(name, recipe, [times, attention, context, num_left - 1])
     return CostModel(times, Attention(*attention), context)
 
 
@@ -71,18 +73,21 @@ def _parsed(value: Any) -> tuple[Times, tuple[float, float], int, int]:
         return (), (0.0, 0.0), 0, _MOST_MEASURED
 
 
-def _least(times: Times, others: Times) -> tuple[Times, bool]:
-    """The least of two measurements of the same sizes, and whether they are nearly the same."""
-    if [size for size, _ in times] != [size for size, _ in others]:
-        return times, False
-    least = tuple((n, min(ms, other)) for (n, ms), (_, other) in zip(times, others, strict=True))
-    both = zip(times, others, least, strict=True)
-    are_near = all(max(ms, more) < (1 + _NEARLY) * ls for (_, ms), (_, more), (_, ls) in both)
-    return least, are_near
+def _least(times: Times, others: Times) -> Times:
+    """The least time of each size that either measurement has; none falls with size."""
+    least = dict(times)
+    for size, ms in others:
+        least[size] = min(ms, least.get(size, ms))
+    return _rising(least)
+
+
+def _rising(ms_of: Mapping[int, float]) -> Times:
+    sizes = sorted(ms_of)
+    return tuple(zip(sizes, accumulate((ms_of[size] for size in sizes), max), strict=True))
 
 
 def measure_cost(target: Target, max_rows: int = 1) -> CostModel:
-    """What a forward costs by its tokens and its context. Takes some tenths of a second.
+    """What a forward costs by its tokens and its context. Takes two seconds at the most.
 
     The least of a few rounds counts, and times never fall with size: what is left is noise of the
     machine, which can cost speed but never text. What a longer context adds is measured where one
@@ -106,14 +111,13 @@ def _measure(target: Target, max_rows: int) -> tuple[Times, tuple[float, float],
     slot = cache.allocate()
     try:
         if _fits_a_long_context(cache, slot):
-            places += [(_LONG_CONTEXT, size) for size in _LONG_SIZES]
+            places[_NUM_TELLING:_NUM_TELLING] = [(_LONG_CONTEXT, size) for size in _LONG_SIZES]
         target.score([ScoreRow(slot, _text(target, context))])
         cache.keep(slot, context, ())
         best = _measured(target, slot, places)
     finally:
         cache.free(slot)
-    rising = accumulate((best[context, size] for size in sizes), max)
-    times = tuple(zip(sizes, rising, strict=True))
+    times = _rising({size: best[context, size] for size in sizes if (context, size) in best})
     attention = _attention(best, context)
     return times, (attention.entry_ms, attention.pair_ms), context
 
@@ -142,7 +146,7 @@ def _fits_a_long_context(cache: Cache, slot: int) -> bool:
 
 def _attention(best: dict[_Place, float], context: int) -> Attention:
     """What a longer context adds, as far as it was measured."""
-    if len({entries for entries, _ in best}) < 2:
+    if any((_LONG_CONTEXT, size) not in best for size in _LONG_SIZES):
         return Attention()
     one, several = (
         max(0.0, best[_LONG_CONTEXT, n] - best[context, n]) / (_LONG_CONTEXT - context)
@@ -153,15 +157,22 @@ def _attention(best: dict[_Place, float], context: int) -> Attention:
 
 
 def _measured(target: Target, slot: int, places: list[_Place]) -> dict[_Place, float]:
-    """Milliseconds at each place; all in turns, so that a slow moment does not make one dear."""
-    best = dict.fromkeys(places, float("inf"))
-    for round_number in range(_ROUNDS + 1):
-        for context, size in places:
+    """Milliseconds at each place that there is time for, at least the first two.
+
+    All in turns, so that a slow moment does not make one dear.
+    """
+    best: dict[_Place, float] = {}
+    _forward_ms(target, slot, places[0][1])  # warms up
+    started = time.perf_counter()
+    for _ in range(_ROUNDS):
+        for number, (context, size) in enumerate(places):
+            is_late = time.perf_counter() - started > _MOST_SECONDS
+            if is_late and (number > 1 or (context, size) in best):
+                return best
             if _moved_to(context, target.cache, slot):
                 _forward_ms(target, slot, 1)  # the next would find other things in the processor
             taken = _forward_ms(target, slot, size)
-            if round_number:  # the first one warms up
-                best[context, size] = min(best[context, size], taken)
+            best[context, size] = min(best.get((context, size), taken), taken)
     return best
 
 

@@ -166,7 +166,7 @@ class ServerContext:
     @cached_property
     def takes_tools(self) -> bool:
         """Whether the chat template shows tools, and how a call is written."""
-        source = self.tokenizer.chat_template or ""
+        source = self.tokenizer.tool_template or ""
         return CALL in source and re.search(r"\btools\b", source) is not None
 
     @cached_property

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from foredraft.core.params import SamplingParams
 from foredraft.core.proposal import NO_PROPOSAL, DrawnProposal, Proposal
 from foredraft.core.tree import EMPTY_TREE
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import Drafter, DraftRow, Observation
+from foredraft.drafters.base import Drafter, DraftRow, Observation, ReadingDrafter
 from foredraft.drafters.heads.store import shipped_head
 from foredraft.drafters.spec import DrafterContext, DrafterSpec, TextCodec
 from foredraft.engine.request import GenerationResult
@@ -338,6 +338,9 @@ class Wrapped:
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
         return self.inner.propose(rows)
 
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[int]:
+        return cast(ReadingDrafter, self.inner).read(rows, most_tokens)
+
     def observe(self, observations: Sequence[Observation]) -> None:
         self.inner.observe(observations)
 
@@ -367,9 +370,13 @@ class Renumbered(Wrapped):
         self.inner.begin(replace(row, request_id=row.request_id + self.OFFSET))
 
     def propose(self, rows: Sequence[DraftRow]) -> Sequence[Proposal]:
-        return self.inner.propose(
-            [replace(row, request_id=row.request_id + self.OFFSET) for row in rows]
-        )
+        return self.inner.propose(self._renumbered(rows))
+
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> Sequence[int]:
+        return super().read(self._renumbered(rows), most_tokens)
+
+    def _renumbered(self, rows: Sequence[DraftRow]) -> list[DraftRow]:
+        return [replace(row, request_id=row.request_id + self.OFFSET) for row in rows]
 
     def observe(self, observations: Sequence[Observation]) -> None:
         self.inner.observe(

@@ -329,6 +329,7 @@ class Shuffled:
                 own = [
                     replace(
                         row,
+                        draw=None,
                         pending=[codec._ids[t] for t in row.pending],
                         tree=replace(
                             row.tree, tokens=tuple(codec._ids[t] for t in row.tree.tokens)

@@ -89,7 +89,7 @@ wilds = st.builds(
 )
 shapes = st.one_of(
     st.builds(FixedShape, st.lists(st.integers(1, 8), min_size=1, max_size=4).map(tuple)),
-    st.builds(BestFirstShape, st.integers(1, 8), st.integers(1, 4), price=st.just(FREE)),
+    st.builds(BestFirstShape, st.integers(1, 8), st.integers(1, 4), prices=st.just(FREE)),
 )
 sampling = st.builds(
     SamplingParams,

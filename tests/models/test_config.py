@@ -271,3 +271,26 @@ def test_a_plan_says_how_longer_texts_are_asked_for(tmp_path: Path) -> None:
     plan, _ = plan_models(LoadOptions(model=str(tmp_path), device="cpu", max_context=2048))
     assert plan.max_context == 2048
     assert not any("asks for more" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"type": "yarn", "factor": 4.0}, 512),
+        ({"type": "linear", "factor": 2.0, "original_max_position_embeddings": 128}, 256),
+        ({"type": "linear", "factor": 2.0}, 128),  # the context is the extended one already
+        ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 128),
+    ],
+)
+def test_scaling_extends_the_context_as_model_cards_say(
+    tmp_path: Path, scaling: dict[str, Any], context: int
+) -> None:
+    raw = {**LLAMA, "max_position_embeddings": 128, "rope_theta": 1e4, "rope_scaling": scaling}
+    assert read(tmp_path, raw).max_context == context
+
+
+def test_gelu_of_gemma_1_is_the_tanh_form(tmp_path: Path) -> None:
+    gemma = {**LLAMA, "model_type": "gemma"}
+    said = read(tmp_path, {**gemma, "hidden_act": "gelu"})
+    assert said.activation == read(tmp_path, gemma).activation

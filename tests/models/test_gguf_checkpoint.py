@@ -28,6 +28,7 @@ from foredraft.models.files.gguf_blocks import KINDS
 from foredraft.models.files.gguf_checkpoint import write_checkpoint
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.safety import Checkpoint
+from foredraft.models.files.schema import ENDS_BY_TEXT, GgufTokenizerFields
 from foredraft.models.files.store import resolve_model
 from foredraft.models.native.source_blocks import stacked_blocks
 from foredraft.models.text.tokenizer import Tokenizer
@@ -296,7 +297,7 @@ def test_a_text_comes_back_and_special_tokens_are_single(tmp_path: Path, name: s
     fast = FastTokenizer.from_str(tokenizer.definition)
     pieces = [piece for piece, _ in fast.pre_tokenizer.pre_tokenize_str(SPLIT_TEXT)]
     assert pieces == SPLITS[name]
-    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.eos_token_ids == (0, 2), "<|endoftext|> and <|im_end|>"
     assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
@@ -339,7 +340,77 @@ def test_a_start_token_is_added_where_the_model_has_it(
 
 
 def test_every_end_of_a_turn_ends_a_reply(tmp_path: Path) -> None:
-    assert tokenizer_of(tmp_path, tokenizer__ggml__eot_token_id=1).eos_token_ids == (1, 2)
+    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__eot_token_id=1)
+    assert tokenizer.eos_token_ids == (0, 1, 2)
+
+
+@pytest.mark.parametrize("text", sorted(ENDS_BY_TEXT))
+def test_tokens_that_end_a_reply_are_known_by_their_text(text: str) -> None:
+    """Phi-3, Gemma 2 and early Llama 3 files name the end of a text alone."""
+    fields = GgufTokenizerFields.model_validate(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.tokens": ["a", "<end>", text],
+            "tokenizer.ggml.token_type": [1, 3, 3],
+            "tokenizer.ggml.eos_token_id": 1,
+        }
+    )
+    assert fields.end_ids() == [1, 2]
+
+
+def test_a_part_of_a_harmony_reply_does_not_end_it() -> None:
+    tokens = ["<|end|>", "<|return|>", "<|call|>"]
+    fields = GgufTokenizerFields.model_validate(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [3] * 3,
+        }
+    )
+    assert fields.end_ids() == [1, 2]
+
+
+@pytest.mark.parametrize(("name", "like"), [("deepseek-r1-qwen", "qwen2"), ("llama3", "llama-bpe")])
+def test_names_of_one_splitting(tmp_path: Path, name: str, like: str) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "other").mkdir()
+    one = tokenizer_of(tmp_path / "one", tokenizer__ggml__pre=name)
+    other = tokenizer_of(tmp_path / "other", tokenizer__ggml__pre=like)
+    assert one.definition == other.definition
+
+
+def test_tekken_is_split_as_mistral_nemo_splits_it(tmp_path: Path) -> None:
+    pattern = (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    theirs = Sequence([Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])
+    tokenizer = tokenizer_of(tmp_path, tokenizer__ggml__pre="tekken")
+    ours = FastTokenizer.from_str(tokenizer.definition)
+    for text in (*ODD_TEXTS, "don't HTTPServer naïveÉcole"):
+        assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+    assert tokenizer.encode("a")[0] == 0, "a start token"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_refused"),
+    [
+        ("suppress_tokens", 3, True),
+        ("escape_whitespaces", True, True),
+        ("add_sep_token", False, False),
+        ("fim_pre_token_id", 3, False),
+        ("token_type_count", 2, False),
+    ],
+)
+def test_what_is_not_known_of_a_tokenizer_is_refused(
+    tmp_path: Path, key: str, value: int, is_refused: bool
+) -> None:
+    if is_refused:
+        with pytest.raises(ModelLoadError, match=f"{key}.*not implemented"):
+            tokenizer_of(tmp_path, **{f"tokenizer__ggml__{key}": value})
+    else:
+        tokenizer_of(tmp_path, **{f"tokenizer__ggml__{key}": value})
 
 
 # ---------------------------------------------------------------------------------------- refusals

@@ -13,7 +13,9 @@ from sentencepiece import SentencePieceProcessor
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.models.files.gguf_checkpoint import write_checkpoint
+from foredraft.models.files.gguf_tokenizer import _rebuilt
 from foredraft.models.files.progress import SilentProgress
+from foredraft.models.files.schema import GgufTokenizerFields
 from foredraft.models.text.tokenizer import Tokenizer
 from tests.models.gguf_files import ARRAY, Typed, write_gguf
 from tests.models.test_gguf_checkpoint import metadata_of, shape_of, tensors_of
@@ -158,3 +160,19 @@ def test_what_is_not_known_is_refused(
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
         tokenizer_of(tmp_path, reference, **changes)
+
+
+def test_special_tokens_of_phi_3_take_the_space_behind_them() -> None:
+    """As its own tokenizer.json and llama.cpp have it; a GGUF file does not say so."""
+    tokens = ["<unk>", "<s>", "</s>", "<|user|>", "<|endoftext|>", "\u2581", "a", "\n"]
+    said = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3, 3, 3, 1, 1, 1],
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    for architecture, expected in (("phi3", [3, 6, 4, 7, 6]), ("llama", [3, 7, 6, 4, 7, 6])):
+        fields = GgufTokenizerFields.model_validate(said | {"general.architecture": architecture})
+        assert _rebuilt(fields).encode("<|user|>\na<|endoftext|>\na").ids == expected

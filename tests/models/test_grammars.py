@@ -295,3 +295,26 @@ def test_a_grammar_may_begin_after_a_mark(
         seen.append(token)
     assert rules.permits(end, seen)
     assert not rules.permits(tokenizer.encode("!", add_special_tokens=False)[0], seen)
+
+
+def test_an_added_token_that_looks_special_is_written_as_itself(tmp_path: Path) -> None:
+    """`<tool_call>` of Qwen2.5 is an added token that is not special."""
+    save_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    number = Tokenizer(tmp_path).vocab_size
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    content["added_tokens"].append({"id": number, "content": "<call>", **flags})
+    path.write_text(json.dumps(content))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("<call>", add_special_tokens=False) == [number]
+    grammars = Grammars(tokenizer, tokenizer.vocab_size + 3)
+    rules = rules_of(grammars, tokenizer, Grammar("lark", 'start: "<call>{" /[a-c]+/ "}"'))
+    matcher = grammars.new_matcher(Grammar("lark", 'start: "<call>{" /[a-c]+/ "}"'))
+    assert matcher.mask()[number]
+    assert matcher.forced()[0] == number
+    assert matcher.permits(number)
+    for seed in range(5):
+        text = write(rules, tokenizer.vocab_size + 3, seed)
+        assert text[0] == number
+        assert tokenizer.decode(text, skip_special_tokens=False).startswith("<call>{")

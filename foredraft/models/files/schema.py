@@ -297,9 +297,24 @@ class GgufFields(_Schema):
         return {str(field.validation_alias or name) for name, field in cls.model_fields.items()}
 
 
+ENDS_BY_TEXT = frozenset(
+    {
+        *("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "<eos>", "[EOS]"),
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>"),
+        *("<|return|>", "<|call|>", "<|eot|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>"),
+        *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+    }
+)
+"""Tokens that end a text, a turn or a message, whatever ids a GGUF file names: most files name one
+id alone. llama.cpp knows them by their text, too (src/llama-vocab.cpp)."""
+_HARMONY = {"<|return|>", "<|call|>"}
+"""In vocabularies with these, ``<|end|>`` ends a part of a reply and not the reply."""
+
+
 class GgufTokenizerFields(_Schema):
     """The tokenizer of a GGUF file."""
 
+    architecture: str = _said("general.architecture", "")
     tokenizer_model: Literal["gpt2", "llama"] = _said("tokenizer.ggml.model")
     pre_tokenizer: str = _said("tokenizer.ggml.pre", "default")
     tokens: list[str] = _said("tokenizer.ggml.tokens")
@@ -323,9 +338,12 @@ class GgufTokenizerFields(_Schema):
     chat_template: str | None = _said("tokenizer.chat_template", None)
 
     def end_ids(self) -> list[int]:
-        """What ends a reply: the end of a text, of a turn, or of a message."""
-        ids = (self.eos_token_id, self.eot_token_id, self.eom_token_id)
-        return sorted({index for index in ids if index is not None})
+        """Ids that end a reply: those that the file names, and those known by their text."""
+        named = {self.eos_token_id, self.eot_token_id, self.eom_token_id} - {None}
+        known = {token: index for index, token in enumerate(self.tokens) if token in ENDS_BY_TEXT}
+        if known.keys() >= _HARMONY:
+            known.pop("<|end|>", None)
+        return sorted({index for index in (*named, *known.values()) if index is not None})
 
     def special_ids(self) -> dict[str, int]:
         """The ids that the file gives, under the names of ``config.json``."""

@@ -1,9 +1,9 @@
 """From the name of a model to a local directory that holds it.
 
-A name is one of: a built-in model, a directory, a GGUF file, a hub id ("org/name"). The built-in
-model is converted once into foredraft's cache; of a GGUF file the cache holds a description, and
-its weights stay where they are. The built-in model's own file is the built-in model: one model has
-one text. Models of the hub stay in the hub's own cache, which other programs share.
+A name is one of: a packaged model, a directory, a GGUF file, a hub id ("org/name"). Packaged models
+are fetched once into foredraft's cache. Of a GGUF file the cache holds a description, and its
+weights stay where they are. The default model's own file is the default model: one model has one
+text. Models of the hub stay in the hub's own cache, which other programs share.
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from foredraft.core.errors import ConfigError, ModelLoadError, unknown
-from foredraft.models.files import flan_t5, gguf_checkpoint, smollm2
+from foredraft.models.files import gguf_checkpoint
 from foredraft.models.files.gguf import GgufFile
 from foredraft.models.files.manifest import find_damage, write_manifest
+from foredraft.models.files.packaged import MODELS, SMOLLM2, PackagedModel
 from foredraft.models.files.progress import Progress, SilentProgress
 from foredraft.system.paths import cache_root
-
-BUILT_IN = (smollm2.NAME, flan_t5.NAME)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _URL = re.compile(r"[a-z]+://(?:huggingface\.co/([\w.-]+/[\w.-]+))?", re.IGNORECASE)
 _MAX_NAME_BYTES = 1000
 """Of a name or path. File systems take 255 bytes between two slashes and some 4000 in all."""
-_NEEDED_BYTES = 600_000_000
-"""While the built-in model is prepared: the download, packed and unpacked, and the result."""
 _DESCRIPTION_BYTES = 50_000_000
 """Of what is written of a GGUF file, rather more than less: its tokenizer."""
 _LOG = logging.getLogger("foredraft")
@@ -51,12 +49,12 @@ def resolve_model(
     """The directory of a model, which is obtained first if need be.
 
     Args:
-        name: a built-in name (case and ``-``/``_`` do not matter), a directory, a GGUF file (any
-            part of a split one, or a directory that holds one and nothing else of a model), or a
-            hub id.
+        name: of a packaged model (case and ``-``/``_`` do not matter), a directory, a GGUF file
+            (any part of a split one, or a directory that holds one and nothing else of a model),
+            or a hub id.
         revision: branch, tag or commit of a hub id.
         as_safetensors: convert the weights of a GGUF file for those who read nothing else.
-        as_stored: leave the weights of any GGUF file as they are, the built-in model's too.
+        as_stored: leave the weights of any GGUF file as they are, the default model's too.
         progress: told about downloads and conversions.
 
     Raises:
@@ -65,29 +63,25 @@ def resolve_model(
     """
     name, progress = os.fspath(name), progress or SilentProgress()
     _check_spelling(name)
-    built_in = _built_in_name(name)
+    packaged = MODELS.get(name.lower().replace("_", "-"))
     path = Path(os.path.expanduser(name))  # pathlib's own raises for an unknown user
-    is_hub_id = built_in is None and not os.path.exists(path) and _is_hub_id(name)
+    is_hub_id = packaged is None and not os.path.exists(path) and _is_hub_id(name)
     if revision is not None and not is_hub_id:
         raise ConfigError(f"revision {revision!r} was given, but {name!r} is not a hub id")
-    if built_in is not None:
-        return _converted(_built_in(built_in), progress)
     if is_hub_id:
         from foredraft.models.files.hub import fetch
 
         return fetch(name, revision, progress)
-    directory = _existing_directory(name, path)
+    if packaged is not None:
+        directory = _converted(_packaged(packaged), progress)
+    else:
+        directory = _existing_directory(name, path)
     gguf = _gguf_of(directory)
     if gguf is None:
         return directory
-    if not as_stored and smollm2.is_its_file(gguf):
-        return _converted(_built_in(smollm2.NAME, gguf), progress)
+    if not as_stored and MODELS[SMOLLM2.name].is_gguf(gguf):
+        return _converted(_packaged(MODELS[SMOLLM2.name], gguf), progress)
     return _converted((_whole_gguf if as_safetensors else _of_gguf)(gguf), progress)
-
-
-def _built_in_name(name: str) -> str | None:
-    folded = name.lower().replace("_", "-")
-    return folded if folded in BUILT_IN else None
 
 
 def _check_spelling(name: str) -> None:
@@ -123,8 +117,8 @@ def _existing_directory(name: str, path: Path) -> Path:
     if os.sep in name or name.startswith(("~", ".")):
         raise ConfigError(f"no such directory: {name!r} (looked for {path.absolute()})")
     raise ConfigError(
-        f"{unknown('model', name, BUILT_IN)}; a model can also be a local directory or a hub id "
-        "such as 'org/name', or a GGUF file"
+        f"{unknown('model', name, list(MODELS))}; a model can also be a local directory or a hub "
+        "id such as 'org/name', or a GGUF file"
     )
 
 
@@ -159,7 +153,8 @@ class _Conversion:
         name: of the directory.
         recipe: says what it is made from and by which version of the code.
         num_bytes: what making it takes on the disk.
-        write: makes the model in its first argument; may leave files in the second.
+        write: makes the model in its first argument. The second is a folder for downloads: it
+            stays when this fails, so that the next call can go on with it.
     """
 
     name: str
@@ -168,16 +163,16 @@ class _Conversion:
     write: Callable[[Path, Path, Progress], None]
 
 
-def _built_in(name: str, file: Path | None = None) -> _Conversion:
-    """Of its file, which is downloaded where it is not there."""
-    if name == flan_t5.NAME:
-        return _Conversion(name, flan_t5.RECIPE, lambda: _NEEDED_BYTES, flan_t5.write)
+def _packaged(model: PackagedModel, gguf: Path | None = None) -> _Conversion:
+    """Of its packages; or of the model's GGUF file, where that is there."""
 
     def write(into: Path, download: Path, progress: Progress) -> None:
-        gguf = file or smollm2.obtain_gguf(download, progress)
-        smollm2.convert(gguf, into, progress)
+        if gguf is not None and model.finish is not None:
+            model.finish([gguf], into, progress)
+        else:
+            model.write(into, download, progress)
 
-    return _Conversion(name, smollm2.RECIPE, lambda: _NEEDED_BYTES, write)
+    return _Conversion(model.name, model.recipe, lambda: model.disk_bytes, write)
 
 
 def _of_gguf(path: Path) -> _Conversion:
@@ -276,14 +271,18 @@ def _make(directory: Path, conversion: _Conversion, num_bytes: int, progress: Pr
         shutil.rmtree(left_behind, ignore_errors=True)
     _check_space(directory.parent, num_bytes)
     scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=directory.parent))
+    download = directory.with_name(f".{directory.name}.download")
     try:
-        made, download = scratch / "model", scratch / "download"
+        made = scratch / "model"
         made.mkdir()
-        download.mkdir()
+        download.mkdir(exist_ok=True)
         conversion.write(made, download, progress)
         write_manifest(made, conversion.recipe)
         if directory.exists():
             directory.rename(scratch / "replaced")
         made.rename(directory)
+        shutil.rmtree(download, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # what has arrived stays
+            download.rmdir()

@@ -339,7 +339,9 @@ def _ropes(
     """How long a text may be, and the rotary embeddings of layers that see all, or a window.
 
     Longrope has other factors for texts beyond the original context. Which of them are meant is
-    decided once, by how long a text may become: the original context unless somebody asks for more.
+    decided once, by how long a text may become: the original context unless more is asked for.
+    Yarn and linear scaling extend the original context by their factor, also where a file's
+    ``max_position_embeddings`` still is the original one, as model cards of Qwen2.5 advise.
     """
     context, ropes = fields.max_position_embeddings, []
     thetas = [fields.rope_theta, fields.rope_local_base_freq][: 1 + family.local_rope]
@@ -349,6 +351,9 @@ def _ropes(
         if rope.rope_type == "longrope" and original < context:
             is_long = max_context is not None and max_context > original
             context = context if is_long else original
+        is_known = rope.rope_type == "yarn" or rope.original_max_position_embeddings is not None
+        if rope.rope_type in ("yarn", "linear") and is_known:
+            context = max(context, int(original * (rope.factor or 1.0)))
         share = rope.partial_rotary_factor or fields.partial_rotary_factor or 1.0
         size = int(fields.head_size * share)
         theta = rope.rope_theta or theta or 10000.0

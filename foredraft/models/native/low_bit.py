@@ -105,7 +105,7 @@ class NativeLowBitCopy:
         self._config, self.weights = config, weights
         self._new_decoder, self._cache = new_decoder, cache
         self._decoder = new_decoder(config, weights)
-        self._chain = _prepared(self._decoder, cache)
+        self._chain = prepared_chain(self._decoder, cache)
         self.bits = weights.bits
         self.num_bytes = sum(matrix.nbytes for matrix in matrices_of(weights).values())
         last = tensor_of(weights.layers[-1].output_weight)
@@ -156,7 +156,8 @@ def _is_short_chain(row: ScoreRow, start: int) -> bool:
     return is_short and len(row.pending) == 1 and row.wants_logits and row.tree.is_chain
 
 
-def _prepared(decoder: Decoder, cache: KVCache) -> PreparedChain | None:
+def prepared_chain(decoder: Decoder, cache: KVCache) -> PreparedChain | None:
+    """What runs small forwards with little around the kernel, where there is one."""
     return PreparedChain(decoder, cache) if isinstance(decoder, FusedDecoder) else None
 
 
@@ -242,23 +243,9 @@ class Copies:
             embedding_VE=self.weights.embedding_VE,
             states_dtype=self.weights.dtype,
             activation_bits=self.weights.activation_bits,
-            screen_VE=self._screen(weights.head_VE),
+            screen_VE=screen_of(weights.head_VE, self.kept, "copy-screen"),
         )
         return NativeLowBitCopy(self.config, weights, self.new_decoder, self.cache)
-
-    def _screen(self, head_VE: Matrix) -> PackedMatrix | None:
-        """The head in fewer bits: a head of 8 bits takes a quarter of a small model's forward."""
-        if not isinstance(head_VE, PackedMatrix) or head_VE.bits <= _SCREEN_BITS:
-            return None
-        rows, inputs = head_VE.shape
-        recipe = recipe_of(packed, head_VE.packed_GCN)
-
-        tensors = self.kept.tensors("copy-screen", recipe)
-        if tensors is None:
-            screen_VE = Int4Matrix.of_weight(head_VE.dequantised(torch.float32))
-            tensors = {"screen": screen_VE.packed_GCN}
-            self.kept.keep("copy-screen", recipe, tensors)
-        return Int4Matrix(tensors["screen"], (rows,), inputs)
 
     def _recipe(self) -> str:
         modules = sys.modules[load_weights.__module__], packed
@@ -273,6 +260,24 @@ class Copies:
                 f"{available / 1e9:.1f} GB of memory are available; use another drafter, or free "
                 "memory"
             )
+
+
+def screen_of(head_VE: Matrix, kept: KeptFiles, name: str) -> PackedMatrix | None:
+    """A head in fewer bits, for drafts: one of 8 bits takes a quarter of a small model's forward.
+
+    Args:
+        kept: where it is kept between processes, under this name.
+    """
+    if not isinstance(head_VE, PackedMatrix) or head_VE.bits <= _SCREEN_BITS:
+        return None
+    rows, inputs = head_VE.shape
+    recipe = recipe_of(packed, head_VE.packed_GCN)
+    tensors = kept.tensors(name, recipe)
+    if tensors is None:
+        screen_VE = Int4Matrix.of_weight(head_VE.dequantised(torch.float32))
+        tensors = {"screen": screen_VE.packed_GCN}
+        kept.keep(name, recipe, tensors)
+    return Int4Matrix(tensors["screen"], (rows,), inputs)
 
 
 def _name(bits: int, is_tuned: bool) -> str:

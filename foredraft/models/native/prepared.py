@@ -163,25 +163,33 @@ class PreparedChain(_Prepared):
         self._forward.draws = self._draws
 
     def run(
-        self, slot: int, tokens: Sequence[int], start: int, key: DrawKey
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        start: int,
+        key: DrawKey,
+        num_wanted: int | None = None,
     ) -> tuple[Tensor, list[Draw | None]]:
-        """Logits [T, V] and draws behind each token; room for its entries is reserved.
+        """Logits [N, V] and draws behind the last tokens; room for all entries is reserved.
 
         Args:
             start: entries before them.
             key: of the first draw; those of the others follow.
+            num_wanted: N; None: behind each token.
         """
         lists, count, end = self._lists, len(tokens), start + len(tokens)
+        num_wanted = num_wanted or count
         lists.token_ids[:count] = tokens
         lists.entries[:count] = lists.positions[:count] = range(start, end)
         lists.prefixes[:count] = range(start + 1, end + 1)
-        lists.wanted[:count] = range(count)
-        for ahead, draw in enumerate(self._draws[:count]):
+        lists.wanted[:num_wanted] = range(count - num_wanted, count)
+        for ahead, draw in enumerate(self._draws[:num_wanted]):
             draw.row, draw.seed = ahead, key.seed
             draw.position, draw.scale = key.position + ahead, key.scale
-        self._forward.num_draws = count
+        self._forward.num_draws = num_wanted
         self._point_to_layers(slot, count)
-        return self._run(count, count, end), found_draws(self._draws[:count])
+        logits_NV = self._run(count, num_wanted, end)
+        return logits_NV, found_draws(self._draws[:num_wanted])
 
 
 class _Lists:

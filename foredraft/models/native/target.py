@@ -57,9 +57,9 @@ class NativeTarget:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         self.config, self.weights = config, weights
-        self._kept = kept
+        self.kept = kept
         self.decoder = new_decoder(config, weights)
-        self._new_decoder = new_decoder
+        self.new_decoder = new_decoder
         self.vocab_size = config.vocab_size
         self.max_context = min(max_context or config.max_context, config.max_context)
         self.cache = KVCache(
@@ -148,7 +148,7 @@ class NativeTarget:
 
     @property
     def parts(self) -> NativeParts:
-        return NativeParts(self.config, self.weights, self.decoder.logits, self._kept)
+        return NativeParts(self.config, self.weights, self.decoder.logits, self.kept)
 
     def head_runner(self, weights: HeadWeights) -> NativeHeadRunner:
         layers = self.cache.add_layers(head_config(weights).kv_shape, self.weights.dtype)
@@ -168,7 +168,7 @@ class NativeTarget:
         dtype = self.cache.store.dtype
         memory = in_blocks(num_tokens) * self.config.kv_shape.bytes_per_token(dtype)
         return NativeTarget(
-            *(self.config, self.weights, self._new_decoder, num_tokens, memory), cache_dtype=dtype
+            *(self.config, self.weights, self.new_decoder, num_tokens, memory), cache_dtype=dtype
         )
 
     def tune_copy(
@@ -217,6 +217,6 @@ class NativeTarget:
     def _view(self, weights: DecoderWeights) -> NativeTarget:
         config = replace(self.config, num_hidden_layers=len(weights.layers))
         return NativeTarget(
-            *(config, weights, self._new_decoder, self.max_context, self.cache.memory),
+            *(config, weights, self.new_decoder, self.max_context, self.cache.memory),
             cache_dtype=self.cache.store.dtype,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from collections import OrderedDict
@@ -26,7 +27,7 @@ from foredraft.core.grammar import MAX_OPTIONAL, Grammar
 from foredraft.core.rules.grammar import Array, Matcher
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     from foredraft.models.text.tokenizer import Tokenizer
 
@@ -44,6 +45,7 @@ _TOO_LARGE = (
     "make properties required, or split the schema"
 )
 _MAX_ERROR = 400
+_LOOKS_SPECIAL = re.compile(r"<.*>", re.DOTALL).fullmatch
 _JSON_SPACE = r"( |\n[ \t]{0,32})?"
 """Between the parts of JSON: without a bound, a reply may be white space to its end."""
 
@@ -156,10 +158,10 @@ class Grammars:
                 "grammar needs an end-of-text token, and this model names none", field="grammar"
             )
         try:
+            n_vocab = max(self._vocab_size, self._tokenizer.vocab_size)
+            spelled = _spelled_vocabulary(self._tokenizer, n_vocab)
             return LLTokenizer(
-                self._tokenizer.definition,
-                n_vocab=max(self._vocab_size, self._tokenizer.vocab_size),
-                eos_token=ends,
+                spelled or self._tokenizer.definition, n_vocab=n_vocab, eos_token=ends
             )
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
@@ -252,6 +254,42 @@ def _error(grammar: Grammar | None, error: object) -> GrammarError:
     if len(text) > _MAX_ERROR:
         text = text[:_MAX_ERROR] + "…"
     return GrammarError(f"{kind} cannot be used: {text}")
+
+
+class _SpelledVocabulary:
+    """A tokenizer as llguidance's ``TokenizerWrapper`` takes it: the bytes of each token.
+
+    Args:
+        tokenizer: of the model.
+        n_vocab: of the model; ids behind the tokenizer's are no tokens.
+        special: ids of special tokens, whose text no grammar matches.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int, special: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_token_ids[0]
+        self.special_token_ids = special
+        self.tokens = [tokenizer.token_bytes(token) for token in range(n_vocab)]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _spelled_vocabulary(tokenizer: Tokenizer, n_vocab: int) -> TokenizerWrapper | None:
+    """A tokenizer in which added tokens such as ``<tool_call>`` spell their text; None: not needed.
+
+    llguidance takes every added token of the form ``<...>`` in a ``tokenizer.json`` for a special
+    one. A grammar's text then never matches it, though its mask forces it.
+    """
+    from llguidance import TokenizerWrapper
+
+    added = json.loads(tokenizer.definition).get("added_tokens", ())
+    if not any(not token["special"] and _LOOKS_SPECIAL(token["content"]) for token in added):
+        return None
+    special = [token["id"] for token in added if token["special"]]
+    return TokenizerWrapper(_SpelledVocabulary(tokenizer, n_vocab, special))
 
 
 def _source(grammar: Grammar) -> str:

@@ -25,12 +25,14 @@ from foredraft.system.paths import cache_root
 if TYPE_CHECKING:
     from foredraft.models.text.chat_encoding import ChatEncoder
 
+_FILLER = re.compile(r"\[PAD\d+\]")
+"""What GGUF files call the ids that their tokenizer never gives."""
 _LARGE_BYTES = 1 << 20
 """Of a file with a vocabulary whose hash is worth keeping."""
 _MAX_HELD = 32
 _FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    *("generation_config.json", "config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json", "config.json"),
 )
 _NUM_BEFORE = 4
 """Tokens of the text before a reply that its first tokens are decoded behind."""
@@ -45,11 +47,14 @@ class Tokenizer:
 
     Args:
         directory: holds ``tokenizer.json`` and, as far as the model has them,
-            ``tokenizer_config.json``, ``chat_template.jinja`` and ``generation_config.json``.
+            ``tokenizer_config.json``, ``special_tokens_map.json``, ``chat_template.jinja`` (or
+            ``chat_template.json``) and ``generation_config.json``.
 
     Attributes:
         eos_token_ids: every id that ends the model's text.
         chat_template: the source of the chat template; None when the model has none.
+        tool_template: the source of the template for conversations with tools, where the model has
+            one of its own; else the chat template.
 
     Raises:
         ModelLoadError: there is no ``tokenizer.json``, or a file holds what it should not.
@@ -71,10 +76,14 @@ class Tokenizer:
             self._special = _special_ids(self._fast)
             self._fast.decode(self._fast.encode(_SAMPLE).ids)
         self._config = _read_optional(directory / "tokenizer_config.json")
+        if "added_tokens_decoder" not in self._config:  # of before transformers 4.34
+            self._config |= _read_optional(directory / "special_tokens_map.json")
         self._named = _named_tokens(self._config, directory / "tokenizer_config.json")
         self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
         self.eos_token_ids = self._eos_token_ids()
-        self.chat_template = self._chat_template()
+        templates = self._chat_templates()
+        self.chat_template = templates.get("default")
+        self.tool_template = templates.get("tool_use", self.chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -165,7 +174,8 @@ class Tokenizer:
         """
         checked = checked_messages(messages)
         self.require_chat_template()
-        return self._chat_encoder.encode(checked, tools)
+        encoder = self._tool_encoder if tools else self._chat_encoder
+        return encoder.encode(checked, tools)
 
     def require_chat_template(self) -> None:
         """See that conversations can be encoded.
@@ -182,31 +192,41 @@ class Tokenizer:
 
     @cached_property
     def _chat_encoder(self) -> ChatEncoder:
+        assert self.chat_template is not None
+        return self._encoder_by(self.chat_template)
+
+    @cached_property
+    def _tool_encoder(self) -> ChatEncoder:
+        if self.tool_template is None or self.tool_template == self.chat_template:
+            return self._chat_encoder
+        return self._encoder_by(self.tool_template)
+
+    def _encoder_by(self, source: str) -> ChatEncoder:
         # Jinja is loaded only where there is something to render.
         from foredraft.models.text.chat_encoding import ChatEncoder
         from foredraft.models.text.chat_template import ChatTemplate
 
-        assert self.chat_template is not None
-        template = ChatTemplate(self.chat_template, self._directory.name)
-        return ChatEncoder(self._fast, template, self._named)
+        return ChatEncoder(self._fast, ChatTemplate(source, self._directory.name), self._named)
 
-    def _chat_template(self) -> str | None:
+    def _chat_templates(self) -> dict[str, str]:
+        """The sources of the chat templates by name: "default", "tool_use" and others.
+
+        A file of its own stands above ``tokenizer_config.json``, as in transformers;
+        ``chat_template.json`` is what processors of several media have, and comes last.
+        """
         path = self._directory / "chat_template.jinja"
         if path.exists():
             try:
-                return path.read_text(encoding="utf-8")
+                return {"default": path.read_text(encoding="utf-8")}
             except (OSError, ValueError) as error:
                 raise ModelLoadError(f"{path} cannot be read: {error}") from error
-        template = self._config.get("chat_template")
-        if isinstance(template, list):  # several templates by name; the others are for tools
-            named = [entry for entry in template if isinstance(entry, dict)]
-            template = next((e.get("template") for e in named if e.get("name") == "default"), None)
-        if not isinstance(template, str | None):
-            raise ModelLoadError(
-                f"{self._directory / 'tokenizer_config.json'}: chat_template is a "
-                f"{type(template).__name__} and not text"
-            )
-        return template
+        for name, content in (
+            ("tokenizer_config.json", self._config),
+            ("chat_template.json", _read_optional(self._directory / "chat_template.json")),
+        ):
+            if (found := content.get("chat_template")) is not None:
+                return _named_templates(found, self._directory / name)
+        return {}
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Every id that ends the model's text."""
@@ -231,10 +251,12 @@ class Tokenizer:
         digest = hashlib.sha256(file).hexdigest()
         is_large = len(file) >= _LARGE_BYTES
         kept = KeptFiles(cache_root() / "kept" / "tokenizers" if is_large else None)
-        return str(kept.json(digest[:16], digest, self._vocabulary_hash))
+        return str(kept.json(digest[:16], f"{digest} {_FILLER.pattern}", self._vocabulary_hash))
 
     def _vocabulary_hash(self) -> str:
-        vocab = sorted(self._fast.get_vocab(with_added_tokens=True).items())
+        """Files fill a vocabulary up to the rows of their model, and models of one differ there."""
+        found = self._fast.get_vocab(with_added_tokens=True).items()
+        vocab = sorted((name, number) for name, number in found if not _FILLER.fullmatch(name))
         return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()[:16]
 
 
@@ -343,6 +365,19 @@ class _StreamDecoder:
 def _special_ids(fast: FastTokenizer) -> frozenset[int]:
     """Ids whose tokens are no text."""
     return frozenset(i for i, token in fast.get_added_tokens_decoder().items() if token.special)
+
+
+def _named_templates(found: object, path: Path) -> dict[str, str]:
+    """Chat templates as a file has them: one, or a list of named ones."""
+    if isinstance(found, list):
+        entries = [entry for entry in found if isinstance(entry, dict)]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
+    else:
+        named = {"default": found}
+    wrong = [template for template in named.values() if not isinstance(template, str)]
+    if wrong:
+        raise ModelLoadError(f"{path}: chat_template is a {type(wrong[0]).__name__} and not text")
+    return {name: str(template) for name, template in named.items()}
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

@@ -1,21 +1,19 @@
-"""A second real model: the text of llama.cpp, and drafts between two vocabularies.
-
-``make test-gemma`` fetches it, and says where it lies; without that nothing is tested here.
-"""
+"""Gemma 3 270M: the text of llama.cpp, and drafts between two vocabularies."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from benchmarks.against_llama_cpp import compare
 from foredraft import LLM, SamplingParams
-from foredraft.models.files.store import BUILT_IN, resolve_model
+from foredraft.models.files.packaged import SMOLLM2
+from foredraft.models.files.store import resolve_model
 from foredraft.models.text.tokenizer import Tokenizer
+from tests.real.conftest import gguf_of
 
-FILE = Path(os.environ.get("FOREDRAFT_GEMMA", ""))
+NAME = "gemma-3-270m"
 PROMPTS = (
     "The ferry crosses the river twice a day. In the morning it carries",
     "def add(first, second):\n    return first",
@@ -28,16 +26,17 @@ TEXTS = (
     "x=1;\n    return y  # 12345 67.89",
     "a" * 50,
 )
-pytestmark = [
-    pytest.mark.skipif(not FILE.is_file(), reason="FOREDRAFT_GEMMA names no file"),
-    pytest.mark.real_model,
-]
 
 
-def test_texts_become_the_tokens_of_llama_cpp() -> None:
+@pytest.fixture(scope="module")
+def file() -> Path:
+    return gguf_of(NAME)
+
+
+def test_texts_become_the_tokens_of_llama_cpp(file: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
-    theirs = llama_cpp.Llama(str(FILE), vocab_only=True, verbose=False)
-    ours = Tokenizer(resolve_model(FILE))
+    theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    ours = Tokenizer(resolve_model(file))
     for text in (*TEXTS, *PROMPTS):
         expected = theirs.tokenize(text.encode(), add_bos=True, special=True)
         assert ours.encode(text) == expected
@@ -45,19 +44,19 @@ def test_texts_become_the_tokens_of_llama_cpp() -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_text_is_that_of_llama_cpp(prompt: str) -> None:
+def test_greedy_text_is_that_of_llama_cpp(file: Path, prompt: str) -> None:
     pytest.importorskip("llama_cpp")
-    found = compare(FILE, Tokenizer(resolve_model(FILE)).encode(prompt), 48, FILE.name)
+    found = compare(file, Tokenizer(resolve_model(file)).encode(prompt), 48, file.name)
     assert found.is_equal, found.line
     assert found.difference < 0.1
 
 
 @pytest.mark.parametrize(
-    "names", [(FILE, BUILT_IN[0]), (BUILT_IN[0], FILE)], ids=["target", "draft"]
+    "names", [(NAME, SMOLLM2.name), (SMOLLM2.name, NAME)], ids=["target", "draft"]
 )
 def test_drafts_of_another_vocabulary_change_no_text(names: tuple[str, str]) -> None:
     """Gemma drafts for SmolLM2, and SmolLM2 for Gemma."""
-    target, draft = map(str, names)
+    target, draft = names
     params = [SamplingParams(max_tokens=32, temperature=heat, seed=3) for heat in (0.0, 0.7)]
     plain = LLM.load(target, drafter="none")
     drafted = LLM.load(target, drafter="cross_tokenizer", draft_model=draft)

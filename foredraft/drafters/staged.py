@@ -1,0 +1,225 @@
+"""Drafts in stages: what is known of a text guesses for a model, and the model drafts.
+
+A forward of the model that drafts yields its own next token, and those behind the guesses that it
+takes itself. One of two or three tokens takes it hardly longer than one of one, so guesses that are
+right now and then make drafting faster. The drafted tokens, and with coupling "drawn" their
+distributions, are the model's in any case (cascades: Z. Chen et al., arXiv 2312.11462; staged:
+B. Spector and C. Re, arXiv 2308.04623).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from statistics import mean
+
+from torch import Tensor
+
+from foredraft.core.choices import DrawnChoices, SharedChoices
+from foredraft.core.cost import (
+    USUAL_PRICES,
+    Prices,
+    chain_speedup,
+    interpolated,
+    price_of,
+    relative,
+)
+from foredraft.core.errors import NonFiniteScoresError
+from foredraft.core.noise import gumbel_argmax
+from foredraft.core.proposal import NOT_READY, Proposal
+from foredraft.core.traits import DrafterTraits
+from foredraft.core.tree import EMPTY_TREE, TokenTree
+from foredraft.drafters.base import BaseDrafter, DraftRow, Observation
+from foredraft.drafters.chain import ChainDraft
+from foredraft.drafters.per_request import GuidedDrafter
+from foredraft.drafters.table import NgramTable, new_text
+from foredraft.models.base import ScoreRow, Scores
+
+MOST_GUESSES = 3
+"""In a forward of the model."""
+GUESSED = 0.5
+"""How often a guess is right, roughly."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How well a model drafts for its target on this machine.
+
+    Attributes:
+        greedy: the chance that the target takes its token at temperature 0.
+        sampled: the same chance at temperature 1, with the same noise.
+        shares: time of a forward of the model with one token, two and so on, in forwards of the
+            target with one.
+        node_share: the time that a node adds to a forward of the target, in the same unit.
+    """
+
+    greedy: float
+    sampled: float
+    shares: tuple[float, ...]
+    node_share: float = USUAL_PRICES[1] - USUAL_PRICES[0]
+
+    def token_share(self, guessed: float) -> float:
+        """Time of a drafted token, in plain steps, with guesses right by this chance."""
+        tokens = accumulate(guessed**depth for depth in range(len(self.shares)))
+        return min(share / count for share, count in zip(self.shares, tokens, strict=True))
+
+    def guess_prices(self, num_rows: int) -> Prices:
+        """Of a row's guesses in a forward of the model for so many rows that guess as much."""
+        times, most = tuple(enumerate(self.shares, start=1)), num_rows * (MOST_GUESSES + 1)
+        return relative([interpolated(times, n) for n in range(num_rows, most + 1, num_rows)])
+
+    @property
+    def speedup(self) -> float:
+        """Roughly, over plain decoding: the mean of both temperatures."""
+        share, prices = self.token_share(GUESSED), (1.0, 1.0 + self.node_share)
+        chances = (self.greedy, self.sampled)
+        return mean(chain_speedup(chance, share, prices) for chance in chances)
+
+
+class StagedDrafter(BaseDrafter, ABC):
+    """See the module docstring. All rows that still draft share each forward of the model.
+
+    Args:
+        fit: how well the model drafts.
+        guesser: guesses for it; None: no token is guessed.
+        vocab_size: of the target: other tokens are not drafted.
+    """
+
+    def __init__(self, fit: Fit, guesser: GuidedDrafter | None, vocab_size: int) -> None:
+        chances = (fit.greedy, fit.sampled)
+        share = fit.token_share(GUESSED) if guesser else fit.shares[0]
+        self.traits = DrafterTraits(
+            promise=chances,
+            round_share=share,
+            spare=MOST_GUESSES if guesser else 0,
+            learns=guesser is not None,
+        )
+        self._fit, self._token_share, self._guesser = fit, share, guesser
+        self._vocab_size = vocab_size
+
+    @abstractmethod
+    def _has_room(self, row: DraftRow) -> bool:
+        """Whether the model can draft for a row now."""
+
+    @abstractmethod
+    def _next_read(self, chain: ChainDraft, guess: TokenTree) -> ScoreRow:
+        """What the model has not read of a chain and its text, and a guess behind it."""
+
+    @abstractmethod
+    def _score(self, chains: Sequence[ChainDraft], reads: Sequence[ScoreRow]) -> Scores:
+        """A forward of the model."""
+
+    def _keep(self, chain: ChainDraft, read: ScoreRow, path: Sequence[int]) -> None:
+        """The chain has taken the guesses of this path; does nothing if not overridden."""
+
+    def begin(self, row: DraftRow) -> None:
+        if self._guesser:
+            self._guesser.begin(row)
+
+    def propose(self, rows: Sequence[DraftRow]) -> list[Proposal]:
+        chains = {r.request_id: ChainDraft(r) for r in rows if r.budget and self._has_room(r)}
+        alike = list(chains.values())
+        while alike:
+            prices = self._fit.guess_prices(len(alike))
+            self._extend(alike, [self._guess(chain, prices) for chain in alike])
+            alike = [chain for chain in alike if chain.num_left]
+        return [
+            self._built(chains[row.request_id]) if row.request_id in chains else NOT_READY
+            for row in rows
+        ]
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        if self._guesser:
+            self._guesser.observe(observations)
+
+    def end(self, request_id: int) -> None:
+        if self._guesser:
+            self._guesser.end(request_id)
+
+    def _guess(self, chain: ChainDraft, prices: Prices) -> TokenTree:
+        """What the model may say behind its next token, which a forward yields in any case."""
+        most = min(chain.num_left - 1, MOST_GUESSES)
+        if self._guesser is None or not most:
+            return EMPTY_TREE
+        row = replace(chain.row.chosen(most), prices=prices)
+        return self._guesser.propose_after(row, chain.tokens).tree
+
+    def _built(self, chain: ChainDraft) -> Proposal:
+        """The chain, and guesses behind it where they are worth what their nodes cost."""
+        row, proposal = chain.row, chain.build()
+        if not (self._guesser and row.spare and chain.goes_on) or row.params.coupling == "drawn":
+            return proposal
+        prices = _spare_prices(row.prices, len(chain.tokens), self._token_share)
+        row = replace(row, budget=row.spare, prices=prices)
+        guess = self._guesser.propose_after(row, chain.tokens).tree
+        if not guess.tokens:
+            return proposal
+        return Proposal.chosen(proposal.tree.hang(guess, len(chain.tokens) - 1))
+
+    def _extend(self, chains: Sequence[ChainDraft], guesses: Sequence[TokenTree]) -> None:
+        """A forward of the model: each chain grows by a token, and by as many as were guessed."""
+        reads = [*map(self._next_read, chains, guesses)]
+        scores = self._score(chains, reads)
+        for chain, read, span in zip(chains, reads, scores.heads, strict=True):
+            path = chain.follow(read.tree, partial(self._take, chain, scores, span))
+            self._keep(chain, read, path)
+
+    def _take(self, chain: ChainDraft, scores: Scores, span: range, ahead: int) -> int | None:
+        """Add the token after the first of the chain's own that was read, or after one behind it.
+
+        A law of scaled logits alone was drawn from already.
+        """
+        row, place = chain.row, span[ahead]
+        if scores.draws is not None and chain.draw_key is not None:
+            draw = scores.draws[place]
+            return chain.take(draw.token if draw and draw.token < self._vocab_size else None)
+        logits_V = fitted(scores.logits_NV[place], self._vocab_size)
+        if row.rules.filters_only and not isinstance(row.choices, DrawnChoices):
+            return chain.take(_filtered_draw(row, row.choices, logits_V, chain.tokens))
+        return chain.extend(logits_V)
+
+
+def fitted(logits_V: Tensor, vocab_size: int) -> Tensor:
+    """Logits of as many tokens: those that the model lacks cannot occur.
+
+    Models of one tokenizer have rows for ids that it never gives, more or fewer of them.
+    """
+    missing = vocab_size - len(logits_V)
+    if not missing:
+        return logits_V
+    if missing < 0:
+        return logits_V[:vocab_size]
+    fitted_V = logits_V.new_full((vocab_size,), -math.inf)
+    fitted_V[: len(logits_V)] = logits_V
+    return fitted_V
+
+
+def _filtered_draw(
+    row: DraftRow, choices: SharedChoices, logits_V: Tensor, drafted: Sequence[int]
+) -> int | None:
+    """What the target draws by these logits, as `SharedChoices.best` has it."""
+    try:
+        law = row.rules.law(logits_V, row.tokens, drafted)
+    except NonFiniteScoresError:
+        return None
+    key = choices.draw_key(len(drafted), law.scale or 0.0)
+    if law.scale is None or key is None:
+        return law.token
+    return gumbel_argmax(law.given_V, key.seed, key.position, law.scale, law.cut)
+
+
+def _spare_prices(prices: Prices, num_drafted: int, token_share: float) -> Prices:
+    """Of further nodes, for what a step with so many drafted tokens takes and commits."""
+    before = price_of(prices, num_drafted)
+    each = (before + num_drafted * token_share) / (1 + num_drafted)
+    rises = (price_of(prices, num_drafted + n) - before for n in range(MOST_GUESSES + 1))
+    return relative([each + rise for rise in rises])
+
+
+def text_guesser(table: NgramTable | None) -> GuidedDrafter:
+    """Guesses what a request's text, and a table of the target's if there is one, say."""
+    return GuidedDrafter(partial(new_text, table=table), tree=False)
