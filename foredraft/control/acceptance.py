@@ -31,8 +31,6 @@ _REQUEST_MEMORY = 0.97
 KIND_MEMORY = 0.995
 _KIND_WEIGHT = 16.0
 """Observations of its own after which a request counts more than its kind."""
-_FEW = 16.0
-"""Observations below which next to nothing is known."""
 _FALLING = 0.71
 """Prior: each further position is accepted so many times as often as the one before."""
 _KEPT = 0.9
@@ -237,12 +235,6 @@ class Acceptance:
         if prior.is_chain:
             kind_2K = prior.rates_2K(own.chain_chance(float(kind_2K[1, 0]), _KIND_WEIGHT))
         return own.rates(kind_2K, _KIND_WEIGHT)
-
-    def is_known(self, drafter: str, request_id: int) -> bool:
-        """Whether it has drafted enough for requests like this one, or cannot be told by it."""
-        request = self._requests[request_id]
-        counts = self._kinds.get((drafter, request.kind))
-        return request.is_constrained or (counts is not None and counts.counts[0, 0] >= _FEW)
 
     def kind_rates(self, drafter: str, kind: Kind) -> Array:
         """[2, K] of requests like these."""

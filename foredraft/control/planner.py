@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,7 +31,6 @@ TRIAL_STEPS, _TRIAL_ROWS = 6, 2
 _TRIALS = ((_TRIAL_ROWS, 4), (1, 4), (1, 2), (1, 1))
 """Rows and nodes of each: the first that can be paid."""
 FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
-_LOOK_NODES, _BETWEEN_LOOKS = 4, 32
 _MOST_ROWS = 1 << 20
 _LONGEST_WAIT = 64
 """New requests between two chances of a drafter that does not seem to pay, at most."""
@@ -46,8 +45,10 @@ _NEARLY = 0.8
 _READ_SHARE = 0.35
 """A draft model that was asked for is tried where it is expected to reach this share of the rate
 that there is without it, on texts that it reads in this share of the reply's time."""
-_READ_TOKENS = 256
-"""Of a prompt's forward, for what a token of it takes before it is measured."""
+_READ_TOKENS, _LEAST_READ = 256, 0.35
+"""Before reading was measured: a token of a prompt is taken for a part of a forward of so many
+tokens, times the draft model's share, which is no less than this: a prompt takes arithmetic, and
+few bits save bytes."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Plan:
     plain_ms: float
     plain_rate: float
     prices: Prices = (1.0,)
-    drafters: dict[int, str] = field(default_factory=dict)
-    budgets: dict[int, int] = field(default_factory=dict)
+    drafters: Mapping[int, str] = field(default_factory=dict)
+    budgets: Mapping[int, int] = field(default_factory=dict)
     pooled: Pooled | None = None
     loss_ms: float = 0.0
     is_trial: bool = False
@@ -154,7 +155,6 @@ class Planner:
         # What a user asked for by name is tried at once.
         self.rests_until = 0 if any(each.reads for each in drafters) else FIRST_PAUSE
         self._chances: dict[str, tuple[int, int]] = {}
-        self._next_look = FIRST_PAUSE
         self.num_trials = 0
 
     # ---- the next steps -------------------------------------------------------------------------
@@ -186,8 +186,7 @@ class Planner:
             for name in batch.now:
                 self._pause = FIRST_PAUSE  # it has paid for longer than a trial
                 self._chances.pop(name, None)
-        best = max(paying, key=lambda plan: self._weight(batch, plan))
-        return self._look(batch, best, num_steps) or best
+        return max(paying, key=lambda plan: self._weight(batch, plan))
 
     def _batch(self, rows: Sequence[Row], others: Sequence[Row], current: Plan | None) -> _Batch:
         most = _MOST_NODES[0] + _MOST_NODES[1] * len(rows)
@@ -345,7 +344,7 @@ class Planner:
         if known is not None:
             return known
         token_ms = self._cost.ms([(_READ_TOKENS, 0)]) / _READ_TOKENS
-        return num_tokens * token_ms * (drafter.round_share or _UNKNOWN_HEAD)
+        return num_tokens * token_ms * max(drafter.round_share or 0.0, _LEAST_READ)
 
     def _may_read(
         self, row: Row, drafter: DrafterTraits, num_rows: int, step_ms: tuple[float, ...]
@@ -416,29 +415,6 @@ class Planner:
             is_trial=True,
             reason="nothing pays: a few other requests try again",
         )
-
-    def _look(self, batch: _Batch, plan: Plan, num_steps: int) -> Plan | None:
-        """A plan that pays in which one row drafts with a drafter of which next to nothing is known
-        on requests like it: it may pay more. Only until that is known."""
-        if num_steps < self._next_look:
-            return None
-        for row in batch.rows:
-            if row.drafter is None or not row.room or not self.drafters[row.drafter].joins_late:
-                continue
-            for name, drafter in self.drafters.items():
-                is_known = self._acceptance.is_known(name, row.request_id)
-                if name in plan.names or drafter.reads or is_known:
-                    continue
-                look = self._trial_of(replace(batch, rows=[row]), drafter, 1, _LOOK_NODES)
-                if look is None:
-                    continue
-                self._next_look = num_steps + _BETWEEN_LOOKS
-                drafters, budgets = plan.drafters | look.drafters, plan.budgets | look.budgets
-                loss_ms = plan.loss_ms + look.loss_ms
-                return replace(
-                    plan, drafters=drafters, budgets=budgets, loss_ms=loss_ms, is_trial=True
-                )
-        return None
 
     def can_pay(self, plan: Plan) -> bool:
         """Whether another step of a plan may be lost."""

@@ -452,18 +452,6 @@ def test_each_row_drafts_with_what_pays_most_for_it() -> None:
     assert done.speedup > single
 
 
-def test_what_nothing_is_known_of_is_looked_at_while_another_pays() -> None:
-    """A model pays, and copies, which were never tried on such requests, pay more."""
-    drafters = {"model": chain(0.7, 2.0, promise=(0.7, 0.7)), "copies": MadeUp(constant(0.95))}
-    done = Simulation(drafters, round_share=0.2).run(400, 1)
-    assert done.drafted_by["copies"] > 0.6 * done.drafted
-    useless = drafters | {"copies": MadeUp(constant(0.0), nodes=4)}
-    done = Simulation(useless, round_share=0.2).run(800, 1)
-    assert done.drafted_by["copies"] < 120
-    alone = Simulation({"model": drafters["model"]}, round_share=0.2).run(800, 1)
-    assert done.speedup > 0.98 * alone.speedup
-
-
 def test_a_request_that_names_its_drafter_gets_it_in_a_mixed_batch() -> None:
     drafters = {"suffix": MadeUp(constant(1.0), 0.05), "copies": chain(1.0, 2.0)}
     named = {number: ("suffix", "copies")[number % 2] for number in range(200)}
