@@ -252,5 +252,5 @@ def check_keep(num_pending: int, path: Sequence[int], num_written: int) -> None:
 
 
 def owner_of(salt: str | None) -> bytes:
-    """The name that the first block of a text follows: other salts share nothing with it."""
+    """The name that the first block of a text follows: other salts share nothing."""
     return hashlib.sha256(repr(salt).encode(errors="surrogatepass")).digest()

@@ -40,7 +40,7 @@ from foredraft.drafters.spec import (
 from foredraft.drafters.staged import MOST_GUESSES, Fit, StagedDrafter, text_guesser
 from foredraft.drafters.table import found_table
 from foredraft.kernels.build import describe_instructions
-from foredraft.models.base import HeadTarget, PartsTarget, ScoreRow, Scores, Target, read
+from foredraft.models.base import ApartTarget, HeadTarget, ScoreRow, Scores, Target, read
 from foredraft.models.files.kept import recipe_of
 from foredraft.system.machine import cpu_name
 
@@ -112,9 +112,9 @@ def measured_fit(target: Target, model: Target) -> Fit:
     How often it is right is not measured, for that takes longer than a start may: it is that of a
     usual pair until requests have shown it.
     """
-    if not (target.capabilities.parts and model.capabilities.parts):
+    if not (target.capabilities.apart and model.capabilities.apart):
         return _USUAL_FIT
-    own, others = cast(PartsTarget, target), cast(PartsTarget, model)
+    own, others = cast(ApartTarget, target), cast(ApartTarget, model)
     if min(own.max_context, others.max_context) < _CONTEXT + _NUM_VERIFIED:
         return _USUAL_FIT
 
@@ -129,7 +129,7 @@ def measured_fit(target: Target, model: Target) -> Fit:
         return torch.tensor([node_share, *(each / target_s for each in model_s)])
 
     here = (cpu_name(), torch.get_num_threads(), describe_instructions())
-    recipe = recipe_of(own.parts.identity, others.parts.identity, *here)
+    recipe = recipe_of(own.identity, others.identity, *here)
     try:
         node_share, *shares = own.parts.kept("draft-model-fit", recipe, measure).tolist()
     except NO_MEMORY as error:

@@ -34,6 +34,7 @@ class Capabilities:
             `LayeredTarget`).
         shallow: its first layers can draft on its own cache, and `score` goes on from them.
         low_bit: a copy of its layers in few bits can draft on its own cache (see `LowBitTarget`).
+        apart: it can be had with another cache, to try things (see `ApartTarget`).
         cache_layers: its cache keeps layers of others beside its own (see `Cache.add_layers`), and
             it runs such layers (see `HeadTarget`).
         encoder: it has an encoder, whose output its decoder attends to (see `EncoderTarget`).
@@ -45,6 +46,7 @@ class Capabilities:
     layer_views: bool = False
     shallow: bool = False
     low_bit: bool = False
+    apart: bool = False
     cache_layers: bool = False
     encoder: bool = False
 
@@ -345,11 +347,7 @@ class TargetParts(Protocol):
         hidden_size: E.
         dtype: of embeddings and hidden states.
         device: where they are.
-        identity: tells models, and forms of one model, apart.
     """
-
-    @property
-    def identity(self) -> str: ...
 
     @property
     def hidden_size(self) -> int: ...
@@ -393,14 +391,6 @@ class PartsTarget(Target, Protocol):
 
     @property
     def parts(self) -> TargetParts: ...
-
-    def apart(self, num_tokens: int) -> Target:
-        """The same target with a small cache of its own: to try things while this one is in use.
-
-        Args:
-            num_tokens: that the cache has room for.
-        """
-        ...
 
 
 class Join(Protocol):
@@ -517,7 +507,26 @@ class LowBitCopy(Protocol):
         ...
 
 
-class LowBitTarget(PartsTarget, Protocol):
+class ApartTarget(PartsTarget, Protocol):
+    """A target with the capability ``apart``.
+
+    Attributes:
+        identity: tells models, and forms of one model, apart.
+    """
+
+    @property
+    def identity(self) -> str: ...
+
+    def apart(self, num_tokens: int) -> Target:
+        """The same target with a small cache of its own: to try things while this one is in use.
+
+        Args:
+            num_tokens: that the cache has room for.
+        """
+        ...
+
+
+class LowBitTarget(ApartTarget, Protocol):
     """A target with the capabilities ``low_bit`` and ``parts``.
 
     Attributes:

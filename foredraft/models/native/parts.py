@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foredraft.models.files.kept import KeptFiles, recipe_of
 from foredraft.models.native.config import DecoderConfig
-from foredraft.models.native.packed import rows_of, tensor_of
+from foredraft.models.native.packed import rows_of
 from foredraft.models.native.weights import DecoderWeights
 
 
@@ -47,13 +47,6 @@ class NativeParts:
     @property
     def device(self) -> torch.device:
         return self._weights.device
-
-    @property
-    def identity(self) -> str:
-        weights = self._weights
-        last = tensor_of(weights.layers[-1].output_weight)
-        kind = weights.screen_VE is not None, weights.activation_bits
-        return recipe_of(self._config, weights.bits, last, *kind)
 
     @torch.no_grad()
     def embed(self, token_ids_T: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from foredraft.cache.memory import CacheMemory
 from foredraft.core.draws import Wanted
 from foredraft.core.errors import ConfigError
 from foredraft.models.base import Capabilities, HeadWeights, Join, ScoreRow, Scores, check_taps
-from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles
+from foredraft.models.files.kept import NOTHING_KEPT, KeptFiles, recipe_of
 from foredraft.models.files.progress import Progress
 from foredraft.models.files.safety import Checkpoint
 from foredraft.models.native.config import DecoderConfig, read_config
@@ -23,6 +23,7 @@ from foredraft.models.native.decoder import DecoderFactory
 from foredraft.models.native.eager import EagerDecoder
 from foredraft.models.native.joins import native_join
 from foredraft.models.native.low_bit import Copies, NativeLowBitCopy, scored
+from foredraft.models.native.packed import tensor_of
 from foredraft.models.native.parts import NativeParts
 from foredraft.models.native.plan import plan_forward
 from foredraft.models.native.runner import NativeHeadRunner, head_config
@@ -75,6 +76,7 @@ class NativeTarget:
             taps=range(config.num_hidden_layers),
             parts=True,
             layer_views=True,
+            apart=True,
             shallow=self.decoder.partial,
             cache_layers=True,
             low_bit=self.decoder.reads_packed and bool(self._copies.bits),
@@ -163,6 +165,13 @@ class NativeTarget:
 
     def low_bit_copy(self, bits: int) -> NativeLowBitCopy:
         return self._copies.copy(bits)
+
+    @property
+    def identity(self) -> str:
+        weights = self.weights
+        last = tensor_of(weights.layers[-1].output_weight)
+        kind = weights.screen_VE is not None, weights.activation_bits
+        return recipe_of(self.config, weights.bits, last, *kind)
 
     def apart(self, num_tokens: int) -> NativeTarget:
         dtype = self.cache.store.dtype
