@@ -53,9 +53,10 @@ def test_who_drafts_is_chosen_by_the_request() -> None:
     assert by_itself
     assert written(speculation="off") == (text, {}, 0)
     for name in NAMES:
-        same, drafters, _ = written(speculation=name)
-        assert same == text
-        assert [*drafters] == [name]
+        for is_fixed in (False, True):
+            same, drafters, _ = written(speculation=name, is_fixed=is_fixed)
+            assert same == text
+            assert [*drafters] == [name]
 
 
 def test_who_has_another_drafter_loaded_says_so() -> None:
