@@ -39,8 +39,7 @@ class CacheMemory:
 
     @classmethod
     def of(cls, memory: CacheMemory | int | None, device: torch.device | str) -> CacheMemory:
-        """``memory`` itself, or one with that limit in bytes; None: a share of the machine's
-        memory."""
+        """``memory`` itself, or one with that limit in bytes; None: a share of all memory."""
         if isinstance(memory, CacheMemory):
             return memory
         return cls(default_memory(device) if memory is None else memory)

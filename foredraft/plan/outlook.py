@@ -235,8 +235,7 @@ def _completed(replies: Sequence[Sequence[RowPart]], most_nodes: int) -> list[li
 def _groups(
     flat: Sequence[tuple[int, RowPart]], load: int
 ) -> Iterator[tuple[list[tuple[int, RowPart]], int]]:
-    """Batches of that many rows, drawn from all steps, and the number of rows of the last that
-    count."""
+    """Batches drawn from all steps, and the number of valid rows in the last one."""
     order = [*flat]
     random.Random(0).shuffle(order)
     for start in range(0, len(order), load):

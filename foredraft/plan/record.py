@@ -316,8 +316,8 @@ class Recorded:
     """All drafters under one load.
 
     Attributes:
-        plain: what plain decoding did.
-        drafters: what each of the others did, by rising most nodes.
+        plain: the recording of plain decoding.
+        drafters: the other recordings, by rising most nodes.
         cost: of the forwards that all of them ran.
     """
 

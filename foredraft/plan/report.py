@@ -1,5 +1,4 @@
-"""Outlooks as tables and sentences: the setting to run, up to which load it pays, and a check by
-running it."""
+"""Outlooks as tables and sentences: the setting to run, its highest useful load, and a check."""
 
 from __future__ import annotations
 
