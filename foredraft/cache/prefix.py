@@ -97,8 +97,7 @@ class PrefixCache:
             self._cache.free(slot)
 
     def discard(self, slot: int, tokens: Sequence[int], start: int) -> None:
-        """Free the slot of a request; its entries from ``start`` on may be bad and are not
-        shared."""
+        """Free the slot of a request; entries from ``start`` on may be bad and are not shared."""
         if self.enabled:
             self._cache.distrust(slot, tokens, start)
         self._cache.free(slot)

@@ -29,8 +29,8 @@ class StreamOptions(BaseModel):
     """Fields of a stream beside the text.
 
     Attributes:
-        include_usage: a last chunk without choices says what the replies took.
-        continuous_usage_stats: every chunk says what they have taken so far.
+        include_usage: a last chunk without choices reports the usage of the replies.
+        continuous_usage_stats: every chunk reports the usage so far.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
