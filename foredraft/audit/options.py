@@ -44,7 +44,7 @@ class AuditOptions:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What is asked of somebody's server.
+    """Options of the audit of a server.
 
     Attributes:
         endpoint: address of a server with OpenAI's interface, such as http://127.0.0.1:8000.

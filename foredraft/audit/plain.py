@@ -1,7 +1,7 @@
-"""The plain law: a text is scored again, each token behind those before it, without drafts.
+"""The plain distribution: each token of a text is scored again after its prefix, without drafts.
 
-So every token of a served text is a trial of its own, also behind a place where texts parted, and a
-cache that kept a wrong entry has nothing to say here.
+So every token of a served text is a separate trial, also after the point where texts diverged, and
+wrong cache entries have no effect here.
 
 Shape legend: N tokens of a reply, V vocabulary.
 """
@@ -39,7 +39,7 @@ class Scored:
 class PlainTarget:
     """A target that scores texts without drafts; its engine must not step meanwhile.
 
-    What it has read of a prompt is kept until `close`, as replies to one prompt come often.
+    Prefilled prompts are kept until `close`, because several replies share a prompt.
     """
 
     def __init__(self, target: Target) -> None:
@@ -66,7 +66,7 @@ class PlainTarget:
             target.cache.free(slot)
 
     def noise(self, prompt: Sequence[int], reply: Sequence[int]) -> float:
-        """How far logits differ that were computed token by token and in blocks, at most.
+        """The largest difference between logits computed token by token and in blocks.
 
         0 where bits do not depend on what is scored together.
         """
@@ -108,7 +108,7 @@ class PlainTarget:
 
 @dataclass(frozen=True)
 class Difference:
-    """A token that plain decoding would not have drawn.
+    """A token that differs from plain decoding's.
 
     Attributes:
         text: number of the reply.
@@ -158,7 +158,7 @@ class Margins:
 
 
 def due_token(law: Law, seed: int, position: int) -> int:
-    """What plain decoding draws at an absolute position."""
+    """The token that plain decoding draws at an absolute position."""
     if law.scale is None:
         return law.token
     return gumbel_argmax(law.logits_V, seed, position, law.scale)

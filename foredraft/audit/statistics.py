@@ -25,9 +25,10 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[Any]
 
 RARE = 1e-4
-"""Tokens below this probability are one cell: what is seen of them is too little to tell apart."""
+"""Tokens below this probability share one cell: they are too rare to test one by one."""
 _LEAST_VARIANCE = 10.0
-"""Of a sum, in squares of its largest step: below it the tail is not the normal one."""
+"""Least variance of a sum, in squares of its largest step: below it the normal tail does not
+apply."""
 _NUM_BINS = 10
 _LEAST_IN_BIN = 25
 
@@ -65,7 +66,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What was drafted for a position before its token was drawn.
+    """The draft at a position, known before its token was drawn.
 
     Attributes:
         token: the first draft token.
@@ -118,7 +119,7 @@ class Sum:
 
     @property
     def p_value(self) -> float:
-        """Two-sided; 1 while there is too little to say anything."""
+        """Two-sided; 1 while there is too little data."""
         if self.variance < _LEAST_VARIANCE * self.largest**2 or not self.variance:
             return 1.0
         z = self.total / math.sqrt(self.variance)
@@ -142,7 +143,7 @@ class Sum:
         return self.total / self.reach if self.reach else None
 
     def detectable(self, alpha: float, power: float) -> float:
-        """The smallest shift that would be found with this power; infinite where nothing would."""
+        """The smallest shift that this power detects; infinite if none."""
         if not self.reach or self.variance < _LEAST_VARIANCE * self.largest**2:
             return math.inf
         quantile = NormalDist().inv_cdf
@@ -187,8 +188,8 @@ class LawTests:
         """Add a token and the law it was to be drawn from.
 
         Args:
-            drafted: what was drafted there without knowing what would be drawn. Where nothing is
-                known the likeliest token takes its place: a lossy rule favours it, too.
+            drafted: the draft there, made before the draw. If there is none the likeliest token
+                takes its place: a lossy rule favours it, too.
             last: the token before it, if that has a probability here: two that are drawn with the
                 same random numbers are too often the same.
         """

@@ -52,8 +52,8 @@ def run_trials(
 ) -> list[Trial]:
     """Every contender on every prompt, in rotating order, one after the other.
 
-    A peer that fails on one is left out with all its trials: means over other prompts are not
-    comparable.
+    A peer that fails on one prompt is dropped with all its trials: means over different prompts are
+    not comparable.
 
     Args:
         contenders: the first is the baseline that texts are compared with.

@@ -1,6 +1,6 @@
 """The same clients against several servers in turn: tokens a second and time to the first token.
 
-Servers are given as addresses; whoever serves the same weights can be compared. In each round every
+Servers are given as addresses; all servers of the same weights can be compared. In each round every
 server gets the same prompts from the same number of clients, in rotating order. Each prompt begins
 with a number of its own, so that no server has read it before.
 """
@@ -28,7 +28,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Task:
-    """What clients ask.
+    """The clients' requests.
 
     Attributes:
         prompts: texts of a user; clients take them one after the other.
@@ -73,7 +73,7 @@ class ClientsFigure:
 
 @dataclass
 class Reply:
-    """What came of one request: its tokens, and seconds to the first and to the end."""
+    """Result of one request: its tokens, and seconds to the first and to the end."""
 
     tokens: int
     first_s: float

@@ -11,7 +11,7 @@ from foredraft.core.errors import ConfigError
 from foredraft.options import DEFAULT_MODEL
 
 _BUILT_IN_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""What others call the built-in model."""
+"""The built-in model's name on the Hugging Face hub."""
 
 
 def export(

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _KIND = "KIND"
 _WRITTEN_AT_ONCE = 16
 _WRITING_SHARE = 0.5
-"""Of the minutes of a training, at most so much goes into writing its text."""
+"""Largest share of a training's minutes that is spent on generating its text."""
 _LEAST_TOKENS = 1000
-"""Of replies: so many are written, however few the minutes are."""
+"""Replies that are generated even if the minutes are few."""
 
 
 class _Kinds(TyperGroup):
@@ -374,7 +374,7 @@ def _read_texts(
     display: TrainingDisplay,
     ends_at: float | None = None,
 ) -> list[Text]:
-    """What is there, and what the target writes first.
+    """The existing texts, and those that the target writes first.
 
     Args:
         ends_at: when no more is to be written, if there is enough to begin with.

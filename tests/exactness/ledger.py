@@ -25,6 +25,7 @@ from foredraft.core import choices as keyed_choices
 from foredraft.core.choices import DrawnChoices
 from foredraft.core.draws import Draw, Wanted
 from foredraft.core.sampling import Law as TokenLaw
+from foredraft.drafters import staged
 from foredraft.engine import fetch as engine_fetch
 
 Result = TypeVar("Result", bound=Hashable)
@@ -187,6 +188,7 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keyed_choices, "gumbel_argmax", argmax)
+        patch.setattr(staged, "gumbel_argmax", argmax)
         patch.setattr(engine_fetch, "draw_rows", rows)
         patch.setattr(keyed_choices, "gumbel_noise", noise)
         patch.setattr(keyed_choices, "gumbel_top", top)
