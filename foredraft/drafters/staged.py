@@ -96,7 +96,6 @@ class StagedDrafter(BaseDrafter, ABC):
             promise=chances,
             round_share=share,
             spare=MOST_GUESSES if guesser else 0,
-            learns=guesser is not None,
         )
         self._fit, self._token_share, self._guesser = fit, share, guesser
         self._vocab_size = vocab_size
