@@ -7,6 +7,7 @@ cost the loading of the target.
 
 from __future__ import annotations
 
+import filecmp
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -179,7 +180,9 @@ def load_models(
         return LoadedModel(
             plan, load_target(plan, asked.threads, progress=progress), tokenizer
         ), None
-    draft_tokenizer = Tokenizer(draft_plan.directory)
+    draft_tokenizer = tokenizer
+    if not _have_one_tokenizer(plan, draft_plan):
+        draft_tokenizer = Tokenizer(draft_plan.directory)
     is_shared = spec.draft_model != "any vocabulary"
     if is_shared:
         _check_same_vocabulary(plan, tokenizer, draft_plan, draft_tokenizer)
@@ -189,6 +192,12 @@ def load_models(
     num_rows = min(target.vocab_size, tokenizer.vocab_size) if is_shared else None
     draft = load_draft_model(draft_plan, num_rows, asked.threads, memory, progress)
     return LoadedModel(plan, target, tokenizer), LoadedModel(draft_plan, draft, draft_tokenizer)
+
+
+def _have_one_tokenizer(plan: ModelPlan, draft_plan: ModelPlan) -> bool:
+    """Whether both directories hold the same vocabulary, byte for byte: it is then read once."""
+    ours, theirs = (each.directory / "tokenizer.json" for each in (plan, draft_plan))
+    return ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)
 
 
 def plan_models(
