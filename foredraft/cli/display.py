@@ -215,8 +215,7 @@ class PromptProgress(RichProgress):
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar over ``total`` pieces of work; call the yielded function with a name after each
-    piece."""
+    """A bar over ``total`` pieces of work; call the yielded function after each piece."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

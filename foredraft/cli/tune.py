@@ -229,7 +229,7 @@ def tune_load(
     tokens: Annotated[int, typer.Option(min=8, help="Of each reply.")] = 64,
     as_json: o.Json = False,
 ) -> None:
-    """How much is drafted under each load, by whom, and why: as the controller comes to see it.
+    """Show what the controller drafts under each load, with which drafter, and why.
 
     It writes some replies under each load and shows the last plan for a full batch.
 

@@ -25,7 +25,7 @@ _WHY_NOT = {
     "hidden_head": "its layer attends over the state alone and adds to state and embedding "
     "together, and its own state goes through a matrix of its own",
 }
-"""What keeps a kind from being written, where it is near."""
+"""Reasons why similar kinds cannot be exported."""
 
 
 def export_head(

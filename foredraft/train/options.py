@@ -156,7 +156,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """What text a target is to write.
+    """Options of the text that a target generates for training.
 
     Attributes:
         tokens: of replies, such as 2M; those that are there already count.

@@ -71,7 +71,7 @@ class ReplyRequest:
 
 @dataclass(frozen=True)
 class WrittenReply:
-    """What the target replied.
+    """A reply of the target.
 
     Attributes:
         number: of the request.
@@ -258,7 +258,7 @@ class Writer:
     def _requests(
         self, numbers: Sequence[int], should_end: Callable[[], bool]
     ) -> tuple[dict[int, ReplyRequest], dict[int, SourcePrompt]]:
-        """What is to be answered, by number, and the prompts."""
+        """The prompts still to answer, by number, and all prompts."""
         options = self._options
         prompts = {n: self._given(n) for n in numbers if not self._is_made_up(n)}
         prompts |= self._made_up([n for n in numbers if self._is_made_up(n)], should_end)

@@ -52,7 +52,7 @@ class Tokenizer:
         chat_template: the source of the chat template; None when the model has none.
 
     Raises:
-        ModelLoadError: there is no ``tokenizer.json``, or a file holds what it should not.
+        ModelLoadError: there is no ``tokenizer.json``, or a file is malformed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -125,7 +125,7 @@ class Tokenizer:
         return _StreamDecoder(self._fast, skipped, before)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text in UTF-8, its space included; nothing for an unknown id.
+        """The UTF-8 bytes of a token in a text, its space included; empty for an unknown id.
 
         Tokens may hold parts of characters, which are no valid UTF-8 by themselves.
         """
@@ -135,7 +135,7 @@ class Tokenizer:
         return found
 
     def token_text(self, token: int) -> str:
-        """What a token adds to a text; of a part of a character its bytes, as ``bytes:\\xe2``."""
+        """The text of a token; for a part of a character its bytes, as ``bytes:\\xe2``."""
         content = self.token_bytes(token)
         try:
             return content.decode()
@@ -365,7 +365,7 @@ def _named_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """Whatever the tokenizers library does with a file becomes a `ModelLoadError`."""
+    """Any error of the tokenizers library on a file becomes a `ModelLoadError`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
