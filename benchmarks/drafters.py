@@ -46,7 +46,7 @@ _FAMILIES = ("transformers", "llama.cpp")
 
 @dataclass(frozen=True)
 class Others:
-    """Who else runs, and on what.
+    """Other engines to run, and their models.
 
     Attributes:
         against: other engines with commas (greedy only).
