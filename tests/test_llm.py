@@ -1,4 +1,4 @@
-"""`LLM`: what users call, and what they are told when it cannot be done."""
+"""`LLM`: its public methods and their errors."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class KeepsSlots(DraftModelDrafter):
 
     def begin(self, row: DraftRow) -> None:
         super().begin(row)
-        self._cache.allocate()  # and nobody frees it
+        self._cache.allocate()  # and it is never freed
 
 
 @pytest.mark.parametrize("new", [KeepsRequests, KeepsNumbers])

@@ -1,4 +1,4 @@
-"""What tests let drafting cost."""
+"""Prices of drafting in tests."""
 
 from foredraft.core.cost import LinearPrice
 
