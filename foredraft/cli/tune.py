@@ -282,7 +282,7 @@ def _choice(
     count: int,
     params: SamplingParams,
 ) -> dict[str, Any]:
-    """Serve some replies with so many requests at once, and describe the last plan."""
+    """Serve some replies at this concurrency, and describe the last plan."""
     from foredraft.bench.prompts import repeated_prompts
     from foredraft.control.adaptive import AdaptiveBudget
 

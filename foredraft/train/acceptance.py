@@ -213,7 +213,7 @@ def by_depth(predictions: Sequence[Prediction], depth: int) -> list[Prediction]:
 
 
 def anchors(batch: TrainBatch, texts_B: Tensor, depth: int) -> Tensor:
-    """Text and position [N, 2] of anchors with at least so many tokens to draft in the text."""
+    """Text and position [N, 2] of anchors with at least ``depth`` tokens after them."""
     length = batch.texts.tokens_BL.shape[1]
     inside_BL = torch.arange(length, device=texts_B.device) + depth + 1
     fits_BL = inside_BL[None] < batch.texts.lengths_B[:, None]

@@ -63,7 +63,7 @@ def windows_of(number: int, text: Text, length: int) -> list[Window]:
 def batches_of(
     windows: Sequence[Window], batch_tokens: int, seed: int, epoch: int
 ) -> list[list[Window]]:
-    """All windows in batches of at most so many tokens, padding included; shuffled by the seed."""
+    """All windows in batches of limited tokens, padding included; shuffled by the seed."""
     draw = random.Random(f"{seed} {epoch}")
     shuffled = list(windows)
     draw.shuffle(shuffled)

@@ -33,7 +33,7 @@ from foredraft.train.target import States, TrainingTarget
 from foredraft.train.texts import Text, digest_of
 
 CHUNK_TOKENS = 8192
-"""Of a chunk, at least; at most about twice as many."""
+"""Least tokens of a chunk; the most are about twice as many."""
 PACKED_TOKENS = {"cpu": 640, "cuda": 16_384}
 """Tokens of one forward, by the type of the device."""
 

@@ -19,7 +19,7 @@ from foredraft.system.files import write_tensors, write_text
 
 FORMATS = ("speculators",)
 _VERSION = "0.7.0"
-"""Of speculators, whose schema this is."""
+"""Version of speculators that has this schema."""
 _DRAFT_TOKENS = 3
 _WHY_NOT = {
     "hidden_head": "its layer attends over the state alone and adds to state and embedding "

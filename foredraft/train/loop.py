@@ -47,7 +47,7 @@ class Job:
         kind_options: those of the kind, checked.
         start_from: the folder of a head whose weights to begin with; None: the target's.
         capture_root: where states of targets are kept.
-        capture_bytes: at most so many.
+        capture_bytes: limit of their bytes.
         provenance: more about the data, for the card.
     """
 

@@ -94,7 +94,7 @@ def _trained(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def rate_share(done: float) -> float:
-    """Of the highest rate, after a share of the training: a short rise, then half a cosine."""
+    """Share of the highest rate at a share of the training: a short rise, then half a cosine."""
     done = min(max(done, 0.0), 1.0)
     if done < _WARM_UP:
         return (done + 1e-3) / (_WARM_UP + 1e-3)

@@ -302,7 +302,8 @@ class HFCache(PagedCache):
         super().free(slot)
 
     def _find(self, owner: bytes, tokens: Sequence[int]) -> tuple[int, int]:
-        """The slot that holds most of a text, and how much: one that is kept, if one does."""
+        """The slot with the longest beginning of a text, and its length; a kept slot if
+        possible."""
         best, most = -1, 0
         for slot, text in (*self._parked.items(), *self._texts.items()):
             if text.owner == owner and (count := common_prefix(text.tokens, tokens)) > most:

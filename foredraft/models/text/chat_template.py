@@ -29,7 +29,7 @@ from jinja2.utils import Namespace
 from foredraft.core.errors import ConfigError, ModelLoadError
 
 _SECONDS = 5.0
-"""Of this thread's processor: a busy machine is no reason to refuse a conversation."""
+"""Seconds of CPU time of this thread, so that a busy machine does not refuse conversations."""
 _CHARACTERS = 1 << 25
 """Most that a rendering may make in all, intermediate values included, beside `_PER_CHARACTER`
 times the conversation."""
@@ -90,7 +90,7 @@ class ChatTemplate:
         Args:
             messages: plain data: text, numbers, flags, None, lists and mappings of those.
             special: texts that templates may name, such as ``bos_token``.
-            tools: that the model may call, likewise plain data in OpenAI's form.
+            tools: that the model may call, as plain data in OpenAI's form.
 
         Raises:
             ConfigError: the template refuses the conversation, or fails on it.
@@ -194,7 +194,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
         self.allowance.spend(0)
 
     def concatenate(self, *values: Any) -> str:
-        """What ``~`` does."""
+        """The operator ``~``."""
         texts = [str(value) for value in values]
         self.allowance.foresee(sum(map(len, texts)))
         return "".join(texts)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foredraft.models.text.chat_encoding import ChatEncoder
 
 _LARGE_BYTES = 1 << 20
-"""Of a file with a vocabulary whose hash is worth keeping."""
+"""Least bytes of a vocabulary file whose hash is worth caching."""
 _MAX_HELD = 32
 _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
