@@ -1,4 +1,4 @@
-"""`LLM`: what users call, and what they are told when it cannot be done."""
+"""`LLM`: its public methods and their errors."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ def test_a_draft_model_of_ones_own(llm: LLM) -> None:
     assert result.stats.acceptance_rate == 1.0
 
 
-def test_a_prediction_drafts_for_the_request_that_brings_it(llm: LLM) -> None:
+def test_a_prediction_drafts_for_the_request_that_brings_it(directory: Path) -> None:
+    llm = LLM.load(str(directory), dtype="float32", drafter="ngram", calibrate=False)
     (alone,) = llm.generate("The ferry", PARAMS)
     predicted = SamplingParams(max_tokens=12, ignore_eos=True, prediction=alone.text)
     (result,) = llm.generate("The ferry", predicted)

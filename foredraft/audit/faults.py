@@ -148,7 +148,7 @@ class TokenRule:
 
 
 def _probability(law: Law, token: int) -> float:
-    """Of a token by a law; at temperature 0 by the model at temperature 1."""
+    """Probability of a token by a law; at temperature 0 by the model at temperature 1."""
     probs_V = law.logits_V.softmax(0) if law.scale is None else law.probs_V
     return float(probs_V[token])
 

@@ -115,7 +115,7 @@ class Difference:
         position: in the reply, from 0.
         served: the token that came.
         due: the one that plain decoding draws there.
-        margin: by how much it wins, in nats; infinite where the served one was ruled out.
+        margin: difference of perturbed scores in nats; infinite if the served token was ruled out.
         prompt_sha256: of the prompt's ids.
     """
 
@@ -165,7 +165,7 @@ def due_token(law: Law, seed: int, position: int) -> int:
 
 
 def margin_of(law: Law, served: int, due: int, seed: int, position: int) -> float:
-    """By how much the token that was due wins over the one served, in nats."""
+    """Margin of the due token over the served one, in nats."""
     gap = float(law.logits_V[due] - law.logits_V[served]) * (law.scale or 1.0)
     if law.scale is None or math.isinf(gap):
         return gap

@@ -13,7 +13,7 @@ from foredraft.bench.report import provenance
 from foredraft.core.errors import ConfigError
 
 SCHEMA = 1
-"""Of the JSON file. A field that goes away or changes its meaning makes a new version."""
+"""Version of the JSON file. A field that is removed or changes its meaning makes a new version."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from foredraft.llm import LLM
 from foredraft.models.files.progress import Progress, SilentProgress
 
 _NUM_LIKELY, _OPENAI_LIKELY = 20, 5
-"""Log probabilities that are asked for at each place, and where a server refuses so many."""
+"""Log probabilities requested at each position, and the number for servers that refuse so many."""
 _PATH = "/v1/completions"
 _WHOLE_LAW = {"min_p": 0.0, "repeat_penalty": 1.0, "repetition_penalty": 1.0}
 _WAYS_TO_ASK: tuple[Mapping[str, Any], ...] = tuple(
@@ -466,7 +466,7 @@ class ServerAudit:
                     self._progress.advance((self._num_requests - first) / max(1, most - first))
 
     def _request(self, number: int, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The request for reply number so many."""
+        """The request for a reply, by its number."""
         prompt = self._prompts[number % len(self._prompts)]
         length, seed = self._server.reply_tokens, self._server.seed + number
         return {"prompt": prompt, "max_tokens": length, "seed": seed, **sampling}

@@ -215,7 +215,7 @@ class LawTests:
         return self.surprisal.count
 
     def p_values(self) -> dict[str, float]:
-        """Of each test, corrected for their number (Holm)."""
+        """The p-value of each test, corrected for their number (Holm)."""
         sums = self.drafted, self.surprisal, self.behind, self.neighbours
         raw = {each.name: each.p_value for each in sums}
         raw[self.repeats.name] = self.repeats.largest_p_value
@@ -291,7 +291,7 @@ def two_sample_p(samples: Sequence[tuple[Sequence[str], Sequence[str]]], rounds:
 
     Args:
         samples: of each prompt.
-        rounds: exchanges; no p-value is below one in so many.
+        rounds: number of exchanges; no p-value is below 1 / rounds.
     """
     drawn = np.random.default_rng(0)
     seen, exchanged_R = 0.0, np.zeros(rounds)
@@ -318,7 +318,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 
 def chi_square_tail(statistic: float, degrees: int) -> float:
-    """P(chi-square of so many degrees of freedom >= statistic)."""
+    """P(chi-square with that many degrees of freedom >= statistic)."""
     a, x = degrees / 2.0, statistic / 2.0
     if x <= 0.0:
         return 1.0
@@ -339,5 +339,5 @@ def chi_square_tail(statistic: float, degrees: int) -> float:
 
 
 def share_below(num_tokens: int, power: float) -> float:
-    """Where none of so many tokens differs: at most this share of all does, at this certainty."""
+    """Upper bound of the share of differing tokens if none of ``num_tokens`` differs."""
     return 1.0 - (1.0 - power) ** (1.0 / num_tokens) if num_tokens else 1.0

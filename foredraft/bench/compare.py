@@ -59,8 +59,8 @@ def run_trials(
         contenders: the first is the baseline that texts are compared with.
         prompts: each with its token ids.
         params: shared by all; the temperature is replaced.
-        advance: told what has just been run.
-        log: knows what was run before, and keeps what is run now.
+        advance: called with the name of the run that has ended.
+        log: earlier runs, which are not repeated; new runs are added.
     """
     trials: list[Trial] = []
     failed: set[str] = set()

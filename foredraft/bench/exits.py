@@ -53,7 +53,7 @@ class ExitFigure:
         agreement: share of positions where it and the target hold the same token likeliest.
         num_draft_tokens: the number that gives the most tokens per second.
         committed_per_step: tokens, in greedy decoding of the passages.
-        draft_ms: median time of drafting so many tokens.
+        draft_ms: median time of drafting that many tokens.
         verify_ms: median time of the forward that verifies them.
         speedup: tokens per second over those of plain decoding.
     """

@@ -1,8 +1,9 @@
 """Many requests at once, by several contenders on one loaded model, in short turns.
 
-Each contender has an engine of its own and keeps so many requests in flight: where one ends, the
-next begins. They take turns of some steps, and a contender's clock stands still while others run.
-So slow phases of the machine affect all contenders alike, and differences of 1 % can be measured.
+Each contender has an engine of its own and keeps a fixed number of requests in flight: when one
+ends, the next begins. They take turns of some steps, and a contender's clock stands still while
+others run. So slow phases of the machine affect all contenders alike, and differences of 1 % can be
+measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from foredraft.core.record import StepRecord
 from foredraft.llm import LLM
 
 TURN_S = 0.12
-"""Of its own time that a contender gets before the next one."""
+"""Seconds of its own time that a contender runs before the next one."""
 
 
 @dataclass(frozen=True)

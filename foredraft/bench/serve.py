@@ -23,7 +23,7 @@ from foredraft.core.errors import ForedraftError
 
 CHAT = "/v1/chat/completions"
 SEED = 1
-"""Of every request."""
+"""Fields of every request."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Task:
 
 @dataclass(frozen=True)
 class ClientsFigure:
-    """One server with so many clients.
+    """Results of one server with ``clients`` clients.
 
     Attributes:
         tokens_per_s: of all clients together, median of rounds.
@@ -132,7 +132,7 @@ def serving_report(figures: Sequence[ClientsFigure]) -> Report:
 
 
 async def ask_all(url: str, clients: int, task: Task) -> tuple[list[Reply], float]:
-    """Every prompt once, by so many clients; the replies, and seconds in all.
+    """Send every prompt once, with ``clients`` clients; the replies, and seconds in all.
 
     Raises:
         ForedraftError: the server does not answer.
@@ -155,7 +155,7 @@ async def ask_all(url: str, clients: int, task: Task) -> tuple[list[Reply], floa
 
 
 def request_body(prompt: str, task: Task) -> dict[str, Any]:
-    """Of one streamed chat reply whose last chunk counts its tokens."""
+    """Result of one streamed chat reply, whose last chunk counts its tokens."""
     named = {"model": task.model} if task.model else {}
     return named | {
         "messages": [{"role": "user", "content": prompt}],

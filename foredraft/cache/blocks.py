@@ -99,7 +99,7 @@ class BlockPool:
             self._users[block] += 1
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """A slot uses them no longer. Of one text, in its order: its end is forgotten first."""
+        """Release a slot's blocks of one text, in its order; the end is evicted first."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block]:

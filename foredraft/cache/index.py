@@ -177,7 +177,8 @@ class PrefixIndex:
             self._full[node.name] = node
 
     def _nearest(self, before: bytes, text: tuple[int, ...]) -> tuple[NamedBlock | None, int]:
-        """The block behind ``before`` that shares most with ``text``, and how much."""
+        """The block behind ``before`` with the longest common prefix with ``text``, and its
+        length."""
         behind = self._behind.get(before, [])
         place = bisect_left(behind, text, key=_text)
         best, most = None, 0

@@ -93,8 +93,7 @@ class ClusterAsked:
     def asked_from_here(
         self, load: LoadOptions, settings: ServerSettings
     ) -> Iterator[tuple[Callable[..., FastAPI], int]]:
-        """A function that makes a server in this process over engines elsewhere, and their capacity
-        in replies."""
+        """A factory of a server in this process over engines elsewhere, and their capacity."""
         from foredraft.cluster import deploy
         from foredraft.server.app import api_app
 

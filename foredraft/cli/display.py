@@ -179,7 +179,7 @@ class RichProgress:
 
 
 class PromptProgress(RichProgress):
-    """Says on a terminal that a long prompt is being read, from a second on until text comes.
+    """Shows the prefill of a long prompt on a terminal, after a second and until text comes.
 
     Args:
         num_tokens: of the prompt, when that is known.
@@ -195,7 +195,7 @@ class PromptProgress(RichProgress):
         self._num_tokens = num_tokens
 
     def show(self, event: Event) -> None:
-        """Show how much of the prompt has been read; stop as soon as there is text."""
+        """Show the progress of prefill; stop as soon as there is text."""
         if event.token_ids or event.result is not None:
             self.stop()
         elif self._num_tokens is not None:
@@ -205,8 +205,7 @@ class PromptProgress(RichProgress):
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar over ``total`` pieces of work; call the yielded function with a name after each
-    piece."""
+    """A bar over ``total`` pieces of work; call the yielded function after each piece."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

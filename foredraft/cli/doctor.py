@@ -250,7 +250,7 @@ def _speed(model: dict[str, Any]) -> str:
     most = model["most_tokens_per_s"]
     if most is None:
         return "measured when it is loaded"
-    return f"at most {most:.0f} tokens/s a request before drafts: what memory gives"
+    return f"at most {most:.0f} tokens/s a request without drafts (memory bandwidth)"
 
 
 def _step(model: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ def export(
     ] = DEFAULT_MODEL,
     verifier: Annotated[
         str | None,
-        typer.Option(help="What other engines call the target (its hub id, or --target)."),
+        typer.Option(help="The target's name in other engines (its hub id, or --target)."),
     ] = None,
 ) -> None:
     """Write a trained head for vLLM and SGLang.

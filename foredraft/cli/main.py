@@ -81,7 +81,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "plan:plan",
-        "What would speculation bring: each drafter under each load, and what to run.",
+        "Predict the speed-up of each drafter under each load, and recommend a setting.",
     ),
     "trace": Command("trace:app", "Look at what a run did, step by step."),
 }

@@ -1,4 +1,4 @@
-"""`foredraft plan`: what would speculation bring me?"""
+"""`foredraft plan`: predict the speed-up of speculation here."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def plan(
     planned: Annotated[Planned, o.Derived("Plan", parsers={"tokens_per_day": o.parse_count})],
     json_file: o.JsonFile = None,
 ) -> None:
-    """What would speculation bring: each drafter under each load, and what to run.
+    """Predict the speed-up of each drafter under each load, and recommend a setting.
 
-    Drafters draft for some prompts, all in turns, and their steps are priced by the controller's
-    model of costs: this machine's, and others'. See docs/operate/plan.md.
+    Each drafter drafts for some prompts, in turns, and its steps are priced by the controller's
+    cost model, for this machine and others. See docs/operate/plan.md.
 
     Examples:
 

@@ -49,7 +49,7 @@ def run_batch_file(
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="What requests may call the model; may be repeated."),
+        typer.Option(help="A name of the model in requests; may be repeated."),
     ] = None,
     as_json: o.Json = False,
     ray: cluster.Ray = False,

@@ -229,7 +229,7 @@ def tune_load(
     tokens: Annotated[int, typer.Option(min=8, help="Of each reply.")] = 64,
     as_json: o.Json = False,
 ) -> None:
-    """How much is drafted under each load, by whom, and why: as the controller comes to see it.
+    """Show what the controller drafts under each load, with which drafter, and why.
 
     It writes some replies under each load and shows the last plan for a full batch.
 
@@ -282,7 +282,7 @@ def _choice(
     count: int,
     params: SamplingParams,
 ) -> dict[str, Any]:
-    """Serve some replies with so many requests at once, and describe the last plan."""
+    """Serve some replies at this concurrency, and describe the last plan."""
     from foredraft.bench.prompts import repeated_prompts
     from foredraft.control.adaptive import AdaptiveBudget
 

@@ -185,7 +185,7 @@ class RemoteEngine:
         self._live: set[_Reply] = set()
 
     def stats(self) -> EngineStats:
-        """Of this gate's replies alone."""
+        """Counts of this gate's replies alone."""
         waiting = sum(not reply.accepted.done() for reply in [*self._live])
         return EngineStats(len(self._live) - waiting, waiting, {}, 0, 0, 0, 0, 0)
 

@@ -1,4 +1,4 @@
-"""Which requests take part in a step, and how much of its text each of them reads."""
+"""Choose the requests of a step, and the tokens that each of them prefills."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def _reading_ms(recording: Recording, costs: Costs, parts: Sequence[RowPart], lo
 
 
 def _band(totals_P3: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Of the gain, by drawing prompts with replacement."""
+    """The interval of the gain, by a bootstrap over prompts."""
     seen_P3 = totals_P3[totals_P3[:, 0] > 0]
     drawn = np.random.default_rng(0).integers(len(seen_P3), size=(_DRAWS, len(seen_P3)))
     sums = seen_P3[drawn].sum(1)

@@ -114,7 +114,7 @@ class Recording:
     pace: float = 1.0
 
     def setting(self, most_nodes: int | None) -> Setting:
-        """The same with at most so many nodes; with those that the controller chose, if it did."""
+        """The setting with at most that many nodes, or with the controller's choice."""
         return Setting(self.drafter, most_nodes if self.most_nodes else None, self.head)
 
     def note(self, times: StepTimes, rows: Sequence[tuple[bool, int]]) -> None:
@@ -293,7 +293,7 @@ class Runner(OurServer):
         return 1e3 * tokens / took_ms if took_ms else 0.0
 
     def _totals(self, recording: Recording, cost: CostModel) -> tuple[float, float, int]:
-        """Of the full steps: milliseconds by the models of costs, those they took, their tokens.
+        """Of full steps: predicted milliseconds, measured milliseconds, and tokens.
 
         A step that the machine interrupts counts as if it had not been. There are few in a run, but
         one of 50 ms is a twentieth of a second's steps, and it hits one setting and not another.

@@ -46,7 +46,7 @@ class LearningCurve:
 
     @classmethod
     def of(cls, folder: Path, temperature: float) -> LearningCurve:
-        """Of a folder of ``foredraft train``.
+        """The curve of a folder of ``foredraft train``.
 
         Args:
             temperature: of the requests: that of the replies whose measurements count is 0 or 1,
@@ -81,7 +81,7 @@ class LearningCurve:
         return float(self.points_N2[:, 1].max())
 
     def after(self, tokens: float) -> tuple[float, float, float]:
-        """Tokens a step after so many tokens of text, and between which 90 % of fits have it."""
+        """Tokens a step after that many tokens of text, with the bounds of 90 % of fits."""
         drawn = np.random.default_rng(0)
         number = len(self.points_N2)
         found = [self._told(self.points_N2, tokens)]
@@ -93,7 +93,7 @@ class LearningCurve:
         return found[0], float(min(low, found[0])), float(max(high, found[0]))
 
     def _told(self, points_N2: Points, tokens: float) -> float:
-        """By the curve that fits best, no less than what is there, no more than there can be."""
+        """Prediction of the best fit, at least the current value, at most the possible one."""
         reached, rest = -inf, inf
         for power in _POWERS:
             shape_N = points_N2[:, 0] ** -power

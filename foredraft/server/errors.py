@@ -194,5 +194,5 @@ async def answer(request: Request, error: Exception) -> Response:
     known = as_api_error(error)
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         what = f"{request.method} {request.url.path}"
-        known.message = f"there is no {what:.200}; /openapi.json lists what there is"
+        known.message = f"there is no {what:.200}; /openapi.json lists the routes"
     return known.response(request.url.path)

@@ -66,7 +66,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
-        """The token itself first. Of tokens with one text the likelier one counts."""
+        """The token itself first. If tokens share a text the likeliest one counts."""
         if entry is None:
             return None
         top: dict[str, float] = {}
@@ -121,14 +121,14 @@ class _Offsets:
         self._num_characters = 0
 
     def of_prompt(self, tokens: Sequence[int]) -> list[int]:
-        """Of a prompt's tokens. Special tokens are text there."""
+        """Offsets of a prompt's tokens, where special tokens are text."""
         decode = self._tokenizer.new_decoder(skip_special_tokens=False)
         offsets = self._of(decode(token) for token in tokens)
         self._num_characters = len(self._tokenizer.decode(tokens, skip_special_tokens=False))
         return offsets
 
     def of_reply(self, tokens: Sequence[int]) -> list[int]:
-        """Of a reply's next tokens."""
+        """Offsets of a reply's next tokens."""
         return self._of(map(self._decode, tokens))
 
     def _of(self, texts: Iterable[str | None]) -> list[int]:

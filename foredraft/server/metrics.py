@@ -25,9 +25,9 @@ _PARTS = ("draft", "score", "verify", "learn")
 
 
 _LEDGER = {
-    "ledger_plain_seconds": ("What all tokens would have taken without drafts.", "plain_ms"),
-    "ledger_spent_seconds": ("What they took.", "spent_ms"),
-    "ledger_balance_seconds": ("What speculation may still lose before it stops.", "balance_ms"),
+    "ledger_plain_seconds": ("Estimated time of all tokens without drafts.", "plain_ms"),
+    "ledger_spent_seconds": ("Time that they took.", "spent_ms"),
+    "ledger_balance_seconds": ("Time that may still be lost before drafting stops.", "balance_ms"),
 }
 """Gauges of a controller that keeps a ledger: description, and field of its report."""
 

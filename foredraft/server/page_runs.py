@@ -44,7 +44,7 @@ class _Body(BaseModel):
 
 
 class Message(_Body):
-    """Of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
     content: Text

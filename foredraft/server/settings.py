@@ -103,10 +103,10 @@ class ServerSettings(BaseSettings):
     """Time between the comments that keep a silent stream open."""
 
     prove_every: Annotated[int, Field(ge=0)] = 0
-    """Of so many steps that drafted, one is made again without drafts while the server is idle, and
-    compared; 0 proves none."""
+    """One in this many steps that drafted is repeated without drafts while the server is idle, and
+    compared; 0: none."""
     request_metrics: Literal["none", "summary", "detailed"] = "summary"
-    """What a reply says of speculation."""
+    """Figures of speculation in each reply."""
     reasoning_content: bool = False
     """Send thoughts under their old name as well."""
     share_between_keys: bool = False

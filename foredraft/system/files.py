@@ -100,11 +100,11 @@ def _explained(path: Path) -> Iterator[None]:
 
 def _cannot_write(path: Path, error: Exception) -> str:
     if getattr(error, "errno", None) != errno.ENOSPC and "No space left" not in str(error):
-        return f"cannot write {path}: {error}. What was written before is whole"
+        return f"cannot write {path}: {error}. Earlier files are whole"
     free = ""
     with suppress(OSError):
         free = f" ({shutil.disk_usage(path.parent).free / 1e9:.2f} GB are free)"
     return (
-        f"the disk is full: {path} was not written{free}. What was written before is whole; free "
+        f"the disk is full: {path} was not written{free}. Earlier files are whole; free "
         "some space and run the same command again"
     )

@@ -134,7 +134,7 @@ class KeepsSlots(DraftModelDrafter):
 
     def begin(self, row: DraftRow) -> None:
         super().begin(row)
-        self._slots_of_model.allocate()  # and never frees it
+        self._slots_of_model.allocate()  # and it is never freed
 
 
 @pytest.mark.parametrize("new", [KeepsRequests, KeepsNumbers])

@@ -1,4 +1,4 @@
-"""A request says who drafts for it and how much; its text stays what it is."""
+"""A request names its drafter and limits its drafts; its text stays the same."""
 
 from __future__ import annotations
 

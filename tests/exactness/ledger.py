@@ -153,9 +153,9 @@ def keyed_numbers_from(ledger: Ledger) -> Iterator[None]:
     """Let the shipped keyed choices, keys and all, decide by ``ledger``.
 
     In place of Gumbel noise the draws of one position share one uniform number, which is another
-    coupling of drafter and target, and one that can be enumerated. Whoever asks for the noise of
-    some tokens learns in which half that number lies. That the noise itself draws from the law is
-    shown in tests/core/test_noise.py.
+    coupling of drafter and target, and one that can be enumerated. A request for the noise of some
+    tokens reveals in which half that number lies. That the noise itself draws from the law is shown
+    in tests/core/test_noise.py.
     """
 
     def argmax(
