@@ -221,9 +221,9 @@ def _plan_draft_model(asked: LoadOptions, device: str, progress: Progress | None
     """In 4 bits, which no text depends on, where our own kernel runs them."""
     assert asked.draft_model is not None
     weights = asked.weights if asked.draft_weights == "auto" else asked.draft_weights
-    as_draft = replace(
-        asked, weights=weights, activations="auto", revision=None, exact=False, cache_memory=None
-    )
+    dtype = "bfloat16" if asked.draft_weights == "bf16" else asked.dtype
+    as_draft = replace(asked, weights=weights, dtype=dtype, activations="auto", revision=None)
+    as_draft = replace(as_draft, exact=False, cache_memory=None)
     plan = _plan(asked.draft_model, as_draft, device, progress)
     if asked.draft_weights == "auto" and plan.decoder == "fused":
         plan = _plan(asked.draft_model, replace(as_draft, weights="int4"), device, progress)
