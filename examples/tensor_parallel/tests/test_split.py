@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from examples.tensor_parallel.split import Processes, SplitTarget, part_of
+from examples.tensor_parallel.tests import split_process
 from foredraft.core.errors import ConfigError, EngineStoppedError
 from foredraft.core.params import SamplingParams
 from foredraft.core.tree import TokenTree
@@ -21,10 +23,8 @@ from foredraft.llm import LLM, DraftModel
 from foredraft.models.base import ScoreRow
 from foredraft.models.native.config import Experts
 from foredraft.models.native.eager import EagerDecoder
-from foredraft.models.native.split import Processes, SplitTarget, part_of
 from foredraft.models.native.target import NativeTarget
 from foredraft.options import LoadOptions
-from tests.models import split_process
 
 TEXT = [(i * 37 + 11) % 190 for i in range(32)]
 TREES: dict[str, Any] = {"num_draft_tokens": 9, "drafter_options": {"shape": "3,2,1"}}
