@@ -200,7 +200,7 @@ class PagedCache:
             suspects = known.union(*(self._behind(state, known) for state in self._slots.values()))
         for state in self._slots.values():
             if not suspects.isdisjoint(state.table):
-                state.owner = None  # what it goes on to read is computed from them
+                state.owner = None  # later entries are computed from them
                 state.names.clear()
         for block in suspects:
             if block in self.pool.index:

@@ -53,7 +53,7 @@ def cache_argument(arguments: Container[str]) -> str:
 class SlotLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one layer of one slot.
 
-    ``keys`` and ``values``, the names that transformers reads, are views of what is filled.
+    ``keys`` and ``values``, the names that transformers reads, are views of the filled part.
     """
 
     def __init__(self) -> None:

@@ -149,11 +149,11 @@ class EncoderDecoderTarget(HFTarget):
         )
 
     def check_loaded(self) -> None:
-        """See that tokens get the same scores read together and one by one, and say what is left
-        out of the model's generation config.
+        """Check that tokens get the same scores together and one by one, and log unsupported
+        options of the model's generation config.
 
         Raises:
-            CapabilityError: they do not.
+            CapabilityError: they differ.
         """
         tokens = [*self.decoder_prompt, *(i * self.vocab_size // 4 for i in (1, 2, 3))]
         together_NV = self._logits_once(tokens[:1], TokenTree.chain(tokens[1:]))

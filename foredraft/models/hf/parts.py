@@ -1,7 +1,7 @@
 """Embedding, final norm and LM head of a transformers model, for drafters that use them.
 
-Where they are is not declared anywhere, so they are looked for, and a short forward shows whether
-the logits are really what they make of the last layer's output.
+transformers does not declare them, so they are searched by name, and a short forward checks that
+they make the model's logits of the last layer's output.
 
 Shape legend: T tokens, R some rows of the head, E hidden size, V vocabulary.
 """
