@@ -261,7 +261,7 @@ class PagedCache:
         return node
 
     def _behind(self, state: Slot, suspects: set[int]) -> set[int]:
-        """A slot's blocks from the one with entry ``start`` on."""
+        """The blocks of a slot from its first suspect block on."""
         found = [place for place, block in enumerate(state.table) if block in suspects]
         return set(state.table[found[0] :]) if found else set()
 
