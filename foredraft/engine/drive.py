@@ -175,7 +175,7 @@ class EngineThread:
         self._end(fault)
 
     def _obey(self, seconds: float | None) -> None:
-        """Execute queued commands; wait ``timeout`` seconds for the first (None: for ever)."""
+        """Execute queued commands; wait ``seconds`` for the first (None: for ever)."""
         try:
             while True:
                 self._commands.get(timeout=seconds)()

@@ -235,7 +235,7 @@ class HFCache(PagedCache):
         self._num_cached += self._rooms[slot]
 
     def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
-        """Drop the owner's kept texts that share more than ``start`` tokens with the slot."""
+        """Unpublish the owner's texts that share more than ``start`` tokens with the slot's."""
         owner = self._slots[slot].owner
         if owner is None:
             return

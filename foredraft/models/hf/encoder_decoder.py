@@ -93,8 +93,7 @@ class SourceCache(HFCache):
         self._encoded.pop(slot, None)
 
     def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
-        """Drop the slot's encoded source, which may be the cause: the next slot encodes it
-        again."""
+        """Forget the owner's encoded source, which may be the cause; it is encoded again."""
         self._by_owner.pop(self._slots[slot].owner or b"", None)
         super().distrust(slot, tokens, start)
 

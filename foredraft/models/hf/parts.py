@@ -1,6 +1,6 @@
 """Embedding, final norm and LM head of a transformers model, for drafters that use them.
 
-transformers does not declare them, so they are searched by name, and a short forward checks that
+transformers does not declare them, so type and shape identify them, and a short forward checks that
 they make the model's logits of the last layer's output.
 
 Shape legend: T tokens, R some rows of the head, E hidden size, V vocabulary.
@@ -76,7 +76,7 @@ class HFParts:
 
 
 def find_parts(model: Any, tokens: list[int]) -> HFParts | None:
-    """The model's ends, if it has them where they are looked for.
+    """The model's embedding, final norm and LM head; None if they are not identified.
 
     Args:
         model: a causal language model of transformers.
