@@ -1,8 +1,8 @@
 """Known mistakes of speculative engines, to be planted: would this audit find them here?
 
-Each has been made by engines that people use. A fault stands in the place of
-`foredraft.core.verify.verify` for the requests of one policy, or spoils what the cache keeps of
-them; `planted` puts it there and takes it away again.
+Each occurred in engines that people use. A fault stands in the place of
+`foredraft.core.verify.verify` for the requests of one policy, or spoils their cache entries;
+`planted` puts it there and takes it away again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fault:
 
     Attributes:
         name: of it.
-        said: what it does, in a few words.
+        said: its effect, in a few words.
         rule: stands in for `verify`.
         spoils_cache: the cache keeps the entry of a rejected token in an accepted one's place.
         needs_draws: at temperature 0 it changes nothing.

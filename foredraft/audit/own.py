@@ -151,7 +151,7 @@ class OwnAudit:
         self.tolerance, self._plain = 0.0, PlainTarget(llm.target)
 
     def report(self) -> AuditReport:
-        """Run all levels, and say what they found."""
+        """Run all levels, and report their findings."""
         began, options = time.monotonic(), self.llm.options
         levels = self.run()
         params = self.params

@@ -68,7 +68,7 @@ class PlainTarget:
     def noise(self, prompt: Sequence[int], reply: Sequence[int]) -> float:
         """The largest difference between logits computed token by token and in blocks.
 
-        0 where bits do not depend on what is scored together.
+        0 if bits do not depend on the tokens that are scored together.
         """
         target, slot, largest = self._target, self._behind(prompt), 0.0
         try:

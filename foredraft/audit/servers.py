@@ -225,7 +225,8 @@ class Endpoint:
         return reply
 
     def _take(self, number: int, body: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-        """Count and keep what was asked and answered; the completion, and its prompt's tokens."""
+        """Count and record a request and its answer; returns the completion, and its prompt's
+        tokens."""
         self.requests += number
         self.kept.append({"url": self.name, "request": body, "answer": answer})
         choice: dict[str, Any] = answer["choices"][0]
@@ -275,7 +276,7 @@ class ServerAudit:
             token.
         options: how large the audit is.
         server: options for the server.
-        progress: told what is being done.
+        progress: called with the current stage.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class ServerAudit:
         self._not_audited = 0
 
     def report(self) -> AuditReport:
-        """Look at greedy replies and at drawn ones, and say what was found."""
+        """Test greedy and sampled replies, and report the findings."""
         began = time.monotonic()
         try:
             levels = [self.greedy(), self.law()]

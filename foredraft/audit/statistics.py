@@ -83,12 +83,12 @@ class Sum:
     """One martingale.
 
     Attributes:
-        name: what it looks at.
+        name: of its test.
         total: sum of f(y) - E[f].
         variance: sum of Var[f] under the laws.
         skew: sum of third central moments.
         largest: the largest |f - E[f]| that was possible.
-        reach: how much the total would be moved by a shift of 1: see `shift`.
+        reach: change of the total for a shift of 1: see `shift`.
         count: tokens.
     """
 
@@ -203,7 +203,7 @@ class LawTests:
         likely_C = np.log(np.maximum(cells.probs_C, RARE))
         likely_C[-1] = math.log(RARE)
         self.surprisal.add(cells.cell(token), cells.probs_C, likely_C)
-        if is_behind:  # it may have come with the draft, drawn by other code than what it replaces
+        if is_behind:  # it may have come with the draft, drawn by other code than the replaced one
             self.behind.add(cells.cell(token), cells.probs_C, likely_C)
         self._add_place(cells, cells.cell(token))
         if last is not None and before is not None and RARE < probs_V[last] < 1.0 - RARE:

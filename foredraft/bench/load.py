@@ -54,7 +54,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class ServedStep:
-    """Milliseconds of one step and what it did.
+    """Milliseconds of one step, and its rows.
 
     Attributes:
         wall_ms: all of it, as its caller sees it.
@@ -105,7 +105,7 @@ class Server(Protocol):
         ...
 
     def turn(self, seconds: float) -> bool:
-        """Serve for about so long; whether there is more to do."""
+        """Serve for about that many seconds; returns whether requests are left."""
         ...
 
     @property

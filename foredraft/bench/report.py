@@ -46,7 +46,7 @@ class Report:
         tables: rows of figures.
         facts: single values, which the file holds beside the tables.
         lines: sentences that the terminal shows below the tables.
-        seed: of what was drawn.
+        seed: of the sampling.
     """
 
     tables: Sequence[Table] = ()

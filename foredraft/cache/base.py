@@ -138,7 +138,7 @@ class Cache(Protocol):
 
         Raises:
             KeyError: the slot is not allocated.
-            ValueError: ``num_pending`` and ``path`` are not of what was written; nothing has
+            ValueError: ``num_pending`` and ``path`` do not match the written entries; nothing has
                 changed then.
         """
         ...
@@ -200,7 +200,7 @@ class Cache(Protocol):
     def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
         """The slot's entries from ``start`` on may be bad.
 
-        They, their copies and what was computed from them are found no more, now or later.
+        They, their copies and entries computed from them are never found again.
 
         Args:
             tokens: the slot's text.

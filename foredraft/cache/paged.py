@@ -200,7 +200,7 @@ class PagedCache:
             suspects = known.union(*(self._behind(state, known) for state in self._slots.values()))
         for state in self._slots.values():
             if not suspects.isdisjoint(state.table):
-                state.owner = None  # what it goes on to read is computed from them
+                state.owner = None  # later entries are computed from them
                 state.names.clear()
         for block in suspects:
             if block in self.pool.index:
@@ -261,7 +261,7 @@ class PagedCache:
         return node
 
     def _behind(self, state: Slot, suspects: set[int]) -> set[int]:
-        """A slot's blocks from the one with entry ``start`` on."""
+        """The blocks of a slot from its first suspect block on."""
         found = [place for place, block in enumerate(state.table) if block in suspects]
         return set(state.table[found[0] :]) if found else set()
 

@@ -32,7 +32,7 @@ class Entries(Protocol):
 
 
 class BlockStore:
-    """Keys and values [N + 1, L, H, B, D], grown on demand; the last block is padding.
+    """Keys and values [N + 1, L, H, B, D], grown on demand; the last block is scratch.
 
     Entries of int8 are [4 + D]: a float32 in front is the scale of their numbers. Only the fused
     kernel reads and writes those.
@@ -63,7 +63,7 @@ class BlockStore:
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks; also the index of the padding block, which is never read."""
+        """Capacity in blocks; also the index of the scratch block, which is never read."""
         return self.keys.shape[0] - 1
 
     @property

@@ -40,7 +40,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     trace: o.TraceTo = None,
 ) -> None:
-    """Talk to a chat model. Each turn reads only what is new; Ctrl-C stops a reply."""
+    """Talk to a chat model. Each turn prefills only the new message; Ctrl-C stops a reply."""
     params = replace(params, grammar=grammar.grammar())
     with o.tracing(trace) as load_llm:
         llm = load_llm(load)

@@ -63,7 +63,7 @@ def examine(options: LoadOptions, tokens: int) -> dict[str, Any]:
     from foredraft.models.files.kept import kept_models
     from foredraft.system.machine import describe_machine, package_version
 
-    resolve_drafter(options)  # says what is wrong before anything is downloaded
+    resolve_drafter(options)  # reports errors before anything is downloaded
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     budget = options.num_draft_tokens

@@ -468,10 +468,10 @@ def load_llm(options: LoadOptions, trace: Trace | None = None, evidence: bool = 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Imports and models are a million objects that stay until the process ends.
+    """Exclude the million long-lived objects of imports and models from garbage collection.
 
-    Python's garbage collector would look at them again and again while they are made, in later
-    pauses, and last of all at the end, where that takes a third of a second.
+    Otherwise Python's collector traverses them again and again, and once more at exit, which takes
+    a third of a second.
     """
     gc.disable()
     try:

@@ -95,7 +95,7 @@ def plan(
         )
     hours = o.numbers("--train-hours", planned.train_hours, float, low=0)
     curve = None if planned.head is None else LearningCurve.of(planned.head, params.temperature)
-    _named(planned.drafters)  # says what is wrong before the model is loaded
+    _named(planned.drafters)  # reports errors before the model is loaded
     llm = o.load_llm(replace(load, max_batch_size=max(loads)))
     if planned.from_trace is not None:
         plans = _of_trace(llm, planned.from_trace, loads, machines)

@@ -1,4 +1,4 @@
-"""`foredraft trace`: look at what a run did, and at what it would have done."""
+"""`foredraft trace`: show a recorded run, and replay it with other settings."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def replay(
 ) -> None:
     """Where the time went, and what the same text would have taken with other drafts.
 
-    Nothing is run: steps are put together from what was drafted and accepted, times from a
-    straight line through those of the trace. Without --num-draft-tokens each stretch of a reply is
-    shown, with what would have been faster there.
+    No model runs: steps are built from recorded drafts and acceptance, times from a line fitted to
+    those of the trace. Without --num-draft-tokens each stretch of a reply is shown, with the faster
+    setting there.
 
     Examples:
 
@@ -218,7 +218,7 @@ def show_run(console: Console, trace: Trace) -> None:
 
 
 def _show_preempted(console: Console, steps: Sequence[TracedStep]) -> None:
-    """Where memory was short, which nothing else tells of a step that took so long."""
+    """Steps with preemptions, which explain a long step by a lack of memory."""
     short = [step for step in steps if step.num_preempted]
     if short:
         number = sum(step.num_preempted for step in short)

@@ -426,9 +426,9 @@ class EngineWriter:
     """Replies of an LLM, each as it is over; a `foredraft.train.writing.WriteReplies`.
 
     Args:
-        llm: what replies; it has nothing else to do.
+        llm: the model that replies; it serves no other requests.
         pause: called before each step.
-        should_end: asked before each step; what is not over then is given up.
+        should_end: asked before each step; unfinished replies are then dropped.
     """
 
     def __init__(

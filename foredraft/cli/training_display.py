@@ -1,4 +1,4 @@
-"""How training is shown: what is being done, how long is left; lines in a log."""
+"""Display of training: the current stage and the remaining time; lines in a log."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class RemoteReplies(AsyncIterator[Event]):
         return item
 
     async def aclose(self) -> None:
-        """Abort what is unfinished."""
+        """Abort unfinished replies."""
         if self._num_live:
             self._num_live = 0
             self._mailbox.put_nowait(None)  # a reader may be waiting

@@ -87,7 +87,7 @@ class EngineThread:
     Commands of other threads go through one queue and are executed between two steps.
 
     Args:
-        engine: what it steps.
+        engine: the engine to step.
         policy: the policy of the requests that it steps; None: the engine's own.
         send: called when mailboxes have received events: after each step, and after each command.
         idle: does a little background work while no request is live. It returns the seconds after
@@ -175,7 +175,7 @@ class EngineThread:
         self._end(fault)
 
     def _obey(self, seconds: float | None) -> None:
-        """Execute queued commands; wait ``timeout`` seconds for the first (None: for ever)."""
+        """Execute queued commands; wait ``seconds`` for the first (None: for ever)."""
         try:
             while True:
                 self._commands.get(timeout=seconds)()

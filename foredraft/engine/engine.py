@@ -262,7 +262,8 @@ class Engine:
     def cancel(self, request_id: int) -> GenerationResult | None:
         """End a request now and return what it has; None when it is already over.
 
-        From within a step (a stream that the garbage collector closes) it ends right after it.
+        If called within a step (a stream that the garbage collector closes), it ends right after
+        the step.
         """
         with self.lock:
             if self._is_stepping:

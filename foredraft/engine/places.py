@@ -48,9 +48,9 @@ class Places:
         if request.slot < 0:
             return
         slot, tokens = request.slot, request.tokens
-        if request.has_read_nonsense:  # and what it began with may be why
+        if request.has_read_nonsense:  # its shared beginning may be the cause
             self.prefixes.discard(slot, tokens, 0)
-        elif request.finish_reason == "error":  # what it has read itself may be the cause
+        elif request.finish_reason == "error":  # its own entries may be the cause
             self.prefixes.discard(slot, tokens, request.num_begun_with)
         else:
             self.prefixes.release(slot, tokens)

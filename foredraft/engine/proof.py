@@ -30,7 +30,7 @@ _LATER = 0.25
 
 @dataclass(frozen=True)
 class _Sample:
-    """A step's part for one request: what it committed behind its first ``num_tokens`` tokens."""
+    """One request's part of a step: the tokens committed after its first ``num_tokens`` tokens."""
 
     request: Request
     num_tokens: int

@@ -32,7 +32,7 @@ from foredraft.trace.replay import is_decoding
 
 AUTO, PLAIN = "auto", "none"
 _SIZES_PER_OCTAVE, _LEAST_STEPS = 4, 3
-"""Forwards that are grouped, and the least number in a group."""
+"""Groups of forward sizes per doubling, and the least number of steps in a group."""
 _FEW = (2, 4)
 """Numbers of nodes recorded besides the drafter's most."""
 _INTERRUPTED = 1.25
@@ -130,7 +130,8 @@ class Recording:
         )
 
     def draft_ms(self, num_rows: int, deepest: int) -> float:
-        """Drafting time of a step with ``num_rows`` rows, one of which has ``num_nodes`` nodes."""
+        """Drafting time of a step with ``num_rows`` rows, the largest draft with ``deepest``
+        nodes."""
         round_ms = self.times.round_ms(self.drafter, num_rows) or 0.0
         num_rounds = deepest if self.takes_rounds else 1
         return num_rounds * round_ms + self.times.follow_ms(self.drafter, num_rows)
@@ -204,7 +205,7 @@ class Work:
         return replace(self, params=replace(self.params, seed=(self.params.seed or 0) + number))
 
     def under(self, load: int) -> Load:
-        """Run ``load`` requests at once, until each prompt has been answered."""
+        """The load of ``load`` requests at once, until each prompt has been answered."""
         number = max(len(self.prompts), load)
         prompts = [self.prompts[i % len(self.prompts)] for i in range(number)]
         return Load(prompts, self.params, load, stays_full=True)

@@ -147,7 +147,7 @@ class Check:
     """A setting that was run.
 
     Attributes:
-        outlook: what was expected of it.
+        outlook: its prediction.
         rounds: its speed over that of plain decoding, in each round.
     """
 

@@ -1,8 +1,8 @@
 """Whether training a head for longer pays: extrapolate the learning curve of a pilot.
 
-A head learns as E(n) = E_inf - b * n^-c: tokens a step after n tokens of text. The pilot's own
-measurements say which E_inf, b and c; how far these points leave that open is what the band says.
-A step of the head takes what it takes now, so tokens a step are all that training changes.
+A head learns as E(n) = E_inf - b * n^-c: tokens a step after n tokens of text. E_inf, b and c are
+fitted to the pilot's measurements; the band shows the uncertainty of the fit. The head's time a
+step stays as it is, so training changes only tokens a step.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def paybacks(
 ) -> Iterator[Payback]:
     """Predicted gain of training under one load.
 
-    Drafts hold in the requests that were recorded as often as they do, and training changes that
-    as it changes held-out replies: what is committed beyond a token a step grows alike.
+    Acceptance starts at that of the recorded requests, and training improves it as on held-out
+    replies: tokens a step beyond one grow by the same factor.
 
     Args:
         head: as it is.

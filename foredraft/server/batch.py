@@ -183,7 +183,7 @@ class AnswerFile:
             ) from None
 
     def _read(self, path: Path, file: BinaryIO) -> int:
-        """Note what is there; returns where the last whole line ends."""
+        """Read the existing answers; returns the end of the last whole line."""
         end = 0
         for number, line in enumerate(file, start=1):
             is_ours = line.startswith(_BEGINNING) or _BEGINNING.startswith(line)

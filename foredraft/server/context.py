@@ -212,7 +212,7 @@ class ServerContext:
         *,
         scores_only: bool = False,
     ) -> AsyncIterator[Generation]:
-        """Replies under way; on leaving, what is unfinished is ended. See `Generation.open`.
+        """Running replies; on exit, unfinished ones are aborted. See `Generation.open`.
 
         Raises:
             ApiError: 503 while the server cannot serve.

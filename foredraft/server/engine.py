@@ -52,7 +52,7 @@ class ServedReplies(Protocol):
     async def __anext__(self) -> Event: ...
 
     async def aclose(self) -> None:
-        """Abort what is unfinished."""
+        """Abort unfinished replies."""
         ...
 
 

@@ -161,7 +161,7 @@ def include_page(app: FastAPI, context: ServerContext, llm: Callable[[], LLM]) -
     """Serve the page at `/`, and its endpoints under `/page/`.
 
     Args:
-        llm: the served model, once it is loaded: what the page shows looks into it.
+        llm: returns the served model once it is loaded; the page inspects it.
     """
     page, files = _Page(context, llm), _read_files()
     router = APIRouter(include_in_schema=False)

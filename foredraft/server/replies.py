@@ -34,10 +34,10 @@ class Part:
     """A stretch of a reply.
 
     Attributes:
-        kind: what it is; "call" begins a tool call and "arguments" continues it.
+        kind: type of the part; "call" begins a tool call and "arguments" continues it.
         text: the text; for "call" the function's name.
         index: the number of the tool call, from 0.
-        at: for content and reasoning, how many characters of the reply come before it.
+        at: for content and reasoning, number of characters of the reply before it.
     """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
@@ -47,7 +47,7 @@ class Part:
 
     @property
     def end(self) -> int:
-        """For content and reasoning, how many characters of the reply come up to its end."""
+        """For content and reasoning, number of characters of the reply up to its end."""
         return self.at + len(self.text)
 
 
@@ -199,7 +199,7 @@ class _Calls:
     """Reads the JSON between the marks of tool calls: one call, or a list of them.
 
     Attributes:
-        count: how many calls there are by now, between all marks.
+        count: number of calls so far, between all marks.
     """
 
     def __init__(self) -> None:

@@ -185,7 +185,7 @@ class _Deadline:
     def begin(self) -> None:
         """Start the clock, unless it runs already."""
         if self._timer is None:
-            # Not `close`, which would wait until the client has read what is there.
+            # Not `close`, which would wait until the client has read the buffered data.
             self._timer = self._loop.call_later(self._seconds, self._transport.abort)
 
     def lift(self) -> None:

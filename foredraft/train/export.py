@@ -35,9 +35,9 @@ def export_head(
 
     Args:
         directory: the head.
-        out: the folder to write; a head that is there is written over, anything else is not.
+        out: the folder to write; an existing head is overwritten, other files are not.
         format: one of `FORMATS`.
-        verifier: what other engines call its target: a hub id or a directory.
+        verifier: the target's name in other engines: a hub id or a directory.
         architectures: of the target, as its ``config.json`` has them.
 
     Raises:

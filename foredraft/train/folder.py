@@ -100,12 +100,12 @@ def check_out(out: Path, kind: str, start_from: Path | None = None) -> None:
 
 
 def move_aside(out: Path) -> Path | None:
-    """Make room for a new head: what is there is kept under another name beside it.
+    """Make room for a new head: rename the existing folder.
 
     Text that the target wrote stays, as a copy.
 
     Returns:
-        The new name; None where there was nothing.
+        The new name; None if there was no folder.
     """
     finish_saving(out)
     if not (out / META).exists() and not state_path(out).exists():
@@ -269,7 +269,7 @@ def model_card(
     provenance: Mapping[str, Any],
     measured: Mapping[str, Any],
 ) -> str:
-    """The README of a trained head, in Markdown: what it is, how it was made, what it reaches."""
+    """The README of a trained head, in Markdown: its kind, its training and its acceptance."""
     depths = " | ".join(str(k + 1) for k in range(len(measured["greedy"])))
     greedy_anchors, sampled_anchors = measured["num_anchors"]
     rows = {name: _shares(measured[name], 3, " | ") for name in ("greedy", "sampled", "overlap")}

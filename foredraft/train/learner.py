@@ -58,7 +58,7 @@ class Learner:
     """A module with its optimiser.
 
     Args:
-        module: what is trained.
+        module: the trained head.
         target: whose head it is.
         options: how to train.
 

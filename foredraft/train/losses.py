@@ -40,7 +40,7 @@ _SMALLEST = 1e-3
 """Overlap below which the slope of -log overlap is constant, so that an untrained head does not
 diverge."""
 _CPU_ELEMENTS = 1 << 19
-"""Logits of one piece: what is made of them fits the cores' caches."""
+"""Logits of one piece, such that its intermediate values fit the cores' caches."""
 _GPU_ELEMENTS = 1 << 26
 _PRODUCT_ELEMENTS = 1 << 26
 """Logits of one product, kept until their gradient has taken their place."""

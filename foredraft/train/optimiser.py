@@ -21,8 +21,8 @@ class Optimiser:
     """Both optimisers as one.
 
     Args:
-        module: what is trained. Rows of a matrix that belong to tokens are recognised by their
-            number: as many as output rows, or as tokens.
+        module: the trained head. A matrix has rows of tokens if it has as many rows as output rows,
+            or as tokens.
     """
 
     def __init__(self, module: HeadModule, rates: Rates) -> None:

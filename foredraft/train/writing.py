@@ -52,11 +52,11 @@ _ANY_WORDS = ("A", "7", "Why", "é", "(")
 
 @dataclass(frozen=True)
 class ReplyRequest:
-    """A reply that is wanted.
+    """A reply to generate.
 
     Attributes:
         number: of the text.
-        prompt_ids: what it answers.
+        prompt_ids: the prompt.
         temperature: to draw at.
         seed: of the draws.
         max_tokens: of the reply.

@@ -53,7 +53,7 @@ def cache_argument(arguments: Container[str]) -> str:
 class SlotLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one layer of one slot.
 
-    ``keys`` and ``values``, the names that transformers reads, are views of what is filled.
+    ``keys`` and ``values``, the names that transformers reads, are views of the filled part.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class HFCache(PagedCache):
         self._num_cached += self._rooms[slot]
 
     def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
-        """Drop the owner's kept texts that share more than ``start`` tokens with the slot."""
+        """Unpublish the owner's texts that share more than ``start`` tokens with the slot's."""
         owner = self._slots[slot].owner
         if owner is None:
             return

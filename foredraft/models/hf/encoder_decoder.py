@@ -93,8 +93,7 @@ class SourceCache(HFCache):
         self._encoded.pop(slot, None)
 
     def distrust(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
-        """Drop the slot's encoded source, which may be the cause: the next slot encodes it
-        again."""
+        """Forget the owner's encoded source, which may be the cause; it is encoded again."""
         self._by_owner.pop(self._slots[slot].owner or b"", None)
         super().distrust(slot, tokens, start)
 
@@ -149,11 +148,11 @@ class EncoderDecoderTarget(HFTarget):
         )
 
     def check_loaded(self) -> None:
-        """See that tokens get the same scores read together and one by one, and say what is left
-        out of the model's generation config.
+        """Check that tokens get the same scores together and one by one, and log unsupported
+        options of the model's generation config.
 
         Raises:
-            CapabilityError: they do not.
+            CapabilityError: they differ.
         """
         tokens = [*self.decoder_prompt, *(i * self.vocab_size // 4 for i in (1, 2, 3))]
         together_NV = self._logits_once(tokens[:1], TokenTree.chain(tokens[1:]))

@@ -1,7 +1,7 @@
 """Embedding, final norm and LM head of a transformers model, for drafters that use them.
 
-Where they are is not declared anywhere, so they are looked for, and a short forward shows whether
-the logits are really what they make of the last layer's output.
+transformers does not declare them, so type and shape identify them, and a short forward checks that
+they make the model's logits of the last layer's output.
 
 Shape legend: T tokens, R some rows of the head, E hidden size, V vocabulary.
 """
@@ -76,7 +76,7 @@ class HFParts:
 
 
 def find_parts(model: Any, tokens: list[int]) -> HFParts | None:
-    """The model's ends, if it has them where they are looked for.
+    """The model's embedding, final norm and LM head; None if they are not identified.
 
     Args:
         model: a causal language model of transformers.

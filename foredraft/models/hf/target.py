@@ -132,7 +132,7 @@ class HFTarget:
             target.check_loaded()
         except ForedraftError:
             raise
-        except Exception as error:  # whatever the model's code makes of the config
+        except Exception as error:  # the model's code may raise anything
             raise _cannot_run(checkpoint.directory, error) from error
         return target
 

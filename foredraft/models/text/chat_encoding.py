@@ -172,7 +172,7 @@ def _spellings(special: Mapping[int, str], base: int) -> dict[str, str]:
 
 
 def _respelled(model: dict[str, Any], spelled: Mapping[str, str]) -> dict[str, Any]:
-    """A tokenizer's model with some tokens under other names: what was theirs is plain text."""
+    """A tokenizer's model with some tokens renamed, so that their old spelling is plain text."""
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {spelled.get(token, token): i for token, i in vocab.items()}

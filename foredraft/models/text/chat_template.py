@@ -45,7 +45,7 @@ _MULTIPLYING = {
     *("replace", "join", "translate", "expandtabs", "indent", "batch", "slice"),
     *("wordwrap", "tojson", "xmlattr", "urlize", "sum", *_FORMATS),
 }
-"""Calls and filters whose result may be as long as the product of what they are given."""
+"""Calls and filters whose result may be as long as the product of their arguments."""
 _LISTING = {"split", "rsplit", "splitlines", "list"}
 _HARMLESS = {"default", "d", "int", "float", "abs", "string"}
 _WIDTH = re.compile(r"\d+")
@@ -76,7 +76,7 @@ class ChatTemplate:
             raise ModelLoadError(
                 f"the chat template of {name} is no Jinja template: {error} (line {error.lineno})"
             ) from error
-        except Exception as error:  # the compiler meets whatever stands in the file
+        except Exception as error:  # the template may hold any text
             raise ModelLoadError(f"the chat template of {name} cannot be used: {error}") from error
 
     def render(

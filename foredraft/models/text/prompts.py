@@ -102,7 +102,7 @@ def text_of(where: str, content: object) -> str:
     """Text, or the joined text of text parts.
 
     Args:
-        where: what it is, for errors, such as "messages[3].content".
+        where: its path for errors, such as "messages[3].content".
 
     Raises:
         ConfigError: something else, such as an image.
